@@ -1,0 +1,40 @@
+"""Positional methods: one file each, registered under their `pos-emb` names, usable in any PyTorch model.
+
+Every module of this folder is imported here, so a new file with a `@register`ed class is all it takes to add a method.
+"""
+
+import importlib
+import pkgutil
+
+from megatron.model.positional.base import ModelShape, PositionalMethod
+from megatron.model.positional.registry import build, load_plugin, method_class, register, registered_names
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+from megatron.model.positional.absolute import Learned, Sinusoidal  # noqa: E402
+from megatron.model.positional.alibi import Alibi  # noqa: E402
+from megatron.model.positional.kerple import KerpleBiasWeight, KerpleLog, KerplePower, KerpleWeight  # noqa: E402
+from megatron.model.positional.none import NoPositions  # noqa: E402
+from megatron.model.positional.rotary import Rotary  # noqa: E402
+from megatron.model.positional.t5 import T5  # noqa: E402
+
+__all__ = [
+    "T5",
+    "Alibi",
+    "KerpleBiasWeight",
+    "KerpleLog",
+    "KerplePower",
+    "KerpleWeight",
+    "Learned",
+    "ModelShape",
+    "NoPositions",
+    "PositionalMethod",
+    "Rotary",
+    "Sinusoidal",
+    "build",
+    "load_plugin",
+    "method_class",
+    "register",
+    "registered_names",
+]

@@ -1,0 +1,132 @@
+"""What a positional method is: one module with hooks, each a no-op unless a method needs it.
+
+Legend: b batch, s query length, t key length, h heads, d head size, e hidden size.
+"""
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of the model that a method serves."""
+
+    num_heads: int
+    head_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+
+
+class PositionalMethod(nn.Module):
+    """Base of all methods. A method defines the hooks it uses, and these say what it is:
+
+        embed(hidden, positions)                             adds to the token embeddings
+        rotate(query, key, query_positions, key_positions)   turns queries and keys
+        bias(distance)                                       is added to the scaled scores
+        weight(distance)                                     multiplies the scaled scores
+
+    `bias` and `weight` take float32 distances >= 0 of any shape and give float32 `[h, *distance.shape]`, whatever the
+    parameters' dtype. Attention computes softmax(weight * q.k / sqrt(d) + bias) over the keys that a query may see.
+
+    A constructor names the `ModelShape` fields it needs among its arguments; the others are the method's options. A
+    method imports torch alone and nothing else of this project, so that it serves in any model.
+
+    Attributes:
+        shared: one instance serves all layers; False where each layer has its own.
+    """
+
+    shared: bool = True
+
+    @classmethod
+    def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
+        """Build the method for a model of this shape. Raises ValueError for an option the method does not have."""
+        arguments = inspect.signature(cls.__init__).parameters.keys() - {"self"}
+        sizes = {field.name for field in fields(ModelShape)}
+        valid = arguments - sizes
+        for name in options:
+            if name not in valid:
+                known = f"it has {', '.join(sorted(valid))}" if valid else "it has none"
+                raise ValueError(f"{cls.__name__} has no option {name!r}; {known}")
+        return cls(**{name: getattr(shape, name) for name in sizes & arguments}, **options)
+
+    # What the method uses, read off its class so that it cannot disagree with the hooks. A method whose hooks depend
+    # on its options overrides these.
+
+    @property
+    def embeds(self) -> bool:
+        return type(self).embed is not PositionalMethod.embed
+
+    @property
+    def rotates(self) -> bool:
+        return type(self).rotate is not PositionalMethod.rotate
+
+    @property
+    def has_bias(self) -> bool:
+        return callable(getattr(type(self), "bias", None))
+
+    @property
+    def has_weight(self) -> bool:
+        return callable(getattr(type(self), "weight", None))
+
+    # Hooks.
+
+    def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Add positions to the token embeddings: hidden `[b, s, e]`, integer positions `[s]`."""
+        return hidden
+
+    def rotate(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Turn query `[b, h, s, d]` and key `[b, h, t, d]` by integer positions `[s]` and `[t]`, keeping their dtypes.
+
+        Positions may stay on the CPU when query and key are elsewhere: nothing then waits for the device.
+        """
+        return query, key
+
+    # `bias` and `weight` are not defined here: checkpoints call T5's table `weight`, and a module cannot hold a
+    # parameter under the name of a method.
+
+    # Parameters.
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the initial parameters: the same from the same generator, whatever their own dtype and device."""
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Parameter name -> float32 `[h]`, as used (within its bounds), detached: for logs."""
+        return {}
+
+    @torch.no_grad()
+    def effective_length(self, limit: int = 20_480, threshold: float = -2.0) -> Tensor:
+        """The smallest distance whose bias is below the threshold, int64 `[h]`; `limit` where there is none below it.
+
+        Figure 6 of the KERPLE paper (arXiv 2205.09921).
+        """
+        device = next((parameter.device for parameter in self.parameters()), None)
+        below = self.bias(torch.arange(limit, dtype=torch.float32, device=device)) < threshold
+        first = below.to(torch.uint8).argmax(dim=1)
+        return torch.where(below.any(dim=1), first, limit)
+
+
+def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:
+    """The parameter within its bounds, float32. The gradient reaches the parameter as if there were no bound.
+
+    A clamp would stop the gradient at the bound and a parameter that touched it once would never leave.
+    """
+    raw = parameter.float()
+    # raw - raw.detach() is exactly zero, so the value is exactly the clamped one.
+    return raw.detach().clamp(low, high) + (raw - raw.detach())
+
+
+@torch.no_grad()
+def draw(parameter: Tensor, kind: str, first: float, second: float, generator: torch.Generator | None) -> None:
+    """Fill a parameter with `uniform` (low, high) or `normal` (mean, std) float32 draws, on the generator's device."""
+    drawn = torch.empty(
+        parameter.shape, dtype=torch.float32, device=generator.device if generator is not None else "cpu"
+    )
+    getattr(drawn, f"{kind}_")(first, second, generator=generator)
+    parameter.copy_(drawn)
