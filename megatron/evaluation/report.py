@@ -1,0 +1,59 @@
+"""Results to files: `extrapolation.json`, `extrapolation.md` and `extrapolation.png` in one folder."""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron.config.errors import UserError
+from megatron.evaluation.plots import draw
+from megatron.evaluation.rows import Row
+from megatron.evaluation.tables import markdown, rich_table
+
+TITLE = "Length extrapolation"
+
+
+def write_report(rows: Sequence[Row], directory: str | os.PathLike[str], title: str = TITLE) -> list[Path]:
+    """Write the rows, of one run or of several, as JSON `{"rows": [...]}`, a Markdown table and a plot.
+
+    Each file is replaced only when its successor is whole. Returns their paths. Raises UserError when there is nothing
+    to report or the folder cannot be written to.
+    """
+    if not rows:
+        raise UserError("there are no results to report")
+    folder = Path(directory)
+    contents = {
+        "extrapolation.json": (json.dumps({"rows": list(rows)}, indent=1, allow_nan=False) + "\n").encode(),
+        "extrapolation.md": markdown(rows, title).encode(),
+        "extrapolation.png": draw(rows, title),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            _replace(folder / name, content)
+    except OSError as error:
+        raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
+    return [folder / name for name in contents]
+
+
+def print_report(rows: Sequence[Row], title: str = TITLE, console: Console | None = None) -> None:
+    """The table on the screen."""
+    (console or Console()).print(rich_table(rows, title))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write under a temporary name beside it, then rename: a reader sees the old file or the new one, whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,74 @@
+"""The loss of every scored token, in memory that grows linearly with the length.
+
+Each segment is fed in chunks of queries through the key-value cache, so that no tensor is length x length; the logits
+are made for `LOGIT_POSITIONS` positions at a time, so that none is length x vocabulary. The softmax runs over the whole
+padded vocabulary, as training's does: its padded entries have weights like any other.
+
+Legend: b batch (segments), s positions, n tokens of the stream.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.evaluation.protocols import Segments
+from megatron.inference.decoder import Decoder
+
+LOGIT_POSITIONS = 1024
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Losses `[b, s]` in nats (float32, float64 for a float64 model): rows are consecutive segments from `segment` on,
+    columns are consecutive positions from `position` on, each the input whose next token was predicted."""
+
+    segment: int
+    position: int
+    losses: Tensor
+
+
+def score(
+    decoder: Decoder,
+    tokens: Tensor,
+    segments: Segments,
+    *,
+    window: int | None,
+    query_chunk: int,
+    batch_tokens: int,
+    device: torch.device,
+) -> Iterator[Scored]:
+    """Score the segments of the stream `tokens`, int64 `[n]` on any device, as they are computed.
+
+    Short segments are batched up to `batch_tokens` tokens. Raises what the model raises, `PositionsExceeded` among it.
+    """
+    length, first = segments.length, segments.first
+    batch = max(1, batch_tokens // length)
+    chunk = query_chunk if decoder.cached else length
+    offsets = torch.arange(length + 1)
+    for row in range(0, len(segments.starts), batch):
+        starts = torch.tensor(segments.starts[row : row + batch])
+        text = tokens[starts[:, None] + offsets].to(device)
+        cache = decoder.new_cache(len(starts), length) if chunk < length else None
+        for begin in range(0, length, chunk):
+            end = min(begin + chunk, length)
+            hidden = decoder.hidden(text[:, begin:end], cache, window)
+            if end <= first:
+                continue
+            scored = max(begin, first)
+            losses = token_losses(decoder, hidden[:, scored - begin :], text[:, scored + 1 : end + 1])
+            yield Scored(row, scored, losses)
+
+
+def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy `[b, s]` in nats of int64 targets `[b, s]` given hidden states `[b, s, e]`, in float32 at least."""
+    flat, wanted = hidden.flatten(0, 1), targets.flatten()
+    losses = []
+    for start in range(0, len(wanted), LOGIT_POSITIONS):
+        logits = decoder.logits(flat[start : start + LOGIT_POSITIONS])
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        losses.append(F.cross_entropy(logits, wanted[start : start + LOGIT_POSITIONS], reduction="none"))
+    return torch.cat(losses).view(targets.shape)
