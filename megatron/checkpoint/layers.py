@@ -1,0 +1,132 @@
+"""Weights on disk: one file per layer and tensor-parallel rank, `layer_XX-model_YY-model_states.pt`.
+
+This is the layout of DeepSpeed's pipeline and of the KERPLE release; a plain sequence of layers is saved in the same way, so that a checkpoint's
+weights do not depend on how the run was laid out.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.storage import CheckpointError, load_tensors
+
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+
+# Buffers that older checkpoints hold and this model computes.
+COMPUTED_BUFFERS = (
+    "attention.rotary_emb.inv_freq",
+    "attention.alibi_embed.slopes",
+    "position_embeddings.inv_freq",
+    "attention.rpe.slopes",
+)
+
+
+def layer_file(directory: Path, index: int, tensor_rank: int) -> Path:
+    return directory / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt"
+
+
+def layer_files(directory: Path) -> dict[int, list[Path]]:
+    """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError where a rank's file is missing."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in directory.iterdir():
+        match = LAYER_FILE.fullmatch(path.name)
+        if match:
+            found.setdefault(int(match[1]), {})[int(match[2])] = path
+    if not found:
+        raise CheckpointError(f"{directory}: holds no layer_XX-model_YY-model_states.pt, so it is not a checkpoint")
+    ranks = max(len(files) for files in found.values())
+    for index, files in found.items():
+        for rank in range(ranks):
+            if rank not in files:
+                raise CheckpointError(f"{layer_file(directory, index, rank)}: missing; the checkpoint is not whole")
+    return {index: [files[rank] for rank in range(ranks)] for index, files in sorted(found.items())}
+
+
+def layer_state(layer: nn.Module) -> dict[str, Tensor]:
+    """The layer's parameters and persistent buffers, each in storage of its own."""
+    return {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in layer.state_dict().items()
+    }
+
+
+def merge_shards(name: str, shards: list[Tensor], expected: torch.Size, where: Path) -> Tensor:
+    """One tensor of the expected shape from the tensor-parallel ranks' pieces.
+
+    A piece of the expected shape is a replica (norms, biases of row-parallel layers, our positional parameters); otherwise the pieces are joined along
+    the one dimension in which their sizes add up. Raises CheckpointError that names both shapes when neither fits.
+    """
+    if all(shard.shape == expected for shard in shards):
+        return shards[0]
+    if len(shards) > 1 and all(shard.dim() == len(expected) for shard in shards):
+        for dim in range(len(expected)):
+            others = [size for axis, size in enumerate(expected) if axis != dim]
+            fits = all([size for axis, size in enumerate(shard.shape) if axis != dim] == others for shard in shards)
+            if fits and sum(shard.shape[dim] for shard in shards) == expected[dim]:
+                return torch.cat(shards, dim)
+    shapes = " + ".join(str(tuple(shard.shape)) for shard in shards)
+    raise CheckpointError(
+        f"{where}: {name} has shape {shapes} in the checkpoint and {tuple(expected)} in the configured model; "
+        "the configuration is of another model size"
+    )
+
+
+def read_layer(files: list[Path], expected: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """The whole (unsliced) state of one layer. `expected` holds the shapes in the model, unsliced.
+
+    Raises CheckpointError for a tensor that the model lacks or the file lacks, or of another shape.
+    """
+    shards = [load_tensors(path) for path in files]
+    where = files[0]
+    extra = [name for name in shards[0] if name not in expected and name not in COMPUTED_BUFFERS]
+    missing = [name for name in expected if name not in shards[0]]
+    if extra or missing:
+        parts = []
+        if missing:
+            parts.append(f"lacks {', '.join(missing)}, which the configured model has")
+        if extra:
+            parts.append(f"holds {', '.join(extra)}, which the configured model has not")
+        raise CheckpointError(f"{where}: {' and '.join(parts)}; check pos-emb and the other keys of the model's shape")
+    return {
+        name: merge_shards(name, [shard[name] for shard in shards], shape, where) for name, shape in expected.items()
+    }
+
+
+def full_shapes(layer: nn.Module, tensor_size: int) -> dict[str, torch.Size]:
+    """Shapes of the layer's tensors before tensor-parallel slicing."""
+    shapes: dict[str, torch.Size] = {}
+    for name, tensor in layer.state_dict(keep_vars=True).items():
+        shape = list(getattr(tensor, "ds_shape", tensor.shape))
+        if getattr(tensor, "tensor_model_parallel", False):
+            shape[tensor.partition_dim] *= tensor_size
+        shapes[name] = torch.Size(shape)
+    return shapes
+
+
+def slice_for_rank(layer: nn.Module, state: dict[str, Tensor], tensor_rank: int) -> dict[str, Tensor]:
+    """This tensor-parallel rank's piece of every tensor of an unsliced state."""
+    pieces = {}
+    for name, tensor in layer.state_dict(keep_vars=True).items():
+        whole = state[name]
+        if getattr(tensor, "tensor_model_parallel", False):
+            size = tensor.shape[tensor.partition_dim]
+            whole = whole.narrow(tensor.partition_dim, tensor_rank * size, size)
+        pieces[name] = whole
+    return pieces
+
+
+def load_layers(layers: dict[int, nn.Module], directory: Path, *, tensor_size: int = 1, tensor_rank: int = 0) -> None:
+    """Fill the given layers in place from a checkpoint of any tensor-parallel size."""
+    files = layer_files(directory)
+    for index, layer in layers.items():
+        shapes = full_shapes(layer, tensor_size)
+        if not shapes:
+            continue
+        if index not in files:
+            raise CheckpointError(
+                f"{directory}: has no file of layer {index}, which the configured model has; num-layers differs"
+            )
+        state = slice_for_rank(layer, read_layer(files[index], shapes), tensor_rank)
+        layer.load_state_dict(state, strict=True)

@@ -1,0 +1,102 @@
+"""Reading and writing checkpoint files: no pickle is executed, and no file is seen half-written."""
+
+import contextlib
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.config import UserError
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be read or written; the message names the file and what to do."""
+
+
+def _allowed_globals() -> list[Any]:
+    """Classes that DeepSpeed's optimizer states hold beside tensors and plain values: all are data, none runs code when built."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+def _numpy_globals() -> list[Any]:
+    """What a pickled NumPy random state is made of, under the names of NumPy 1 and 2."""
+    reconstruct = np._core.multiarray._reconstruct
+    dtype_classes = [type(np.dtype(name)) for name in ("uint32", "uint64", "int64", "float64")]
+    return [np.ndarray, np.dtype, reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct"), *dtype_classes]
+
+
+def load_tensors(path: str | Path) -> Any:
+    """`torch.load`, to the CPU, of a file of tensors and plain values. Raises as `load_file` does."""
+    return _load(path, [], "cpu")
+
+
+def load_file(path: str | Path, *, map_location: Any = "cpu") -> Any:
+    """`torch.load` that builds tensors, plain containers and an allow-list of data classes, and nothing else.
+
+    Raises CheckpointError when the file is missing, damaged, or holds anything else.
+    """
+    return _load(path, _numpy_globals() + _allowed_globals(), map_location)
+
+
+def _load(path: str | Path, allowed: list[Any], map_location: Any) -> Any:
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file; the checkpoint is not whole") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: refused, it holds objects other than tensors and plain values ({_first_line(error)})"
+        ) from error
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read, the file is damaged ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error)
+    marker = "Unsupported global: GLOBAL "
+    if marker in text:
+        return "GLOBAL " + text.split(marker)[1].split()[0]
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write through a temporary name in the same folder; the file appears whole or not at all."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def sync_folder(path: str | Path) -> None:
+    """Make renames in a folder durable, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

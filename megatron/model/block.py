@@ -1,0 +1,119 @@
+"""One transformer block: pre-norm attention and MLP, sequential or parallel residuals.
+
+Legend: b batch, s query length, t key length, h heads of this rank, d head size, e hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.model.attention import Attention, tables
+from megatron.model.cache import LayerCache
+from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
+from megatron.model.positional import PositionalMethod
+from megatron.model.settings import ModelSettings
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda hidden: F.gelu(hidden, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def make_norm(settings: ModelSettings) -> nn.Module:
+    """The configuration's `norm`, over the hidden size."""
+    if settings.norm == "layernorm":
+        return nn.LayerNorm(settings.hidden_size, eps=settings.norm_epsilon)
+    if settings.norm == "rmsnorm":
+        return nn.RMSNorm(settings.hidden_size, eps=settings.norm_epsilon)
+    raise ValueError(f"norm {settings.norm!r} is not known; choose layernorm or rmsnorm")
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention with a positional method; the parameter names are those of GPT-NeoX's checkpoints."""
+
+    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
+        super().__init__()
+        hidden, tp = settings.hidden_size, settings.tp
+        self.head_size = settings.head_size
+        self.tp = tp
+        self.local_heads = tp.heads(settings.num_heads)
+        self.query_key_value = column_linear(hidden, 3 * hidden, bias=True, tp=tp)
+        if not positional.embeds:
+            self.rpe = positional
+        self.rotates = positional.rotates
+        self.has_table = positional.has_bias or positional.has_weight
+        self.dropout = settings.attention_dropout
+        self.attention = Attention(settings.attention_backend, positional)
+        self.dense = row_linear(hidden, hidden, bias=True, tp=tp)
+
+    def forward(self, hidden: Tensor, cache: LayerCache | None = None, window: int | None = None) -> Tensor:
+        """`[b, s, e] -> [b, s, e]`; with a cache the new tokens follow those it holds."""
+        batch, new, _ = hidden.shape
+        # Rows are grouped by head: each head's query, key and value stand together.
+        qkv = self.query_key_value(hidden).view(batch, new, -1, 3, self.head_size)
+        query, key, value = (part.squeeze(3).transpose(1, 2) for part in qkv.split(1, dim=3))
+        if self.rotates:
+            held = cache.length if cache is not None else 0
+            positions = torch.arange(held, held + new, device=hidden.device)
+            query, key = self.rpe.rotate(query, key, positions, positions)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        bias, weight = self._tables(key.shape[2], window)
+        context = self.attention(
+            query,
+            key,
+            value,
+            bias_table=bias,
+            weight_table=weight,
+            window=window,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.dense(context.transpose(1, 2).reshape(batch, new, -1))
+
+    def _tables(self, length: int, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+        """Bias and weight over distance for this rank's heads, `[h, length]` float32; None where the method has none."""
+        if not self.has_table:
+            return None, None
+        length = length if window is None else min(length, window)
+        bias, weight = tables(self.rpe, length)
+        if self.tp.size == 1:
+            return bias, weight
+        return tuple(
+            None if table is None else sum_head_gradients(table, self.tp)[self.local_heads] for table in (bias, weight)
+        )
+
+
+class MLP(nn.Module):
+    """`[b, s, e] -> [b, s, 4e] -> [b, s, e]`."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        hidden, tp = settings.hidden_size, settings.tp
+        self.dense_h_to_4h = column_linear(hidden, 4 * hidden, bias=True, tp=tp)
+        self.dense_4h_to_h = row_linear(4 * hidden, hidden, bias=True, tp=tp)
+        self.activation = ACTIVATIONS[settings.activation]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
+
+
+class Block(nn.Module):
+    """`[b, s, e] -> [b, s, e]`."""
+
+    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
+        super().__init__()
+        self.input_layernorm = make_norm(settings)
+        self.attention = SelfAttention(settings, positional)
+        self.post_attention_layernorm = make_norm(settings)
+        self.mlp = MLP(settings)
+        self.dropout = nn.Dropout(settings.hidden_dropout)
+        self.parallel_residual = settings.parallel_residual
+
+    def forward(self, hidden: Tensor, cache: LayerCache | None = None, window: int | None = None) -> Tensor:
+        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, window))
+        if self.parallel_residual:
+            return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+        hidden = hidden + attended
+        return hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))

@@ -1,0 +1,77 @@
+"""What the layers need to know, taken from the configuration once."""
+
+from dataclasses import dataclass
+
+from megatron.config import Config
+from megatron.model.parallel import TensorParallel
+from megatron.model.positional import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Sizes and choices of one model, on one rank. Sizes are of the whole model, not of the rank's slice."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    padded_vocab_size: int
+    max_positions: int
+    norm: str = "layernorm"
+    norm_epsilon: float = 1e-5
+    activation: str = "gelu"
+    parallel_residual: bool = False
+    tied_embeddings: bool = False
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    attention_backend: str = "auto"
+    pos_emb: str = "none"
+    pos_emb_options: tuple[tuple[str, object], ...] = ()
+    tp: TensorParallel = TensorParallel()
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            num_heads=self.num_heads,
+            head_size=self.head_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            max_positions=self.max_positions,
+        )
+
+    @classmethod
+    def from_config(
+        cls, config: Config, padded_vocab_size: int, tp: TensorParallel = TensorParallel()
+    ) -> "ModelSettings":
+        model = config.model
+        return cls(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_heads=model.num_attention_heads,
+            padded_vocab_size=padded_vocab_size,
+            max_positions=model.max_position_embeddings,
+            norm=model.norm,
+            norm_epsilon=model.layernorm_epsilon,
+            # GPT-NeoX's fused bias+GELU computes the tanh form; a model trained with it is evaluated with it.
+            activation="gelu_tanh" if model.activation == "gelu" and model.bias_gelu_fusion else model.activation,
+            parallel_residual=model.gpt_j_residual,
+            tied_embeddings=not model.no_weight_tying,
+            hidden_dropout=model.hidden_dropout,
+            attention_dropout=model.attention_dropout,
+            attention_backend=model.attention_backend,
+            pos_emb=model.pos_emb,
+            pos_emb_options=tuple(positional_options(config).items()),
+            tp=tp,
+        )
+
+
+def positional_options(config: Config) -> dict[str, object]:
+    """Options of the positional method: GPT-NeoX's own keys where the method has them, then `pos-emb-options`."""
+    model = config.model
+    neox: dict[str, dict[str, object]] = {
+        "rotary": {"fraction": model.rotary_pct, "base": model.rotary_emb_base},
+        "rpe": {"num_buckets": model.rpe_num_buckets, "max_distance": model.rpe_max_distance},
+    }
+    return {**neox.get(model.pos_emb, {}), **model.pos_emb_options}

@@ -1,0 +1,191 @@
+"""The model under DeepSpeed: one engine for a plain sequence of layers (ZeRO 0 to 3), one for a pipeline."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from deepspeed import PipelineEngine
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from megatron.checkpoint.engine import LayerFiles
+from megatron.config import Config
+from megatron.model.gpt import GPT, initialize
+from megatron.model.parallel import mean_loss
+from megatron.model.pipeline import GPTPipeline
+from megatron.model.settings import ModelSettings
+from megatron.training.distributed import Layout
+from megatron.training.optimizer import build_optimizer, set_learning_rate
+
+Batch = dict[str, Tensor]
+
+
+class TrainableGPT(GPT):
+    """A GPT whose forward is the training loss, which is what DeepSpeed's engine wraps."""
+
+    def forward(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.loss(tokens, labels, mask)
+
+
+class SequenceEngine(LayerFiles, DeepSpeedEngine):
+    """DeepSpeed's engine, its weights saved in one file per layer."""
+
+
+class StageEngine(LayerFiles, PipelineEngine):
+    """DeepSpeed's pipeline engine, its weights saved in one file per layer."""
+
+
+class Engine:
+    """What the training loop needs of a model: a step on a batch, a loss without one, and the numbers to log."""
+
+    def __init__(self, config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]):
+        """Build the model, its optimizer and DeepSpeed's engine on this rank; `report` prints once per run."""
+        self.config, self.layout = config, layout
+        self.settings = ModelSettings.from_config(config, padded_vocab_size, layout.tensor_parallel)
+        self.is_pipeline = layout.pipeline_size > 1
+        _, self.accumulation, self.global_batch = config.batch.resolve(layout.data_size)
+        self.seq_length = config.model.seq_length
+        self.model = self._build_model()
+        initialize(
+            self.model.layers(),
+            self.settings,
+            seed=config.training.seed,
+            init_method=config.model.init_method,
+            output_init_method=config.model.output_layer_init_method,
+            std=config.model.init_method_std,
+        )
+        self.model.to(layout.device)
+        if self.is_pipeline:
+            self.model.synchronize_shared()
+        self.engine = self._build_engine(report)
+
+    def _build_model(self) -> GPT | GPTPipeline:
+        training = self.config.training
+        every = training.checkpoint_num_layers if training.checkpoint_activations else 0
+        if not self.is_pipeline:
+            return TrainableGPT(self.settings, checkpoint_every=every)
+        tp = self.settings.tp
+        return GPTPipeline(
+            self.settings,
+            topology=PipeModelDataParallelTopology(
+                num_pp=self.layout.pipeline_size, num_mp=self.layout.tensor_size, num_dp=self.layout.data_size
+            ),
+            loss_fn=lambda logits, labels: mean_loss(logits, labels[0], labels[1], tp),
+            partition_method=self.config.parallel.pipe_partition_method,
+            checkpoint_every=every,
+        )
+
+    def _build_engine(self, report: Callable[[str], None]) -> DeepSpeedEngine:
+        settings = self.config.deepspeed_dict(self.layout.data_size)
+        stage = self.config.optimizer.zero_stage
+        if stage == 0 and self.config.precision.dtype != "fp32":
+            # Stage 0 in half precision keeps one master copy and one step per parameter; stage 1 does the same arithmetic on flat groups.
+            stage = 1
+            report(
+                f"zero_optimization.stage: 0 in {self.config.precision.dtype} runs as stage 1 (the same arithmetic, state spread over the replicas)"
+            )
+        settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": stage}
+        settings["zero_allow_untested_optimizer"] = True
+        if self.config.precision.dtype == "bf16" and stage == 1:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        if self.is_pipeline:
+            settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+        optimizer = build_optimizer(self.config, self.model, report)
+        if self.is_pipeline:
+            mpu, kind = self.model.mpu(), StageEngine
+        else:
+            from megatron.core import parallel_state
+
+            mpu = parallel_state if self.layout.tensor_size > 1 else None
+            kind = SequenceEngine
+        engine = kind(
+            args=None,
+            model=self.model,
+            optimizer=optimizer,
+            mpu=mpu,
+            config=settings,
+            config_class=DeepSpeedConfig(settings, mpu),
+            dist_init_required=False,
+        )
+        engine.use_layer_files(self.model, self.layout)
+        return engine
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: Iterator[Batch], learning_rate: float) -> Tensor:
+        """One optimizer step over `accumulation` micro-batches; returns the mean loss over the global batch, on the device, not synchronized."""
+        self._set_rate(learning_rate)
+        if self.is_pipeline:
+            return self.engine.train_batch(_pipeline_batches(batches)).detach()
+        self.engine.train()
+        total = torch.zeros((), device=self.layout.device)
+        for _ in range(self.accumulation):
+            batch = self._to_device(next(batches))
+            loss = self.engine(batch["tokens"], batch["labels"], batch.get("loss_mask"))
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach()
+        return self._mean_over_replicas(total / self.accumulation)
+
+    @torch.no_grad()
+    def validate(self, batches: Iterator[Batch], count: int) -> float:
+        """Mean loss over `count` micro-batches on every replica."""
+        if self.is_pipeline:
+            self.engine.reset_activation_shape()
+            loss = self.engine.eval_batch(_pipeline_batches(batches), num_micro_batches=count)
+            self.engine.reset_activation_shape()
+            return float(loss)
+        self.model.eval()
+        total = torch.zeros((), device=self.layout.device)
+        for _ in range(count):
+            batch = self._to_device(next(batches))
+            total += self.model.loss(batch["tokens"], batch["labels"], batch.get("loss_mask"))
+        self.model.train()
+        return float(self._mean_over_replicas(total / count))
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> float | None:
+        """L2 norm of the last step's gradient before clipping."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the loss in fp16; None in other formats."""
+        return float(self.engine.optimizer.cur_scale) if self.config.precision.dtype == "fp16" else None
+
+    def count_parameters(self) -> dict[str, int]:
+        """Parameters of the whole model: `total`, `positional`, and `outside_embedding` (what each token is multiplied with)."""
+        from megatron.training.metrics import count_parameters
+
+        return count_parameters(self.model.layers(), self.settings, self.layout)
+
+    def layers(self) -> dict[int, nn.Module]:
+        return self.model.layers()
+
+    def _set_rate(self, rate: float) -> None:
+        set_learning_rate(self.engine.optimizer.param_groups, rate)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _mean_over_replicas(self, value: Tensor) -> Tensor:
+        if self.layout.data_size > 1:
+            from megatron.core import parallel_state
+
+            dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+            value /= self.layout.data_size
+        return value
+
+
+def _pipeline_batches(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    for batch in batches:
+        mask = batch.get("loss_mask")
+        yield (
+            batch["tokens"],
+            (batch["labels"], torch.ones_like(batch["labels"], dtype=torch.float32) if mask is None else mask),
+        )

@@ -1,0 +1,57 @@
+"""The optimizer: Adam or AdamW, fused where that is to be had."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from megatron.config import Config, UserError
+from megatron.model.positional import PositionalMethod
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups: what decays, and what does not (norms, biases, and all positional parameters).
+
+    Decay would pull a kernel's parameters to its bounds, so they are exempt whatever their shape.
+    """
+    exempt = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, PositionalMethod)
+        for parameter in module.parameters()
+    }
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (kept if id(parameter) in exempt or parameter.dim() < 2 else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(config: Config, model: nn.Module, report: Callable[[str], None]) -> torch.optim.Optimizer:
+    """Adam with decoupled weight decay, which is what GPT-NeoX runs under `Adam` and `AdamW` alike.
+
+    `fusedadam` asks for apex's implementation instead of torch's. `report` is told which was taken.
+    Raises UserError when apex is asked for and not installed.
+    """
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay)
+    options: dict = {"lr": settings.lr, "betas": tuple(settings.betas), "eps": settings.eps}
+    if settings.type == "fusedadam":
+        try:
+            from apex.optimizers import FusedAdam
+        except ImportError as error:
+            raise UserError(
+                "optimizer.type: FusedAdam needs apex (NVIDIA's, built from source), which is not installed; "
+                "install it, or say Adam to use torch's fused implementation"
+            ) from error
+        report("optimizer: apex FusedAdam")
+        return FusedAdam(groups, adam_w_mode=True, **options)
+    report("optimizer: torch AdamW, fused")
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def set_learning_rate(groups: Iterable[dict], rate: float) -> None:
+    for group in groups:
+        group["lr"] = rate
