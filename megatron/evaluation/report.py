@@ -11,9 +11,10 @@ from rich.console import Console
 from megatron.config.errors import UserError
 from megatron.evaluation.plots import draw
 from megatron.evaluation.rows import Row
-from megatron.evaluation.tables import markdown, rich_table
+from megatron.evaluation.tables import explanation, markdown, rich_table
 
 TITLE = "Length extrapolation"
+UNBOUNDED_WIDTH = 200
 
 
 def write_report(rows: Sequence[Row], directory: str | os.PathLike[str], title: str = TITLE) -> list[Path]:
@@ -40,8 +41,14 @@ def write_report(rows: Sequence[Row], directory: str | os.PathLike[str], title: 
 
 
 def print_report(rows: Sequence[Row], title: str = TITLE, console: Console | None = None) -> None:
-    """The table on the screen."""
-    (console or Console()).print(rich_table(rows, title))
+    """The table on the screen, with what its numbers are."""
+    if console is None:
+        console = Console()
+        if not console.is_terminal:  # a file or a pipe has no width to fit
+            console = Console(width=UNBOUNDED_WIDTH)
+    console.print(rich_table(rows, title))
+    for sentence in explanation(rows):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -62,7 +62,7 @@ class Sampling:
         """
         if torch.isnan(logits).any():
             raise UserError(
-                "the model's logits are not numbers (NaN): the checkpoint is damaged, or beyond the range of its precision"
+                "the model's logits are not numbers (NaN): the checkpoint is damaged or beyond its precision"
             )
         if self.temperature == 0:
             return self._real(logits).argmax(dim=-1).tolist()
