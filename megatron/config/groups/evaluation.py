@@ -1,0 +1,45 @@
+"""What is done with a trained model: extrapolation, tasks, text."""
+
+from typing import Literal
+
+from megatron.config.groups.base import Group, Int, Ints, Texts, key
+
+
+class EvaluationConfig(Group):
+    """Evaluation"""
+
+    eval_tasks: Texts | None = key(None, "Tasks of lm-evaluation-harness to run.")
+    lengths: Ints | None = key(
+        None,
+        "Lengths, in tokens, at which perplexity is measured. Default: the training length, doubled up to 16 times it.",
+        path="evaluation_lengths",
+    )
+    tokens: Int | None = key(
+        None,
+        "Tokens to score; the same ones at every length. Default: the whole validation split.",
+        path="eval_tokens",
+        ge=1,
+    )
+    eval_results_prefix: str = key("", "Prefix of the files with results: folder and beginning of the name.")
+
+
+class GenerationConfig(Group):
+    """Generation"""
+
+    text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = key(
+        None,
+        "unconditional: from nothing; input-file: prompts of sample_input_file; interactive: prompts from the console.",
+    )
+    temperature: float = key(0.0, "Logits are divided by this before sampling. 0: always the likeliest token.", ge=0)
+    top_p: float = key(
+        0.0, "Sample from the likeliest tokens that hold this probability together. 0: from all.", ge=0, le=1
+    )
+    top_k: Int = key(0, "Sample from this many likeliest tokens. 0: from all.", ge=0)
+    maximum_tokens: Int = key(64, "Tokens to generate per sample.", ge=1)
+    num_samples: Int = key(1, "Samples to generate without prompts, or per prompt.", ge=1)
+    prompt_end: str = key("\n", "What ends a prompt of the interactive mode.")
+    sample_input_file: str | None = key(None, "File with one prompt per line.")
+    sample_output_file: str | None = key("samples.txt", "File for the generated text, as JSON lines.")
+    recompute: bool = key(
+        False, "True: compute the whole prefix anew for every token, without a cache of keys and values."
+    )

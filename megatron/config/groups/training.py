@@ -1,0 +1,44 @@
+"""The training loop: intervals, memory, and where its numbers go."""
+
+from typing import Any
+
+from megatron.config.groups.base import Group, Int, key
+
+
+class TrainingConfig(Group):
+    """Training"""
+
+    seed: Int = key(1234, "Seed of initial weights, data order and dropout.", ge=0)
+    eval_interval: Int = key(1000, "Optimizer steps between validations.", ge=1)
+    eval_iters: Int = key(100, "Batches per validation. 0: no validation.", ge=0)
+    seq_length_val: Int | None = key(None, "Validation length, in tokens. Default: seq_length.", ge=1)
+    log_interval: Int = key(100, "Optimizer steps between two lines of the log.", ge=1)
+    checkpoint_activations: bool = key(
+        False, "True: activations inside the blocks are computed again in the backward pass, to save memory."
+    )
+    checkpoint_num_layers: Int = key(1, "Blocks per checkpointed chunk.", ge=1)
+    partition_activations: bool = key(
+        False, "True: checkpointed activations are spread over the tensor-parallel processes."
+    )
+    synchronize_each_layer: bool = key(False, "True: wait for the device around each checkpointed chunk.")
+    exit_interval: Int | None = key(None, "Save and exit after a step divisible by this.", ge=1)
+    steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own progress lines.", ge=1)
+    wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
+    deepspeed_extra_args: dict[str, Any] = key(
+        {}, "Further keys of DeepSpeed's configuration, handed over as they are; those set from other keys are refused."
+    )
+
+
+class LoggingConfig(Group):
+    """Logging"""
+
+    log_dir: str | None = key(None, "Folder for a copy of the console's output. Default: none.")
+    tensorboard_dir: str | None = key(None, "Folder for TensorBoard. Default: none.")
+    use_wandb: bool | None = key(
+        None, "True: log to Weights & Biases; its key is read from WANDB_API_KEY, never from a configuration."
+    )
+    wandb_project: str = key("neox", "Project in Weights & Biases.")
+    wandb_group: str | None = key(None, "Group of runs in Weights & Biases.")
+    wandb_team: str | None = key(None, "Team (entity) in Weights & Biases.")
+    wandb_run_name: str | None = key(None, "Name of the run in Weights & Biases. Default: chosen by it.")
+    wandb_host: str = key("https://api.wandb.ai", "Address of the Weights & Biases server.")

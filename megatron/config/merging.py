@@ -1,0 +1,90 @@
+"""Merging keys from several files and the command line into one flat mapping."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from megatron.config.declared import ALIASES, KeyPath, canonical_path
+from megatron.config.errors import UserError
+from megatron.config.yaml_files import Entry, Place, parse_value
+
+COMMAND_LINE = Place("--set")
+
+
+@dataclass
+class Merged:
+    """Canonical top-level keys with their values, and for each how and where it was written."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+
+    def add(self, name: str, value: Any, written: str, place: Place) -> None:
+        if name in self.values:
+            raise UserError(
+                f'{place}: "{written}" was given before, as "{self.written[name]}" at {self.places[name]}; keep one of them'
+            )
+        self.replace(name, value, written, place)
+
+    def replace(self, name: str, value: Any, written: str, place: Place) -> None:
+        self.values[name], self.written[name], self.places[name] = value, written, place
+
+
+def merge(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Merged:
+    """Canonical keys of all entries, then the `key=value` overrides over them.
+
+    Raises UserError if a key is given twice: in one file, in two, or as two names of the same thing.
+    """
+    merged = Merged()
+    for entry in entries:
+        (name,) = canonical_path(entry.key) if "." not in entry.key else (entry.key,)
+        merged.add(name, copy.deepcopy(entry.value), entry.key, entry.place)
+    _move_nested_aliases(merged)
+    for text in overrides:
+        written, value = _read_override(text)
+        path = canonical_path(written)
+        set_at(merged.values, path, value, written)
+        merged.written[path[0]], merged.places[path[0]] = written.split(".")[0], COMMAND_LINE
+    return merged
+
+
+def set_at(values: dict[str, Any], path: KeyPath, value: Any, written: str) -> None:
+    """Set a value at a path of nested mappings, making those that are missing. Raises UserError if one is no mapping."""
+    *outer, last = path
+    for depth, name in enumerate(outer, start=1):
+        inner = values.setdefault(name, {})
+        if inner is None:
+            inner = values[name] = {}
+        if not isinstance(inner, dict):
+            raise UserError(f'"{written}" cannot be set: {".".join(path[:depth])} is {inner!r}, not a mapping')
+        values = inner
+    values[last] = value
+
+
+def _move_nested_aliases(merged: Merged) -> None:
+    """optimizer.params.weight_decay, say, becomes weight_decay; given both, they are the same key twice."""
+    for alias, (name, *deeper) in ALIASES.items():
+        if len(alias) == 1 or deeper:
+            continue
+        holder: Any = merged.values
+        for part in alias[:-1]:
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and alias[-1] in holder:
+            merged.add(name, holder.pop(alias[-1]), ".".join(alias), merged.places[alias[0]])
+
+
+def _read_override(text: str) -> tuple[str, Any]:
+    """`key=value` with the value in YAML -> (key, value)."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"--set {text}: has the form key=value, such as --set train-iters=100 optimizer.params.lr=1e-3")
+    try:
+        return key, parse_value(value)
+    except (yaml.YAMLError, UserError) as error:
+        raise UserError(
+            f"--set {text}: the value is not YAML; put quotes around text with special characters"
+        ) from error

@@ -1,0 +1,87 @@
+"""Sorting merged keys into groups: supported, accepted without effect, refused, unknown."""
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config import neox_keys
+from megatron.config.declared import ALIASES, FIELDS, MAPPINGS, KeyPath
+from megatron.config.errors import UserError
+from megatron.config.groups import GROUPS
+from megatron.config.groups.base import REST
+from megatron.config.merging import Merged
+
+_SECRET = re.compile(r"(api|access|private|secret)_?key|password|passwd|secret|credential|(^|_)token$")
+_MOST_SUGGESTIONS = 3
+
+
+@dataclass
+class Sorted:
+    """Values by group and field, and what to tell the user about keys without effect."""
+
+    groups: dict[str, dict[str, Any]] = field(default_factory=lambda: {name: {} for name in GROUPS})
+    notices: list[str] = field(default_factory=list)
+
+
+def sort_keys(merged: Merged) -> Sorted:
+    """Give every value to the field that declares its place.
+
+    Raises UserError for a key that is refused or that nobody knows; the latter with the nearest known ones.
+    """
+    result = Sorted()
+    for name, value in merged.values.items():
+        _place((name,), value, merged, result)
+    return result
+
+
+def _place(path: KeyPath, value: Any, merged: Merged, result: Sorted) -> None:
+    if path in FIELDS:
+        group, name = FIELDS[path]
+        result.groups[group][name] = value
+    elif path in MAPPINGS:
+        if value is not None and not isinstance(value, dict):
+            raise UserError(f"{_where(path, merged)} must be a mapping of {', '.join(_siblings(path))}, not {value!r}")
+        for key, inner in (value or {}).items():
+            _place((*path, str(key)), inner, merged, result)
+    elif neox_keys.is_known(".".join(path)):
+        reason = neox_keys.refusal(".".join(path), value)
+        if reason is not None:
+            raise UserError(f"{_where(path, merged)} is known to GPT-NeoX but not supported here: {reason}")
+        effect = neox_keys.WITHOUT_EFFECT.get(".".join(path))
+        if effect is not None:
+            result.notices.append(f"{_where(path, merged)} has no effect here: {effect}")
+    elif (*path[:-1], REST) in FIELDS:
+        group, name = FIELDS[(*path[:-1], REST)]
+        result.groups[group].setdefault(name, {})[path[-1]] = value
+    else:
+        raise UserError(_unknown(path, merged))
+
+
+def _where(path: KeyPath, merged: Merged) -> str:
+    """`FILE:LINE: "key"`, the key as it was written."""
+    return f'{merged.places[path[0]]}: "{".".join((merged.written[path[0]], *path[1:]))}"'
+
+
+def _siblings(path: KeyPath) -> list[str]:
+    """Names that may stand in the mapping at this path."""
+    known = [*FIELDS, *MAPPINGS, *ALIASES]
+    known += [tuple(key.split(".")) for key in neox_keys.known()]
+    depth = len(path)
+    return sorted(
+        {other[depth] for other in known if other[:depth] == path and len(other) > depth and other[depth] != REST}
+    )
+
+
+def _unknown(path: KeyPath, merged: Merged) -> str:
+    where = _where(path, merged)
+    if _SECRET.search(path[-1].lower().replace("-", "_")):
+        return (
+            f"{where} looks like a secret, and secrets do not belong into a configuration (it is copied into checkpoints); "
+            "for Weights & Biases set the environment variable WANDB_API_KEY"
+        )
+    siblings = _siblings(path[:-1])
+    near = difflib.get_close_matches(path[-1], siblings, n=_MOST_SUGGESTIONS, cutoff=0.5)
+    if not near:
+        near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.0)
+    return f"{where} is not a known key; nearest known: {', '.join(near)}"

@@ -1,0 +1,119 @@
+"""Checks that look at more than one key. They run before anything is started."""
+
+import difflib
+from typing import TYPE_CHECKING
+
+from megatron.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.config.configuration import Config
+
+
+def check_groups(config: "Config") -> None:
+    """Raises UserError, with the arithmetic and what to change, for keys that contradict each other."""
+    _check_sizes(config)
+    _check_positions(config)
+    _check_parallel(config)
+    _check_optimization(config)
+    _check_data(config)
+    _check_runs(config)
+
+
+def _check_sizes(config: "Config") -> None:
+    model, parallel = config.model, config.parallel
+    if model.hidden_size % model.num_attention_heads:
+        raise UserError(
+            f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}; "
+            "every head has hidden_size / num_attention_heads dimensions"
+        )
+    if model.num_attention_heads % parallel.model_parallel_size:
+        raise UserError(
+            f"num_attention_heads {model.num_attention_heads} is not divisible by model_parallel_size "
+            f"{parallel.model_parallel_size}; every process holds whole heads"
+        )
+    if parallel.pipe_parallel_size > model.num_layers:
+        raise UserError(
+            f"pipe_parallel_size {parallel.pipe_parallel_size} is more than num_layers {model.num_layers}; "
+            "every stage holds at least one block"
+        )
+    if model.padded_vocab_size is not None and model.padded_vocab_size % parallel.model_parallel_size:
+        raise UserError(
+            f"padded_vocab_size {model.padded_vocab_size} is not divisible by model_parallel_size "
+            f"{parallel.model_parallel_size}; remove the key (it is computed)"
+        )
+
+
+def _check_positions(config: "Config") -> None:
+    from megatron.model import positional
+
+    model = config.model
+    if model.pos_emb_module is not None:
+        try:
+            positional.load_plugin(model.pos_emb_module)
+        except (ImportError, OSError, ValueError, SyntaxError) as error:
+            raise UserError(f"pos_emb_module {model.pos_emb_module}: {error}") from error
+    names = sorted(positional.registered_names())
+    if model.pos_emb not in names:
+        near = difflib.get_close_matches(model.pos_emb, names, n=3, cutoff=0.4)
+        raise UserError(
+            f'pos_emb "{model.pos_emb}" is not a known method; nearest: {", ".join(near) or "none"}; known: {", ".join(names)}'
+        )
+    rows = model.max_position_embeddings
+    for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
+        if model.pos_emb == "learned" and length is not None and length > rows:
+            raise UserError(
+                f"{name} {length} is more than max_position_embeddings {rows}: pos_emb learned has a row for every position "
+                "and none beyond; raise max_position_embeddings or choose another pos_emb"
+            )
+
+
+def _check_parallel(config: "Config") -> None:
+    stage, parallel = config.optimizer.zero_stage, config.parallel
+    if stage > 1 and parallel.pipe_parallel_size > 0:
+        raise UserError(
+            f"zero_optimization.stage {stage} with pipe_parallel_size {parallel.pipe_parallel_size}: DeepSpeed's pipeline keeps "
+            "gradients whole and supports ZeRO 0 and 1 only; use stage 1, or pipe_parallel_size 0"
+        )
+    if stage == 3 and parallel.model_parallel_size > 1:
+        raise UserError(
+            f"zero_optimization.stage 3 with model_parallel_size {parallel.model_parallel_size} is not supported: ZeRO 3 would "
+            "split parameters that tensor parallelism has split already; use stage 2 or model_parallel_size 1"
+        )
+
+
+def _check_optimization(config: "Config") -> None:
+    optimizer, schedule = config.optimizer, config.schedule
+    if schedule.min_lr > optimizer.lr:
+        raise UserError(f"min_lr {schedule.min_lr} is more than optimizer.params.lr {optimizer.lr}")
+
+
+def _check_data(config: "Config") -> None:
+    data = config.data
+    if data.data_path is not None and data.train_data_paths is not None:
+        raise UserError(
+            "data_path and train_data_paths are both given; use data_path with split, or the three lists of paths"
+        )
+    for split in ("train", "valid", "test"):
+        paths, weights = getattr(data, f"{split}_data_paths"), getattr(data, f"{split}_data_weights")
+        if weights is None:
+            continue
+        if paths is None or len(paths) != len(weights):
+            raise UserError(
+                f"{split}_data_weights has {len(weights)} weights for {len(paths or ())} {split}_data_paths; give one per path"
+            )
+        if sum(weights) <= 0:
+            raise UserError(f"{split}_data_weights adds up to 0; at least one weight must be positive")
+
+
+def _check_runs(config: "Config") -> None:
+    checkpoint, launcher = config.checkpoint, config.launcher
+    for name in ("finetune", "iteration"):
+        if getattr(checkpoint, name) not in (None, False) and checkpoint.load is None:
+            raise UserError(f"{name} is set, but load is not; give load, the folder of the checkpoint")
+    if launcher.include is not None and launcher.exclude is not None:
+        raise UserError("include and exclude are both given; use one of them")
+    for name in ("include", "exclude"):
+        if getattr(launcher, name) is not None and (launcher.num_gpus is not None or launcher.num_nodes > 0):
+            raise UserError(f"{name} says which GPUs to use; num_gpus and num_nodes cannot be given with it")
+    if config.generation.text_gen_type == "input-file" and config.generation.sample_input_file is None:
+        raise UserError("text_gen_type is input-file, but sample_input_file is not set; give the file with prompts")
