@@ -50,7 +50,10 @@ class Config(BaseModel):
         return _build(Entry(key, value, Place(source)) for key, value in mapping.items())
 
     def to_flat(self) -> dict[str, Any]:
-        """The keys that were set, in GPT-NeoX's form (`optimizer: {type, params}` ...), with underscores; JSON-serialisable."""
+        """The keys that were set, in GPT-NeoX's form (`optimizer: {type, params}` ...), with underscores.
+
+        JSON can hold it, and from_flat gives the same configuration back.
+        """
         return copy.deepcopy(self._flat)
 
     def updated(self, **keys: Any) -> "Config":
@@ -66,7 +69,7 @@ class Config(BaseModel):
         return self._notices
 
     def deepspeed_dict(self, data_parallel_size: int) -> dict[str, Any]:
-        """DeepSpeed's configuration, but for optimizer and scheduler. Raises UserError if the batch sizes do not fit."""
+        """DeepSpeed's configuration without optimizer and scheduler. Raises UserError if batch sizes do not fit."""
         return deepspeed_dict(self, data_parallel_size)
 
 
@@ -115,7 +118,9 @@ def _describe(error: ValidationError, group: str, merged: Merged) -> str:
     field, *inside = problem["loc"]
     path = tuple(part for part in PLACES[group, field] if part != REST)
     if problem["type"] == "missing":
-        return f'key "{".".join(path)}" is missing: {groups.GROUPS[group].model_fields[field].description}'
+        where = ", ".join(dict.fromkeys(place.source for place in merged.places.values()))
+        description = groups.GROUPS[group].model_fields[field].description
+        return f'{where or "configuration"}: key "{".".join(path)}" is missing: {description}'
     written = ".".join(
         (merged.written.get(path[0], path[0]), *path[1:], *(str(part) for part in inside if part != "[key]"))
     )

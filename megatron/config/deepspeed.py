@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 def deepspeed_dict(config: "Config", data_parallel_size: int) -> dict[str, Any]:
     """What deepspeed.initialize is given; the optimizer and the schedule are built by us, and so not in it.
 
-    Raises UserError if the batch sizes do not fit this many data-parallel processes, or a key of deepspeed_extra_args is
-    already set from others.
+    Raises UserError if the batch sizes do not fit this many data-parallel processes, or if deepspeed_extra_args holds
+    what other keys set.
     """
     micro, accumulation, total = config.batch.resolve(data_parallel_size)
     precision = config.precision

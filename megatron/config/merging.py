@@ -24,9 +24,8 @@ class Merged:
 
     def add(self, name: str, value: Any, written: str, place: Place) -> None:
         if name in self.values:
-            raise UserError(
-                f'{place}: "{written}" was given before, as "{self.written[name]}" at {self.places[name]}; keep one of them'
-            )
+            before = f'"{self.written[name]}" at {self.places[name]}'
+            raise UserError(f'{place}: "{written}" was given before, as {before}; keep one of them')
         self.replace(name, value, written, place)
 
     def replace(self, name: str, value: Any, written: str, place: Place) -> None:
@@ -40,7 +39,8 @@ def merge(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Merged:
     """
     merged = Merged()
     for entry in entries:
-        (name,) = canonical_path(entry.key) if "." not in entry.key else (entry.key,)
+        # A dot leads into a mapping on the command line only; in a file it is part of a name that nobody knows.
+        name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
         merged.add(name, copy.deepcopy(entry.value), entry.key, entry.place)
     _move_nested_aliases(merged)
     for text in overrides:
@@ -52,7 +52,7 @@ def merge(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Merged:
 
 
 def set_at(values: dict[str, Any], path: KeyPath, value: Any, written: str) -> None:
-    """Set a value at a path of nested mappings, making those that are missing. Raises UserError if one is no mapping."""
+    """Set a value at a path of nested mappings; missing ones are made. Raises UserError if one is not a mapping."""
     *outer, last = path
     for depth, name in enumerate(outer, start=1):
         inner = values.setdefault(name, {})

@@ -1,7 +1,7 @@
 """Keys that GPT-NeoX knows and this project does not act on, each with the reason.
 
-A refused key would change the result, so it is an error; values that mean "off" are let through. A key without effect tunes what is done
-another way here (or belongs to a feature that is refused), so it is accepted, and that is said once.
+A refused key would change the result, so it is an error; values that mean "off" are let through. A key without effect
+tunes what is done another way here (or belongs to a feature that is refused), so it is accepted, and that is said once.
 Nested keys are written with dots. Source: GPT-NeoX's configs/neox_arguments.md, of 2022 and of its public HEAD.
 """
 

@@ -77,8 +77,8 @@ def _unknown(path: KeyPath, merged: Merged) -> str:
     where = _where(path, merged)
     if _SECRET.search(path[-1].lower().replace("-", "_")):
         return (
-            f"{where} looks like a secret, and secrets do not belong into a configuration (it is copied into checkpoints); "
-            "for Weights & Biases set the environment variable WANDB_API_KEY"
+            f"{where} looks like a secret, and a configuration is copied into checkpoints and logs; "
+            "remove it (for Weights & Biases set the environment variable WANDB_API_KEY)"
         )
     siblings = _siblings(path[:-1])
     near = difflib.get_close_matches(path[-1], siblings, n=_MOST_SUGGESTIONS, cutoff=0.5)

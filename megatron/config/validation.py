@@ -55,15 +55,14 @@ def _check_positions(config: "Config") -> None:
     names = sorted(positional.registered_names())
     if model.pos_emb not in names:
         near = difflib.get_close_matches(model.pos_emb, names, n=3, cutoff=0.4)
-        raise UserError(
-            f'pos_emb "{model.pos_emb}" is not a known method; nearest: {", ".join(near) or "none"}; known: {", ".join(names)}'
-        )
+        hint = f"nearest: {', '.join(near)}; known: " if near else "known: "
+        raise UserError(f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}')
     rows = model.max_position_embeddings
     for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
         if model.pos_emb == "learned" and length is not None and length > rows:
             raise UserError(
-                f"{name} {length} is more than max_position_embeddings {rows}: pos_emb learned has a row for every position "
-                "and none beyond; raise max_position_embeddings or choose another pos_emb"
+                f"{name} {length} is more than max_position_embeddings {rows}: pos_emb learned has a row for every "
+                "position and none beyond; raise max_position_embeddings or choose another pos_emb"
             )
 
 
@@ -71,13 +70,13 @@ def _check_parallel(config: "Config") -> None:
     stage, parallel = config.optimizer.zero_stage, config.parallel
     if stage > 1 and parallel.pipe_parallel_size > 0:
         raise UserError(
-            f"zero_optimization.stage {stage} with pipe_parallel_size {parallel.pipe_parallel_size}: DeepSpeed's pipeline keeps "
-            "gradients whole and supports ZeRO 0 and 1 only; use stage 1, or pipe_parallel_size 0"
+            f"zero_optimization.stage {stage} with pipe_parallel_size {parallel.pipe_parallel_size}: DeepSpeed's "
+            "pipeline keeps gradients whole and supports ZeRO 0 and 1 only; use stage 1, or pipe_parallel_size 0"
         )
     if stage == 3 and parallel.model_parallel_size > 1:
         raise UserError(
-            f"zero_optimization.stage 3 with model_parallel_size {parallel.model_parallel_size} is not supported: ZeRO 3 would "
-            "split parameters that tensor parallelism has split already; use stage 2 or model_parallel_size 1"
+            f"zero_optimization.stage 3 with model_parallel_size {parallel.model_parallel_size} is not supported: it "
+            "would split parameters that tensor parallelism has split already; use stage 2 or model_parallel_size 1"
         )
 
 
@@ -98,9 +97,8 @@ def _check_data(config: "Config") -> None:
         if weights is None:
             continue
         if paths is None or len(paths) != len(weights):
-            raise UserError(
-                f"{split}_data_weights has {len(weights)} weights for {len(paths or ())} {split}_data_paths; give one per path"
-            )
+            counts = f"{len(weights)} weights for {len(paths or ())} {split}_data_paths"
+            raise UserError(f"{split}_data_weights has {counts}; give one weight per path")
         if sum(weights) <= 0:
             raise UserError(f"{split}_data_weights adds up to 0; at least one weight must be positive")
 

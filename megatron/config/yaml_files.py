@@ -1,7 +1,8 @@
 """Reading YAML configuration files: where they are, what they hold, and on which line.
 
-The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Differences to PyYAML's reading: a number
-such as 1e-4 is a float (YAML 1.1 wants 1.0e-4 and takes it for text), and a key that stands twice in one mapping is an error.
+The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Differences to PyYAML's
+reading: a number such as 1e-4 is a float (YAML 1.1 wants 1.0e-4 and takes it for text), a date is text, and a key that
+stands twice in one mapping is an error.
 """
 
 import difflib

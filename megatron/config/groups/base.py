@@ -1,7 +1,7 @@
 """What all groups share: the base model, the field helper and the value types.
 
-A field's path is where its value stands in the YAML: `("save",)` for a key of its own, `("optimizer", "params", "lr")` for a
-nested one, and a path that ends in `"*"` collects what no other field claims under that key.
+A field's path is where its value stands in the YAML: `("save",)` for a key of its own, `("optimizer", "params", "lr")`
+for a nested one; a path that ends in `"*"` collects what no other field claims under that key.
 """
 
 from typing import Annotated, Any

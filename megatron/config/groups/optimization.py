@@ -13,7 +13,7 @@ class OptimizerConfig(Group):
 
     type: Annotated[Literal["adam", "adamw"], CaseInsensitive] = key(
         "adam",
-        "Adam or AdamW, the same here as in GPT-NeoX: Adam with decoupled weight decay. Upper and lower case are the same.",
+        "Adam or AdamW, upper or lower case: both Adam with decoupled weight decay, as in GPT-NeoX.",
         path="optimizer.type",
     )
     lr: float = key(0.001, "Highest learning rate, reached after the warmup.", path="optimizer.params.lr", ge=0)
@@ -23,8 +23,8 @@ class OptimizerConfig(Group):
     eps: float = key(1e-8, "Added to the root of Adam's second average.", path="optimizer.params.eps", gt=0)
     params: Annotated[dict[Literal["apex", "adam_w_mode"], bool], Field(strict=True)] = key(
         {},
-        """apex: true takes NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW; adam_w_mode:
-        false adds the weight decay to the gradient (L2) instead of decoupling it.""",
+        """apex: true takes NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
+        adam_w_mode: false adds the weight decay to the gradient (L2) instead of decoupling it.""",
         path="optimizer.params.*",
     )
     weight_decay: float = key(
@@ -36,8 +36,8 @@ class OptimizerConfig(Group):
     gradient_clipping: float = key(1.0, "Gradients are scaled down to this global L2 norm. 0: no clipping.", ge=0)
     zero_stage: Int = key(
         0,
-        """ZeRO: 0 none; 1 the optimizer's state is spread over data-parallel processes; 2 gradients too; 3 parameters too.
-        2 and 3 need pipe_parallel_size 0.""",
+        """ZeRO: 0 none; 1 the optimizer's state is spread over data-parallel processes; 2 gradients too; 3 parameters
+        too. 2 and 3 need pipe_parallel_size 0.""",
         path="zero_optimization.stage",
         ge=0,
         le=3,

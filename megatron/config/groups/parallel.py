@@ -22,8 +22,8 @@ class ParallelConfig(Group):
     fp32_allreduce: bool = key(False, "True: gradients are averaged over data-parallel processes in float32.")
     pipe_partition_method: str = key(
         "type:transformer|mlp",
-        """How layers are dealt to pipeline stages: parameters (equal parameter counts), uniform (equal layer counts), or
-        type:REGEX (equal counts of layers whose class name matches).""",
+        """How layers are dealt to pipeline stages: parameters (equal parameter counts), uniform (equal layer counts),
+        or type:REGEX (equal counts of layers whose class name matches).""",
     )
 
     @property
@@ -59,45 +59,45 @@ class BatchConfig(Group):
         None, "Forward passes per optimizer step. Default: computed from the other two, or 1.", ge=1
     )
 
+    @property
+    def given(self) -> bool:
+        """True if a batch size was given at all; evaluation and generation need none."""
+        return self.train_batch_size is not None or self.train_micro_batch_size_per_gpu is not None
+
     def resolve(self, data_parallel_size: int) -> tuple[int, int, int]:
         """Complete the three sizes for this many data-parallel processes.
 
         Returns (micro-batch, accumulation steps, global batch), with global = micro-batch * accumulation * processes.
         Raises UserError, with the arithmetic, if the given sizes do not fit each other.
         """
-        total, micro, steps = (
-            self.train_batch_size,
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-        )
-        if total is None and micro is None:
+        total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        steps = self.gradient_accumulation_steps
+        if not self.given:
             raise UserError("no batch size: give train_micro_batch_size_per_gpu or train_batch_size")
         if total is None:
             steps = steps or 1
             return micro, steps, micro * steps * data_parallel_size
         if micro is None:
             steps = steps or 1
-            micro = self._divide(
-                total, steps * data_parallel_size, "gradient_accumulation_steps", steps, data_parallel_size
-            )
+            micro = _divide(total, "gradient_accumulation_steps", steps, data_parallel_size)
         elif steps is None:
-            steps = self._divide(
-                total, micro * data_parallel_size, "train_micro_batch_size_per_gpu", micro, data_parallel_size
-            )
+            steps = _divide(total, "train_micro_batch_size_per_gpu", micro, data_parallel_size)
         product = micro * steps * data_parallel_size
         if product != total:
             raise UserError(
-                f"train_batch_size is {total}, but train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps "
-                f"{steps} * {data_parallel_size} data-parallel process(es) = {product}; give two of the three, or make them fit"
+                f"train_batch_size is {total}, but train_micro_batch_size_per_gpu {micro} * "
+                f"gradient_accumulation_steps {steps} * {data_parallel_size} data-parallel process(es) = {product}; "
+                "give two of the three, or make them fit"
             )
         return micro, steps, total
 
-    @staticmethod
-    def _divide(total: int, divisor: int, name: str, value: int, data_parallel_size: int) -> int:
-        quotient, rest = divmod(total, divisor)
-        if quotient == 0 or rest:
-            raise UserError(
-                f"train_batch_size {total} is not a multiple of {name} {value} * {data_parallel_size} data-parallel "
-                f"process(es) = {divisor}"
-            )
-        return quotient
+
+def _divide(total: int, name: str, value: int, data_parallel_size: int) -> int:
+    """total / (value * data_parallel_size), which must be a whole number."""
+    divisor = value * data_parallel_size
+    if total % divisor:
+        raise UserError(
+            f"train_batch_size {total} is not a multiple of {name} {value} * {data_parallel_size} data-parallel "
+            f"process(es) = {divisor}"
+        )
+    return total // divisor

@@ -1,0 +1,9 @@
+"""Start a script on every GPU, or on the CPU, with DeepSpeed's launcher: python deepy.py --help"""
+
+import sys
+
+from megatron.config.arguments import run_main
+from megatron.launcher.main import main
+
+if __name__ == "__main__":
+    sys.exit(run_main(lambda: main(sys.argv[1:])))

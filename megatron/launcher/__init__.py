@@ -1,0 +1,1 @@
+"""deepy.py's work: one merged, validated configuration -> DeepSpeed's launcher."""

@@ -1,0 +1,120 @@
+"""On what a run takes place: hosts and slots from a hostfile, or the GPUs or processors of this machine."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import Config, UserError
+
+# Where DeepSpeed, and so GPT-NeoX, looks for a hostfile when none is named.
+DEFAULT_HOSTFILE = "/job/hostfile"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Slots (GPU indices, or plain numbers on the CPU) by host, in rank order; `hostfile` is None on this machine alone."""
+
+    slots: dict[str, list[int]]
+    hostfile: str | None
+    on_cpu: bool
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(slots) for slots in self.slots.values())
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(self.slots)
+
+    def describe(self) -> str:
+        """One line for the user: how many processes, where, and why."""
+        processes = f"{self.world_size} process{'es' * (self.world_size > 1)}"
+        if self.hostfile is not None:
+            return f"{processes} on {len(self.hosts)} host(s) of {self.hostfile}"
+        if self.on_cpu:
+            return f"{processes} on the CPU (no GPU was found; num_gpus sets the number of processes)"
+        return f"{processes} on GPU {', '.join(map(str, self.slots['localhost']))} of this machine"
+
+
+def find_resources(config: Config) -> Resources:
+    """The slots this configuration asks for. Raises UserError if they are not there."""
+    launcher = config.launcher
+    hostfile = launcher.hostfile
+    if hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
+        hostfile = DEFAULT_HOSTFILE
+    if hostfile is not None:
+        return _of_hostfile(config, hostfile)
+    if launcher.num_nodes > 1 or launcher.force_multi or launcher.launcher != "pdsh":
+        wanted = "force_multi" if launcher.force_multi else f"launcher {launcher.launcher}"
+        if launcher.num_nodes > 1:
+            wanted = f"num_nodes {launcher.num_nodes}"
+        raise UserError(
+            f"{wanted} needs a hostfile, one `HOST slots=N` line per node "
+            "(on Slurm: scontrol show hostnames | sed 's/$/ slots=8/' > hostfile); set hostfile"
+        )
+    return _of_this_machine(config)
+
+
+def _of_hostfile(config: Config, hostfile: str) -> Resources:
+    from deepspeed.launcher.runner import apply_num_nodes_and_gpus, fetch_hostfile, parse_inclusion_exclusion
+
+    launcher = config.launcher
+    if not os.path.isfile(hostfile):
+        raise UserError(f"hostfile {hostfile}: no such file")
+    try:
+        pool = fetch_hostfile(hostfile)
+        slots = parse_inclusion_exclusion(pool, launcher.include or "", launcher.exclude or "")
+    except (OSError, ValueError) as error:
+        raise UserError(f"hostfile {hostfile}: {error}") from error
+    if launcher.num_nodes > len(slots):
+        raise UserError(f"num_nodes is {launcher.num_nodes}, but {hostfile} lists {len(slots)} host(s)")
+    if launcher.num_gpus is not None:
+        small = [host for host, there in slots.items() if len(there) < launcher.num_gpus]
+        if small:
+            raise UserError(f"num_gpus is {launcher.num_gpus}, but {hostfile} gives fewer slots to {', '.join(small)}")
+    slots = apply_num_nodes_and_gpus(slots, launcher.num_nodes, launcher.num_gpus or -1)
+    if not slots:
+        raise UserError(f"hostfile {hostfile}: include and exclude leave no host")
+    return Resources(dict(slots), hostfile, on_cpu=False)
+
+
+def _of_this_machine(config: Config) -> Resources:
+    launcher = config.launcher
+    gpus = _visible_gpus()
+    if gpus is None:
+        if launcher.include is not None or launcher.exclude is not None:
+            raise UserError("include and exclude name GPUs, and this machine has none; use num_gpus for processes")
+        return Resources({"localhost": list(range(launcher.num_gpus or 1))}, None, on_cpu=True)
+    if launcher.include is not None or launcher.exclude is not None:
+        from deepspeed.launcher.runner import parse_resource_filter
+
+        try:
+            kept = parse_resource_filter({"localhost": gpus}, launcher.include or "", launcher.exclude or "")
+        except ValueError as error:
+            raise UserError(f"include / exclude: {error}; without a hostfile the host is localhost") from error
+        gpus = kept.get("localhost", [])
+        if not gpus:
+            raise UserError("include and exclude leave no GPU")
+    if launcher.num_gpus is not None:
+        if launcher.num_gpus > len(gpus):
+            raise UserError(f"num_gpus is {launcher.num_gpus}, but only {len(gpus)} GPU(s) are visible here")
+        gpus = gpus[: launcher.num_gpus]
+    return Resources({"localhost": gpus}, None, on_cpu=False)
+
+
+def _visible_gpus() -> list[int] | None:
+    """Indices of the GPUs this process may use (CUDA_VISIBLE_DEVICES respected), or None without GPU."""
+    import torch
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(range(torch.cuda.device_count()))
+    try:
+        return [int(index) for index in visible.split(",")]
+    except ValueError:
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES is {visible}; DeepSpeed's launcher takes GPU indices only: give indices such as 0,1, "
+            "or start the script without deepy.py on one GPU"
+        ) from None
