@@ -1,18 +1,11 @@
 """From the configuration's data paths, split and weights to training, validation and test samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from megatron.config.errors import UserError
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 from megatron.data.indexed_format import check_indexed_files
-from megatron.data.samples import PARTS, BlendedParts, CorpusPart, SampleSettings, build_corpus_part
+from megatron.data.samples import BlendedParts, CorpusPart, SampleSettings, build_corpus_part
+from megatron.data.selection import Blend, config_blends, split_spans
 from megatron.tokenizer import Tokenizer
 
 Samples = CorpusPart | BlendedParts
@@ -24,26 +17,6 @@ class Datasets(NamedTuple):
     train: Samples | None
     valid: Samples | None
     test: Samples | None
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Prefixes of the corpora to draw from, with their shares; equal shares where none are given (GPT-NeoX's rule)."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None = None
-
-    def __post_init__(self):
-        if not self.prefixes:
-            raise UserError("a list of data paths is empty")
-        if self.weights is None:
-            return
-        if len(self.weights) != len(self.prefixes):
-            raise UserError(
-                f"{len(self.weights)} weights for {len(self.prefixes)} data paths ({', '.join(self.prefixes)})"
-            )
-        if not all(np.isfinite(weight) and weight > 0 for weight in self.weights):
-            raise UserError(f"data weights must be positive numbers, but are {list(self.weights)}")
 
 
 def build_datasets(
@@ -73,23 +46,6 @@ def build_datasets(
     if blends is None:
         return datasets_from_split(data.data_path, data.split, lengths, num_samples, settings)
     return datasets_from_blends(blends, lengths, num_samples, settings)
-
-
-def config_blends(config) -> list[Blend | None] | None:
-    """The blends of train, valid, test that `config.data` names; None if it names one corpus to split instead."""
-    data = config.data
-    given = [
-        (data.train_data_paths, data.train_data_weights),
-        (data.valid_data_paths, data.valid_data_weights),
-        (data.test_data_paths, data.test_data_weights),
-    ]
-    if not any(paths for paths, _ in given):
-        if not data.data_path:
-            raise UserError("no data: set data-path, or train-data-paths and valid-data-paths")
-        return None
-    if data.data_path:
-        raise UserError("data-path and train/valid/test-data-paths exclude each other: set one of the two")
-    return [Blend(tuple(paths), tuple(weights) if weights else None) if paths else None for paths, weights in given]
 
 
 def datasets_from_split(
@@ -135,21 +91,3 @@ def datasets_from_blends(
         samples = sum(map(len, corpora)) if samples is None else samples
         parts.append(BlendedParts(corpora, blend.weights or [1.0] * len(corpora), samples))
     return Datasets(*parts)
-
-
-def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
-    """First and one-past-last sequence of train, valid and test, by megatron-core's arithmetic; None for a share of 0.
-
-    Raises:
-        UserError: `split` is not one to three non-negative numbers with a positive sum.
-    """
-    try:
-        shares = [float(share) for share in split.split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= len(PARTS) or not all(0 <= share < np.inf for share in shares) or sum(shares) == 0:
-        raise UserError(f"split {split!r} is not of the form TRAIN,VALID,TEST, for example 949,50,1")
-    # Written out plainly: megatron-core's parser knows no exponents.
-    plain = ",".join(np.format_float_positional(share) for share in shares)
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(plain))
-    return [span and (round(span[0] * sequences), round(span[1] * sequences)) for span in matrix]

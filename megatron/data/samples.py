@@ -23,8 +23,7 @@ from megatron.core.datasets.utils import Split
 from megatron.data.index_cache import build_once, cache_folder
 from megatron.data.indexed_format import IndexedFiles
 from megatron.data.manifest import largest_id
-
-PARTS = ("train", "valid", "test")
+from megatron.data.selection import PARTS
 
 _LARGEST_ID = "largest_id.json"
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.config.errors import UserError
-from megatron.data.datasets import config_blends, split_spans
-from megatron.data.indexed_format import IndexedFiles, check_indexed_files
-from megatron.data.samples import PARTS
+from megatron.data.indexed_format import check_indexed_files
+from megatron.data.selection import PARTS, config_blends, part_span
 
 
 def validation_stream(
@@ -32,7 +31,7 @@ def validation_stream(
         UserError: no such data, or a part without documents.
     """
     files = check_indexed_files(prefix)
-    first, last = _span(files, split, part)
+    first, last = part_span(split, part, files.sequences, files.prefix)
     offsets = files.offsets()
     start, stop = int(offsets[first]), int(offsets[last])
     if max_tokens is not None:
@@ -43,7 +42,7 @@ def validation_stream(
 def document_lengths(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> np.ndarray:
     """Tokens in each document of `validation_stream(prefix, split, part)`, in its order: int64 [documents]."""
     files = check_indexed_files(prefix)
-    first, last = _span(files, split, part)
+    first, last = part_span(split, part, files.sequences, files.prefix)
     return files.lengths[first:last].astype(np.int64)
 
 
@@ -59,7 +58,7 @@ def evaluation_tokens(config, part: str = "valid", max_tokens: int | None = None
     blends = config_blends(config)
     if blends is None:
         return validation_stream(config.data.data_path, config.data.split, part, max_tokens)
-    blend = blends[_part_index(part)]
+    blend = dict(zip(PARTS, blends, strict=True)).get(part)
     if blend is None:
         raise UserError(f"no {part} data: {part}-data-paths is not set")
     return _concatenate(blend.prefixes, part, max_tokens)
@@ -73,19 +72,3 @@ def _concatenate(prefixes: Sequence[str], part: str, max_tokens: int | None) -> 
             break
         streams.append(validation_stream(prefix, None, part, left))
     return np.concatenate(streams)
-
-
-def _span(files: IndexedFiles, split: str | None, part: str) -> tuple[int, int]:
-    index = _part_index(part)
-    if split is None:
-        return 0, files.sequences
-    span = split_spans(split, files.sequences)[index]
-    if span is None or span[0] == span[1]:
-        raise UserError(f"split {split!r} of {files.prefix} ({files.sequences:,} documents) leaves nothing for {part}")
-    return span
-
-
-def _part_index(part: str) -> int:
-    if part not in PARTS:
-        raise UserError(f"unknown part {part!r}; the parts of a split are {', '.join(PARTS)}")
-    return PARTS.index(part)

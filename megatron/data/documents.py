@@ -1,0 +1,191 @@
+"""Chunks to token ids: what each worker process does. Imports no torch."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron.config.errors import UserError
+from megatron.data.indexed_format import id_type_for
+from megatron.data.readers import Chunk
+from megatron.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class DocumentOptions:
+    """How documents are taken from chunks.
+
+    Attributes:
+        keys: of the JSON objects, each a text of its own; plain texts are the first one's.
+        subset: keep only documents whose meta.pile_set_name is this; documents without that entry are kept.
+        append_eod: end every document with the end-of-document token.
+        ftfy: mend broken Unicode with the package ftfy.
+        skip_bad: count unreadable documents instead of failing.
+    """
+
+    keys: tuple[str, ...] = ("text",)
+    subset: str | None = None
+    append_eod: bool = False
+    ftfy: bool = False
+    skip_bad: bool = False
+
+
+@dataclass
+class EncodedChunk:
+    """The documents of some chunks; the lists are per key.
+
+    Attributes:
+        tokens: ids of all documents, one after the other.
+        lengths: int32, tokens in each document.
+        text_bytes: UTF-8 bytes of the texts that became tokens.
+        empty: documents without text, left out.
+        bad: what was wrong with each unreadable document, beginning with its file and line.
+        other_subsets: how many documents belonged to which other subset.
+    """
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    lengths: list[np.ndarray] = field(default_factory=list)
+    text_bytes: list[int] = field(default_factory=list)
+    empty: list[int] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    other_subsets: Counter = field(default_factory=Counter)
+
+
+class BadDocument(Exception):
+    """An unreadable document; the message says what is wrong with it."""
+
+
+def encode_chunks(chunks: Sequence[Chunk], tokenizer: Tokenizer, options: DocumentOptions) -> EncodedChunk:
+    """Parse and tokenize.
+
+    Raises:
+        UserError: an unreadable document, unless options.skip_bad.
+    """
+    result = EncodedChunk()
+    texts: list[list[str]] = [[] for _ in options.keys]
+    for chunk in chunks:
+        for document in _documents(chunk, options, result):
+            for column, text in zip(texts, document, strict=True):
+                column.append(text)
+    dtype = id_type_for(tokenizer.vocab_size)
+    for column in texts:
+        ids = tokenizer.tokenize_batch(column)
+        kept = [document for document in ids if document]
+        if options.append_eod:
+            for document in kept:
+                document.append(tokenizer.eod)
+        lengths = np.array([len(document) for document in kept], dtype=np.int32)
+        tokens = np.empty(int(lengths.sum(dtype=np.int64)), dtype=dtype)
+        start = 0
+        for document in kept:
+            tokens[start : start + len(document)] = document
+            start += len(document)
+        result.tokens.append(tokens)
+        result.lengths.append(lengths)
+        result.text_bytes.append(sum(len(text.encode("utf-8")) for text in column))
+        result.empty.append(len(ids) - len(kept))
+    return result
+
+
+def read_texts(chunks: Iterable[Chunk], options: DocumentOptions) -> Iterator[str]:
+    """Every text of every document, for training a tokenizer. Raises as `encode_chunks` does."""
+    for chunk in chunks:
+        for document in _documents(chunk, options, EncodedChunk()):
+            yield from document
+
+
+def _documents(chunk: Chunk, options: DocumentOptions, result: EncodedChunk) -> Iterator[list[str]]:
+    """The texts, one per key, of every readable document; notes the others in `result`."""
+    for line, parse in _records(chunk):
+        try:
+            document = _texts(parse(), options, result.other_subsets)
+        except BadDocument as error:
+            problem = f"{chunk.source}, line {line}: {error}"
+            if not options.skip_bad:
+                raise UserError(f"{problem}; mend it, or pass --bad-documents skip to leave such ones out") from error
+            result.bad.append(problem)
+            continue
+        if document is not None:
+            yield document
+
+
+def _records(chunk: Chunk):
+    """For each record its line number, and a function that parses it."""
+    if chunk.kind == "text":
+        yield chunk.first_line, lambda: _decode(chunk.content)
+    elif chunk.kind == "list":
+        yield from _list_records(chunk)
+    else:
+        for line, content in enumerate(chunk.content.split(b"\n"), start=chunk.first_line):
+            if content and not content.isspace():
+                yield line, lambda content=content: _parse_json(content)
+
+
+def _list_records(chunk: Chunk):
+    try:
+        values = _parse_json(chunk.content)
+    except BadDocument as error:
+        raise UserError(f"{chunk.source}: {error}") from error
+    for value in values:
+        yield 1, lambda value=value: value
+
+
+def _decode(content: bytes) -> str:
+    try:
+        # A byte order mark, as Windows editors write it, is no part of the text.
+        return content.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start)
+        where = f"byte {error.start}" + (f", {line} lines further on" if line else "")
+        raise BadDocument(f"not UTF-8 ({where}: 0x{content[error.start]:02x})") from error
+
+
+def _parse_json(content: bytes):
+    try:
+        return json.loads(_decode(content))
+    except ValueError as error:
+        raise BadDocument(f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise BadDocument("JSON nested too deeply") from error
+
+
+def _texts(value, options: DocumentOptions, other_subsets: Counter) -> list[str] | None:
+    """The texts of one parsed record, one per key; None if it belongs to another subset."""
+    if isinstance(value, str) and len(options.keys) == 1:
+        return [_mended(value, options)]
+    if not isinstance(value, dict):
+        expected = "an object" if len(options.keys) > 1 else "an object or a text"
+        raise BadDocument(f"expected {expected}, found {type(value).__name__}")
+    if options.subset is not None:
+        meta = value.get("meta")
+        name = meta.get("pile_set_name") if isinstance(meta, dict) else None
+        if name is not None and name != options.subset:
+            other_subsets[str(name)] += 1
+            return None
+    texts = []
+    for key in options.keys:
+        if key not in value:
+            present = ", ".join(list(value)[:8]) or "none"
+            raise BadDocument(f"no key {key!r}; its keys: {present}")
+        text = value[key]
+        if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
+            text = "\n\n".join(text)  # as lm-dataformat joins paragraphs
+        if not isinstance(text, str):
+            raise BadDocument(f"{key!r} is not a text but {type(text).__name__}")
+        texts.append(_mended(text, options))
+    return texts
+
+
+def _mended(text: str, options: DocumentOptions) -> str:
+    if options.ftfy:
+        import ftfy
+
+        text = ftfy.fix_text(text)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can escape one half of a surrogate pair; no tokenizer can take that.
+        raise BadDocument(f"half a surrogate pair at character {error.start}") from error
+    return text

@@ -1,0 +1,181 @@
+"""prepare_data.py: a dataset by name, from its source to DIR/NAME/NAME_text_document.bin/.idx."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.data.documents import DocumentOptions
+from megatron.data.files import write_atomically
+from megatron.data.indexed_format import check_indexed_files
+from megatron.data.manifest import read_manifest
+from megatron.data.preprocessing import ChunkSource, TokenizerFiles, preprocess, summary
+from megatron.data.readers import Corpus, find_files
+from megatron.data.stdlib_corpus import StdlibCorpus
+from megatron.tokenizer.training import train_bpe
+
+EMBEDDED = "python_stdlib"
+
+
+@dataclass(frozen=True)
+class KnownDataset:
+    """A dataset that users bring as files.
+
+    Attributes:
+        subset: its meta.pile_set_name in shards of the Pile; None: everything.
+        ways: where its files can be had.
+    """
+
+    subset: str | None
+    ways: str
+
+
+_PILE_SHARDS = "shards of the Pile (jsonl.zst with meta.pile_set_name, from which {subset} is picked)"
+_GONE = "the Pile's own download hosts are gone"
+
+KNOWN_DATASETS = {
+    "openwebtext2": KnownDataset(
+        "OpenWebText2",
+        "segyges/OpenWebText2 on the Hugging Face hub has it as jsonl.zst.tar; or "
+        + _PILE_SHARDS.format(subset="OpenWebText2"),
+    ),
+    "github": KnownDataset("Github", f"{_PILE_SHARDS.format(subset='Github')}; {_GONE}"),
+    "arxiv": KnownDataset("ArXiv", f"{_PILE_SHARDS.format(subset='ArXiv')}; {_GONE}"),
+    "pile": KnownDataset(None, f"shards of the Pile (jsonl.zst), all subsets; {_GONE}"),
+    "enwik8": KnownDataset(None, "enwik8 or enwik8.zip, which the Large Text Compression Benchmark offers"),
+}
+DATASETS = (EMBEDDED, *KNOWN_DATASETS)
+
+# The steps of the preparation are all part of what a finished dataset was made by; raise this when they change.
+_RECIPE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What prepare_data.py was asked for.
+
+    Attributes:
+        dataset: one of DATASETS.
+        directory: DIR; the result is DIR/NAME/NAME_text_document.
+        tokenizer_type: None: for python_stdlib, train a BPE of `vocab_size` ids on it; otherwise GPT2BPETokenizer.
+        sources: files and folders to read; none for python_stdlib.
+    """
+
+    dataset: str
+    directory: Path = Path("data")
+    tokenizer_type: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int = 2048
+    sources: tuple[str, ...] = ()
+    workers: int = 1
+    ftfy: bool = False
+    skip_bad: bool = False
+    rebuild: bool = False
+
+
+def prepare(options: PrepareOptions) -> Path:
+    """Make the dataset unless it is there, made in the same way; return its prefix.
+
+    Raises:
+        UserError: an unknown dataset, no source for it, and all that `preprocess` raises.
+    """
+    folder = options.directory / options.dataset
+    prefix = folder / f"{options.dataset}_text_document"
+    source = _source(options)
+    recipe = {"version": _RECIPE_VERSION, "dataset": options.dataset, "ftfy": options.ftfy, **_source_recipe(source)}
+    train_tokenizer = options.dataset == EMBEDDED and options.tokenizer_type is None
+    if train_tokenizer:
+        files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
+        recipe["trained_vocab_size"] = options.vocab_size
+    else:
+        files = TokenizerFiles(options.tokenizer_type or "GPT2BPETokenizer", options.vocab_file, options.merge_file)
+        tokenizer = files.build()
+        recipe |= {"tokenizer": tokenizer.name, "tokenizer_fingerprint": tokenizer.fingerprint}
+    changed = _differences(folder, prefix, recipe, files)
+    if not changed and not options.rebuild:
+        print(f"{prefix}: up to date, used as it is")
+        return prefix
+    if changed and changed != [_ABSENT]:
+        print(f"{prefix}: made again, because of another {', '.join(changed)}")
+    _recipe_path(folder).unlink(missing_ok=True)
+    if train_tokenizer:
+        _train_tokenizer(source, options.vocab_size, folder / "tokenizer.json")
+    known = KNOWN_DATASETS.get(options.dataset)
+    manifests = preprocess(
+        source,
+        folder / options.dataset,
+        files,
+        DocumentOptions(
+            subset=known.subset if known else None, append_eod=True, ftfy=options.ftfy, skip_bad=options.skip_bad
+        ),
+        inputs=options.sources or (EMBEDDED,),
+        workers=options.workers,
+    )
+    write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
+    print(summary(folder / options.dataset, manifests["text"]))
+    return prefix
+
+
+def default_workers() -> int:
+    """As many as the processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _source(options: PrepareOptions) -> ChunkSource:
+    if options.dataset == EMBEDDED:
+        if options.sources:
+            raise UserError(f"{EMBEDDED} is made from the running interpreter's library; it takes no --from")
+        return StdlibCorpus()
+    known = KNOWN_DATASETS.get(options.dataset)
+    if known is None:
+        raise UserError(f"unknown dataset {options.dataset!r}; known: {', '.join(DATASETS)}")
+    if not options.sources:
+        raise UserError(
+            f"{options.dataset} is not downloaded from here: pass --from with the files or folders that hold it. "
+            f"Ways to get them: {known.ways}. To prepare any other text, use tools/datasets/preprocess_data.py"
+        )
+    return Corpus(find_files(options.sources))
+
+
+def _source_recipe(source: ChunkSource) -> dict:
+    if isinstance(source, StdlibCorpus):
+        return {"corpus": source.fingerprint}
+    return {"corpus": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in source.files]}
+
+
+def _train_tokenizer(source: StdlibCorpus, vocab_size: int, path: Path) -> None:
+        print(f"training a BPE tokenizer of {vocab_size} ids on {len(source.documents):,} files of {source.root}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_bpe(source.texts(), vocab_size, progress=sys.stderr.isatty())
+    write_atomically(path, tokenizer.to_str(pretty=True).encode())
+
+
+_ABSENT = "absent"
+
+
+def _recipe_path(folder: Path) -> Path:
+    return folder / "prepare.json"
+
+
+def _differences(folder: Path, prefix: Path, recipe: dict, files: TokenizerFiles) -> list[str]:
+    """In what the dataset that is there differs from the one asked for; [_ABSENT] if there is none."""
+    try:
+        present = json.loads(_recipe_path(folder).read_bytes())
+    except (OSError, ValueError):
+        return [_ABSENT]
+    names = {"trained_vocab_size": "vocabulary size", "tokenizer_fingerprint": "tokenizer file"}
+    changed = [names.get(key, key) for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]
+    if changed:
+        return changed
+    try:
+        found, manifest = check_indexed_files(prefix), read_manifest(prefix)
+        whole = manifest is not None and (manifest.tokens, manifest.documents) == (found.tokens, found.documents)
+        if not whole or files.build().fingerprint != manifest.tokenizer_fingerprint:
+            return ["state of its files"]
+    except UserError:
+        return ["state of its files"]
+    return []

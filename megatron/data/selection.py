@@ -1,0 +1,84 @@
+"""Which corpora, and which of their documents, make up training, validation and test. NumPy is enough for this."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.config.errors import UserError
+
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Prefixes of the corpora to draw from, with their shares; equal shares where none are given (GPT-NeoX's rule)."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self):
+        if not self.prefixes:
+            raise UserError("a list of data paths is empty")
+        if self.weights is None:
+            return
+        if len(self.weights) != len(self.prefixes):
+            raise UserError(
+                f"{len(self.weights)} weights for {len(self.prefixes)} data paths ({', '.join(self.prefixes)})"
+            )
+        if not all(np.isfinite(weight) and weight > 0 for weight in self.weights):
+            raise UserError(f"data weights must be positive numbers, but are {list(self.weights)}")
+
+
+def config_blends(config) -> list[Blend | None] | None:
+    """The blends of train, valid, test that `config.data` names; None if it names one corpus to split instead."""
+    data = config.data
+    given = [
+        (data.train_data_paths, data.train_data_weights),
+        (data.valid_data_paths, data.valid_data_weights),
+        (data.test_data_paths, data.test_data_weights),
+    ]
+    if not any(paths for paths, _ in given):
+        if not data.data_path:
+            raise UserError("no data: set data-path, or train-data-paths and valid-data-paths")
+        return None
+    if data.data_path:
+        raise UserError("data-path and train/valid/test-data-paths exclude each other: set one of the two")
+    return [Blend(tuple(paths), tuple(weights) if weights else None) if paths else None for paths, weights in given]
+
+
+def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
+    """First and one-past-last sequence of train, valid and test; None for a share of 0.
+
+    The arithmetic, to the last bit, is megatron-core's: shares are normalized, added up, and multiplied by the number
+    of sequences; bounds are rounded.
+
+    Raises:
+        UserError: `split` is not one to three non-negative numbers with a positive sum.
+    """
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= len(PARTS) or not all(0 <= share < np.inf for share in shares) or sum(shares) == 0:
+        raise UserError(f"split {split!r} is not of the form TRAIN,VALID,TEST, for example 949,50,1")
+    shares += [0.0] * (len(PARTS) - len(shares))
+    total = np.sum(np.array(shares, dtype=np.float64))
+    spans: list[tuple[int, int] | None] = []
+    start = 0.0
+    for share in shares:
+        end = start + float(share / total)
+        spans.append((round(start * sequences), round(end * sequences)) if end > start else None)
+        start = end
+    return spans
+
+
+def part_span(split: str | None, part: str, sequences: int, name: str) -> tuple[int, int]:
+    """First and one-past-last sequence of `part`; all of them without a split. `name` is the corpus, for messages."""
+    if part not in PARTS:
+        raise UserError(f"unknown part {part!r}; the parts of a split are {', '.join(PARTS)}")
+    if split is None:
+        return 0, sequences
+    span = split_spans(split, sequences)[PARTS.index(part)]
+    if span is None or span[0] == span[1]:
+        raise UserError(f"split {split!r} of {name} ({sequences:,} documents) leaves nothing for {part}")
+    return span

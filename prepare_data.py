@@ -1,0 +1,69 @@
+"""Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH ...] DATASET
+
+The result is DIR/DATASET/DATASET_text_document.bin and .idx, what `data-path` names.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
+from megatron.tokenizer import TOKENIZER_TYPES
+
+
+def parse_arguments(arguments: list[str] | None = None) -> PrepareOptions:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=f"{EMBEDDED} needs no --from: it is made from the sources of the running Python's standard library. "
+        + " ".join(f"{name}: {known.ways}." for name, known in KNOWN_DATASETS.items()),
+    )
+    parser.add_argument("dataset", metavar="DATASET", help=f"one of {', '.join(DATASETS)}")
+    parser.add_argument("-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "-t",
+        "--tokenizer",
+        metavar="TOKENIZER",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer, for {EMBEDDED} a BPE trained on it",
+    )
+    parser.add_argument("-v", "--vocab-file", help="vocabulary (GPT-2's JSON) or tokenizer.json")
+    parser.add_argument("-m", "--merge-file", help="merges of GPT-2's BPE")
+    parser.add_argument(
+        "--vocab-size", type=int, default=2048, help="of the BPE that is trained without -t (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--from", dest="sources", nargs="+", default=[], metavar="PATH", help="files or folders to read the text from"
+    )
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
+    parser.add_argument("--ftfy", action="store_true", help="mend broken Unicode with the package ftfy")
+    parser.add_argument(
+        "--bad-documents", choices=("fail", "skip"), default="fail", help="on an unreadable document (default: fail)"
+    )
+    parser.add_argument("-f", "--force", action="store_true", help="make it again even if it is there")
+    found = parser.parse_args(arguments)
+    return PrepareOptions(
+        dataset=found.dataset,
+        directory=found.data_dir,
+        tokenizer_type=found.tokenizer,
+        vocab_file=found.vocab_file,
+        merge_file=found.merge_file,
+        vocab_size=found.vocab_size,
+        sources=tuple(found.sources),
+        workers=found.workers,
+        ftfy=found.ftfy,
+        skip_bad=found.bad_documents == "skip",
+        rebuild=found.force,
+    )
+
+
+def main() -> int:
+    try:
+        prepare(parse_arguments())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
