@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,7 +147,7 @@ def _source_recipe(source: ChunkSource) -> dict:
 
 
 def _train_tokenizer(source: StdlibCorpus, vocab_size: int, path: Path) -> None:
-        print(f"training a BPE tokenizer of {vocab_size} ids on {len(source.documents):,} files of {source.root}")
+    print(f"training a BPE tokenizer of {vocab_size} ids on {len(source.documents):,} files of {source.root}")
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = train_bpe(source.texts(), vocab_size, progress=sys.stderr.isatty())
     write_atomically(path, tokenizer.to_str(pretty=True).encode())

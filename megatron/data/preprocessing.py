@@ -120,7 +120,9 @@ def preprocess(
             rejected.examples = (rejected.examples + encoded.bad)[:5]
             rejected.other_subsets.update(encoded.other_subsets)
             first = writers[options.keys[0]]
-            progress.update(source.bytes_read, first.documents, first.tokens)
+            progress.update(
+                source.bytes_read, first.documents, first.tokens, sum(key.text_bytes for key in totals.values())
+            )
         for key, writer in writers.items():
             _check_not_empty(writer, options, rejected)
             manifest_path(prefixes[key]).unlink(missing_ok=True)  # it tells of the files that are now replaced

@@ -9,7 +9,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class CorpusProgress:
-    """Shows documents, tokens, MB of input per second, time left. A context manager.
+    """Shows documents, tokens, MB of text per second, time left. A context manager.
 
     Args:
         total_bytes: of input; what the bar and the time left are reckoned by.
@@ -47,19 +47,23 @@ class CorpusProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, bytes_read: int, documents: int, tokens: int) -> None:
-        """Show the totals reached, if the last time was long enough ago."""
+    def update(self, bytes_read: int, documents: int, tokens: int, text_bytes: int) -> None:
+        """Show the totals reached, if the last time was long enough ago.
+
+        Args:
+            bytes_read: of `total_bytes`; compressed input counts as it is on disk.
+            text_bytes: UTF-8 bytes of the documents, for the rate.
+        """
         if documents - self._shown_documents < self._log_interval and bytes_read < self._total_bytes:
             return
         self._shown_documents = documents
         now = time.monotonic()
         elapsed = max(now - self._begun_at, 1e-9)
-        rate = bytes_read / elapsed
-        counts = f"{documents:,}{self._of} documents, {tokens:,} tokens, {rate / 1e6:.1f} MB/s"
+        counts = f"{documents:,}{self._of} documents, {tokens:,} tokens, {text_bytes / elapsed / 1e6:.1f} MB/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=bytes_read, counts=counts)
         elif now - self._shown_at >= _SECONDS_BETWEEN_LINES:
             self._shown_at = now
-            left = (self._total_bytes - bytes_read) / max(rate, 1e-9)
             share = bytes_read / self._total_bytes
+            left = elapsed * (1 - share) / max(share, 1e-9)
             print(f"{self._description}: {share:.0%}, {counts}, {left:.0f} s left", file=sys.stderr, flush=True)
