@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a key is refused, what to do instead, and the values that are let through because they ask for nothing."""
+    """Why a key is refused, what to do instead, and the values (besides null) that are let through."""
 
     reason: str
-    neutral: tuple[Any, ...] = (None,)
+    neutral: tuple[Any, ...] = ()
 
     def allows(self, value: Any) -> bool:
         """True for the neutral values, and for a mapping that is empty or says `enabled: false`."""
@@ -31,7 +31,7 @@ def _without_effect(reason: str, *keys: str) -> dict[str, str]:
     return dict.fromkeys(keys, reason)
 
 
-_DEEPSPEED = "is not taken from here; if you need it, put it into deepspeed_extra_args"
+_DEEPSPEED = "DeepSpeed is given it only from deepspeed_extra_args"
 
 REFUSED: dict[str, Refused] = {
     # Sizes and structure of the model.
@@ -73,28 +73,28 @@ REFUSED: dict[str, Refused] = {
     ),
     **_refused("muP is not supported", "use_mup", "coord_check", "save_base_shapes", neutral=(False,)),
     # Optimizer, schedule, precision.
-    **_refused("is derived in GPT-NeoX; give optimizer: {type: ...}", "optimizer_type"),
-    **_refused("is derived in GPT-NeoX; give optimizer: {params: {lr: ...}}", "lr"),
-    **_refused("is derived in GPT-NeoX; give zero_optimization: {stage: ...}", "zero_stage"),
+    **_refused("GPT-NeoX derives it; give optimizer: {type: ...}", "optimizer_type"),
+    **_refused("GPT-NeoX derives it; give optimizer: {params: {lr: ...}}", "lr"),
+    **_refused("GPT-NeoX derives it; give zero_optimization: {stage: ...}", "zero_stage"),
     **_refused(
-        "is derived in GPT-NeoX; give it inside zero_optimization",
+        "GPT-NeoX derives it; give it inside zero_optimization",
         "zero_reduce_scatter",
         "zero_contiguous_gradients",
         "zero_reduce_bucket_size",
         "zero_allgather_bucket_size",
     ),
-    **_refused("is derived in GPT-NeoX; give gradient_clipping", "clip_grad"),
+    **_refused("GPT-NeoX derives it; give gradient_clipping", "clip_grad"),
     **_refused(
-        "is derived in GPT-NeoX; give it inside fp16",
+        "GPT-NeoX derives it; give it inside fp16",
         "loss_scale",
         "loss_scale_window",
         "hysteresis",
         "dynamic_loss_scale",
     ),
-    **_refused("is derived in GPT-NeoX; give fp16: {min_loss_scale: ...}", "min_scale"),
+    **_refused("GPT-NeoX derives it; give fp16: {min_loss_scale: ...}", "min_scale"),
     **_refused("bitsandbytes optimizers are not supported; Adam and AdamW are", "use_bnb_optimizer", neutral=(False,)),
     **_refused(
-        "belongs to optimizers other than Adam; Adam and AdamW are supported",
+        "it belongs to other optimizers; Adam and AdamW are supported",
         "optimizer.params.freeze_step",
         "optimizer.params.cuda_aware",
         "optimizer.params.comm_backend_name",
@@ -122,8 +122,8 @@ REFUSED: dict[str, Refused] = {
     ),
     **_refused("the loss is the cross entropy alone", "z_loss", neutral=(0, 0.0)),
     # Batches and training time.
-    **_refused("is derived in GPT-NeoX; give train_micro_batch_size_per_gpu", "batch_size"),
-    **_refused("is derived in GPT-NeoX; give gradient_accumulation_steps", "gas"),
+    **_refused("GPT-NeoX derives it; give train_micro_batch_size_per_gpu", "batch_size"),
+    **_refused("GPT-NeoX derives it; give gradient_accumulation_steps", "gas"),
     **_refused("give train_iters", "train_epochs"),
     **_refused("the length does not change while training", "curriculum_learning", "data_efficiency"),
     **_refused("sequence parallelism is not supported", "sequence_parallel", neutral=(False,)),
@@ -153,7 +153,7 @@ REFUSED: dict[str, Refused] = {
     **_refused("use use_wandb and the wandb_ keys", "wandb"),
     **_refused("use tensorboard_dir or use_wandb", "csv_monitor"),
     **_refused(
-        "is not logged",
+        "it is not logged",
         "log_grad_pct_zeros",
         "log_param_norm",
         "log_optimizer_states",
@@ -169,7 +169,7 @@ REFUSED: dict[str, Refused] = {
     **_refused("autotuning is not supported", "autotuning", "autotuning_run"),
     **_refused("external process groups are not supported", "lazy_mpu_init", "adlr_autoresume", neutral=(False,)),
     **_refused(
-        "is set by the program while it runs; remove it",
+        "the program sets it while it runs; remove the key",
         "local_rank",
         "rank",
         "world_size",
@@ -207,7 +207,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     **_without_effect("Adam is used with ZeRO as it is", "zero_allow_untested_optimizer"),
     **_without_effect("the gradient norm is always logged", "log_grad_norm"),
     **_without_effect("one rank logs for all", "wandb_init_all_ranks"),
-    **_without_effect("the version is recorded by the program", "git_hash"),
+    **_without_effect("it only labels logs", "git_hash"),
     **_without_effect("files are mapped, and read when needed", "mmap_warmup"),
     **_without_effect(
         "activation checkpointing has one implementation",
@@ -215,7 +215,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         "contiguous_checkpointing",
     ),
     **_without_effect("DeepSpeed is always used", "deepspeed", "deepscale", "deepscale_config"),
-    **_without_effect("the console shows the configuration", "dump_state"),
+    **_without_effect("DeepSpeed's settings follow from this configuration", "dump_state"),
     **_without_effect("NCCL finds NVLink by itself", "detect_nvlink_pairs"),
     **_without_effect(
         "it serves other kinds of models", "gmlp_attn_dim", "short_seq_prob", "onnx_safe", "scalenorm_epsilon"
@@ -302,22 +302,22 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 
 _DENSE_ATTENTION = ("global", "flash")
-_ATTENTION_CONFIG = "attention_config"
+ATTENTION_CONFIG = "attention_config"
 
 
 def known() -> list[str]:
     """All keys of this file, nested ones with dots."""
-    return [*REFUSED, *WITHOUT_EFFECT, _ATTENTION_CONFIG]
+    return [*REFUSED, *WITHOUT_EFFECT, ATTENTION_CONFIG]
 
 
 def is_known(key: str) -> bool:
     """True if the key is one of this file."""
-    return key in REFUSED or key in WITHOUT_EFFECT or key == _ATTENTION_CONFIG
+    return key in REFUSED or key in WITHOUT_EFFECT or key == ATTENTION_CONFIG
 
 
 def refusal(key: str, value: Any) -> str | None:
     """Why this value of a known key is refused, or None if it is let through."""
-    if key == _ATTENTION_CONFIG:
+    if key == ATTENTION_CONFIG:
         return _attention_refusal(value)
     if key in REFUSED and not REFUSED[key].allows(value):
         return REFUSED[key].reason

@@ -16,8 +16,8 @@ from megatron.launcher.resources import Resources
 class ReservedPort:
     """A free port of this machine, kept from other runs until rank 0 listens on it.
 
-    The socket is bound, never listens, and allows its address to be used again: another listener may take the port, but the
-    system gives it to nobody who asks for any free one.
+    The socket is bound, never listens, and allows its address to be used again: another listener may take the port, but
+    the system gives it to nobody who asks for any free one.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def with_addresses(config: Config, resources: Resources, free_port: int) -> Conf
     if resources.hostfile is None:
         keys["master_addr"] = "127.0.0.1"
     elif launcher.master_addr is None and launcher.launcher != "pdsh":
-        # pdsh has DeepSpeed ask the host over ssh; the others may work without ssh, and hand no address to the processes.
+        # pdsh has DeepSpeed ask the host over ssh; the others work without ssh, and hand no address to the processes.
         keys["master_addr"] = resources.hosts[0]
     return config.updated(**keys)
 

@@ -12,7 +12,10 @@ DEFAULT_HOSTFILE = "/job/hostfile"
 
 @dataclass(frozen=True)
 class Resources:
-    """Slots (GPU indices, or plain numbers on the CPU) by host, in rank order; `hostfile` is None on this machine alone."""
+    """Slots by host, in rank order: GPU indices, or plain numbers on the CPU.
+
+    `hostfile` is None when the run takes place on this machine alone.
+    """
 
     slots: dict[str, list[int]]
     hostfile: str | None
@@ -115,6 +118,6 @@ def _visible_gpus() -> list[int] | None:
         return [int(index) for index in visible.split(",")]
     except ValueError:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES is {visible}; DeepSpeed's launcher takes GPU indices only: give indices such as 0,1, "
-            "or start the script without deepy.py on one GPU"
+            f"CUDA_VISIBLE_DEVICES is {visible}; DeepSpeed's launcher takes GPU indices only: give indices such as "
+            "0,1, or start the script without deepy.py on one GPU"
         ) from None

@@ -1,8 +1,8 @@
 """Running DeepSpeed's launcher to its end: signals reach the training processes, and their exit status comes back.
 
-DeepSpeed's launcher answers SIGTERM and SIGINT by terminating its processes one after the other and killing each after 30
-seconds, saved or not. So it runs in a session of its own, where a terminal's Ctrl-C does not reach it, and the training
-processes are signalled from here, all at once; they save and exit, and the launcher ends because they have ended.
+DeepSpeed's launcher answers SIGTERM and SIGINT by terminating its processes one after the other and killing each after
+30 seconds, saved or not. So it runs in a session of its own, where a terminal's Ctrl-C does not reach it, and the
+training processes are signalled from here, all at once; they save and exit, and the launcher ends because they have.
 """
 
 import os
@@ -19,8 +19,8 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def run_to_end(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run DeepSpeed's launcher and return its exit status; 128 + N if signal N ended it.
 
-    SIGTERM, SIGINT and SIGHUP are passed to the training processes as SIGTERM, once; the next of them kills whatever still
-    runs. Call it in the main thread.
+    SIGTERM, SIGINT and SIGHUP are passed to the training processes as SIGTERM, once; the next of them kills whatever
+    still runs. Call it in the main thread.
     """
     received: list[int] = []
     process: subprocess.Popen | None = None
@@ -56,13 +56,12 @@ def _stop(process: subprocess.Popen, number: int, again: bool) -> None:
         _kill(process)
         return
     targets = _training_processes(process)
-    print(
-        f"{name}: asked {len(targets)} process(es) to save and exit; the same again kills them",
-        file=sys.stderr,
-        flush=True,
-    )
     if not targets:
+        print(f"{name}: nothing is running yet; stopping", file=sys.stderr, flush=True)
         _kill(process)
+        return
+    request = f"asked {len(targets)} process(es) to save and exit; the same again kills them"
+    print(f"{name}: {request}", file=sys.stderr, flush=True)
     for target in targets:
         try:
             target.send_signal(signal.SIGTERM)
@@ -73,8 +72,8 @@ def _stop(process: subprocess.Popen, number: int, again: bool) -> None:
 def _training_processes(process: subprocess.Popen) -> list[psutil.Process]:
     """What to signal: the training processes of this machine, or what stands for those of other machines.
 
-    On one machine: runner -> deepspeed.launcher.launch -> the processes. With srun and mpirun: runner -> srun, which passes
-    signals on. With pdsh the runner itself ends the remote processes (DeepSpeed's 30 seconds apply there).
+    On one machine: runner -> deepspeed.launcher.launch -> the processes. With srun and mpirun: runner -> srun, which
+    passes signals on. With pdsh the runner itself ends the remote processes (DeepSpeed's 30 seconds apply there).
     """
     try:
         runner = psutil.Process(process.pid)

@@ -63,7 +63,7 @@ class ModelConfig(Group):
         "normal", "Initialization of all matrices but those that write to the residual stream."
     )
     output_layer_init_method: InitMethod = key(
-        "scaled_normal", "Initialization of the matrices that write to the residual stream (out of attention and MLP)."
+        "scaled_normal", "Initialization of the matrices that write to the residual stream, out of attention and MLP."
     )
     init_method_std: float = key(0.02, "Standard deviation of the normal initializations.", gt=0)
     hidden_dropout: float = key(0.0, "Dropout probability after embedding, attention and MLP.", ge=0, lt=1)
