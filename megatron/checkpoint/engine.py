@@ -1,6 +1,10 @@
-"""How DeepSpeed's engine reads and writes its files here: safe to read, whole when written, weights in one file per layer."""
+"""How DeepSpeed's engine reads and writes its files here: safe to read, whole when written, weights in one file per
+layer.
+"""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,8 @@ from megatron.checkpoint.storage import load_file
 class SafeCheckpointEngine(CheckpointEngine):
     """torch.save and a weights-only torch.load.
 
-    A failed write is kept in `error` rather than raised, so that this rank still meets the others at DeepSpeed's barriers; the caller looks at it
-    when the save is over, on every rank.
+    A failed write is kept in `error` rather than raised, so that this rank still meets the others at DeepSpeed's
+    barriers; the caller looks at it when the save is over, on every rank.
     """
 
     def __init__(self):
@@ -47,13 +51,16 @@ class SafeCheckpointEngine(CheckpointEngine):
 
 
 class LayerFiles:
-    """Mixed into DeepSpeed's engines, before them: the module's weights are written and read by layer, whatever the engine."""
+    """Mixed into DeepSpeed's engines, before them: the module's weights are written and read by layer, whatever the
+    engine.
+    """
 
     def use_layer_files(self, model: nn.Module, layout: Any) -> None:
         """`model` has `layers()`; `layout` is `megatron.training.distributed.Layout`."""
         self._layered_model = model
         self._layer_layout = layout
         self.layers_directory: Path | None = None
+        self._leaves_out = False
         self.checkpoint_engine = SafeCheckpointEngine()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
@@ -80,6 +87,20 @@ class LayerFiles:
             load_layers(layers, self.layers_directory, tensor_size=layout.tensor_size, tensor_rank=layout.tensor_rank)
         if layout.pipeline_size > 1:
             self._layered_model.synchronize_shared()
+
+    @contextlib.contextmanager
+    def optimizer_left_out(self, leave_out: bool) -> Iterator[None]:
+        """Within it, saving writes no optimizer state if `leave_out`."""
+        writes_zero_files, self._leaves_out = self.save_zero_checkpoint, leave_out
+        self.save_zero_checkpoint = writes_zero_files and not leave_out
+        try:
+            yield
+        finally:
+            self.save_zero_checkpoint, self._leaves_out = writes_zero_files, False
+
+    def _common_checkpoint_state(self, *args: Any) -> dict:
+        state = super()._common_checkpoint_state(*args)
+        return {**state, "optimizer": None} if self._leaves_out else state
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """DeepSpeed puts a script beside its ZeRO files; the layers' files make it needless."""

@@ -1,7 +1,7 @@
 """Weights on disk: one file per layer and tensor-parallel rank, `layer_XX-model_YY-model_states.pt`.
 
-This is the layout of DeepSpeed's pipeline and of the KERPLE release; a plain sequence of layers is saved in the same way, so that a checkpoint's
-weights do not depend on how the run was laid out.
+This is the layout of DeepSpeed's pipeline and of the KERPLE release; a plain sequence of layers is saved in the same
+way, so that a checkpoint's weights do not depend on how the run was laid out.
 """
 
 import re
@@ -28,7 +28,9 @@ def layer_file(directory: Path, index: int, tensor_rank: int) -> Path:
 
 
 def layer_files(directory: Path) -> dict[int, list[Path]]:
-    """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError where a rank's file is missing."""
+    """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError where a rank's file is
+    missing.
+    """
     found: dict[int, dict[int, Path]] = {}
     for path in directory.iterdir():
         match = LAYER_FILE.fullmatch(path.name)
@@ -44,19 +46,24 @@ def layer_files(directory: Path) -> dict[int, list[Path]]:
     return {index: [files[rank] for rank in range(ranks)] for index, files in sorted(found.items())}
 
 
+def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """The layer's parameters and persistent buffers; megatron-core's layers put a place-holder beside them."""
+    return {name: tensor for name, tensor in layer.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}
+
+
 def layer_state(layer: nn.Module) -> dict[str, Tensor]:
     """The layer's parameters and persistent buffers, each in storage of its own."""
     return {
-        name: tensor.detach().clone(memory_format=torch.contiguous_format)
-        for name, tensor in layer.state_dict().items()
+        name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors_of(layer).items()
     }
 
 
 def merge_shards(name: str, shards: list[Tensor], expected: torch.Size, where: Path) -> Tensor:
     """One tensor of the expected shape from the tensor-parallel ranks' pieces.
 
-    A piece of the expected shape is a replica (norms, biases of row-parallel layers, our positional parameters); otherwise the pieces are joined along
-    the one dimension in which their sizes add up. Raises CheckpointError that names both shapes when neither fits.
+    A piece of the expected shape is a replica (norms, biases of row-parallel layers, our positional parameters);
+    otherwise the pieces are joined along the one dimension in which their sizes add up. Raises CheckpointError that
+    names both shapes when neither fits.
     """
     if all(shard.shape == expected for shard in shards):
         return shards[0]
@@ -97,7 +104,7 @@ def read_layer(files: list[Path], expected: dict[str, torch.Size]) -> dict[str, 
 def full_shapes(layer: nn.Module, tensor_size: int) -> dict[str, torch.Size]:
     """Shapes of the layer's tensors before tensor-parallel slicing."""
     shapes: dict[str, torch.Size] = {}
-    for name, tensor in layer.state_dict(keep_vars=True).items():
+    for name, tensor in tensors_of(layer).items():
         shape = list(getattr(tensor, "ds_shape", tensor.shape))
         if getattr(tensor, "tensor_model_parallel", False):
             shape[tensor.partition_dim] *= tensor_size
@@ -108,7 +115,7 @@ def full_shapes(layer: nn.Module, tensor_size: int) -> dict[str, torch.Size]:
 def slice_for_rank(layer: nn.Module, state: dict[str, Tensor], tensor_rank: int) -> dict[str, Tensor]:
     """This tensor-parallel rank's piece of every tensor of an unsliced state."""
     pieces = {}
-    for name, tensor in layer.state_dict(keep_vars=True).items():
+    for name, tensor in tensors_of(layer).items():
         whole = state[name]
         if getattr(tensor, "tensor_model_parallel", False):
             size = tensor.shape[tensor.partition_dim]
@@ -129,4 +136,6 @@ def load_layers(layers: dict[int, nn.Module], directory: Path, *, tensor_size: i
                 f"{directory}: has no file of layer {index}, which the configured model has; num-layers differs"
             )
         state = slice_for_rank(layer, read_layer(files[index], shapes), tensor_rank)
-        layer.load_state_dict(state, strict=True)
+        with torch.no_grad():
+            for name, tensor in tensors_of(layer).items():
+                tensor.copy_(state[name])

@@ -10,7 +10,7 @@ import torch
 def capture() -> dict[str, Any]:
     """Python's, NumPy's and torch's generators (CPU and, where there is one, the current GPU)."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the generator that libraries share)
     return {
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
@@ -24,7 +24,8 @@ def restore(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached)
+    np.random.set_state(numpy_state)  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -18,7 +18,9 @@ class CheckpointError(UserError):
 
 
 def _allowed_globals() -> list[Any]:
-    """Classes that DeepSpeed's optimizer states hold beside tensors and plain values: all are data, none runs code when built."""
+    """Classes that DeepSpeed's optimizer states hold beside tensors and plain values: all are data, none runs code
+    when built.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

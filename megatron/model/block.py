@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
         return self.dense(context.transpose(1, 2).reshape(batch, new, -1))
 
     def _tables(self, length: int, window: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """Bias and weight over distance for this rank's heads, `[h, length]` float32; None where the method has none."""
+        """Bias and weight over distance for this rank's heads, `[h, length]` float32, or None."""
         if not self.has_table:
             return None, None
         length = length if window is None else min(length, window)
@@ -99,7 +99,7 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """`[b, s, e] -> [b, s, e]`."""
 
     def __init__(self, settings: ModelSettings, positional: PositionalMethod):

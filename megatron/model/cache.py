@@ -10,7 +10,8 @@ from torch import Tensor
 class LayerCache:
     """Keys and values of one layer, `[b, h, t, d]`, kept as they enter attention (rotated where the method rotates).
 
-    Memory grows by doubling, up to `max_length` when that is known, so that appending costs amortised constant time per token.
+    Memory grows by doubling, up to `max_length` when that is known, so that appending costs amortised constant time
+    per token.
     """
 
     def __init__(self, max_length: int | None = None):

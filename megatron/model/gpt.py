@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.block import Block
+from megatron.model.block import TransformerBlock
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
 from megatron.model.initialization import initialize_layer, initializer
@@ -22,7 +22,9 @@ from megatron.model.settings import ModelSettings
 
 
 def positional_source(settings: ModelSettings) -> Callable[[], PositionalMethod]:
-    """A function that gives each layer its positional method: the one shared instance, or a new one where the method is per layer."""
+    """A function that gives each layer its positional method: the one shared instance, or a new one where the method
+    is per layer.
+    """
     made: list[PositionalMethod] = []
 
     def give() -> PositionalMethod:
@@ -40,7 +42,7 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
     last = settings.num_layers
     factories: dict[int, Callable[[], nn.Module]] = {0: lambda: Embedding(settings, positional())}
     for index in range(last):
-        factories[2 + index] = lambda: Block(settings, positional())
+        factories[2 + index] = lambda: TransformerBlock(settings, positional())
     factories[last + 3] = lambda: FinalNorm(settings)
     factories[last + 4] = lambda: Output(settings)
     return factories
@@ -68,7 +70,8 @@ def initialize(
 class GPT(nn.Module):
     """A decoder-only language model as a plain sequence of layers.
 
-    The submodules are named by their layer index, as DeepSpeed's PipelineModule names them, so that a parameter has the same name in both.
+    The submodules are named by their layer index, as DeepSpeed's PipelineModule names them, so that a parameter has
+    the same name in both.
 
     forward: int64 tokens `[b, s]` -> logits `[b, s, v]`.
     """
@@ -88,7 +91,7 @@ class GPT(nn.Module):
         return self.get_submodule("0")
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[TransformerBlock]:
         return [self.get_submodule(str(2 + index)) for index in range(self.settings.num_layers)]
 
     @property
@@ -110,7 +113,8 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, window: int | None = None) -> Tensor:
         """Hidden states after the final norm, `[b, s, e]`.
 
-        With a cache, `tokens` follow those it holds. `window`: each query sees only its last so many keys, itself included.
+        With a cache, `tokens` follow those it holds. `window`: each query sees only its last so many keys, itself
+        included.
         """
         hidden = self.embedding(tokens, offset=cache.length if cache is not None else 0)
         blocks = self.blocks
@@ -131,12 +135,16 @@ class GPT(nn.Module):
         return self.logits(self.hidden(tokens, cache, window))
 
     def loss(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mean cross entropy in nats over the tokens whose mask is not zero; labels int64 and mask float, both `[b, s]`."""
+        """Mean cross entropy in nats over the tokens whose mask is not zero; labels int64 and mask float, both `[b,
+        s]`.
+        """
         return mean_loss(self.output(self.hidden(tokens)), labels, mask, self.settings.tp)
 
 
 def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMethod]:
-    """Layer index -> positional method among the given layers; a shared one is listed once, at the first layer that holds it."""
+    """Layer index -> positional method among the given layers; a shared one is listed once, at the first layer that
+    holds it.
+    """
     found: dict[int, PositionalMethod] = {}
     for index, layer in layers.items():
         for module in layer.modules():

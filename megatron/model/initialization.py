@@ -1,7 +1,8 @@
 """Initial weights, the same in every parallel layout.
 
-Each parameter is drawn at full size from a generator seeded by (seed, layer index, parameter name), then sliced for the tensor-parallel
-rank that holds it. So one process, a pipeline and a tensor-parallel group start from the same model, and adding a parameter moves no other.
+Each parameter is drawn at full size from a generator seeded by (seed, layer index, parameter name), then sliced for
+the tensor-parallel rank that holds it. So one process, a pipeline and a tensor-parallel group start from the same
+model, and adding a parameter moves no other.
 
 The methods are GPT-NeoX's: `init_method` for embeddings and the projections that read the residual stream,
 `output_layer_init_method` for those that write to it; norms start at one, biases at zero.
@@ -37,8 +38,8 @@ def _scaled(fill: Callable[..., Tensor], gain: float) -> Initializer:
 def initializer(name: str, *, std: float, num_layers: int, hidden_size: int) -> Initializer:
     """The initialization called `name` in GPT-NeoX's configuration.
 
-    `std` is `init_method_std`. small_init is that of "Transformers without Tears" (sqrt(2 / 5d)), wang_init that of Ben Wang's
-    mesh-transformer-jax (2 / (L sqrt(d))). Raises ValueError for a name that is none of these.
+    `std` is `init_method_std`. small_init is that of "Transformers without Tears" (sqrt(2 / 5d)), wang_init that of
+    Ben Wang's mesh-transformer-jax (2 / (L sqrt(d))). Raises ValueError for a name that is none of these.
     """
     residual_scale = 1.0 / math.sqrt(2.0 * num_layers)
     methods: dict[str, Initializer] = {

@@ -1,6 +1,7 @@
 """Linear and embedding layers that are torch's own on one rank and megatron-core's when the model is tensor parallel.
 
-Both kinds have the same parameter names, and the same parameter shapes up to the slice, so nothing else needs to know which is in use.
+Both kinds have the same parameter names, and the same parameter shapes up to the slice, so nothing else needs to know
+which is in use.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ class TensorParallel:
         return slice(self.rank * local, (self.rank + 1) * local)
 
 
+ONE_RANK = TensorParallel()
+
+
 def column_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParallel) -> nn.Module:
     """`[..., input_size] -> [..., output_size / tp.size]`: the output features are split over the ranks."""
     if tp.size == 1:
@@ -33,7 +37,9 @@ def column_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorPa
 
 
 def row_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParallel) -> nn.Module:
-    """`[..., input_size / tp.size] -> [..., output_size]`: the input features are split, the outputs summed over the ranks."""
+    """`[..., input_size / tp.size] -> [..., output_size]`: the input features are split, the outputs summed over the
+    ranks.
+    """
     if tp.size == 1:
         return nn.Linear(input_size, output_size, bias=bias)
     from megatron.model import tensor_parallel
@@ -53,8 +59,8 @@ def vocab_embedding(vocab_size: int, hidden_size: int, *, tp: TensorParallel) ->
 def sum_head_gradients(table: Tensor, tp: TensorParallel) -> Tensor:
     """Identity whose gradient is summed over the tensor-parallel group.
 
-    A table over all heads, `[h, length]`, comes from replicated parameters; each rank uses its own heads' rows, so each sees a part
-    of the gradient, and the sum is the gradient of the whole.
+    A table over all heads, `[h, length]`, comes from replicated parameters; each rank uses its own heads' rows, so
+    each sees a part of the gradient, and the sum is the gradient of the whole.
     """
     if tp.size == 1:
         return table
@@ -73,7 +79,9 @@ def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-    """Cross entropy in nats of each token, float32 `[b, s]`, from this rank's slice of the logits, `[b, s, v / tp.size]`."""
+    """Cross entropy in nats of each token, float32 `[b, s]`, from this rank's slice of the logits, `[b, s, v /
+    tp.size]`.
+    """
     if tp.size == 1:
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy

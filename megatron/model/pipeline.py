@@ -1,8 +1,9 @@
 """The GPT model as stages of DeepSpeed's pipeline.
 
-The layers, their indices and their names are those of `gpt.py`. What is particular here is the parameters that live on several stages: the
-shared positional method, and the embedding when it is tied to the output. Each stage holds a copy, starts from the same values, sees the gradient of
-its own layers, and takes the sum over the stages before the optimizer's step, so that a copy never differs from the others.
+The layers, their indices and their names are those of `gpt.py`. What is particular here is the parameters that live
+on several stages: the shared positional method, and the embedding when it is tied to the output. Each stage holds a
+copy, starts from the same values, sees the gradient of its own layers, and takes the sum over the stages before the
+optimizer's step, so that a copy never differs from the others.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.block import Block
+from megatron.model.block import TransformerBlock
 from megatron.model.gpt import layer_factories, positional_methods
 from megatron.model.settings import ModelSettings
 
@@ -56,7 +57,7 @@ class GPTPipeline(PipelineModule):
             if index not in factories:
                 specs.append(_identity)
                 continue
-            kind = Block if 2 <= index < settings.num_layers + 2 else None
+            kind = TransformerBlock if 2 <= index < settings.num_layers + 2 else None
             specs.append(_Factory(f"layer {index}", kind, factories[index]))
         self.settings = settings
         super().__init__(
@@ -66,7 +67,7 @@ class GPTPipeline(PipelineModule):
             partition_method=partition_method,
             activation_checkpoint_interval=checkpoint_every,
             activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
-            checkpointable_layers=["Block"] if checkpoint_every == 1 else None,
+            checkpointable_layers=[TransformerBlock.__name__] if checkpoint_every == 1 else None,
         )
         self._shared = self._find_shared()
 
@@ -122,7 +123,9 @@ class GPTPipeline(PipelineModule):
         return self._shared
 
     def synchronize_shared(self) -> None:
-        """Give every stage the first stage's values: the copies were initialized alike, and a loaded checkpoint holds one value each."""
+        """Give every stage the first stage's values: the copies were initialized alike, and a loaded checkpoint holds
+        one value each.
+        """
         for parameter, group in self._shared:
             with torch.no_grad():
                 dist.broadcast(parameter.data, src=dist.get_global_rank(group, 0), group=group)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.config import Config
-from megatron.model.parallel import TensorParallel
+from megatron.model.parallel import ONE_RANK, TensorParallel
 from megatron.model.positional import ModelShape
 
 
@@ -26,7 +26,7 @@ class ModelSettings:
     attention_backend: str = "auto"
     pos_emb: str = "none"
     pos_emb_options: tuple[tuple[str, object], ...] = ()
-    tp: TensorParallel = TensorParallel()
+    tp: TensorParallel = ONE_RANK
 
     @property
     def head_size(self) -> int:
@@ -42,9 +42,7 @@ class ModelSettings:
         )
 
     @classmethod
-    def from_config(
-        cls, config: Config, padded_vocab_size: int, tp: TensorParallel = TensorParallel()
-    ) -> "ModelSettings":
+    def from_config(cls, config: Config, padded_vocab_size: int, tp: TensorParallel = ONE_RANK) -> "ModelSettings":
         model = config.model
         return cls(
             num_layers=model.num_layers,

@@ -1,12 +1,14 @@
 """megatron-core's tensor-parallel layers, with the forward of torch's: one tensor in, one tensor out.
 
-Imported only by `parallel.py`, and only when model-parallel-size > 1, so that a model on one rank needs no process group.
+Imported only by `parallel.py`, and only when model-parallel-size > 1, so that a model on one rank needs no process
+group.
 """
 
 import torch
+from torch import Tensor
+
 from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from torch import Tensor
 
 
 def _core_config() -> ModelParallelConfig:
@@ -66,7 +68,8 @@ class Embedding(VocabParallelEmbedding):
 
 
 def _mark_partition(parameter: torch.nn.Parameter, dim: int) -> None:
-    # megatron-core sets these only when it initializes the weight itself; DeepSpeed's gradient norm and our checkpoints read them.
+    # megatron-core sets these only when it initializes the weight itself; DeepSpeed's gradient norm and our
+    # checkpoints read them.
     parameter.tensor_model_parallel = True
     parameter.partition_dim = dim
     parameter.partition_stride = 1

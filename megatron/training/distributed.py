@@ -44,8 +44,8 @@ class Layout:
 
     def describe(self) -> str:
         return (
-            f"{self.world_size} rank{'s' * (self.world_size > 1)} on {self.device.type}: data parallel {self.data_size}, "
-            f"pipeline {self.pipeline_size}, tensor parallel {self.tensor_size}"
+            f"{self.world_size} rank{'s' * (self.world_size > 1)} on {self.device.type}: "
+            f"data parallel {self.data_size}, pipeline {self.pipeline_size}, tensor parallel {self.tensor_size}"
         )
 
 
@@ -57,12 +57,15 @@ def initialize(config: Config) -> Layout:
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+
     from megatron.core import parallel_state
 
     on_gpu = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if on_gpu:
         torch.cuda.set_device(local_rank)
+    # DeepSpeed would compile its shared-memory collectives here, at run time and with a compiler; gloo needs neither.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = config.parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
     if backend == "nccl" and not on_gpu:
         backend = "gloo"
@@ -103,13 +106,14 @@ def initialize(config: Config) -> Layout:
 
 
 def seed_everything(seed: int, layout: Layout) -> None:
-    """Seed Python, NumPy and torch for what is random while training (dropout); tensor-parallel ranks agree, replicas differ.
+    """Seed Python, NumPy and torch for what is random while training (dropout); tensor-parallel ranks agree, replicas
+    differ.
 
     The initial weights do not depend on these: see `megatron/model/initialization.py`.
     """
     local = seed + 1000 * layout.data_rank + 100_000 * layout.stage
     random.seed(local)
-    np.random.seed(local % 2**32)
+    np.random.seed(local % 2**32)  # noqa: NPY002 (the generator that libraries share)
     torch.manual_seed(local)
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from deepspeed import PipelineEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megatron.checkpoint.engine import LayerFiles
@@ -29,11 +29,41 @@ class TrainableGPT(GPT):
         return self.loss(tokens, labels, mask)
 
 
-class SequenceEngine(LayerFiles, DeepSpeedEngine):
+class ClippedByGlobalNorm:
+    """Mixed into DeepSpeed's engines, before them: clipping in float32 without ZeRO, by the norm over the whole model.
+
+    DeepSpeed's own counts the first pipeline stage alone (`deepspeed.runtime.utils.clip_grad_norm_`), and forgets the
+    norm; its ZeRO and bf16 optimizers do both right.
+    """
+
+    @torch.no_grad()
+    def clip_fp32_gradients(self) -> None:
+        tensor_rank = self.mpu.get_slice_parallel_rank() if self.mpu is not None else 0
+        gradients, counted = [], []
+        for parameter in self.module.parameters():
+            if parameter.grad is None:
+                continue
+            gradients.append(parameter.grad)
+            replica = getattr(parameter, "ds_pipe_replicated", False) or (
+                tensor_rank > 0 and not getattr(parameter, "tensor_model_parallel", False)
+            )
+            if not replica:
+                counted.append(parameter.grad)
+        norm = torch.nn.utils.get_total_norm(counted)
+        if self.mpu is not None:
+            squared = norm.float().square().to(gradients[0].device)
+            dist.all_reduce(squared, group=self.mpu.get_model_parallel_group())
+            norm = squared.sqrt()
+        scale = (self.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale)
+        self._global_grad_norm = norm
+
+
+class SequenceEngine(LayerFiles, ClippedByGlobalNorm, DeepSpeedEngine):
     """DeepSpeed's engine, its weights saved in one file per layer."""
 
 
-class StageEngine(LayerFiles, PipelineEngine):
+class StageEngine(LayerFiles, ClippedByGlobalNorm, PipelineEngine):
     """DeepSpeed's pipeline engine, its weights saved in one file per layer."""
 
 
@@ -59,6 +89,7 @@ class Engine:
         self.model.to(layout.device)
         if self.is_pipeline:
             self.model.synchronize_shared()
+        self.zero_stage = config.optimizer.zero_stage
         self.engine = self._build_engine(report)
 
     def _build_model(self) -> GPT | GPTPipeline:
@@ -69,9 +100,7 @@ class Engine:
         tp = self.settings.tp
         return GPTPipeline(
             self.settings,
-            topology=PipeModelDataParallelTopology(
-                num_pp=self.layout.pipeline_size, num_mp=self.layout.tensor_size, num_dp=self.layout.data_size
-            ),
+            topology=self._topology(),
             loss_fn=lambda logits, labels: mean_loss(logits, labels[0], labels[1], tp),
             partition_method=self.config.parallel.pipe_partition_method,
             checkpoint_every=every,
@@ -79,16 +108,17 @@ class Engine:
 
     def _build_engine(self, report: Callable[[str], None]) -> DeepSpeedEngine:
         settings = self.config.deepspeed_dict(self.layout.data_size)
-        stage = self.config.optimizer.zero_stage
-        if stage == 0 and self.config.precision.dtype != "fp32":
-            # Stage 0 in half precision keeps one master copy and one step per parameter; stage 1 does the same arithmetic on flat groups.
-            stage = 1
+        if self.zero_stage == 0 and self.config.precision.dtype != "fp32":
+            # Stage 0 in half precision keeps one master copy and one step per parameter; stage 1 does the same
+            # arithmetic on flat groups.
+            self.zero_stage = 1
             report(
-                f"zero_optimization.stage: 0 in {self.config.precision.dtype} runs as stage 1 (the same arithmetic, state spread over the replicas)"
+                f"zero_optimization.stage: 0 in {self.config.precision.dtype} runs as stage 1 "
+                "(the same arithmetic, its state spread over the replicas)"
             )
-        settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": stage}
+        settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": self.zero_stage}
         settings["zero_allow_untested_optimizer"] = True
-        if self.config.precision.dtype == "bf16" and stage == 1:
+        if self.config.precision.dtype == "bf16" and self.zero_stage == 1:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
         if self.is_pipeline:
             settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -96,10 +126,7 @@ class Engine:
         if self.is_pipeline:
             mpu, kind = self.model.mpu(), StageEngine
         else:
-            from megatron.core import parallel_state
-
-            mpu = parallel_state if self.layout.tensor_size > 1 else None
-            kind = SequenceEngine
+            mpu, kind = self._tensor_parallel_grid(), SequenceEngine
         engine = kind(
             args=None,
             model=self.model,
@@ -112,10 +139,22 @@ class Engine:
         engine.use_layer_files(self.model, self.layout)
         return engine
 
+    def _topology(self) -> PipeModelDataParallelTopology:
+        layout = self.layout
+        return PipeModelDataParallelTopology(
+            num_pp=layout.pipeline_size, num_mp=layout.tensor_size, num_dp=layout.data_size
+        )
+
+    def _tensor_parallel_grid(self) -> PipelineParallelGrid | None:
+        """Tells DeepSpeed which ranks are slices of one model, and which are replicas."""
+        return PipelineParallelGrid(topology=self._topology()) if self.layout.tensor_size > 1 else None
+
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Iterator[Batch], learning_rate: float) -> Tensor:
-        """One optimizer step over `accumulation` micro-batches; returns the mean loss over the global batch, on the device, not synchronized."""
+        """One optimizer step over `accumulation` micro-batches; returns the mean loss over the global batch, on the
+        device, not synchronized.
+        """
         self._set_rate(learning_rate)
         if self.is_pipeline:
             return self.engine.train_batch(_pipeline_batches(batches)).detach()
@@ -159,13 +198,30 @@ class Engine:
         return float(self.engine.optimizer.cur_scale) if self.config.precision.dtype == "fp16" else None
 
     def count_parameters(self) -> dict[str, int]:
-        """Parameters of the whole model: `total`, `positional`, and `outside_embedding` (what each token is multiplied with)."""
+        """Parameters of the whole model: `total`, `positional`, and `outside_embedding` (what each token is
+        multiplied with).
+        """
         from megatron.training.metrics import count_parameters
 
         return count_parameters(self.model.layers(), self.settings, self.layout)
 
     def layers(self) -> dict[int, nn.Module]:
+        """Layer index -> layer, those of this rank."""
         return self.model.layers()
+
+    def refresh_masters(self) -> None:
+        """Take the optimizer's float32 copies from the weights, after these were loaded."""
+        if hasattr(self.engine.optimizer, "refresh_fp32_params"):
+            self.engine.optimizer.refresh_fp32_params()
+
+    def shape(self) -> dict[str, int]:
+        """What the optimizer's files of a checkpoint depend on."""
+        return {
+            "data_parallel": self.layout.data_size,
+            "pipeline_stages": self.layout.pipeline_size,
+            "tensor_parallel": self.layout.tensor_size,
+            "zero_stage": self.zero_stage,
+        }
 
     def _set_rate(self, rate: float) -> None:
         set_learning_rate(self.engine.optimizer.param_groups, rate)

@@ -10,9 +10,9 @@ STYLES = ("cosine", "linear", "exponential", "constant")
 class Schedule:
     """Learning rate at optimizer step t (the first step has t = 0).
 
-    With W warmup steps and T decay steps, and t clipped to T - W: linear warmup lr * t / W up to t = W, then with u = t - W
-    cosine lr/2 (1 + cos(pi u / T)), linear lr (T - u) / T, exponential lr e^(-0.693 u / T), or constant lr; never below min_lr.
-    The period is T, not T - W: so the release has it.
+    With W warmup steps and T decay steps, and t clipped to T - W: linear warmup lr * t / W up to t = W, then with u =
+    t - W cosine lr/2 (1 + cos(pi u / T)), linear lr (T - u) / T, exponential lr e^(-0.693 u / T), or constant lr;
+    never below min_lr. The period is T, not T - W: so the release has it.
     """
 
     peak: float

@@ -1,0 +1,25 @@
+"""Where a run stands."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class TrainingState:
+    """What resuming needs beside weights and optimizer.
+
+    iteration: optimizer steps done. consumed_samples: training sequences read by all replicas, which is the data's
+    position. consumed_valid_samples: the same of the validation stream. tokens: training tokens read.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_valid_samples: int = 0
+    tokens: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TrainingState":
+        return cls(**{name: int(values[name]) for name in cls.__dataclass_fields__ if name in values})
