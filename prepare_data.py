@@ -32,7 +32,12 @@ def parse_arguments(arguments: list[str] | None = None) -> PrepareOptions:
         "--vocab-size", type=int, default=2048, help="of the BPE that is trained without -t (default: %(default)s)"
     )
     parser.add_argument(
-        "--from", dest="sources", nargs="+", default=[], metavar="PATH", help="files or folders to read the text from"
+        "--from",
+        dest="sources",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="file or folder to read the text from; may be given several times",
     )
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
     parser.add_argument("--ftfy", action="store_true", help="mend broken Unicode with the package ftfy")

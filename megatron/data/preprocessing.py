@@ -105,6 +105,7 @@ def preprocess(
     prefixes = {key: f"{output_prefix}_{key}_document" for key in options.keys}
     totals = {key: _Totals() for key in options.keys}
     rejected = _Rejected()
+    text_bytes = 0
     manifests = {}
     with ExitStack() as stack:
         writers = {key: stack.enter_context(IndexedWriter(prefixes[key], tokenizer.vocab_size)) for key in options.keys}
@@ -120,9 +121,8 @@ def preprocess(
             rejected.examples = (rejected.examples + encoded.bad)[:5]
             rejected.other_subsets.update(encoded.other_subsets)
             first = writers[options.keys[0]]
-            progress.update(
-                source.bytes_read, first.documents, first.tokens, sum(key.text_bytes for key in totals.values())
-            )
+            text_bytes += sum(encoded.text_bytes)
+            progress.update(source.bytes_read, first.documents, first.tokens, text_bytes)
         for key, writer in writers.items():
             _check_not_empty(writer, options, rejected)
             manifest_path(prefixes[key]).unlink(missing_ok=True)  # it tells of the files that are now replaced
