@@ -13,22 +13,22 @@ from megatron.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 
 # The library keeps about 100 bytes per token of the text in hand. Longer texts are cut where no token can straddle.
 _CHARACTERS_AT_ONCE = 1 << 20
-_LINE_START = re.compile(r"(?<=\S)\n(?=\S)")
+_BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
 
 
 class _LibraryTokenizer(Tokenizer):
     """Encoding and decoding by a `tokenizers.Tokenizer`."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, cut_at_newlines: bool):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, cut_before_spaces: bool):
         self._tokenizer = tokenizer
-        self._cut_at_newlines = cut_at_newlines
+        self._cut_before_spaces = cut_before_spaces
         self.eod = eod
         self.fingerprint = fingerprint
         # Ids need not be dense: the largest one decides the size of the embedding table.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
-        if len(text) <= _CHARACTERS_AT_ONCE or not self._cut_at_newlines:
+        if len(text) <= _CHARACTERS_AT_ONCE or not self._cut_before_spaces:
             return self._tokenizer.encode(text).ids
         ids: list[int] = []
         for piece in _cut(text, _CHARACTERS_AT_ONCE):
@@ -70,7 +70,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 f"{', '.join(special) if special else 'none'}. Add it with tokenizers' add_special_tokens, or train a "
                 "tokenizer with tools/datasets/train_tokenizer.py"
             )
-        super().__init__(tokenizer, eod, hashlib.sha256(content).hexdigest(), _lines_are_separate(tokenizer))
+        super().__init__(tokenizer, eod, hashlib.sha256(content).hexdigest(), _spaces_begin_pieces(tokenizer))
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
@@ -102,7 +102,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         fingerprint = hashlib.sha256(vocabulary_bytes + b"\0" + merges_bytes).hexdigest()
-        super().__init__(tokenizer, vocabulary[END_OF_DOCUMENT], fingerprint, cut_at_newlines=True)
+        super().__init__(tokenizer, vocabulary[END_OF_DOCUMENT], fingerprint, cut_before_spaces=True)
 
 
 def _read(path: Path) -> bytes:
@@ -143,27 +143,27 @@ def _parse_merges(content: bytes, path: Path) -> list[tuple[str, str]]:
     return merges
 
 
-def _lines_are_separate(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether a cut after a newline that stands between two characters that are not white space never changes the ids.
+def _spaces_begin_pieces(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether a cut between a character that is not white space and a space or newline never changes the ids.
 
-    GPT-2's splitting pattern gives such a newline a piece of its own. Anything in the file that could look further (a
-    normalizer, a post-processor that adds tokens, tokens added with white space around them) rules it out.
+    GPT-2's splitting pattern always begins a new piece there. Anything in the file that could look further (a
+    normalizer, a post-processor that adds tokens, added tokens with white space in or around them) rules it out.
     """
     settings = json.loads(tokenizer.to_str())
     split, finish = settings.get("pre_tokenizer") or {}, settings.get("post_processor") or {"type": "ByteLevel"}
     plain_split = split.get("type") == "ByteLevel" and split.get("use_regex", True) and not split["add_prefix_space"]
     plain_tokens = all(
-        "\n" not in token["content"] and not token["lstrip"] and not token["rstrip"] and not token["single_word"]
+        not re.search(r"\s", token["content"]) and not (token["lstrip"] or token["rstrip"] or token["single_word"])
         for token in settings["added_tokens"]
     )
     return bool(plain_split and plain_tokens and settings.get("normalizer") is None and finish["type"] == "ByteLevel")
 
 
 def _cut(text: str, length: int) -> Iterable[str]:
-    """Pieces of about `length` characters, cut where `_LINE_START` allows it."""
+    """Pieces of about `length` characters, cut before spaces and newlines."""
     start = 0
     while start < len(text):
-        newline = _LINE_START.search(text, start + length)
-        end = len(text) if newline is None else newline.end()
+        boundary = _BEFORE_SPACE.search(text, start + length)
+        end = len(text) if boundary is None else boundary.start()
         yield text[start:end]
         start = end
