@@ -13,6 +13,7 @@ from megatron.config.deepspeed import deepspeed_dict
 from megatron.config.errors import UserError
 from megatron.config.groups.base import REST
 from megatron.config.merging import Merged, merge, set_at
+from megatron.config.placeholders import fill_placeholders
 from megatron.config.sorting import sort_keys
 from megatron.config.validation import check_groups
 from megatron.config.yaml_files import Entry, Place, find_file, read_file
@@ -98,6 +99,7 @@ def check_vocabulary(config: Config, tokenizer_vocab_size: int) -> None:
 
 def _build(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Config:
     merged = merge(entries, overrides)
+    fill_placeholders(merged)
     result = sort_keys(merged)
     built = {}
     for name, model in groups.GROUPS.items():
@@ -124,5 +126,5 @@ def _describe(error: ValidationError, group: str, merged: Merged) -> str:
     written = ".".join(
         (merged.written.get(path[0], path[0]), *path[1:], *(str(part) for part in inside if part != "[key]"))
     )
-    message = problem["msg"][0].lower() + problem["msg"][1:]
+    message = problem["msg"].replace("Input should be", "must be")
     return f'{merged.places[path[0]]}: "{written}": {message}, not {problem["input"]!r}'

@@ -22,6 +22,8 @@ Keys are GPT-NeoX's. `-` and `_` are the same in a key. A dot leads into a mappi
 `"optimizer": {"params": {"lr": ...}}` in a file, and `--set optimizer.params.lr=...` on the command line; `.*` stands
 for further keys of that mapping. How files are combined: [README.md](README.md).
 
+In the keys marked "Placeholders", `{key}` stands for the value of another key: `"save": "runs/{pos-emb}/{seed}"`.
+
 Every key that GPT-NeoX knows is supported, [accepted without effect](#accepted-without-effect), or
 [refused](#refused); any other key is an error.
 """
@@ -48,6 +50,8 @@ def _row(name: str, field: FieldInfo) -> str:
     keys = ["`" + ".".join(path) + "`" for path in (field_path(name, field), *field_aliases(field))]
     value = type_text(field.annotation, field.metadata)
     cells = [" or ".join(keys), value, _default(field), field.description or ""]
+    if field.json_schema_extra["placeholders"]:
+        cells[-1] += " Placeholders."
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -63,8 +67,9 @@ def _default(field: FieldInfo) -> str:
 def type_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """A type in words, with its bounds: `int | None` with ge=1 is "whole number, at least 1"."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    items = [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
     bounds = [
-        f"{words} {getattr(item, name)}" for item in metadata for kind, name, words in _BOUNDS if isinstance(item, kind)
+        f"{words} {getattr(item, name)}" for item in items for kind, name, words in _BOUNDS if isinstance(item, kind)
     ]
     if bounds:
         return ", ".join([type_text(annotation), *bounds])
@@ -79,7 +84,8 @@ def type_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
             return f"list of: {type_text(arguments[0])}"
         return f"list of {len(arguments)}: {type_text(arguments[0])}"
     if origin is dict:
-        return "mapping"
+        names = typing.get_args(arguments[0])
+        return "mapping" + (f" of {', '.join(f'`{name}`' for name in names)}" if names else "")
     return _TYPES[annotation]
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import typing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,9 +50,10 @@ def _place(path: KeyPath, value: Any, merged: Merged, result: Sorted) -> None:
         if reason is not None:
             raise UserError(f"{_where(path, merged)} is known to GPT-NeoX but not supported here: {reason}")
         effect = neox_keys.WITHOUT_EFFECT.get(".".join(path))
-        if effect is not None:
+        # What is off asks for nothing, so there is nothing to say.
+        if effect is not None and value:
             result.notices.append(f"{_where(path, merged)} has no effect here: {effect}")
-    elif (*path[:-1], REST) in FIELDS:
+    elif (*path[:-1], REST) in FIELDS and path[-1] in (_rest_names((*path[:-1], REST)) or {path[-1]}):
         group, name = FIELDS[(*path[:-1], REST)]
         result.groups[group].setdefault(name, {})[path[-1]] = value
     else:
@@ -64,13 +66,19 @@ def _where(path: KeyPath, merged: Merged) -> str:
 
 
 def _siblings(path: KeyPath) -> list[str]:
-    """Names that may stand in the mapping at this path."""
-    known = [*FIELDS, *MAPPINGS, *ALIASES]
-    known += [tuple(key.split(".")) for key in neox_keys.known()]
+    """Supported names that may stand in the mapping at this path."""
     depth = len(path)
-    return sorted(
-        {other[depth] for other in known if other[:depth] == path and len(other) > depth and other[depth] != REST}
-    )
+    inside = {other[depth] for other in (*FIELDS, *MAPPINGS, *ALIASES) if other[:depth] == path and len(other) > depth}
+    return sorted((inside - {REST}) | _rest_names((*path, REST)))
+
+
+def _rest_names(path: KeyPath) -> set[str]:
+    """Names that a collecting field is restricted to; none if it takes any."""
+    if path not in FIELDS:
+        return set()
+    group, name = FIELDS[path]
+    key_type, _ = typing.get_args(GROUPS[group].model_fields[name].annotation)
+    return set(typing.get_args(key_type))
 
 
 def _unknown(path: KeyPath, merged: Merged) -> str:
@@ -80,8 +88,17 @@ def _unknown(path: KeyPath, merged: Merged) -> str:
             f"{where} looks like a secret, and a configuration is copied into checkpoints and logs; "
             "remove it (for Weights & Biases set the environment variable WANDB_API_KEY)"
         )
-    siblings = _siblings(path[:-1])
-    near = difflib.get_close_matches(path[-1], siblings, n=_MOST_SUGGESTIONS, cutoff=0.5)
-    if not near:
-        near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.0)
-    return f"{where} is not a known key; nearest known: {', '.join(near)}"
+    # Supported keys first; one that stands deeper (betas) with the way to it (optimizer.params.betas); then all others.
+    places = {name: (*path[:-1], name) for name in _siblings(path[:-1])}
+    for deeper in FIELDS:
+        if deeper[: len(path) - 1] == path[:-1] and deeper[-1] != REST:
+            places.setdefault(deeper[-1], deeper)
+    others = {other[-1]: other for other in (tuple(key.split(".")) for key in neox_keys.known())}
+    for candidates in (places, others):
+        near = difflib.get_close_matches(path[-1].replace("-", "_"), candidates, n=_MOST_SUGGESTIONS, cutoff=0.6)
+        if near:
+            break
+    else:
+        candidates, near = places, difflib.get_close_matches(path[-1], places, n=1, cutoff=0.0)
+    names = ", ".join(".".join(candidates[name]) for name in near)
+    return f"{where} is not a known key; nearest known: {names} (all keys: configs/neox_arguments.md)"

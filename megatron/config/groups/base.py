@@ -19,16 +19,23 @@ class Group(BaseModel):
 
 
 def key(
-    default: Any, description: str, *, path: str | None = None, aliases: tuple[str, ...] = (), **constraints: Any
+    default: Any,
+    description: str,
+    *,
+    path: str | None = None,
+    aliases: tuple[str, ...] = (),
+    placeholders: bool = False,
+    **constraints: Any,
 ) -> Any:
     """Declare a key of the configuration.
 
     default: the value without the key, or `...` where the key must be given.
     path: dotted place in the YAML when that is not the field's own name.
     aliases: other dotted places that mean the same; giving two of them is an error.
+    placeholders: `{key}` in the value is replaced by that key's value.
     constraints: pydantic's (ge, gt, le, lt, min_length ...).
     """
-    extra = {"path": path, "aliases": list(aliases)}
+    extra = {"path": path, "aliases": list(aliases), "placeholders": placeholders}
     return Field(default, description=" ".join(description.split()), json_schema_extra=extra, **constraints)
 
 

@@ -6,9 +6,11 @@ from megatron.config.groups.base import Group, Int, key
 class CheckpointConfig(Group):
     """Checkpoint"""
 
-    save: str | None = key(None, "Folder to save checkpoints to. Default: nothing is saved.")
+    save: str | None = key(None, "Folder to save checkpoints to. Default: nothing is saved.", placeholders=True)
     load: str | None = key(
-        None, "Folder of the checkpoint to start from; a folder that holds none yet means: start anew, and say so."
+        None,
+        "Folder of the checkpoint to start from; a folder that holds none yet means: start anew, and say so.",
+        placeholders=True,
     )
     save_interval: Int | None = key(
         None,

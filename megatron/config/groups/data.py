@@ -27,10 +27,10 @@ class DataConfig(Group):
 class TokenizerConfig(Group):
     """Tokenizer"""
 
-    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer"] = key(
+    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"] = key(
         "GPT2BPETokenizer",
-        """GPT2BPETokenizer: vocab_file (JSON) and merge_file; HFTokenizer: vocab_file is a tokenizer.json;
-        HFGPT2Tokenizer: GPT-2's files through Hugging Face's library; CharLevelTokenizer: one token per byte.""",
+        """GPT2BPETokenizer: GPT-2's vocab_file (JSON) and merge_file; HFTokenizer: vocab_file is a tokenizer.json of
+        Hugging Face's tokenizers; CharLevelTokenizer: one token per UTF-8 byte, without files.""",
     )
     vocab_file: str | None = key(None, "Vocabulary file of the tokenizer.")
     merge_file: str | None = key(None, "Merges file of GPT-2's BPE.")

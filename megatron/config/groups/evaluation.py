@@ -20,7 +20,9 @@ class EvaluationConfig(Group):
         path="eval_tokens",
         ge=1,
     )
-    eval_results_prefix: str = key("", "Prefix of the files with results: folder and beginning of the name.")
+    eval_results_prefix: str = key(
+        "", "Prefix of the files with results: folder and beginning of the name.", placeholders=True
+    )
 
 
 class GenerationConfig(Group):
@@ -39,7 +41,9 @@ class GenerationConfig(Group):
     num_samples: Int = key(1, "Samples to generate without prompts, or per prompt.", ge=1)
     prompt_end: str = key("\n", "What ends a prompt of the interactive mode.")
     sample_input_file: str | None = key(None, "File with one prompt per line.")
-    sample_output_file: str | None = key("samples.txt", "File for the generated text, as JSON lines.")
+    sample_output_file: str | None = key(
+        "samples.txt", "File for the generated text, as JSON lines.", placeholders=True
+    )
     recompute: bool = key(
         False, "True: compute the whole prefix anew for every token, without a cache of keys and values."
     )

@@ -56,12 +56,10 @@ class ModelConfig(Group):
     activation: Literal["gelu", "relu", "silu"] = key("gelu", "Activation of the MLP.")
     bias_gelu_fusion: bool = key(
         False,
-        """True: GELU in its tanh form, which is what GPT-NeoX's fused kernel of this name computes; nothing is compiled.
-        False: the exact form.""",
+        """True: GELU in its tanh form, which is what GPT-NeoX's fused kernel computes; nothing is compiled. False: the
+        exact form.""",
     )
-    init_method: InitMethod = key(
-        "normal", "Initialization of all matrices but those that write to the residual stream."
-    )
+    init_method: InitMethod = key("normal", "Initialization of all other matrices than those of the next key.")
     output_layer_init_method: InitMethod = key(
         "scaled_normal", "Initialization of the matrices that write to the residual stream, out of attention and MLP."
     )

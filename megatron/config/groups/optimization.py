@@ -2,10 +2,44 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from megatron.config.errors import UserError
 from megatron.config.groups.base import Betas, CaseInsensitive, Group, Int, key
+
+# DeepSpeed's keys of ZeRO, and GPT-NeoX's cpu_offload.
+ZeroKey = Literal[
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "cpu_offload",
+    "elastic_checkpoint",
+    "ignore_unused_parameters",
+    "load_from_fp32_weights",
+    "memory_efficient_linear",
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "parameter_alignment",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+]
 
 
 class OptimizerConfig(Group):
@@ -21,7 +55,7 @@ class OptimizerConfig(Group):
         (0.9, 0.999), "Decay of Adam's averages of the gradient and of its square.", path="optimizer.params.betas"
     )
     eps: float = key(1e-8, "Added to the root of Adam's second average.", path="optimizer.params.eps", gt=0)
-    params: Annotated[dict[Literal["apex", "adam_w_mode"], bool], Field(strict=True)] = key(
+    params: dict[Literal["apex", "adam_w_mode"], bool] = key(
         {},
         """apex: true takes NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
         adam_w_mode: false adds the weight decay to the gradient (L2) instead of decoupling it.""",
@@ -42,8 +76,11 @@ class OptimizerConfig(Group):
         ge=0,
         le=3,
     )
-    zero: dict[str, Any] = key(
-        {}, "Further keys of zero_optimization, handed to DeepSpeed as they are.", path="zero_optimization.*"
+    zero: dict[ZeroKey, Any] = key(
+        {},
+        """Further keys of DeepSpeed's ZeRO, handed over as they are (https://www.deepspeed.ai/docs/config-json/);
+        cpu_offload: true stands for offload_optimizer: {device: cpu}.""",
+        path="zero_optimization.*",
     )
 
 

@@ -32,13 +32,15 @@ class TrainingConfig(Group):
 class LoggingConfig(Group):
     """Logging"""
 
-    log_dir: str | None = key(None, "Folder for a copy of the console's output. Default: none.")
-    tensorboard_dir: str | None = key(None, "Folder for TensorBoard. Default: none.")
+    log_dir: str | None = key(None, "Folder for a copy of the console's output. Default: none.", placeholders=True)
+    tensorboard_dir: str | None = key(None, "Folder for TensorBoard. Default: none.", placeholders=True)
     use_wandb: bool | None = key(
         None, "True: log to Weights & Biases; its key is read from WANDB_API_KEY, never from a configuration."
     )
     wandb_project: str = key("neox", "Project in Weights & Biases.")
-    wandb_group: str | None = key(None, "Group of runs in Weights & Biases.")
+    wandb_group: str | None = key(None, "Group of runs in Weights & Biases.", placeholders=True)
     wandb_team: str | None = key(None, "Team (entity) in Weights & Biases.")
-    wandb_run_name: str | None = key(None, "Name of the run in Weights & Biases. Default: chosen by it.")
+    wandb_run_name: str | None = key(
+        None, "Name of the run in Weights & Biases. Default: chosen by it.", placeholders=True
+    )
     wandb_host: str = key("https://api.wandb.ai", "Address of the Weights & Biases server.")
