@@ -2,13 +2,13 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron.config.errors import UserError
+from megatron.data.files import write_atomically
 from megatron.evaluation.plots import draw
 from megatron.evaluation.rows import Row
 from megatron.evaluation.tables import explanation, markdown, rich_table
@@ -33,10 +33,10 @@ def write_report(rows: Sequence[Row], directory: str | os.PathLike[str], title: 
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            _replace(folder / name, content)
     except OSError as error:
         raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
+    for name, content in contents.items():
+        write_atomically(folder / name, content)
     return [folder / name for name in contents]
 
 
@@ -49,18 +49,3 @@ def print_report(rows: Sequence[Row], title: str = TITLE, console: Console | Non
     console.print(rich_table(rows, title))
     for sentence in explanation(rows):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write under a temporary name beside it, then rename: a reader sees the old file or the new one, whole."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -1,0 +1,9 @@
+"""Evaluate checkpoints on long texts: python deepy.py evaluate.py a.yml b.yml ... --lengths 512 1024 2048 ..."""
+
+import sys
+
+from megatron.config.arguments import run_main
+from megatron.evaluation.command import main
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,9 @@
+"""Generate text from a checkpoint: python deepy.py generate.py a.yml b.yml ... [-i prompts.txt] [-o samples.jsonl]"""
+
+import sys
+
+from megatron.config.arguments import run_main
+from megatron.inference.command import main
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,148 @@
+"""evaluate.py: how the perplexity of checkpoints changes with the length of the text."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config import Config, UserError
+from megatron.data.streams import evaluation_tokens
+from megatron.evaluation.extrapolation import BATCH_TOKENS, QUERY_CHUNK, evaluate_extrapolation
+from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.protocols import PROTOCOLS
+from megatron.evaluation.report import TITLE, print_report, write_report
+from megatron.evaluation.rows import Row
+from megatron.inference.command_line import checkpoint_folders, first_process, load, parse_with_checkpoint
+
+DESCRIPTION = "Measure the perplexity of checkpoints on texts as long as those they were trained on, and longer."
+LONGEST_DEFAULT = 16  # times the training length
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line, evaluate every checkpoint on the same text, write one report. Raises UserError."""
+    config, options = parse_with_checkpoint(DESCRIPTION, argv, _options, several=True)
+    if options.eval_tasks or (config is not None and config.evaluation.eval_tasks):
+        raise UserError("eval_tasks: the tasks of lm-evaluation-harness are not available yet; leave them out")
+    for name in options.modes:
+        parse_mode(name)
+    if not first_process():
+        return
+    folders = checkpoint_folders(config, options)
+    output = _output(folders, options.output)
+    rows: list[Row] = []
+    task: Task | None = None
+    for folder in folders:
+        # One checkpoint must be the configuration's; of several, the configuration tells the text and the lengths.
+        model, saved = load(folder, config if len(folders) == 1 else None, options)
+        given = config or saved
+        if task is None:
+            task = _task(given, options)
+        else:
+            _check_source(task, given, folder)
+        rows += evaluate_extrapolation(
+            model,
+            task.tokens,
+            task.lengths,
+            modes=options.modes,
+            protocol=options.protocol,
+            token_budget=task.budget,
+            query_chunk=options.query_chunk,
+            batch_tokens=options.batch_tokens,
+            vocab_size=model.settings.padded_vocab_size,
+            pos_emb=saved.model.pos_emb,
+            seed=saved.training.seed,
+            train_length=saved.model.seq_length,
+        )
+        del model  # before the next one is loaded
+    print_report(rows, options.title)
+    for path in write_report(rows, output, options.title):
+        print(path, flush=True)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        help=f"in tokens; default: evaluation_lengths, or the training length doubled up to {LONGEST_DEFAULT} times it",
+    )
+    parser.add_argument(
+        "--modes", nargs="+", default=["full"], metavar="MODE", help="full, window@W (each query sees W keys)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens to score, the same at every length; default: eval_tokens, or the whole validation split",
+    )
+    parser.add_argument("--protocol", choices=PROTOCOLS, default=next(iter(PROTOCOLS)), help="default: %(default)s")
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder of the report; default: `evaluation` in the checkpoint's"
+    )
+    parser.add_argument("--title", default=TITLE, help="of the report (%(default)s)")
+    parser.add_argument(
+        "--query_chunk", type=_positive, default=QUERY_CHUNK, metavar="N", help="queries at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch_tokens", type=_positive, default=BATCH_TOKENS, metavar="N", help="tokens at once (%(default)s)"
+    )
+    parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="tasks of lm-evaluation-harness: not available")
+
+
+def _positive(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {word!r}")
+    return int(word)
+
+
+def _output(folders: Sequence[Path], output: str | None) -> Path:
+    if output is not None:
+        return Path(output)
+    if len(folders) > 1:
+        raise UserError("several checkpoints make one report: name its folder with --output DIR")
+    folder = folders[0] / "evaluation"
+    print(f"the report goes to {folder} (--output)", flush=True)
+    return folder
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all checkpoints are measured on: int64 tokens `[n]` from `source`, how many of them, in which lengths."""
+
+    source: tuple[object, ...]
+    tokens: np.ndarray
+    budget: int | None
+    lengths: list[int]
+
+
+def _task(config: Config, options: argparse.Namespace) -> Task:
+    """The task of the first checkpoint: options first, then the configuration, then what it implies."""
+    budget = options.tokens or config.evaluation.tokens
+    lengths = list(options.lengths or config.evaluation.lengths or _doubled(config.model.seq_length))
+    if not options.lengths:
+        print(f"lengths: {' '.join(map(str, lengths))}", flush=True)
+    # Of n tokens n - 1 are targets.
+    tokens = evaluation_tokens(config, "valid", None if budget is None else budget + 1)
+    return Task(_source(config), tokens, budget, lengths)
+
+
+def _source(config: Config) -> tuple[object, ...]:
+    """What names the validation text."""
+    return config.data.data_path, config.data.split, config.data.valid_data_paths
+
+
+def _check_source(task: Task, config: Config, folder: Path) -> None:
+    """Raises UserError when a further checkpoint's own configuration names another text than the first one's."""
+    if _source(config) != task.source:
+        raise UserError(
+            f"{folder}: was trained on other data than the first checkpoint; "
+            "give a configuration with the data-path to evaluate them all on"
+        )
+
+
+def _doubled(length: int) -> list[int]:
+    """The length times 1, 2, 4 ... LONGEST_DEFAULT."""
+    return [length << power for power in range(LONGEST_DEFAULT.bit_length())]

@@ -1,0 +1,126 @@
+"""What the command lines of evaluate.py and generate.py have in common: a checkpoint, a device, a precision.
+
+    SCRIPT a.yml b.yml ... [--checkpoint DIR] [--iteration N] [--device D] [--precision P]
+
+The model is what the checkpoint's own configuration says; the files given here say where it is, and what to do with it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.directory import has_checkpoint
+from megatron.config import Config, UserError
+from megatron.config.arguments import parse
+from megatron.config.command_line import MERGED_OPTION, SET_OPTION
+from megatron.inference.loading import load_model
+from megatron.model.gpt import GPT
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Two configurations that disagree on one of these describe different models.
+IDENTITY = ("pos_emb", "num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+def parse_with_checkpoint(
+    description: str,
+    argv: Sequence[str] | None,
+    extra: Callable[[argparse.ArgumentParser], None],
+    *,
+    several: bool = False,
+) -> tuple[Config | None, argparse.Namespace]:
+    """The configuration and the options of a script that works on a checkpoint; `extra` adds the script's own options.
+
+    The configuration files may be left out where --checkpoint names a folder: the configuration is then None and the
+    checkpoint's own serves. `options.checkpoint` is a list of folders, of one unless `several`; empty if not given.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--checkpoint",
+            nargs="+" if several else 1,
+            default=[],
+            metavar="DIR",
+            help="folder that holds `latest`; default: `load` of the configuration, or else `save`",
+        )
+        parser.add_argument("--iteration", type=int, help="step of the checkpoint; default: the one named in `latest`")
+        parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU where there is one")
+        parser.add_argument(
+            "--precision", choices=PRECISIONS, default="fp32", help="of the weights and the computation (%(default)s)"
+        )
+        extra(parser)
+
+    if not {"-h", "--help", MERGED_OPTION, SET_OPTION} & set(words):
+        alone = argparse.ArgumentParser(description=description, allow_abbrev=False)
+        alone.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+        options(alone)
+        found, rest = alone.parse_known_args(words)
+        if found.checkpoint and not rest:
+            return None, found
+    return parse(description, words, options)
+
+
+def checkpoint_folders(config: Config | None, options: argparse.Namespace) -> list[Path]:
+    """The folders of --checkpoint, or the configuration's `load`, or else `save`. Raises UserError when none is
+    named.
+    """
+    if options.checkpoint:
+        return [Path(folder) for folder in options.checkpoint]
+    named = [config.checkpoint.load, config.checkpoint.save]
+    folders = [Path(folder) for folder in named if folder is not None]
+    if not folders:
+        raise UserError('no checkpoint to load: give --checkpoint DIR, or "load" or "save" in the configuration')
+    for folder in folders:
+        if has_checkpoint(folder) or options.iteration is not None:
+            return [folder]
+    raise UserError(
+        f"{' and '.join(map(str, folders))}: no checkpoint there yet (no file `latest`); train a model first"
+    )
+
+
+def load(folder: Path, config: Config | None, options: argparse.Namespace) -> tuple[GPT, Config]:
+    """The model in a folder, in evaluation mode on the chosen device, and the checkpoint's configuration.
+
+    Raises UserError when the folder holds none, or when the configuration given describes another model than it does.
+    """
+    iteration = options.iteration
+    if iteration is None and config is not None:
+        iteration = config.checkpoint.iteration
+    device = choose_device(options.device)
+    model, saved = load_model(folder, iteration=iteration, device=device, dtype=PRECISIONS[options.precision])
+    if config is not None:
+        given = config.to_flat()
+        for key in IDENTITY:
+            if key in given and getattr(saved.model, key) != getattr(config.model, key):
+                raise UserError(
+                    f"{folder}: was trained with {key} {getattr(saved.model, key)}, but the configuration says "
+                    f"{getattr(config.model, key)}; give the configuration it was trained with, or another folder"
+                )
+    return model.eval(), saved
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of that name; without one, this process's GPU where there is one. Raises UserError for a bad name."""
+    if name is None:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def first_process() -> bool:
+    """Whether this process does the work: one does, and says so where a launcher has started several."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        return False
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        print(f"note: this runs in one process; the other {processes - 1} that were started have ended", flush=True)
+    return True

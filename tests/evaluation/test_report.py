@@ -1,0 +1,175 @@
+"""Results to JSON, Markdown, a plot and the screen."""
+
+import io
+import json
+import math
+import statistics
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from megatron.config.errors import UserError
+from megatron.evaluation import plots
+from megatron.evaluation.plots import draw
+from megatron.evaluation.report import print_report, write_report
+from megatron.evaluation.tables import cell, group, markdown, number, table
+
+LENGTHS = (128, 256, 512)
+
+
+def row(pos_emb, length, perplexity, *, mode="full", seed=1234, train_length=128, note=None):
+    return {
+        "pos_emb": pos_emb,
+        "mode": mode,
+        "protocol": "non-overlapping",
+        "seed": seed,
+        "train_length": train_length,
+        "length": length,
+        "tokens": 5120 if perplexity else 0,
+        "loss": math.log(perplexity) if perplexity else None,
+        "perplexity": perplexity,
+        "note": note,
+    }
+
+
+def rows_of(values, **keywords):
+    return [
+        row(name, length, value, **keywords)
+        for name, series in values.items()
+        for length, value in zip(LENGTHS, series, strict=True)
+    ]
+
+
+ROWS = rows_of({"kerple_log": (101.3, 100.5, 100.3), "rotary": (115.3, 131.0, 157.7)})
+
+
+def test_files(tmp_path):
+    folder = tmp_path / "runs" / "report"
+    paths = write_report(ROWS, folder, title="A title")
+    assert [path.name for path in paths] == ["extrapolation.json", "extrapolation.md", "extrapolation.png"]
+    assert sorted(folder.iterdir()) == sorted(paths)  # nothing temporary is left
+    assert json.loads(paths[0].read_text()) == {"rows": ROWS}
+    assert paths[1].read_text().startswith("# A title\n")
+    image = matplotlib.image.imread(paths[2])
+    assert image.shape[0] > 500
+    assert image.shape[1] > 900
+
+
+def test_a_second_report_replaces_the_first_and_a_failed_one_does_not(tmp_path, monkeypatch):
+    write_report(ROWS, tmp_path)
+    write_report(ROWS[:3], tmp_path)
+    assert json.loads((tmp_path / "extrapolation.json").read_text()) == {"rows": ROWS[:3]}
+
+    def disk_full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr("os.fsync", disk_full)
+    with pytest.raises(UserError, match=r"extrapolation\.json: No space left on device"):
+        write_report(ROWS, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write the report to .*file/report"):
+        write_report(ROWS, tmp_path / "file" / "report")
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(UserError, match="no results"):
+        write_report([], tmp_path)
+
+
+def test_table_of_one_mode():
+    titles, lines, names = table(ROWS)
+    assert titles == ["method", "128*", "256", "512", "512 / 128"]
+    assert names == 1
+    assert lines == [
+        ["kerple_log", "101.3", "100.5", "100.3", "0.99x"],
+        ["rotary", "115.3", "131.0", "157.7", "1.37x"],
+    ]
+
+
+def test_table_of_several_modes_seeds_and_training_lengths():
+    rows = (
+        rows_of({"alibi": (20.0, 21.0, 22.0)}, seed=1)
+        + rows_of({"alibi": (21.0, 21.5, 24.0)}, seed=2)
+        + rows_of({"alibi": (30.0, 31.0, None)}, mode="window@64", train_length=256, note="a reason")
+    )
+    titles, lines, names = table(rows)
+    assert titles == ["method", "mode", "trained at", "128", "256", "512"]
+    assert names == 3
+    assert lines[0] == ["alibi", "full", "128", "20.50 ± 0.71", "21.25 ± 0.35", "23.0 ± 1.4"]
+    assert lines[1] == ["alibi", "window@64", "256", "30.00", "31.00", "n/a"]
+
+
+def test_mean_and_deviation_over_seeds():
+    values = [23.1, 24.2, 23.9, 24.0, 23.3]
+    series = group([row("alibi", 128, value, seed=seed) for seed, value in enumerate(values)])[0]
+    assert series.mean(128) == pytest.approx(np.mean(values))
+    assert series.deviation(128) == pytest.approx(np.std(values, ddof=1)) == pytest.approx(statistics.stdev(values))
+    assert cell(series, 128) == "23.70 ± 0.47"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.7099, "2.710"), (21.44, "21.44"), (101.3, "101.3"), (22621.4, "22,621"), (1.0, "1.000"), (3.2e9, "3.200e+09")],
+)
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+def test_markdown_says_what_is_scored_and_why_something_is_missing():
+    rows = ROWS + rows_of({"learned": (99.0, None, None)}, note="positions end at 127")
+    text = markdown(rows, "T")
+    assert "| learned | 99.00 | n/a | n/a | n/a |" in text
+    assert "- n/a: learned (full) at 256, 512: positions end at 127." in text
+    assert "the same 5,120 tokens are scored at every length" in text
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+
+
+def test_screen():
+    screen = io.StringIO()
+    print_report(ROWS, "On the screen", Console(file=screen, width=100))
+    text = screen.getvalue()
+    assert "On the screen" in text
+    assert "kerple_log" in text
+    assert "0.99x" in text
+    assert "star marks the training length" in text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        rows_of({"learned": (None, None, None)}, note="nothing was measured"),
+        rows_of({"a": (20, 19, 18), "b": (21, 20, 19), "rotary": (25, 900, 30_000)}),
+        rows_of({"sinusoidal": (25, 900, 1e30)}),
+        rows_of({f"method {index}": (20 + index, 19, 18) for index in range(20)}),
+        rows_of({"a": (20, 20, 20)}, train_length=None) + rows_of({"a": (20, 20, 20)}, train_length=64),
+        [row("a", 128, 20.0)],
+    ],
+    ids=["two", "none", "two panels", "enormous", "many", "training lengths", "a point"],
+)
+def test_every_shape_of_results_is_drawn(rows):
+    image = matplotlib.image.imread(io.BytesIO(draw(rows, "title")))
+    assert image[..., :3].std() > 0.02  # something is on it
+
+
+def test_the_largest_growth_gets_a_second_panel_for_the_others():
+    plain = matplotlib.image.imread(io.BytesIO(draw(ROWS, "")))
+    wide = rows_of({"a": (20, 19, 18), "b": (21, 20, 19), "rotary": (25, 900, 30_000)})
+    assert matplotlib.image.imread(io.BytesIO(draw(wide, ""))).shape[0] > 1.5 * plain.shape[0]
+
+
+def test_lines_differ_in_marker_and_style_not_in_colour_alone():
+    axes = Figure().subplots()
+    plots._lines(axes, group(rows_of({f"method {index}": (20, 19, 18) for index in range(7)})))
+    assert len({line.get_marker() for line in axes.lines}) == 7
+    assert len({line.get_color() for line in axes.lines}) == 7
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "--", "--", "--", "-", "--", "--"]

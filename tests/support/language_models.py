@@ -1,0 +1,81 @@
+"""Small language models for tests: the project's own, and a slow one that shares no code with it.
+
+Legend: b batch, s tokens, t keys, h heads, d head size, e hidden size, v vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+
+VOCABULARY = 61
+
+
+def small_gpt(pos_emb: str, *, seed: int = 0, max_positions: int = 4096, **settings: object) -> GPT:
+    """A randomly initialised model whose predictions depend strongly on its context, in evaluation mode."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "padded_vocab_size": VOCABULARY}
+    model = GPT(ModelSettings(**{**sizes, "max_positions": max_positions, "pos_emb": pos_emb, **settings}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:  # matrices; the scale makes attention and predictions far from uniform
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+            elif name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model.eval()
+
+
+class AlibiByHand(nn.Module):
+    """One layer of attention with the bias -slope * distance, computed over the whole text with an explicit mask, in
+    float64.
+
+    Written without the project's code, as an independent source of losses; `window` keeps the last so many keys.
+    """
+
+    slopes = (0.5, 0.125)
+
+    def __init__(self, vocabulary: int = VOCABULARY, size: int = 12):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(
+                torch.randn(*shape, dtype=torch.float64, generator=generator) * 0.7, requires_grad=False
+            )
+
+        self.table, self.out = weight(vocabulary, size), weight(size, vocabulary)
+        self.query, self.key, self.value = weight(size, size), weight(size, size), weight(size, size)
+
+    def forward(self, tokens: Tensor, window: int | None = None) -> Tensor:
+        """int64 `[b, s]` -> logits `[b, s, v]`."""
+        hidden = self.table[tokens]
+        query, key, value = hidden @ self.query, hidden @ self.key, hidden @ self.value
+        length, heads = tokens.shape[1], len(self.slopes)
+        size = query.shape[-1] // heads
+        mixed = []
+        for head, slope in enumerate(self.slopes):
+            part = slice(head * size, (head + 1) * size)
+            rows = []
+            for i in range(length):
+                first = 0 if window is None else max(0, i - window + 1)
+                seen = slice(first, i + 1)
+                distance = torch.arange(i - first, -1, -1, dtype=torch.float64)
+                scores = (key[:, seen, part] @ query[:, i, part].unsqueeze(-1)).squeeze(-1) / math.sqrt(size)
+                chances = (scores - slope * distance).softmax(-1)
+                rows.append((chances.unsqueeze(1) @ value[:, seen, part]).squeeze(1))
+            mixed.append(torch.stack(rows, dim=1))
+        return (hidden + torch.cat(mixed, dim=-1)) @ self.out
+
+
+def direct_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log p of each target, `[b, s]`, from logits `[b, s, v]`, by the definition, in float64."""
+    logits = logits.double()
+    return logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def random_tokens(count: int, *, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
+    """int64 `[count]`."""
+    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed))
