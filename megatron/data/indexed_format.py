@@ -127,7 +127,7 @@ def _check_present(prefix: str | Path, binary: Path, index: Path) -> None:
     elif len(missing) == 1:
         hint = f"the other file of the pair is there, so making it was interrupted; {HOW_TO_MAKE} again"
     else:
-        near = sorted(path.name[:-4] for path in binary.parent.glob("*.idx"))[:5] if binary.parent.is_dir() else []
+        near = sorted(path.stem for path in binary.parent.glob("*.idx") if not path.stem.endswith(".partial"))[:5]
         hint = f"in that folder there is: {', '.join(near)}" if near else HOW_TO_MAKE
     raise UserError(f"no data at {prefix}: {' and '.join(str(path) for path in missing)} missing; {hint}")
 

@@ -53,11 +53,46 @@ class TokenizerFiles:
 
 
 @dataclass
-class _Totals:
-    """Counts of one key."""
+class _Output:
+    """The files of one key, and what went into them."""
 
+    key: str
+    prefix: str
+    writer: IndexedWriter
     text_bytes: int = 0
     empty: int = 0
+
+    def add(self, encoded: EncodedChunk, column: int) -> None:
+        self.writer.add(encoded.tokens[column], encoded.lengths[column])
+        self.text_bytes += encoded.text_bytes[column]
+        self.empty += encoded.empty[column]
+
+    def finish(
+        self, tokenizer: Tokenizer, options: DocumentOptions, inputs: Sequence[str], rejected: "_Rejected"
+    ) -> Manifest:
+        """Put the files in place, and the manifest beside them."""
+        manifest_path(self.prefix).unlink(missing_ok=True)  # it tells of files that are now replaced
+        written = self.writer.finish()
+        manifest = Manifest(
+            documents=written.documents,
+            tokens=written.tokens,
+            text_bytes=self.text_bytes,
+            largest_id=written.largest_id,
+            sha256=written.sha256,
+            dtype=written.dtype,
+            tokenizer=tokenizer.name,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            append_eod=options.append_eod,
+            ftfy=options.ftfy,
+            key=self.key,
+            inputs=list(inputs),
+            skipped_empty=self.empty,
+            skipped_bad=rejected.bad,
+            skipped_other=sum(rejected.other_subsets.values()),
+        )
+        write_manifest(self.prefix, manifest)
+        return manifest
 
 
 @dataclass
@@ -67,6 +102,17 @@ class _Rejected:
     bad: int = 0
     examples: list[str] = field(default_factory=list)
     other_subsets: Counter = field(default_factory=Counter)
+
+    def add(self, encoded: EncodedChunk) -> None:
+        self.bad += len(encoded.bad)
+        self.examples = (self.examples + encoded.bad)[:5]
+        self.other_subsets.update(encoded.other_subsets)
+
+    def check_found(self, tokens: int, options: DocumentOptions) -> None:
+        """Say it if there is no text because all of it belonged to other subsets."""
+        if tokens == 0 and self.other_subsets:
+            found = ", ".join(f"{name} ({count:,})" for name, count in self.other_subsets.most_common(30))
+            raise UserError(f"the input has no documents of subset {options.subset}; its subsets: {found}")
 
 
 def preprocess(
@@ -102,50 +148,23 @@ def preprocess(
     if options.ftfy and importlib.util.find_spec("ftfy") is None:
         raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
     tokenizer = tokenizer_files.build()
-    prefixes = {key: f"{output_prefix}_{key}_document" for key in options.keys}
-    totals = {key: _Totals() for key in options.keys}
     rejected = _Rejected()
-    text_bytes = 0
-    manifests = {}
     with ExitStack() as stack:
-        writers = {key: stack.enter_context(IndexedWriter(prefixes[key], tokenizer.vocab_size)) for key in options.keys}
+        outputs = []
+        for key in options.keys:
+            prefix = f"{output_prefix}_{key}_document"
+            outputs.append(_Output(key, prefix, stack.enter_context(IndexedWriter(prefix, tokenizer.vocab_size))))
         progress = stack.enter_context(
             CorpusProgress(Path(output_prefix).name, source.total_bytes, num_docs, log_interval)
         )
         for encoded in _encode_all(_tasks(source), tokenizer, tokenizer_files, options, workers):
-            for number, key in enumerate(options.keys):
-                writers[key].add(encoded.tokens[number], encoded.lengths[number])
-                totals[key].text_bytes += encoded.text_bytes[number]
-                totals[key].empty += encoded.empty[number]
-            rejected.bad += len(encoded.bad)
-            rejected.examples = (rejected.examples + encoded.bad)[:5]
-            rejected.other_subsets.update(encoded.other_subsets)
-            first = writers[options.keys[0]]
-            text_bytes += sum(encoded.text_bytes)
-            progress.update(source.bytes_read, first.documents, first.tokens, text_bytes)
-        for key, writer in writers.items():
-            _check_not_empty(writer, options, rejected)
-            manifest_path(prefixes[key]).unlink(missing_ok=True)  # it tells of the files that are now replaced
-            written = writer.finish()
-            manifests[key] = Manifest(
-                documents=written.documents,
-                tokens=written.tokens,
-                text_bytes=totals[key].text_bytes,
-                largest_id=written.largest_id,
-                sha256=written.sha256,
-                dtype=written.dtype,
-                tokenizer=tokenizer.name,
-                tokenizer_fingerprint=tokenizer.fingerprint,
-                vocab_size=tokenizer.vocab_size,
-                append_eod=options.append_eod,
-                ftfy=options.ftfy,
-                key=key,
-                inputs=list(inputs),
-                skipped_empty=totals[key].empty,
-                skipped_bad=rejected.bad,
-                skipped_other=sum(rejected.other_subsets.values()),
-            )
-            write_manifest(prefixes[key], manifests[key])
+            for column, output in enumerate(outputs):
+                output.add(encoded, column)
+            rejected.add(encoded)
+            first = outputs[0]
+            progress.update(source.bytes_read, first.writer.documents, first.writer.tokens, first.text_bytes)
+        rejected.check_found(outputs[0].writer.tokens, options)
+        manifests = {output.key: output.finish(tokenizer, options, inputs, rejected) for output in outputs}
     for problem in rejected.examples:
         print(f"left out: {problem}")
     return manifests
@@ -167,13 +186,6 @@ def summary(prefix: str | Path, manifest: Manifest) -> str:
         f"{manifest.text_bytes / manifest.tokens:.2f} bytes per token"
         + (f"; left out: {', '.join(left_out)}" if left_out else "")
     )
-
-
-def _check_not_empty(writer: IndexedWriter, options: DocumentOptions, rejected: _Rejected) -> None:
-    if writer.tokens or not rejected.other_subsets:
-        return
-    found = ", ".join(f"{name} ({count:,})" for name, count in rejected.other_subsets.most_common(30))
-    raise UserError(f"the input has no documents of subset {options.subset}; its subsets: {found}")
 
 
 def _tasks(source: ChunkSource) -> Iterator[list[Chunk]]:

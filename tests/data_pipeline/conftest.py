@@ -1,0 +1,66 @@
+"""Corpora for the tests of megatron.data."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_writer import IndexedWriter
+from megatron.data.samples import SampleSettings
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.training import train_bpe
+from tests.support.texts import KINDS
+
+VOCABULARY = 1000
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory) -> Path:
+    """A BPE tokenizer of 600 ids."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_bpe(KINDS.values(), 600).save(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_file):
+    return build_tokenizer("HFTokenizer", tokenizer_file)
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[str]:
+    """Some 500 texts, of real kinds, with empty ones and one very long line among them."""
+    texts = []
+    for number in range(70):
+        for text in KINDS.values():
+            start = number * 97 % max(len(text) // 2, 1)
+            texts.append(text[start : start + 40 * (number % 29)])
+    return [*texts, *KINDS.values(), ""]
+
+
+@pytest.fixture
+def settings() -> SampleSettings:
+    return SampleSettings(VOCABULARY, 0, 1234)
+
+
+@pytest.fixture
+def write_corpus():
+    """A function that writes documents of the given lengths, with random ids, and returns tokens and lengths."""
+
+    def write(prefix, lengths, seed=0, vocab_size=VOCABULARY):
+        lengths = np.asarray(lengths, dtype=np.int32)
+        tokens = np.random.default_rng(seed).integers(0, vocab_size, lengths.sum()).astype(np.uint16)
+        with IndexedWriter(prefix, vocab_size) as writer:
+            writer.add(tokens, lengths)
+            writer.finish()
+        return tokens, lengths
+
+    return write
+
+
+@pytest.fixture
+def corpus(tmp_path, write_corpus) -> str:
+    """The prefix of 400 documents of 1 to 200 tokens."""
+    prefix = str(tmp_path / "corpus")
+    write_corpus(prefix, np.random.default_rng(7).integers(1, 200, 400))
+    return prefix
