@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         query, key, value = (part.squeeze(3).transpose(1, 2) for part in qkv.split(1, dim=3))
         if self.rotates:
             held = cache.length if cache is not None else 0
-            positions = torch.arange(held, held + new, device=hidden.device)
+            positions = torch.arange(held, held + new)
             query, key = self.rpe.rotate(query, key, positions, positions)
         if cache is not None:
             key, value = cache.append(key, value)

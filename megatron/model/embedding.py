@@ -26,6 +26,6 @@ class Embedding(nn.Module):
         """`offset` is the position of the first token."""
         hidden = self.word_embeddings(tokens)
         if self.embeds:
-            positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
+            positions = torch.arange(offset, offset + tokens.shape[1])
             hidden = self.position_embeddings.embed(hidden, positions)
         return self.dropout(hidden)

@@ -1,5 +1,6 @@
 """Where a run's numbers go: the console (and a copy of it on disk), TensorBoard, Weights & Biases."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -35,14 +36,17 @@ class Reporter:
 
 
 class Trackers:
-    """TensorBoard and Weights & Biases, where the configuration asks for them; on rank 0 only."""
+    """Numbers over steps, on rank 0 only: JSON lines in `log-dir`, TensorBoard, Weights & Biases, where asked for."""
 
     def __init__(self, config: Config, layout: Layout):
         self._tensorboard = None
         self._wandb = None
+        self._lines = None
         if not layout.is_main:
             return
         logging = config.logging
+        if logging.log_dir:
+            self._lines = open(Path(logging.log_dir) / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         if logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -52,6 +56,8 @@ class Trackers:
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Log numbers under their names at an optimizer step."""
+        if self._lines is not None:
+            self._lines.write(json.dumps({"iteration": step, **values}) + "\n")
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -59,6 +65,8 @@ class Trackers:
             self._wandb.log(values, step=step)
 
     def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

@@ -68,8 +68,6 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
     """Tokenizer, model, optimizer, checkpoint and data of one rank."""
     if config.schedule.train_iters is None:
         raise UserError("train-iters is not set; it says how many steps to train (0: only evaluate)")
-    for notice in config.notices:
-        report(notice)
     report(layout.describe())
     distributed.seed_everything(config.training.seed, layout)
     tokenizer = build_tokenizer(

@@ -6,7 +6,7 @@ Every module of this folder is imported here, so a new file with a `@register`ed
 import importlib
 import pkgutil
 
-from megatron.model.positional.base import ModelShape, PositionalMethod
+from megatron.model.positional.base import ModelShape, PositionalMethod, PositionsExceeded
 from megatron.model.positional.registry import build, load_plugin, method_class, register, registered_names
 
 for _module in pkgutil.iter_modules(__path__):
@@ -30,6 +30,7 @@ __all__ = [
     "ModelShape",
     "NoPositions",
     "PositionalMethod",
+    "PositionsExceeded",
     "Rotary",
     "Sinusoidal",
     "build",

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.positional.angles import Angles
-from megatron.model.positional.base import PositionalMethod, draw
+from megatron.model.positional.base import PositionalMethod, PositionsExceeded, draw
 from megatron.model.positional.registry import register
 
 
@@ -41,10 +41,10 @@ class Learned(PositionalMethod):
         draw(self.weight, "normal", 0.0, self.init_std, generator)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Raises ValueError for a position beyond the table."""
+        """Raises PositionsExceeded for a position beyond the table."""
         last = int(positions.max()) if positions.numel() else -1
         if last >= len(self.weight):
-            raise ValueError(
+            raise PositionsExceeded(
                 f"learned positions end at {len(self.weight) - 1} (max-position-embeddings {len(self.weight)}), but "
                 f"position {last} was asked for; shorten the sequence, or use a relative method such as kerple_log"
             )

@@ -22,6 +22,10 @@ class ModelShape:
     max_positions: int
 
 
+class PositionsExceeded(ValueError):
+    """A position beyond those that the method can represent (a learned table's end)."""
+
+
 class PositionalMethod(nn.Module):
     """Base of all methods. A method defines the hooks it uses, and these say what it is:
 

@@ -1,0 +1,102 @@
+"""A trained model as plain PyTorch: no launcher, no process group, no DeepSpeed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.directory import find_step
+from megatron.checkpoint.layers import layer_files, load_layers
+from megatron.checkpoint.storage import CheckpointError, load_tensors
+from megatron.config import Config, UserError
+from megatron.config.yaml_files import read_file
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+
+EMBEDDING = "word_embeddings.weight"
+
+# Keys of a checkpoint's configuration that are not followed: the first would run code that the checkpoint's author
+# names, the others describe how it was trained rather than what it is.
+NOT_FOLLOWED = (
+    "pos_emb_module",
+    "pipe_parallel_size",
+    "model_parallel_size",
+    "attention_backend",
+    "fp16",
+    "bf16",
+    "precision",
+)
+
+
+def load_model(
+    directory: str | Path,
+    iteration: int | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[GPT, Config]:
+    """A checkpoint's model in evaluation mode, and its configuration.
+
+    directory: holds `latest` and global_stepN, as this project and the KERPLE release write them; any tensor-parallel
+    size. iteration: the step to load; default: the one `latest` names. overrides: keys of the configuration to set,
+    e.g. {"attention_backend": "reference"}; a method of one's own needs
+        {"pos_emb_module": ...} here, since a checkpoint's configuration may not name code to run.
+
+    The model maps int64 tokens [batch, seq] to logits [batch, seq, padded vocabulary]; it is trainable plain torch.
+    Raises UserError (CheckpointError) if the checkpoint is missing or damaged, or its weights are of other sizes than
+    its configuration says.
+    """
+    step = find_step(directory, iteration)
+    config = checkpoint_config(step, overrides)
+    files = layer_files(step)
+    rows = _embedding_rows(files)
+    settings = ModelSettings.from_config(config, rows)
+    _check_depth(files, settings, step)
+    model = GPT(settings)
+    layers = model.layers()
+    if settings.tied_embeddings:
+        layers.pop(settings.num_layers + 4)
+    load_layers(layers, step)
+    return model.to(device=device, dtype=dtype).eval(), config
+
+
+def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration that a checkpoint carries in its configs/ folder, with `overrides` put over it."""
+    folders = [folder for folder in (step / "configs", step.parent / "configs") if folder.is_dir()]
+    paths = sorted(path for folder in folders[:1] for path in folder.iterdir() if path.suffix in (".yml", ".yaml"))
+    if not paths:
+        raise CheckpointError(f"{step}: has no configs/*.yml, so the model's configuration is not known")
+    keys: dict[str, Any] = {}
+    for path in paths:
+        for entry in read_file(path):
+            keys[entry.key.replace("-", "_")] = entry.value
+    for name in NOT_FOLLOWED:
+        keys.pop(name, None)
+    keys.update({name.replace("-", "_"): value for name, value in (overrides or {}).items()})
+    try:
+        return Config.from_flat(keys, source=str(paths[0].parent))
+    except UserError as error:
+        raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
+
+
+def _embedding_rows(files: dict[int, list[Path]]) -> int:
+    """The padded vocabulary: the rows of the word embedding, over all tensor-parallel ranks."""
+    if 0 not in files:
+        raise CheckpointError(f"{next(iter(files.values()))[0].parent}: has no file of layer 0 (the embedding)")
+    rows = 0
+    for path in files[0]:
+        state = load_tensors(path)
+        if EMBEDDING not in state:
+            raise CheckpointError(f"{path}: holds no {EMBEDDING}")
+        rows += state[EMBEDDING].shape[0]
+    return rows
+
+
+def _check_depth(files: dict[int, list[Path]], settings: ModelSettings, step: Path) -> None:
+    last = settings.num_layers + 3
+    if max(files) not in (last, last + 1):
+        raise CheckpointError(
+            f"{step}: its last layer file has index {max(files)}, but a model of num-layers {settings.num_layers} "
+            f"ends at {last + 1}; the configuration is of another model size"
+        )

@@ -1,0 +1,9 @@
+"""Train a model: python deepy.py train.py a.yml b.yml ..., or python train.py ... for one process."""
+
+import sys
+
+from megatron.config.arguments import run_main
+from megatron.training.command import main
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
