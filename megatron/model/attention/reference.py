@@ -7,27 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.model.attention.tables import pair_distances
+
 
 def reference_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    bias_table: Tensor | None = None,
-    weight_table: Tensor | None = None,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
+    bias_table: Tensor | None,
+    weight_table: Tensor | None,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
 ) -> Tensor:
-    s, t, d = query.shape[2], key.shape[2], query.shape[3]
+    """As `attend`, with `[b, h, s, t]` scores in memory."""
+    s, t = query.shape[2], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * (d**-0.5 if scale is None else scale)
-    distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
-    unseen = distance < 0
-    if window is not None:
-        unseen |= distance >= window
-    # Unseen pairs look up distance 0; the mask then takes them out, of the gradient too.
-    distance = distance.masked_fill(unseen, 0)
+    distance, unseen = pair_distances((t - s, t), (0, t), window, query.device)
+    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
     if weight_table is not None:
         scores = scores * weight_table[:, distance]
     if bias_table is not None:

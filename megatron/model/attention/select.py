@@ -1,21 +1,84 @@
-"""The choice of a backend.
+"""The attention call, and the choice of the backend behind it.
 
 Legend: b batch, s query length, t key length, h heads, d head size.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
+from megatron.model.attention.chunked import chunked_attention
 from megatron.model.attention.reference import reference_attention
+from megatron.model.attention.sdpa import sdpa_attention
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to compute attention, and what it cannot do."""
+
+    run: Callable[..., Tensor]
+    weight: bool = True
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend(reference_attention),
+    "sdpa": Backend(sdpa_attention, weight=False),
+    "chunked": Backend(chunked_attention),
+}
+
+
+def backend_names() -> tuple[str, ...]:
+    """What `attention-backend` may be."""
+    return ("auto", *BACKENDS)
+
+
+def choose(backend: str, device: torch.device | str, *, bias: bool, weight: bool) -> tuple[str, str]:
+    """(backend, why) for a method with or without a bias and a weight. `auto` takes the fastest that serves on the
+    device.
+
+    Raises ValueError for an unknown name and NotImplementedError for a backend that cannot serve the method.
+    """
+    if backend == "auto":
+        if torch.device(device).type == "cpu":
+            return "chunked", "the fastest on a CPU, with or without tables"
+        if bias or weight:
+            return "chunked", "serves tables over distance in linear memory"
+        return "sdpa", "PyTorch's own kernels serve attention without tables"
+    if backend not in BACKENDS:
+        raise ValueError(f"attention-backend {backend!r} is not known; choose one of {', '.join(backend_names())}")
+    if weight and not BACKENDS[backend].weight:
+        raise NotImplementedError(
+            f"attention-backend {backend!r} cannot multiply scores by a weight, which this positional method needs; "
+            f"use auto, or one of {', '.join(name for name, known in BACKENDS.items() if known.weight)}"
+        )
+    return backend, "asked for"
 
 
 class Attention:
-    """Causal attention with tables over distance, by the backend chosen at construction."""
+    """Attention for one positional method, by a backend that is checked when this is made.
+
+    `choice` says, for a device, which backend runs and why: to be printed once.
+    """
 
     def __init__(self, backend: str = "auto", positional=None):
+        """`positional` needs `has_bias` and `has_weight`; None means neither.
+
+        Raises ValueError for an unknown backend and NotImplementedError for one that cannot serve the method.
+        """
         self.backend = backend
-        self.positional = positional
+        self.bias = positional is not None and positional.has_bias
+        self.weight = positional is not None and positional.has_weight
+        choose(backend, "cpu", bias=self.bias, weight=self.weight)
+
+    def choice(self, device: torch.device | str) -> str:
+        """For example `chunked (the fastest on a CPU, with or without tables)`."""
+        name, why = choose(self.backend, device, bias=self.bias, weight=self.weight)
+        return f"{name} ({why})"
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
+        """As `attend`."""
         return attend(query, key, value, backend=self.backend, **options)
 
 
@@ -31,12 +94,18 @@ def attend(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """softmax(weight * q.k * scale + bias) v, causal: query `[b, h, s, d]`, key and value `[b, h, t, d]`.
+    """softmax(weight * q.k * scale + bias) v, causal: query `[b, h, s, d]`, key and value `[b, h, t, d]` -> `[b, h,
+    s, d]`.
 
-    The queries are the last s of the t positions: query i stands at t - s + i. With a window each query sees its last
-    `window` keys, itself included. Tables are over distance, float32 `[h, >= min(t, window)]`.
+    The queries are the last s of the t positions: query i stands at t - s + i, and sees the keys up to its own. With
+    a window it sees the last `window` of them, itself included. Tables are over distance, float32 `[h, >= min(t,
+    window)]`, and get their exact gradients. `scale` is 1 / sqrt(d) unless given; `dropout_p` drops probabilities.
+
+    Raises ValueError for shapes that do not fit and NotImplementedError for a backend that cannot serve.
     """
-    return reference_attention(
+    name, _ = choose(backend, query.device, bias=bias_table is not None, weight=weight_table is not None)
+    _check(query, key, value, bias_table, weight_table, window, dropout_p)
+    return BACKENDS[name].run(
         query,
         key,
         value,
@@ -44,5 +113,32 @@ def attend(
         weight_table=weight_table,
         window=window,
         dropout_p=dropout_p,
-        scale=scale,
+        scale=query.shape[3] ** -0.5 if scale is None else scale,
     )
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_table: Tensor | None,
+    weight_table: Tensor | None,
+    window: int | None,
+    dropout_p: float,
+) -> None:
+    batch, heads, s, _ = query.shape
+    t = key.shape[2]
+    if key.shape != value.shape or (batch, heads, query.shape[3]) != (*key.shape[:2], key.shape[3]):
+        raise ValueError(f"query {[*query.shape]}, key {[*key.shape]} and value {[*value.shape]} do not fit together")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
+    if not 0 < s <= t:
+        raise ValueError(f"the {s} queries are the last of the {t} positions: there must be 1 to {t} of them")
+    if window is not None and window < 1:
+        raise ValueError(f"window {window}: a query sees at least itself, so it must be at least 1")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"attention dropout {dropout_p} is not in [0, 1)")
+    reach = t if window is None else min(t, window)
+    for name, table in (("bias", bias_table), ("weight", weight_table)):
+        if table is not None and (table.shape[0] != heads or table.shape[1] < reach):
+            raise ValueError(f"{name} table {[*table.shape]} must be [{heads}, at least {reach}]")

@@ -1,6 +1,6 @@
-"""Bias and weight as tables over distance.
+"""Bias and weight as tables over distance, and the pairs of query and key that look them up.
 
-Legend: h heads.
+Legend: s query length, t key length, h heads.
 """
 
 import torch
@@ -21,3 +21,19 @@ def tables(method, length: int, device: torch.device | None = None) -> tuple[Ten
         method.bias(distance) if method.has_bias else None,
         method.weight(distance) if method.has_weight else None,
     )
+
+
+def pair_distances(
+    query_positions: tuple[int, int], key_positions: tuple[int, int], window: int | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Distances of all pairs, and which keys a query does not see: int64 and bool `[s, t]`.
+
+    Positions are given as (first, last + 1). Unseen pairs have distance 0, so that they can look up a table; the mask
+    takes them out afterwards.
+    """
+    query = torch.arange(*query_positions, device=device)
+    distance = query[:, None] - torch.arange(*key_positions, device=device)
+    unseen = distance < 0
+    if window is not None:
+        unseen |= distance >= window
+    return distance.masked_fill_(unseen, 0), unseen
