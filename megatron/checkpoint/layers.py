@@ -5,12 +5,14 @@ way, so that a checkpoint's weights do not depend on how the run was laid out.
 """
 
 import re
+from collections.abc import Container
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.storage import CheckpointError, load_tensors
+from megatron.model.positional import PositionalMethod
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
@@ -19,7 +21,6 @@ COMPUTED_BUFFERS = (
     "attention.rotary_emb.inv_freq",
     "attention.alibi_embed.slopes",
     "position_embeddings.inv_freq",
-    "attention.rpe.slopes",
 )
 
 
@@ -80,14 +81,21 @@ def merge_shards(name: str, shards: list[Tensor], expected: torch.Size, where: P
     )
 
 
-def read_layer(files: list[Path], expected: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The whole (unsliced) state of one layer. `expected` holds the shapes in the model, unsliced.
+def computed_names(layer: nn.Module) -> set[str]:
+    """Names that a checkpoint may hold and this layer computes."""
+    methods = ((name, module) for name, module in layer.named_modules() if isinstance(module, PositionalMethod))
+    return {*COMPUTED_BUFFERS, *(f"{name}.{tensor}" for name, method in methods for tensor in method.computed)}
+
+
+def read_layer(files: list[Path], expected: dict[str, torch.Size], computed: Container[str] = ()) -> dict[str, Tensor]:
+    """The whole (unsliced) state of one layer. `expected` holds the shapes in the model, unsliced; tensors named in
+    `computed` are left alone.
 
     Raises CheckpointError for a tensor that the model lacks or the file lacks, or of another shape.
     """
     shards = [load_tensors(path) for path in files]
     where = files[0]
-    extra = [name for name in shards[0] if name not in expected and name not in COMPUTED_BUFFERS]
+    extra = [name for name in shards[0] if name not in expected and name not in computed]
     missing = [name for name in expected if name not in shards[0]]
     if extra or missing:
         parts = []
@@ -135,7 +143,7 @@ def load_layers(layers: dict[int, nn.Module], directory: Path, *, tensor_size: i
             raise CheckpointError(
                 f"{directory}: has no file of layer {index}, which the configured model has; num-layers differs"
             )
-        state = slice_for_rank(layer, read_layer(files[index], shapes), tensor_rank)
+        state = slice_for_rank(layer, read_layer(files[index], shapes, computed_names(layer)), tensor_rank)
         with torch.no_grad():
             for name, tensor in tensors_of(layer).items():
                 tensor.copy_(state[name])

@@ -13,7 +13,7 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 from megatron.model.positional.absolute import Learned, Sinusoidal  # noqa: E402
-from megatron.model.positional.alibi import Alibi  # noqa: E402
+from megatron.model.positional.alibi import Alibi, KerplePowerOriginal  # noqa: E402
 from megatron.model.positional.kerple import KerpleBiasWeight, KerpleLog, KerplePower, KerpleWeight  # noqa: E402
 from megatron.model.positional.none import NoPositions  # noqa: E402
 from megatron.model.positional.rotary import Rotary  # noqa: E402
@@ -25,6 +25,7 @@ __all__ = [
     "KerpleBiasWeight",
     "KerpleLog",
     "KerplePower",
+    "KerplePowerOriginal",
     "KerpleWeight",
     "Learned",
     "ModelShape",

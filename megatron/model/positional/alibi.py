@@ -18,9 +18,9 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple(slopes + between[: num_heads - power])
 
 
-@register("alibi", "kerple_power_original")
+@register("alibi")
 class Alibi(PositionalMethod):
-    """Bias -slope_h δ; nothing is learned. Inside KERPLE it is the power kernel with p = 1 and a fixed."""
+    """Bias -slope_h δ; nothing is learned."""
 
     def __init__(self, num_heads: int):
         super().__init__()
@@ -30,3 +30,17 @@ class Alibi(PositionalMethod):
     def bias(self, distance: Tensor) -> Tensor:
         slopes = torch.tensor(self.slopes, dtype=torch.float32, device=distance.device)
         return -slopes.reshape(-1, *[1] * distance.dim()) * distance.float()
+
+
+@register("kerple_power_original")
+class KerplePowerOriginal(Alibi):
+    """ALiBi inside KERPLE: the power kernel with p = 1 and a fixed at ALiBi's slopes.
+
+    The KERPLE release bounds this `a` at 0.01 like every other, so the flattest heads are steeper than in ALiBi.
+    """
+
+    computed = ("bias_a",)
+
+    def __init__(self, num_heads: int):
+        super().__init__(num_heads)
+        self.slopes = tuple(max(slope, 0.01) for slope in self.slopes)

@@ -42,9 +42,11 @@ class PositionalMethod(nn.Module):
 
     Attributes:
         shared: one instance serves all layers; False where each layer has its own.
+        computed: names of tensors that older checkpoints hold for this method and that it computes itself.
     """
 
     shared: bool = True
+    computed: tuple[str, ...] = ()
 
     @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
