@@ -1,0 +1,79 @@
+"""Real runs of the entry points, as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.support.checkpoints import settings_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, and no rank of an outer run."""
+    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+
+
+def training_settings(folder: Path, data_path: str, **keys: object) -> dict[str, object]:
+    """A small model trained for 6 steps, saved and logged in `folder`."""
+    defaults = {
+        "train_iters": 6,
+        "lr_decay_iters": 20,
+        "lr_decay_style": "cosine",
+        "warmup": 0.1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.005}},
+        "weight_decay": 0.0,
+        "split": "8,1,1",
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": None,
+        "num_workers": 0,
+        "log_interval": 1,
+        "eval_interval": 3,
+        "eval_iters": 1,
+        "save": str(folder / "checkpoints"),
+        "load": str(folder / "checkpoints"),
+        "save_interval": 3,
+        "log_dir": str(folder / "logs"),
+    }
+    merged = {**settings_of("kerple_log", data_path), **defaults, **keys}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def start(folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py") -> subprocess.Popen:
+    """`python deepy.py SCRIPT config.yml ARGUMENTS`, its output to a pipe."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "config.yml"
+    config.write_text(json.dumps(settings))
+    command = [sys.executable, str(ROOT / "deepy.py"), script, str(config), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py", status: int = 0) -> str:
+    """Run to the end; returns the output, and fails with it if the exit status is another."""
+    process = start(folder, settings, *arguments, script=script)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == status, output
+    return output
+
+
+def metrics(folder: Path, name: str = "train/loss") -> dict[int, float]:
+    """Iteration -> value of a metric, from the run's JSON lines."""
+    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    return {line["iteration"]: line[name] for line in map(json.loads, lines) if name in line}
+
+
+def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's layer files, tensor-parallel slices apart, by file and name."""
+    step = folder / "checkpoints" / f"global_step{iteration}"
+    return {
+        f"{path.name}/{name}": tensor
+        for path in sorted(step.glob("layer_*.pt"))
+        for name, tensor in torch.load(path, weights_only=True).items()
+    }

@@ -1,0 +1,66 @@
+"""Two real ranks against one: the same losses, the same kernel parameters, whatever the layout."""
+
+import pytest
+import torch
+
+from tests.support.runs import metrics, run, training_settings, weights
+
+LAYOUTS = {
+    "data": {"num_gpus": 2},
+    "pipeline": {"num_gpus": 2, "pipe_parallel_size": 2, "gradient_accumulation_steps": 2},
+    "tensor": {"num_gpus": 2, "model_parallel_size": 2, "padded_vocab_size": 512},
+    "zero-1": {"num_gpus": 2, "zero_optimization": {"stage": 1}},
+    "zero-2": {"num_gpus": 2, "zero_optimization": {"stage": 2}},
+    "zero-3": {"num_gpus": 2, "zero_optimization": {"stage": 3}},
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, data_path):
+    folder = tmp_path_factory.mktemp("one")
+    output = run(folder, training_settings(folder, data_path))
+    assert "1 rank on cpu" in output
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_train_as_one(layout, one_rank, tmp_path, data_path):
+    output = run(tmp_path, training_settings(tmp_path, data_path, **LAYOUTS[layout]))
+    assert "2 ranks on cpu" in output
+    for name in ("train/loss", "train/grad_norm", "validation/loss", "kernel/bias_p/mean", "kernel/bias_a/max"):
+        ours, theirs = metrics(tmp_path, name), metrics(one_rank, name)
+        assert ours.keys() == theirs.keys()
+        assert ours == pytest.approx(theirs, abs=1e-4), name
+    if layout != "tensor":
+        ours, theirs = weights(tmp_path, 6), weights(one_rank, 6)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=0, msg=name)
+
+
+def test_kernel_parameters_stay_one_in_every_stage(tmp_path, data_path):
+    """Each stage saves a copy with each of its layers; they must not drift apart. The embedding is tied here too."""
+    settings = training_settings(tmp_path, data_path, **LAYOUTS["pipeline"], no_weight_tying=False)
+    run(tmp_path, settings)
+    saved = weights(tmp_path, 6)
+    for parameter in ("bias_p", "bias_a"):
+        copies = [tensor for name, tensor in saved.items() if name.endswith(f"attention.rpe.{parameter}")]
+        assert len(copies) == 2
+        assert torch.equal(*copies)
+    start = weights(tmp_path, 3)
+    assert not torch.equal(*(w["layer_02-model_00-model_states.pt/attention.rpe.bias_p"] for w in (start, saved)))
+    assert not any("final_linear" in name for name in saved)
+
+
+def test_tied_embeddings_train_as_on_one_rank(tmp_path, data_path):
+    losses = []
+    for name, layout in (("one", {}), ("two", LAYOUTS["pipeline"])):
+        run(tmp_path / name, training_settings(tmp_path / name, data_path, **layout, no_weight_tying=False))
+        losses.append(metrics(tmp_path / name))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_ranks_that_do_not_fit_are_refused(tmp_path, data_path):
+    output = run(tmp_path, training_settings(tmp_path, data_path, num_gpus=3, pipe_parallel_size=2), status=2)
+    assert "3 ranks cannot be divided" in output or "num_gpus" in output
+    assert "Traceback" not in output
