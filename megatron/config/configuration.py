@@ -119,7 +119,7 @@ def _describe(error: ValidationError, group: str, merged: Merged) -> str:
     problem = error.errors()[0]
     field, *inside = problem["loc"]
     path = tuple(part for part in PLACES[group, field] if part != REST)
-    if problem["type"] == "missing":
+    if problem["type"] == "missing" and not inside:
         where = ", ".join(dict.fromkeys(place.source for place in merged.places.values()))
         description = groups.GROUPS[group].model_fields[field].description
         return f'{where or "configuration"}: key "{".".join(path)}" is missing: {description}'

@@ -5,19 +5,25 @@ DeepSpeed's launcher answers SIGTERM and SIGINT by terminating its processes one
 training processes are signalled from here, all at once; they save and exit, and the launcher ends because they have.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
 
+from megatron.config.command_line import MERGED_OPTION
+
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# A process that reads data for a training process notices within five seconds that this one is gone.
+_SECONDS_TO_END = 8
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run DeepSpeed's launcher and return its exit status; 128 + N if signal N ended it.
+    """Run DeepSpeed's launcher and return its exit status; 128 + N if signal N ended it or one of its processes.
 
     SIGTERM, SIGINT and SIGHUP are passed to the training processes as SIGTERM, once; the next of them kills whatever
     still runs. Call it in the main thread.
@@ -36,15 +42,15 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str]) -> int:
         if received:
             _kill(process)
         status = process.wait()
-        survivors = _kill(process)
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-    if survivors:
-        print("error: DeepSpeed's launcher died before its processes; they were killed", file=sys.stderr, flush=True)
-        return 1
     if status < 0:
         return 128 - status
+    if status == 0 and _left_behind(process):
+        print("error: DeepSpeed's launcher died before its processes; they were killed", file=sys.stderr, flush=True)
+        _kill(process)
+        return 1
     # The launcher's own exit status for a process that a signal ended is that signal, negative, as a byte.
     return 128 + (256 - status) if status > 256 - signal.NSIG else status
 
@@ -63,10 +69,8 @@ def _stop(process: subprocess.Popen, number: int, again: bool) -> None:
     request = f"asked {len(targets)} process(es) to save and exit; the same again kills them"
     print(f"{name}: {request}", file=sys.stderr, flush=True)
     for target in targets:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             target.send_signal(signal.SIGTERM)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def _training_processes(process: subprocess.Popen) -> list[psutil.Process]:
@@ -90,10 +94,27 @@ def _training_processes(process: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
-def _kill(process: subprocess.Popen) -> bool:
-    """Kill every process of the launcher's group; True if there was one."""
-    try:
+def _left_behind(process: subprocess.Popen) -> bool:
+    """True if training processes outlive the launcher, as they do when it was killed itself.
+
+    Its status is 0 then too. Processes of theirs, such as those that read data, may take a moment to end.
+    """
+    end = time.monotonic() + _SECONDS_TO_END
+    while any(MERGED_OPTION in one.info["cmdline"] for one in _of_session(process.pid)):
+        if time.monotonic() > end:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _of_session(session: int) -> Iterator[psutil.Process]:
+    for one in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(OSError):
+            if one.info["cmdline"] and os.getsid(one.pid) == session:
+                yield one
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kill every process of the launcher's group."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
