@@ -214,6 +214,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         "deepspeed_activation_checkpointing",
         "contiguous_checkpointing",
     ),
+    **_without_effect("checkpointed activations stay in the process that computed them", "partition_activations"),
+    **_without_effect("PyTorch orders the recomputation itself", "synchronize_each_layer"),
     **_without_effect("DeepSpeed is always used", "deepspeed", "deepscale", "deepscale_config"),
     **_without_effect("DeepSpeed's settings follow from this configuration", "dump_state"),
     **_without_effect("NCCL finds NVLink by itself", "detect_nvlink_pairs"),

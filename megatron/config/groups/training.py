@@ -17,10 +17,6 @@ class TrainingConfig(Group):
         False, "True: activations inside the blocks are computed again in the backward pass, to save memory."
     )
     checkpoint_num_layers: Int = key(1, "Blocks per checkpointed chunk.", ge=1)
-    partition_activations: bool = key(
-        False, "True: checkpointed activations are spread over the tensor-parallel processes."
-    )
-    synchronize_each_layer: bool = key(False, "True: wait for the device around each checkpointed chunk.")
     exit_interval: Int | None = key(None, "Save and exit after a step divisible by this.", ge=1)
     steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own progress lines.", ge=1)
     wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
