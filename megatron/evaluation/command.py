@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     task: Task | None = None
     for folder in folders:
         # One checkpoint must be the configuration's; of several, the configuration tells the text and the lengths.
-        model, saved = load(folder, config if len(folders) == 1 else None, options)
+        model, saved = load(folder, config, options, check=len(folders) == 1)
         given = config or saved
         if task is None:
             task = _task(given, options)
@@ -124,8 +124,8 @@ def _task(config: Config, options: argparse.Namespace) -> Task:
     lengths = list(options.lengths or config.evaluation.lengths or _doubled(config.model.seq_length))
     if not options.lengths:
         print(f"lengths: {' '.join(map(str, lengths))}", flush=True)
-    # Of n tokens n - 1 are targets.
-    tokens = evaluation_tokens(config, "valid", None if budget is None else budget + 1)
+    # Of n tokens n - 1 are targets. Too small a budget is for evaluate_extrapolation to tell from too short a text.
+    tokens = evaluation_tokens(config, "valid", None if budget is None else max(budget, *lengths) + 1)
     return Task(_source(config), tokens, budget, lengths)
 
 

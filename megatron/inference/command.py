@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +21,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 DESCRIPTION = "Generate text from a checkpoint."
 STANDARD_OUTPUT = "-"
+EMPTY_END = "prompt_end is empty: it must be what ends a prompt, such as a line's end"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,28 +29,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, options = parse_with_checkpoint(DESCRIPTION, argv, _options)
     if not first_process():
         return
+    # What is wrong with the request is said before a model is loaded, where the configuration is known by then.
+    request = None if config is None else _request(config.generation, options)
     model, saved = load(checkpoint_folders(config, options)[0], config, options)
     config = config or saved
-    settings = config.generation
-    kind = _kind(settings, options.input)
-    tokenizer = _tokenizer(config, saved)
-    rows = model.settings.padded_vocab_size
-    if tokenizer.vocab_size > rows:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {rows}: "
-            "give the tokenizer-type, vocab-file and merge-file it was trained with"
-        )
-    writer = Writer(model, tokenizer, settings, config.training.seed, options.batch_size)
-    if kind == "interactive":
-        interact(writer, settings.prompt_end)
-        return
-    if kind == "input-file":
-        prompts = read_prompts(options.input or settings.sample_input_file, settings.prompt_end)
-        contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
+    request = request or _request(config.generation, options)
+    tokenizer = _tokenizer(config, saved, model.settings.padded_vocab_size)
+    writer = Writer(model, tokenizer, config.generation, config.training.seed, options.batch_size)
+    if request.contexts is None:
+        interact(writer, config.generation.prompt_end)
     else:
-        contexts = [""] * settings.num_samples
-    records = writer.write(contexts, show_progress=True)
-    _save(records, options.output or settings.sample_output_file or STANDARD_OUTPUT)
+        _save(writer.write(request.contexts, show_progress=True), request.output)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to continue, None meaning what will be typed, and the file the results go to."""
+
+    contexts: list[str] | None
+    output: str
+
+
+def _request(settings: GenerationConfig, options: argparse.Namespace) -> Request:
+    kind = _kind(settings, options.input)
+    output = options.output or settings.sample_output_file or STANDARD_OUTPUT
+    if kind == "interactive":
+        if not settings.prompt_end:
+            raise UserError(EMPTY_END)
+        return Request(None, STANDARD_OUTPUT)
+    if output != STANDARD_OUTPUT and not Path(output).parent.is_dir():
+        raise UserError(f"cannot write {output}: there is no folder {Path(output).parent}")
+    if kind == "unconditional":
+        return Request([""] * settings.num_samples, output)
+    prompts = read_prompts(options.input or settings.sample_input_file, settings.prompt_end)
+    return Request([prompt for prompt in prompts for _ in range(settings.num_samples)], output)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -73,11 +87,17 @@ def _kind(settings: GenerationConfig, input_file: str | None) -> str:
     return kind
 
 
-def _tokenizer(config: Config, saved: Config) -> Tokenizer:
-    """The tokenizer that the given configuration names, or else the checkpoint's."""
+def _tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
+    """The tokenizer that the given configuration names, or else the checkpoint's, for a model of so many embeddings."""
     named = {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys()
     chosen = (config if named else saved).tokenizer
-    return build_tokenizer(chosen.tokenizer_type, chosen.vocab_file, chosen.merge_file)
+    tokenizer = build_tokenizer(chosen.tokenizer_type, chosen.vocab_file, chosen.merge_file)
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {rows} embeddings; "
+            "give the tokenizer-type, vocab-file and merge-file it was trained with"
+        )
+    return tokenizer
 
 
 def read_prompts(path: str | Path, prompt_end: str) -> list[str]:
@@ -103,7 +123,7 @@ def read_prompts(path: str | Path, prompt_end: str) -> list[str]:
 def split_prompts(text: str, prompt_end: str) -> list[str]:
     """The parts between the ends, without those of white space alone."""
     if not prompt_end:
-        raise UserError("prompt_end is empty: it must be what ends a prompt, such as a line's end")
+        raise UserError(EMPTY_END)
     parts = text.split(prompt_end)
     if not prompt_end.endswith("\n"):
         parts = [part.removeprefix("\n") for part in parts]
@@ -200,8 +220,5 @@ def _save(records: list[dict[str, Any]], output: str) -> None:
         sys.stdout.buffer.write(lines.encode())
         sys.stdout.flush()
         return
-    path = Path(output)
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
-    write_atomically(path, lines.encode())
-    print(f"{len(records)} texts in {path}", flush=True)
+    write_atomically(Path(output), lines.encode())
+    print(f"{len(records)} texts in {output}", flush=True)

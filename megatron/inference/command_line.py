@@ -25,6 +25,9 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 # Two configurations that disagree on one of these describe different models.
 IDENTITY = ("pos_emb", "num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
+# What a checkpoint does not decide, but whoever runs it.
+HOW_TO_RUN = ("attention_backend", "pos_emb_module")
+
 
 def parse_with_checkpoint(
     description: str,
@@ -83,25 +86,27 @@ def checkpoint_folders(config: Config | None, options: argparse.Namespace) -> li
     )
 
 
-def load(folder: Path, config: Config | None, options: argparse.Namespace) -> tuple[GPT, Config]:
+def load(folder: Path, config: Config | None, options: argparse.Namespace, *, check: bool = True) -> tuple[GPT, Config]:
     """The model in a folder, in evaluation mode on the chosen device, and the checkpoint's configuration.
 
-    Raises UserError when the folder holds none, or when the configuration given describes another model than it does.
+    Raises UserError when the folder holds none, or, with `check`, when the configuration that was given describes
+    another model.
     """
-    iteration = options.iteration
-    if iteration is None and config is not None:
-        iteration = config.checkpoint.iteration
-    device = choose_device(options.device)
-    model, saved = load_model(folder, iteration=iteration, device=device, dtype=PRECISIONS[options.precision])
-    if config is not None:
-        given = config.to_flat()
-        for key in IDENTITY:
-            if key in given and getattr(saved.model, key) != getattr(config.model, key):
-                raise UserError(
-                    f"{folder}: was trained with {key} {getattr(saved.model, key)}, but the configuration says "
-                    f"{getattr(config.model, key)}; give the configuration it was trained with, or another folder"
-                )
-    return model.eval(), saved
+    given = {} if config is None else config.to_flat()
+    model, saved = load_model(
+        folder,
+        iteration=given.get("iteration") if options.iteration is None else options.iteration,
+        device=choose_device(options.device),
+        dtype=PRECISIONS[options.precision],
+        overrides={key: given[key] for key in HOW_TO_RUN if key in given},
+    )
+    for key in IDENTITY if check else ():
+        if key in given and getattr(saved.model, key) != getattr(config.model, key):
+            raise UserError(
+                f"{folder}: was trained with {key} {getattr(saved.model, key)}, but the configuration says "
+                f"{getattr(config.model, key)}; give the configuration it was trained with, or another folder"
+            )
+    return model, saved
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -1,0 +1,194 @@
+"""evaluate.py on real checkpoints and data: one report of one or several, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.errors import UserError
+from megatron.data.streams import validation_stream
+from megatron.evaluation.command import main
+from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
+from tests.support.language_models import direct_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = ["--lengths", "32", "64", "256"]
+METHODS = ("kerple_log", "alibi", "learned")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, data):
+    """Method -> (folder, model)."""
+    folders = {method: tmp_path_factory.mktemp(method) for method in METHODS}
+    return {method: (folder, write_checkpoint(folder, method, data)) for method, folder in folders.items()}
+
+
+@pytest.fixture
+def configuration(tmp_path, data, checkpoints):
+    """Writes a configuration of the kerple_log checkpoint, with further keys, and returns its path."""
+
+    def write(**keys):
+        settings = settings_of("kerple_log", data, load=str(checkpoints["kerple_log"][0]))
+        return str(write_yaml(tmp_path / "all.yml", {**settings, **keys}))
+
+    return write
+
+
+def mean_loss(model, data, length, total, **window):
+    """The definition, on the validation third of the corpus."""
+    stream = torch.from_numpy(validation_stream(data, "2,1,0"))
+    losses = []
+    for start in range(0, total, length):
+        text = stream[None, start : start + length + 1]
+        with torch.no_grad():
+            losses.append(direct_losses(model(text[:, :-1], **window), text[:, 1:]))
+    return torch.cat(losses).mean().item()
+
+
+def rows_in(folder):
+    return json.loads((Path(folder) / "extrapolation.json").read_text())["rows"]
+
+
+def test_one_checkpoint_through_the_entry_point(tmp_path, configuration, checkpoints, data):
+    words = [configuration(), *LENGTHS, "--modes", "full", "window@16", "--tokens", "1000", "--output", "report"]
+    command = [sys.executable, str(ROOT / "evaluate.py"), *words]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = rows_in(tmp_path / "report")
+    assert [(row["mode"], row["length"]) for row in rows] == [
+        (mode, length) for mode in ("full", "window@16") for length in (32, 64, 256)
+    ]
+    for row in rows:
+        window = {"window": 16} if row["mode"] == "window@16" else {}
+        loss = mean_loss(checkpoints["kerple_log"][1], data, row["length"], 768, **window)
+        assert row["loss"] == pytest.approx(loss, abs=1e-5)
+        known = {key: row[key] for key in ("pos_emb", "seed", "train_length", "tokens")}
+        assert known == {"pos_emb": "kerple_log", "seed": 77, "train_length": TRAIN_LENGTH, "tokens": 768}
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
+        "extrapolation.json",
+        "extrapolation.md",
+        "extrapolation.png",
+    ]
+    assert "kerple_log" in run.stdout
+    assert run.stderr.count("tokens/s") == 6
+
+
+def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
+    folders = [str(folder) for folder, _ in checkpoints.values()]
+    main(["--checkpoint", *folders, *LENGTHS, "--tokens", "600", "--output", str(tmp_path), "--title", "All three"])
+    rows = rows_in(tmp_path)
+    assert [(row["pos_emb"], row["length"]) for row in rows] == [(m, n) for m in METHODS for n in (32, 64, 256)]
+    for row in rows:
+        if row["pos_emb"] == "learned" and row["length"] > TRAIN_LENGTH:
+            assert row["loss"] is None
+            assert "32" in row["note"]
+        else:
+            assert row["loss"] == pytest.approx(
+                mean_loss(checkpoints[row["pos_emb"]][1], data, row["length"], 512), abs=1e-5
+            )
+    text = (tmp_path / "extrapolation.md").read_text()
+    assert text.startswith("# All three\n")
+    assert "n/a: learned (full) at 64, 256" in text
+
+
+def test_lengths_and_tokens_of_the_configuration(tmp_path, configuration):
+    main([configuration(evaluation_lengths=[16, 48], eval_tokens=200), "--output", str(tmp_path)])
+    assert [(row["length"], row["tokens"]) for row in rows_in(tmp_path)] == [(16, 192), (48, 192)]
+
+
+def test_without_lengths_the_training_length_is_doubled(configuration, checkpoints, capsys):
+    main([configuration()])
+    output = capsys.readouterr().out
+    folder = checkpoints["kerple_log"][0] / "evaluation"
+    assert f"the report goes to {folder}" in output
+    assert "lengths: 32 64 128 256 512" in output
+    rows = rows_in(folder)
+    assert [row["length"] for row in rows] == [32, 64, 128, 256, 512]
+    # 20 of 60 documents of 201 tokens, of which the first token is no target
+    assert {row["tokens"] for row in rows} == {(20 * 201 - 1) // 512 * 512}
+
+
+def test_the_same_run_gives_the_same_numbers(tmp_path, configuration):
+    for name in ("a", "b"):
+        main([configuration(), *LENGTHS, "--output", str(tmp_path / name)])
+    assert rows_in(tmp_path / "a") == rows_in(tmp_path / "b")
+
+
+def test_an_earlier_iteration(tmp_path, data):
+    folder = tmp_path / "run"
+    models = {iteration: write_checkpoint(folder, "alibi", data, iteration=iteration) for iteration in (2, 6)}
+    for words, iteration in (([], 6), (["--iteration", "2"], 2)):
+        main(
+            ["--checkpoint", str(folder), *words, "--lengths", "64", "--tokens", "64", "--output", str(tmp_path / "o")]
+        )
+        assert rows_in(tmp_path / "o")[0]["loss"] == pytest.approx(mean_loss(models[iteration], data, 64, 64), abs=1e-5)
+
+
+def test_other_processes_of_a_launch_leave_the_work_to_the_first(tmp_path, configuration, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    main([configuration(), *LENGTHS, "--output", str(tmp_path / "report")])
+    assert not (tmp_path / "report").exists()
+    monkeypatch.setenv("RANK", "0")
+    main([configuration(), *LENGTHS, "--output", str(tmp_path / "report")])
+    assert "one process" in capsys.readouterr().out
+    assert (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "message"),
+    [
+        ({"load": None}, [], 'no checkpoint to load: give --checkpoint DIR, or "load" or "save"'),
+        ({"load": "empty", "save": "unmade"}, [], "empty and unmade: no checkpoint there yet"),
+        ({}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
+        ({}, ["--iteration", "5"], "no checkpoint of iteration 5; it has 4"),
+        ({}, ["--lengths", "100000"], "hold no segment of 100,000"),
+        ({}, ["--lengths", "64", "--tokens", "63"], "a budget of 63 tokens holds no segment of 64"),
+        ({}, ["--modes", "full", "blockwise"], "'blockwise' is not known"),
+        ({}, ["--eval_tasks", "lambada_openai"], "eval_tasks: .* not available yet"),
+        ({"eval_tasks": ["lambada_openai"]}, [], "eval_tasks: .* not available yet"),
+        ({"pos_emb": "alibi"}, [], "was trained with pos_emb kerple_log, but the configuration says alibi"),
+        ({"data_path": "nodata"}, ["--lengths", "32"], "nodata"),
+        ({"data_path": None}, ["--lengths", "32"], "data-path"),
+    ],
+)
+def test_what_is_refused(tmp_path, monkeypatch, configuration, keys, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=message):
+        main([configuration(**keys), *words, "--output", "report"])
+    assert not (tmp_path / "report").exists()
+
+
+def test_several_checkpoints_need_an_output_folder_and_the_same_data(tmp_path, checkpoints, data):
+    folders = [str(checkpoints["kerple_log"][0]), str(tmp_path / "other")]
+    with pytest.raises(UserError, match="name its folder with --output"):
+        main(["--checkpoint", *folders, *LENGTHS])
+    (tmp_path / "data").mkdir()
+    elsewhere = write_corpus(tmp_path / "data")
+    write_checkpoint(tmp_path / "other", "alibi", elsewhere)
+    with pytest.raises(UserError, match="other: was trained on other data than the first"):
+        main(["--checkpoint", *folders, *LENGTHS, "--output", str(tmp_path / "report")])
+    common = str(write_yaml(tmp_path / "common.yml", settings_of("none", data)))
+    main([common, "--checkpoint", *folders, *LENGTHS, "--output", str(tmp_path / "report")])
+    assert {row["pos_emb"] for row in rows_in(tmp_path / "report")} == {"kerple_log", "alibi"}
+
+
+def test_bad_options_are_one_line(tmp_path, configuration):
+    command = [sys.executable, str(ROOT / "evaluate.py"), configuration(), "--lengths", "12", "0"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "--lengths: must be a whole number from 1 on, not '0'" in run.stderr
+    command[-3:] = ["--lengths", "999999"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+    assert run.stderr.startswith("error: ")
