@@ -72,7 +72,7 @@ def initialize(config: Config) -> Layout:
         if int(os.environ.get("RANK", "0")) == 0:
             print("distributed-backend: nccl needs a GPU and none is here; using gloo", flush=True)
     if not torch.distributed.is_initialized():
-        if "RANK" in os.environ:
+        if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
             deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
         else:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -118,6 +118,11 @@ def seed_everything(seed: int, layout: Layout) -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group, so that nothing is left to time out at exit."""
+    """Leave the process groups, so that nothing is left to time out at exit and another run can start here."""
+    import deepspeed
+
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        deepspeed.comm.destroy_process_group()

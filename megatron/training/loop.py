@@ -36,6 +36,7 @@ class Run:
     train_batches: Iterator[Batch] | None
     valid_dataset: object | None
     test_dataset: object | None
+    validated_at: int | None = None
 
     @property
     def last_iteration(self) -> int:
@@ -267,6 +268,7 @@ def _validate(run: Run, dataset: str = "valid") -> float | None:
     loss = run.engine.validate(batches, iterations * run.engine.accumulation)
     if dataset == "valid":
         state.consumed_valid_samples += iterations * run.engine.global_batch
+        run.validated_at = state.iteration
     length = run.config.training.seq_length_val or run.config.model.seq_length
     name = "validation" if dataset == "valid" else dataset
     perplexity = math.exp(min(loss, 700.0))
@@ -286,7 +288,7 @@ def _final_evaluation(run: Run) -> None:
         raise UserError(
             "train-iters is 0 and there are no validation documents: nothing to do. Check data-path and split"
         )
-    if run.state.iteration == 0 or not _due(run.state.iteration, run.config.training.eval_interval):
+    if run.validated_at != run.state.iteration:
         _validate(run)
     _validate(run, "test")
 

@@ -30,26 +30,29 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(config: Config, model: nn.Module, report: Callable[[str], None]) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay, which is what GPT-NeoX runs under `Adam` and `AdamW` alike.
+    """Adam, with decoupled weight decay (which is what GPT-NeoX runs under `Adam` and `AdamW` alike) or, where
+    `optimizer.params.adam_w_mode` is false, with the decay added to the gradient.
 
-    `fusedadam` asks for apex's implementation instead of torch's. `report` is told which was taken.
+    `optimizer.params.apex` asks for apex's implementation instead of torch's. `report` is told which was taken.
     Raises UserError when apex is asked for and not installed.
     """
     settings = config.optimizer
     groups = parameter_groups(model, settings.weight_decay)
     options: dict = {"lr": settings.lr, "betas": tuple(settings.betas), "eps": settings.eps}
-    if settings.type == "fusedadam":
+    decoupled = settings.params.get("adam_w_mode", True)
+    if settings.params.get("apex", False):
         try:
             from apex.optimizers import FusedAdam
         except ImportError as error:
             raise UserError(
-                "optimizer.type: FusedAdam needs apex (NVIDIA's, built from source), which is not installed; "
-                "install it, or say Adam to use torch's fused implementation"
+                "optimizer.params.apex: apex (NVIDIA's, built from source) is not installed; "
+                "install it, or leave the key out to use torch's fused implementation"
             ) from error
         report("optimizer: apex FusedAdam")
-        return FusedAdam(groups, adam_w_mode=True, **options)
-    report("optimizer: torch AdamW, fused")
-    return torch.optim.AdamW(groups, fused=True, **options)
+        return FusedAdam(groups, adam_w_mode=decoupled, **options)
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    report(f"optimizer: torch {cls.__name__}, fused")
+    return cls(groups, fused=True, **options)
 
 
 def set_learning_rate(groups: Iterable[dict], rate: float) -> None:

@@ -60,7 +60,9 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole(method, window, tok
     with torch.no_grad():
         whole = model(tokens, window=window)
         cache = model.new_cache()
-        parts = [model(tokens[:, start:stop], cache=cache, window=window) for start, stop in ((0, 20), (20, 21), (21, 48))]
+        parts = [
+            model(tokens[:, start:stop], cache=cache, window=window) for start, stop in ((0, 20), (20, 21), (21, 48))
+        ]
     assert cache.length == 48
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
 
@@ -91,7 +93,9 @@ def test_parallel_residual_reads_one_input(tokens):
     sequential, parallel = small_model(), small_model(parallel_residual=True)
     block = parallel.blocks[0]
     hidden = parallel.embedding(tokens)
-    expected = hidden + block.attention(block.input_layernorm(hidden)) + block.mlp(block.post_attention_layernorm(hidden))
+    expected = (
+        hidden + block.attention(block.input_layernorm(hidden)) + block.mlp(block.post_attention_layernorm(hidden))
+    )
     torch.testing.assert_close(block(hidden), expected)
     assert (sequential(tokens) - parallel(tokens)).abs().max() > 1e-4
 

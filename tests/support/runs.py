@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,11 @@ def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
         for path in sorted(step.glob("layer_*.pt"))
         for name, tensor in torch.load(path, weights_only=True).items()
     }
+
+
+def go_back(folder: Path, copy: Path, iteration: int) -> None:
+    """A copy of a run's checkpoints as if it had been stopped after `iteration`."""
+    source, target = folder / "checkpoints", copy / "checkpoints"
+    target.mkdir(parents=True)
+    shutil.copytree(source / f"global_step{iteration}", target / f"global_step{iteration}")
+    (target / "latest").write_text(f"global_step{iteration}")
