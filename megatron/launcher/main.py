@@ -7,7 +7,7 @@ from megatron.config import load_config
 from megatron.config.arguments import print_notices
 from megatron.launcher.command import ReservedPort, launcher_command, launcher_environment, with_addresses
 from megatron.launcher.command_line import USAGE, parse_command_line
-from megatron.launcher.resources import find_resources
+from megatron.launcher.resources import check_launcher, find_resources
 from megatron.launcher.supervision import run_to_end
 
 
@@ -23,6 +23,7 @@ def main(words: Sequence[str]) -> int:
     config = load_config(request.files, request.config_dir, request.overrides)
     print_notices(config)
     resources = find_resources(config)
+    check_launcher(config, resources)
     copies = config.parallel.data_parallel_size(resources.world_size)
     if config.batch.given:
         config.batch.resolve(copies)

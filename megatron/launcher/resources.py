@@ -1,6 +1,7 @@
 """On what a run takes place: hosts and slots from a hostfile, or the GPUs or processors of this machine."""
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,17 @@ from megatron.config import Config, UserError
 
 # Where DeepSpeed, and so GPT-NeoX, looks for a hostfile when none is named.
 DEFAULT_HOSTFILE = "/job/hostfile"
+
+# The program by which DeepSpeed recognizes each launcher.
+PROGRAMS = {
+    "pdsh": "pdsh",
+    "slurm": "sinfo",
+    "openmpi": "ompi_info",
+    "mvapich": "mpiname",
+    "mpich": "mpirun",
+    "impi": "mpirun",
+}
+MPI_LAUNCHERS = ("openmpi", "mvapich", "mpich", "impi")
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,34 @@ def find_resources(config: Config) -> Resources:
             "(on Slurm: scontrol show hostnames | sed 's/$/ slots=8/' > hostfile); set hostfile"
         )
     return _of_this_machine(config)
+
+
+def check_launcher(config: Config, resources: Resources) -> None:
+    """Raises UserError if the launcher for several nodes is not installed, or cannot do what the filters ask of it."""
+    launcher = config.launcher
+    if resources.hostfile is None or (len(resources.hosts) == 1 and not launcher.force_multi):
+        return
+    program = PROGRAMS[launcher.launcher]
+    if shutil.which(program) is None:
+        others = ", ".join(name for name in PROGRAMS if name != launcher.launcher)
+        raise UserError(
+            f"launcher {launcher.launcher} is not installed here ({program} is not found); install it, or set launcher "
+            f"to one of {others}"
+        )
+    filters = {name: getattr(launcher, name) for name in ("include", "exclude", "num_gpus", "num_nodes")}
+    given = [name for name, value in filters.items() if value not in (None, -1)]
+    if launcher.launcher in MPI_LAUNCHERS and given:
+        raise UserError(
+            f"launcher {launcher.launcher} uses the hostfile as it is; remove {', '.join(given)} "
+            f"and change {resources.hostfile}"
+        )
+    if launcher.launcher == "slurm":
+        from deepspeed.launcher.multinode_runner import SlurmRunner
+
+        try:
+            SlurmRunner.validate_active_resources(resources.slots)
+        except ValueError as error:
+            raise UserError(f"launcher slurm: {error}") from error
 
 
 def _of_hostfile(config: Config, hostfile: str) -> Resources:

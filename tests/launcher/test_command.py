@@ -117,6 +117,27 @@ def test_several_nodes_need_a_hostfile(gpus, keys):
         find_resources(make(**keys))
 
 
+def test_launcher_for_several_nodes(hostfile, monkeypatch):
+    def check(**keys):
+        config = make(hostfile=hostfile, **keys)
+        resources_module.check_launcher(config, find_resources(config))
+
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    check(num_nodes=1)
+    with pytest.raises(
+        UserError, match=r"launcher pdsh is not installed here \(pdsh is not found\); install it, or set"
+    ):
+        check()
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    check()
+    check(launcher="openmpi")
+    check(launcher="slurm", num_gpus=2)
+    with pytest.raises(UserError, match="launcher openmpi uses the hostfile as it is; remove num_gpus"):
+        check(launcher="openmpi", num_gpus=2)
+    with pytest.raises(UserError, match="launcher slurm: slurm backend cannot select specific device ids"):
+        check(launcher="slurm", include="worker-1:1@worker-2:1")
+
+
 def command(config: Config, found: Resources, port: int = 4711) -> list[str]:
     return launcher_command(with_addresses(config, found, port), found, Path("train.py"), ["--lengths", "8"])
 

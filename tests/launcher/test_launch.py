@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from megatron.config.arguments import run_main
+from megatron.launcher.command import ReservedPort
 from megatron.launcher.main import main
 
 ALL_REDUCE = """
@@ -71,6 +73,43 @@ def test_runs_at_the_same_time_reduce_know_the_configuration_and_do_not_collide(
     alone = (other.folder / "rank0").read_text().split()
     assert alone[:6] == ["0", "0", "1", "1.0", "1234", "None"]
     assert ranks[0][7] == ranks[1][7] != alone[6]
+
+
+FAKE_SRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+words = sys.argv[1:]
+assert words[:2] == ["-n", "2"], words
+rest = words[2:]
+while rest[0].startswith("-"):
+    print("srun option", rest.pop(0))
+sys.stdout.flush()
+tasks = []
+for rank in range(2):
+    slurm = dict(SLURM_PROCID=str(rank), SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="2")
+    tasks.append(subprocess.Popen(rest, env={{**os.environ, **slurm}}))
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def test_slurm_starts_the_processes_and_they_find_each_other(workplace):
+    """Slurm itself is not here: an `srun` that starts its tasks on this machine stands for it."""
+    workplace.script(ALL_REDUCE)
+    programs = workplace.folder / "bin"
+    programs.mkdir()
+    for name, text in (("srun", FAKE_SRUN), ("sinfo", "#!/bin/sh\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (workplace.folder / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\n")
+    with ReservedPort() as port:
+        keys = ["hostfile=hostfile", "launcher=slurm", "no_ssh_check=true", "account=lab", "seed=7"]
+        words = ["script.py", "model", "--set", *keys, "master_addr=127.0.0.1", f"master_port={port.number}"]
+        path = f"{programs}:{os.environ['PATH']}"
+        status, output, errors = workplace.run(*words, PATH=path, OMP_NUM_THREADS="1")
+    assert status == 0, errors
+    assert "deepy: 2 processes on 2 host(s) of hostfile" in output
+    assert "srun option --account=lab" in output
+    ranks = [(workplace.folder / f"rank{rank}").read_text().split() for rank in (0, 1)]
+    assert [rank[:5] for rank in ranks] == [["0", "0", "2", "3.0", "7"], ["1", "0", "2", "3.0", "7"]]
 
 
 def test_one_process_with_standard_input_and_exit_status(workplace):
