@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.config.errors import UserError
+from megatron.config.arguments import run_main
 from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
 from megatron.tokenizer import TOKENIZER_TYPES
 
@@ -61,14 +61,9 @@ def parse_arguments(arguments: list[str] | None = None) -> PrepareOptions:
     )
 
 
-def main() -> int:
-    try:
-        prepare(parse_arguments())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+def main() -> None:
+    prepare(parse_arguments())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

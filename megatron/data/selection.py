@@ -41,8 +41,6 @@ def config_blends(config) -> list[Blend | None] | None:
         if not data.data_path:
             raise UserError("no data: set data-path, or train-data-paths and valid-data-paths")
         return None
-    if data.data_path:
-        raise UserError("data-path and train/valid/test-data-paths exclude each other: set one of the two")
     return [Blend(tuple(paths), tuple(weights) if weights else None) if paths else None for paths, weights in given]
 
 

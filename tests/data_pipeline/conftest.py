@@ -1,10 +1,12 @@
 """Corpora for the tests of megatron.data."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.config import load_config
 from megatron.data.indexed_writer import IndexedWriter
 from megatron.data.samples import SampleSettings
 from megatron.tokenizer import build_tokenizer
@@ -41,6 +43,19 @@ def documents() -> list[str]:
 @pytest.fixture
 def settings() -> SampleSettings:
     return SampleSettings(VOCABULARY, 0, 1234)
+
+
+@pytest.fixture
+def configuration(tmp_path):
+    """A function that loads a small configuration with the given keys."""
+
+    def load(**keys):
+        sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
+        others = {"max_position_embeddings": 32, "train_micro_batch_size_per_gpu": 2, "train_iters": 3, "seed": 1234}
+        (tmp_path / "configuration.yml").write_text(json.dumps(sizes | others | keys))
+        return load_config([str(tmp_path / "configuration.yml")])
+
+    return load
 
 
 @pytest.fixture

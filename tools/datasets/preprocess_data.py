@@ -52,40 +52,36 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> int:
-    from megatron.config.errors import UserError
+def main() -> None:
     from megatron.data.documents import DocumentOptions
     from megatron.data.preprocessing import TokenizerFiles, preprocess, summary
     from megatron.data.readers import Corpus, find_files
 
     arguments = parse_arguments()
-    try:
-        inputs = [path for group in arguments.input for path in group.split(",") if path]
-        options = DocumentOptions(
-            keys=tuple(arguments.jsonl_keys),
-            subset=arguments.pile_subset,
-            append_eod=arguments.append_eod,
-            ftfy=arguments.ftfy,
-            skip_bad=arguments.bad_documents == "skip",
-        )
-        manifests = preprocess(
-            Corpus(find_files(inputs)),
-            arguments.output_prefix,
-            TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file),
-            options,
-            inputs=inputs,
-            workers=arguments.workers,
-            num_docs=arguments.num_docs,
-            log_interval=arguments.log_interval,
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    inputs = [path for group in arguments.input for path in group.split(",") if path]
+    options = DocumentOptions(
+        keys=tuple(arguments.jsonl_keys),
+        subset=arguments.pile_subset,
+        append_eod=arguments.append_eod,
+        ftfy=arguments.ftfy,
+        skip_bad=arguments.bad_documents == "skip",
+    )
+    manifests = preprocess(
+        Corpus(find_files(inputs)),
+        arguments.output_prefix,
+        TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file),
+        options,
+        inputs=inputs,
+        workers=arguments.workers,
+        num_docs=arguments.num_docs,
+        log_interval=arguments.log_interval,
+    )
     for manifest in manifests.values():
         print(summary(arguments.output_prefix, manifest))
-    return 0
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    sys.exit(main())
+    from megatron.config.arguments import run_main
+
+    sys.exit(run_main(main))

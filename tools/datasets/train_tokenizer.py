@@ -30,31 +30,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> int:
-    from megatron.config.errors import UserError
+def main() -> None:
     from megatron.data.documents import DocumentOptions, read_texts
     from megatron.data.files import write_atomically
     from megatron.data.readers import Corpus, find_files
     from megatron.tokenizer.training import train_bpe
 
     arguments = parse_arguments()
-    try:
-        inputs = [path for group in arguments.input for path in group.split(",") if path]
-        options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
-        texts = read_texts(Corpus(find_files(inputs)).chunks(), options)
-        tokenizer = train_bpe(texts, arguments.vocab_size, progress=sys.stderr.isatty())
-        write_atomically(arguments.output, tokenizer.to_str(pretty=True).encode())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    inputs = [path for group in arguments.input for path in group.split(",") if path]
+    options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
+    texts = read_texts(Corpus(find_files(inputs)).chunks(), options)
+    tokenizer = train_bpe(texts, arguments.vocab_size, progress=sys.stderr.isatty())
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(arguments.output, tokenizer.to_str(pretty=True).encode())
     reached = tokenizer.get_vocab_size()
-    short = (
-        "" if reached == arguments.vocab_size else f" (not {arguments.vocab_size:,}: no pair left that occurs twice)"
-    )
+    short = "" if reached == arguments.vocab_size else f", not {arguments.vocab_size:,}: no pair is left to merge"
     print(f"{arguments.output}: {reached:,} ids{short}")
-    return 0
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    sys.exit(main())
+    from megatron.config.arguments import run_main
+
+    sys.exit(run_main(main))
