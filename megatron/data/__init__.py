@@ -7,7 +7,6 @@ So these names are loaded when first used.
 import importlib
 
 _HOMES = {
-    "DataPosition": "loader",
     "Datasets": "datasets",
     "build_datasets": "datasets",
     "build_loader": "loader",

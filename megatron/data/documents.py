@@ -54,7 +54,11 @@ class EncodedChunk:
 
 
 class BadDocument(Exception):
-    """An unreadable document; the message says what is wrong with it."""
+    """An unreadable document; the message says what is wrong with it, `line` where in the document (from 1)."""
+
+    def __init__(self, message: str, line: int = 1):
+        super().__init__(message)
+        self.line = line
 
 
 def encode_chunks(chunks: Sequence[Chunk], tokenizer: Tokenizer, options: DocumentOptions) -> EncodedChunk:
@@ -98,11 +102,11 @@ def read_texts(chunks: Iterable[Chunk], options: DocumentOptions) -> Iterator[st
 
 def _documents(chunk: Chunk, options: DocumentOptions, result: EncodedChunk) -> Iterator[list[str]]:
     """The texts, one per key, of every readable document; notes the others in `result`."""
-    for line, parse in _records(chunk):
+    for first_line, parse in _records(chunk):
         try:
             document = _texts(parse(), options, result.other_subsets)
         except BadDocument as error:
-            problem = f"{chunk.source}, line {line}: {error}"
+            problem = f"{chunk.source}, line {first_line + error.line - 1}: {error}"
             if not options.skip_bad:
                 raise UserError(f"{problem}; mend it, or pass --bad-documents skip to leave such ones out") from error
             result.bad.append(problem)
@@ -112,24 +116,24 @@ def _documents(chunk: Chunk, options: DocumentOptions, result: EncodedChunk) -> 
 
 
 def _records(chunk: Chunk):
-    """For each record its line number, and a function that parses it."""
+    """For each record the number of its first line, and a function that parses it."""
     if chunk.kind == "text":
         yield chunk.first_line, lambda: _decode(chunk.content)
     elif chunk.kind == "list":
-        yield from _list_records(chunk)
+        # lm-dataformat writes such a list on one line.
+        for value in _parse_list(chunk):
+            yield 1, lambda value=value: value
     else:
         for line, content in enumerate(chunk.content.split(b"\n"), start=chunk.first_line):
             if content and not content.isspace():
                 yield line, lambda content=content: _parse_json(content)
 
 
-def _list_records(chunk: Chunk):
+def _parse_list(chunk: Chunk) -> list:
     try:
-        values = _parse_json(chunk.content)
+        return _parse_json(chunk.content)
     except BadDocument as error:
         raise UserError(f"{chunk.source}: {error}") from error
-    for value in values:
-        yield 1, lambda value=value: value
 
 
 def _decode(content: bytes) -> str:
@@ -137,9 +141,12 @@ def _decode(content: bytes) -> str:
         # A byte order mark, as Windows editors write it, is no part of the text.
         return content.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start)
-        where = f"byte {error.start}" + (f", {line} lines further on" if line else "")
-        raise BadDocument(f"not UTF-8 ({where}: 0x{content[error.start]:02x})") from error
+        byte = error.object[error.start]
+        line_start = error.object.rfind(b"\n", 0, error.start) + 1
+        raise BadDocument(
+            f"not UTF-8 (0x{byte:02x} is byte {error.start - line_start + 1} of the line)",
+            line=1 + error.object.count(b"\n", 0, error.start),
+        ) from error
 
 
 def _parse_json(content: bytes):

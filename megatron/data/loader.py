@@ -1,33 +1,12 @@
 """Batches in an order that depends on nothing but the dataset: not on ranks, batch shape, workers, or a restart."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from megatron.config.errors import UserError
 from megatron.data.datasets import Samples
-
-
-@dataclass
-class DataPosition:
-    """How far a run has read, for its checkpoint.
-
-    Attributes:
-        train_samples, valid_samples: consumed by all ranks together.
-        order: of the training dataset (`dataset.order`); tells a resumed run whether its data is still the same.
-    """
-
-    train_samples: int = 0
-    valid_samples: int = 0
-    order: str = ""
-
-    def to_dict(self) -> dict[str, int | str]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, int | str]) -> "DataPosition":
-        return cls(int(values["train_samples"]), int(values["valid_samples"]), str(values["order"]))
 
 
 def rank_samples(

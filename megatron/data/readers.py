@@ -48,9 +48,9 @@ class Chunk:
     """A piece of input, not yet parsed.
 
     Attributes:
-        source: the file, and the member of an archive.
+        source: the file, and the member or record of an archive.
         kind: "lines": whole JSON lines; "list": a JSON list of texts; "text": one document.
-        first_line: number, from 1, of the first line in its source (of the record, for texts in a .dat).
+        first_line: number, from 1, of its first line in the source.
     """
 
     source: str
@@ -168,7 +168,7 @@ def _dat_records(stream: BinaryIO, source: str) -> Iterator[Chunk]:
         content = stream.read(int(header))
         if len(content) < int(header):
             raise UserError(f"{source}, record {record}: truncated, {len(content)} of {int(header)} bytes")
-        yield Chunk(source, "text", record, content)
+        yield Chunk(f"{source}, record {record}", "text", 1, content)
 
 
 def _tar_members(stream: BinaryIO, source: str) -> Iterator[Chunk]:

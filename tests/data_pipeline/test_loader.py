@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron.config.errors import UserError
-from megatron.data import DataPosition, build_loader
+from megatron.data import build_loader
 from megatron.data.datasets import datasets_from_split
 from megatron.data.loader import rank_samples
 from megatron.data.samples import SampleSettings
@@ -147,9 +147,3 @@ def test_id_beyond_the_vocabulary(corpus, settings, train, num_workers):
 def test_impossible_positions(train, arguments):
     with pytest.raises(ValueError, match="not a possible position"):
         build_loader(train, **{"micro_batch_size": 1, **arguments})
-
-
-def test_data_position_survives_a_checkpoint(train):
-    position = DataPosition(12, 3, train.order)
-    assert DataPosition.from_dict(position.to_dict()) == position
-    assert DataPosition() == DataPosition(0, 0, "")

@@ -1,14 +1,15 @@
 """From files to .bin/.idx: round trip, independence of the number of workers, interruption."""
 
-import importlib.util
 import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron.config.errors import UserError
@@ -113,8 +114,17 @@ def test_failure_keeps_what_was_there(tmp_path, shard):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")} == before
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ftfy") is not None, reason="ftfy is installed")
-def test_ftfy_absent(tmp_path, shard):
+def test_ftfy(tmp_path, monkeypatch):
+    mender = SimpleNamespace(fix_text=lambda text: text.replace("â€™", "'"), __spec__=object())
+    monkeypatch.setitem(sys.modules, "ftfy", mender)
+    (tmp_path / "a.txt").write_text("itâ€™s", encoding="utf-8")
+    manifest = run(tmp_path / "a.txt", tmp_path / "out", CHARACTERS, ftfy=True)["text"]
+    assert manifest.ftfy
+    assert (tmp_path / "out_text_document.bin").read_bytes() == "it's".encode("utf-16-le")
+
+
+def test_ftfy_absent(tmp_path, shard, monkeypatch):
+    monkeypatch.setattr(preprocessing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="--ftfy needs the package ftfy, which is not installed: pip install ftfy"):
         run(shard, tmp_path / "out", CHARACTERS, ftfy=True)
 
@@ -149,19 +159,6 @@ def test_negative_ids_count_as_beyond_every_vocabulary(tmp_path):
     assert largest_id(check_indexed_files(tmp_path / "a"), 0, 1) == 2**32 - 1
 
 
-def _children(process_id: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process_id)], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
-
-
-def _gone(process_id: int) -> bool:
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    return status.rsplit(")", 1)[1].split()[0] == "Z"
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_interrupted(tmp_path, how):
     """Nothing under the final name, no worker left behind, and the next run succeeds."""
@@ -174,14 +171,12 @@ def test_interrupted(tmp_path, how):
         deadline = time.monotonic() + 60
         while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.02)
-        workers = _children(process.pid)
+        workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(how)
         assert process.wait(60) != 0
     assert len(workers) >= 2
-    deadline = time.monotonic() + 30
-    while not all(map(_gone, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert all(map(_gone, workers))
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(("document.bin", "document.idx"))]
     if how == signal.SIGINT:
         assert [path.name for path in tmp_path.iterdir()] == ["large.jsonl"]
