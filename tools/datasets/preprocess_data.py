@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parse_arguments()
     inputs = [path for group in arguments.input for path in group.split(",") if path]
     options = DocumentOptions(
-        keys=tuple(arguments.jsonl_keys),
+        keys=tuple(dict.fromkeys(arguments.jsonl_keys)),
         subset=arguments.pile_subset,
         append_eod=arguments.append_eod,
         ftfy=arguments.ftfy,
