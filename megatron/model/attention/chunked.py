@@ -12,10 +12,11 @@ import contextlib
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.model.attention.plan import Band, Piece, Plan
+from megatron.model.attention.plan import Band, Chunk, Plan
 
 
 def chunked_attention(
@@ -49,6 +50,10 @@ def _single_query(
     reach = t if window is None else min(t, window)
     key, value = key[:, :, t - reach :], value[:, :, t - reach :]
     dtype = torch.promote_types(query.dtype, torch.float32)
+    if weight_table is None and query.device.type == "cpu":
+        # PyTorch's CPU kernel reads a half-precision cache as it is, and takes a float32 mask beside it.
+        mask = None if bias_table is None else bias_table[:, None, :reach].flip(-1).to(dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
     if weight_table is not None:
         scores = scores * weight_table[:, None, :reach].flip(-1)
@@ -58,57 +63,44 @@ def _single_query(
 
 
 class _Work:
-    """What both passes need of one call: states cut into stacks, tables as bands, and the way from them to
-    probabilities."""
+    """What both passes need of one call: the tables as bands, and the way from products to probabilities."""
 
-    def __init__(
-        self, plan: Plan, query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor | None, ...], scale: float
-    ):
-        self.plan = plan
+    def __init__(self, plan: Plan, bias: Tensor | None, weight: Tensor | None, scale: float, like: Tensor):
         self.scale = scale
-        self.query, self.key, self.value = (plan.stacks(states) for states in (query, key, value))
-        bias, weight = tables
-        self.bias = Band(plan, 1 if bias is None else plan.heads, float("-inf"), query).load(bias)
-        self.weight = None if weight is None else Band(plan, plan.heads, 0.0, query).load(weight)
-        # Without a bias there is still the mask; without a window too, it is all in the chunk's own block of keys.
+        self.bias = Band(plan, 1 if bias is None else plan.heads, float("-inf"), like).load(bias)
+        self.weight = None if weight is None else Band(plan, plan.heads, 0.0, like).load(weight)
+        # Without a bias there is still the mask; without a window too, all of it is in a chunk's own block of keys.
         self.only_causal = bias is None and plan.reach == plan.t
-        self.reverse = torch.arange(plan.rows - 1, -1, -1, device=query.device)
+        reverse = torch.arange(plan.rows - 1, -1, -1, device=like.device)
+        self.reverses = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
 
-    def reversed_rows(self, stacks: list[Tensor], piece: Piece) -> Tensor:
-        """The piece's rows, `[g, c, d]`, last query first."""
-        return stacks[piece.stack][piece.places, piece.rows].index_select(1, self._reversal(piece))
+    def reversed_rows(self, states: Tensor, chunk: Chunk) -> Tensor:
+        """A chunk's rows of `[g, s, d]`, last query first: `[g, c, d]`."""
+        return states.narrow(1, chunk.first, chunk.rows).index_select(1, self.reverses[chunk.rows])
 
-    def write_reversed(self, stacks: list[Tensor], piece: Piece, rows: Tensor) -> None:
+    def write_reversed(self, states: Tensor, chunk: Chunk, rows: Tensor) -> None:
         """The opposite of `reversed_rows`."""
-        stacks[piece.stack][piece.places, piece.rows] = rows.index_select(1, self._reversal(piece))
+        states.narrow(1, chunk.first, chunk.rows).copy_(rows.index_select(1, self.reverses[chunk.rows]))
 
-    def products(self, piece: Piece, query: Tensor, out: Tensor) -> Tensor:
-        """q.k scaled, in `out`, `[g, c, l]`."""
-        key = self.key[piece.stack][piece.places, piece.columns]
+    def products(self, query: Tensor, key: Tensor, out: Tensor) -> Tensor:
+        """q.k scaled, of `[g, c, d]` and `[g, l, d]`, in `out`."""
         return torch.baddbmm(out, query, key.transpose(1, 2), beta=0, alpha=self.scale, out=out)
 
-    def probabilities(self, piece: Piece, products: Tensor, out: Tensor) -> Tensor:
+    def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
         """softmax(weight * products + bias) in `out`, which is `products` itself where there is no weight."""
         if self.weight is not None:
-            self.weigh(piece, products, out)
-        scores, bias = self._matched(piece, out, self.bias)
-        nearest = piece.shape[1] if self.only_causal else piece.shape[2]
-        scores[..., -nearest:].add_(bias[..., -nearest:])
+            self.weigh(first_head, products, out)
+        scores, bias = self.bias.matched(first_head, out)
+        if self.only_causal:
+            own = min(out.shape[1:])
+            scores, bias = scores[..., -own:], bias[..., -own:]
+        scores.add_(bias)
         return torch.softmax(out, dim=-1, out=out)
 
-    def weigh(self, piece: Piece, states: Tensor, out: Tensor) -> None:
+    def weigh(self, first_head: int, states: Tensor, out: Tensor) -> None:
         """weight * states, in `out`; both `[g, c, l]`."""
-        states, weight = self._matched(piece, states, self.weight)
+        states, weight = self.weight.matched(first_head, states)
         torch.mul(states, weight, out=out.view_as(states))
-
-    def _matched(self, piece: Piece, scores: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-        """A piece's `[g, c, l]` as `[samples, h, c, l]`, and the band's values for its pairs, `[h, c, l]`."""
-        _, queries, keys = piece.shape
-        pairs = band.pairs(piece.heads if len(band.entries) > 1 else slice(0, 1), queries, keys)
-        return scores.view(-1, len(pairs), queries, keys), pairs
-
-    def _reversal(self, piece: Piece) -> Tensor:
-        return self.reverse[-piece.shape[1] :]
 
 
 class _Dropout:
@@ -124,7 +116,7 @@ class _Dropout:
 
 
 class _Scratch:
-    """Memory for one piece's matrix, used again for every piece so that it stays in the cache."""
+    """Memory for one matrix at a time, used again for every piece so that it stays in the cache."""
 
     def __init__(self, size: int, like: Tensor):
         self.memory = like.new_empty(size)
@@ -143,96 +135,100 @@ class _Chunked(torch.autograd.Function):
         ctx.plan, ctx.dtype, ctx.scale, ctx.dropout_p, ctx.seed = plan, dtype, scale, dropout_p, seed
 
         with _no_autocast(query.device):
-            work = _Work(plan, *(states.to(dtype) for states in (query, key, value)), (bias_table, weight_table), scale)
             dropout = _Dropout(dropout_p, seed, query.device) if dropout_p else None
-            batch, heads, s, size = query.shape
-            if plan.merged:
-                context = query.new_empty(batch, heads, s, size, dtype=dtype)
-            else:
-                # In memory as the model wants it next, heads beside one another.
-                context = query.new_empty(batch, s, heads, size, dtype=dtype).transpose(1, 2)
-            context_stacks = plan.stacks(context)
-            scratch = _Scratch(plan.largest, context)
+            like = query.new_empty(0, dtype=dtype)
+            context = plan.new_states(like, plan.s, query.shape[3])
+            work = _Work(plan, bias_table, weight_table, scale, like)
+            scratch = _Scratch(plan.group * plan.rows * plan.most_keys, like)
+            groups = (plan.split(states.to(dtype)) for states in (query, key, value, context))
 
-            for piece in plan.pieces():
-                matrix = scratch(*piece.shape)
-                work.products(piece, work.reversed_rows(work.query, piece), out=matrix)
-                work.probabilities(piece, matrix, out=matrix)
-                if dropout is not None:
-                    matrix.mul_(dropout.factors(matrix))
-                rows = torch.bmm(matrix, work.value[piece.stack][piece.places, piece.columns])
-                work.write_reversed(context_stacks, piece, rows)
+            for head, queries, keys, values, contexts in zip(plan.first_heads(), *groups, strict=True):
+                for chunk in plan.chunks:
+                    matrix = scratch(len(queries), chunk.rows, chunk.keys)
+                    work.products(
+                        work.reversed_rows(queries, chunk), keys.narrow(1, chunk.begin, chunk.keys), out=matrix
+                    )
+                    work.probabilities(head, matrix, out=matrix)
+                    if dropout is not None:
+                        matrix.mul_(dropout.factors(matrix))
+                    rows = torch.bmm(matrix, values.narrow(1, chunk.begin, chunk.keys))
+                    work.write_reversed(contexts, chunk, rows)
         return context.to(query.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, context_gradient):
         query, key, value, bias_table, weight_table = ctx.saved_tensors
-        plan, dtype = ctx.plan, ctx.dtype
-        bias_wanted, weight_wanted = ctx.needs_input_grad[3:5]
+        plan, dtype, scale = ctx.plan, ctx.dtype, ctx.scale
+        size = query.shape[3]
 
         with _no_autocast(query.device):
-            work = _Work(
-                plan, *(states.to(dtype) for states in (query, key, value)), (bias_table, weight_table), ctx.scale
-            )
             dropout = _Dropout(ctx.dropout_p, ctx.seed, query.device) if ctx.dropout_p else None
-            gradients = [torch.empty(states.shape, dtype=dtype, device=query.device) for states in (query, key, value)]
-            if plan.most_keys < plan.t:
-                for gradient in gradients[1:]:
-                    gradient.zero_()
-            query_gradient, key_gradient, value_gradient = (plan.stacks(gradient) for gradient in gradients)
-            context_gradient = plan.stacks(context_gradient.to(dtype))
-            bias_gradient = Band(plan, plan.heads, 0.0, gradients[0]) if bias_wanted else None
-            weight_gradient = Band(plan, plan.heads, 0.0, gradients[0]) if weight_wanted else None
-            first, second, third = (_Scratch(plan.largest, gradients[0]) for _ in range(3))
-            states = _Scratch(plan.group * plan.most_keys * query.shape[3], gradients[0])
+            like = query.new_empty(0, dtype=dtype)
+            work = _Work(plan, bias_table, weight_table, scale, like)
+            gradients = [plan.new_states(like, length, size) for length in (plan.s, plan.t, plan.t)]
+            # The first chunk of a group writes the gradient of all keys, unless a window keeps some from it.
+            whole = plan.most_keys == plan.t
+            if not whole:
+                gradients[1].zero_(), gradients[2].zero_()
+            bias_gradient, weight_gradient = (
+                Band(plan, plan.heads, 0.0, like) if wanted else None for wanted in ctx.needs_input_grad[3:5]
+            )
+            scores_size = plan.group * plan.rows * plan.most_keys
+            products_scratch, gradient_scratch = _Scratch(scores_size, like), _Scratch(scores_size, like)
+            weighed_scratch = products_scratch if work.weight is None else _Scratch(scores_size, like)
+            states_scratch = _Scratch(plan.group * plan.most_keys * size, like)
+            groups = (plan.split(states.to(dtype)) for states in (query, key, value, context_gradient, *gradients))
 
-            for piece in plan.pieces():
-                rows = work.reversed_rows(work.query, piece)
-                rows_gradient = work.reversed_rows(context_gradient, piece)
-                keys, values = (stacks[piece.stack][piece.places, piece.columns] for stacks in (work.key, work.value))
-                products = work.products(piece, rows, out=first(*piece.shape))
-                weighed = products if work.weight is None else third(*piece.shape)
-                probabilities = work.probabilities(piece, products, out=weighed)
+            for head, queries, keys, values, contexts_gradient, *grads in zip(plan.first_heads(), *groups, strict=True):
+                for index, chunk in enumerate(plan.chunks):
+                    shape = (len(queries), chunk.rows, chunk.keys)
+                    chunk_query = work.reversed_rows(queries, chunk)
+                    chunk_gradient = work.reversed_rows(contexts_gradient, chunk)
+                    chunk_key, chunk_value, key_gradient, value_gradient = (
+                        states.narrow(1, chunk.begin, chunk.keys) for states in (keys, values, *grads[1:])
+                    )
+                    products = work.products(chunk_query, chunk_key, out=products_scratch(*shape))
+                    probabilities = work.probabilities(head, products, out=weighed_scratch(*shape))
 
-                gradient = torch.bmm(rows_gradient, values.transpose(1, 2), out=second(*piece.shape))
-                dropped = probabilities
-                if dropout is not None:
-                    factors = dropout.factors(probabilities)
-                    gradient.mul_(factors)
-                    dropped = factors.mul_(probabilities)
-                _add_product(value_gradient, piece, dropped, rows_gradient, 1.0, plan, states)
+                    gradient = torch.bmm(chunk_gradient, chunk_value.transpose(1, 2), out=gradient_scratch(*shape))
+                    dropped = probabilities
+                    if dropout is not None:
+                        factors = dropout.factors(probabilities)
+                        gradient.mul_(factors)
+                        dropped = factors.mul_(probabilities)
+                    fresh = whole and index == 0
+                    _add_product(value_gradient, dropped, chunk_gradient, 1.0, fresh, states_scratch)
 
-                # Through the softmax, in place.
-                torch.ops.aten._softmax_backward_data.out(gradient, probabilities, -1, dtype, grad_input=gradient)
-                if bias_gradient is not None:
-                    bias_gradient.add_gradient(piece.heads, gradient)
-                if weight_gradient is not None:
-                    weight_gradient.add_gradient(piece.heads, products.mul_(gradient))
-                if work.weight is not None:
-                    work.weigh(piece, gradient, out=gradient)
+                    # Through the softmax, in place.
+                    torch.ops.aten._softmax_backward_data.out(gradient, probabilities, -1, dtype, grad_input=gradient)
+                    if bias_gradient is not None:
+                        bias_gradient.add_gradient(head, gradient)
+                    if weight_gradient is not None:
+                        weight_gradient.add_gradient(head, products.mul_(gradient))
+                    if work.weight is not None:
+                        work.weigh(head, gradient, out=gradient)
 
-                turned = states(*rows.shape)
-                torch.baddbmm(turned, gradient, keys, beta=0, alpha=ctx.scale, out=turned)
-                work.write_reversed(query_gradient, piece, turned)
-                _add_product(key_gradient, piece, gradient, rows, ctx.scale, plan, states)
+                    rows = states_scratch(*chunk_query.shape)
+                    torch.baddbmm(rows, gradient, chunk_key, beta=0, alpha=scale, out=rows)
+                    work.write_reversed(grads[0], chunk, rows)
+                    _add_product(key_gradient, gradient, chunk_query, scale, fresh, states_scratch)
 
-        tables = (
+        table_gradients = (
             None if band is None else band.table(table.shape[1]).to(table.dtype)
             for band, table in ((bias_gradient, bias_table), (weight_gradient, weight_table))
         )
-        return *(gradient.to(query.dtype) for gradient in gradients), *tables, None, None, None
+        return *(gradient.to(query.dtype) for gradient in gradients), *table_gradients, None, None, None
 
 
-def _add_product(
-    stacks: list[Tensor], piece: Piece, left: Tensor, right: Tensor, scale: float, plan: Plan, scratch: _Scratch
-) -> None:
-    """Add scale * left^T right, of `[g, c, l]` and `[g, c, d]`, to the piece's keys' rows of a gradient."""
-    target = stacks[piece.stack][piece.places, piece.columns]
-    if piece.first and plan.most_keys == plan.t:
-        torch.baddbmm(target, left.transpose(1, 2), right, beta=0, alpha=scale, out=target)
+def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float, fresh: bool, scratch: _Scratch) -> None:
+    """Add scale * left^T right, of `[g, c, l]` and `[g, c, d]`, to `[g, l, d]`; write it there when that is fresh."""
+    left = left.transpose(1, 2)
+    if fresh or target.is_contiguous():
+        torch.baddbmm(target, left, right, beta=0 if fresh else 1, alpha=scale, out=target)
     else:
-        target.add_(torch.bmm(left.transpose(1, 2), right, out=scratch(*target.shape)), alpha=scale)
+        # Straight into a part of each head's keys, the product would take a slower way.
+        target.add_(torch.bmm(left, right, out=scratch(*target.shape)), alpha=scale)
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager:

@@ -1,58 +1,45 @@
 """How the chunked backend cuts one call, and its views of tables over distance.
 
-Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: g heads (of one sample, or of several
-samples), c queries, l keys.
+Legend: b batch, s query length, t key length, h heads, d head size; in a piece: g heads (of one sample, or of several
+whole samples), c queries, l keys.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 # Queries per chunk: more of them waste more of the causal half, fewer make thin matrix products.
-CHUNK_ROWS = 128
-# Bytes of scores at a time. On a CPU, a part of each thread's second-level cache; elsewhere, enough to fill the device.
-CPU_BYTES_PER_THREAD = 512 * 1024
+FEWEST_ROWS, MOST_ROWS = 64, 128
+# Bytes of scores at a time. On a CPU about a second-level cache for each thread; elsewhere enough to fill the device.
+CPU_BYTES_PER_THREAD = 2 * 1024 * 1024
 DEVICE_BYTES = 256 * 1024 * 1024
+# A sample whose scores are smaller than this part of the above is computed together with others.
+SMALL_SAMPLE = 1 / 8
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What is computed at a time: some heads of a stack, a chunk of queries, and the keys that the chunk may see.
+class Chunk:
+    """`rows` queries from `first` on, and the `keys` keys from `begin` on, of which the last is the last query's
+    own."""
 
-    Attributes:
-        stack: index of the stack.
-        places: the heads' places in the stack's first dimension.
-        heads: their places in a table.
-        rows: the queries.
-        columns: the keys; the last one is the last query's own.
-        first: no piece before it has the same keys and heads.
-    """
-
-    stack: int
-    places: slice
-    heads: slice
-    rows: slice
-    columns: slice
-    first: bool
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of the scores: `g, c, l`."""
-        return tuple(part.stop - part.start for part in (self.places, self.rows, self.columns))
+    first: int
+    rows: int
+    begin: int
+    keys: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A call is cut into stacks (one sample each, or all samples when they are small), groups of heads, chunks of
-    queries.
+    """A call is cut into groups of heads, and for each group into chunks of queries.
 
     Attributes:
+        batch, heads, s, t: the call's sizes.
         reach: the most keys that a query sees.
-        rows: queries in a chunk; the first queries of the sequence may make a smaller one.
-        merged: one stack holds all samples, `[b h, n, d]`.
-        group: heads at a time; when merged, those of whole samples.
+        rows: queries in a chunk; the sequence's first queries may make a smaller one.
+        merged: a group takes all heads of several samples, or else some heads of one sample.
+        group: heads in a group; the last one may be smaller.
     """
 
     batch: int
@@ -66,46 +53,54 @@ class Plan:
 
     @classmethod
     def make(cls, query: Tensor, key: Tensor, window: int | None, dtype: torch.dtype) -> "Plan":
+        """The plan for `[b, h, s, d]` queries and `[b, h, t, d]` keys whose scores are computed in `dtype`."""
         batch, heads, s, _ = query.shape
         t = key.shape[2]
         reach = t if window is None else min(t, window)
-        rows = min(CHUNK_ROWS, s)
+        rows = min(s, max(FEWEST_ROWS, min(s // 2, MOST_ROWS)))
         budget = CPU_BYTES_PER_THREAD * torch.get_num_threads() if query.device.type == "cpu" else DEVICE_BYTES
-        fitting = max(1, budget // (rows * min(t, reach + rows - 1) * dtype.itemsize))
-        merged = batch > 1 and fitting >= 2 * heads
+        head_bytes = rows * min(t, reach + rows - 1) * dtype.itemsize
+        merged = batch > 1 and heads * head_bytes <= SMALL_SAMPLE * budget
         if merged:
-            group = heads * min(batch, fitting // heads)
+            group = heads * min(batch, budget // (heads * head_bytes))
         else:
-            group = max(size for size in range(1, heads + 1) if heads % size == 0 and size <= fitting)
+            group = max(
+                size for size in range(1, heads + 1) if heads % size == 0 and (size * head_bytes <= budget or size == 1)
+            )
         return cls(batch, heads, s, t, reach, rows, merged, group)
+
+    def split(self, states: Tensor) -> list[Tensor]:
+        """`[b, h, n, d]` -> a `[g, n, d]` for each group, in order: views, except of states that cannot be viewed
+        when merged."""
+        if self.merged:
+            return list(states.flatten(0, 1).split(self.group))
+        return [part for sample in states.unbind(0) for part in sample.split(self.group)]
+
+    def new_states(self, like: Tensor, length: int, size: int) -> Tensor:
+        """Uninitialised `[b, h, length, size]`, which `split` views."""
+        return like.new_empty(self.batch, self.heads, length, size)
+
+    def first_heads(self) -> list[int]:
+        """The first head of each group, in order."""
+        if self.merged:
+            return [0] * -(-self.batch * self.heads // self.group)
+        return list(range(0, self.heads, self.group)) * self.batch
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """From the sequence's end to its beginning."""
+        chunks = []
+        for last in range(self.s, 0, -self.rows):
+            first = max(0, last - self.rows)
+            end = self.t - self.s + last
+            begin = max(0, end - (last - first) - self.reach + 1)
+            chunks.append(Chunk(first, last - first, begin, end - begin))
+        return tuple(chunks)
 
     @property
     def most_keys(self) -> int:
-        """Keys of the widest chunk."""
-        return min(self.t, self.reach + self.rows - 1)
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest piece's scores."""
-        return self.group * self.rows * self.most_keys
-
-    def stacks(self, states: Tensor) -> list[Tensor]:
-        """`[b, h, n, d]` -> one `[b h, n, d]`, or a view `[h, n, d]` per sample, contiguous or not."""
-        return [states.flatten(0, 1)] if self.merged else list(states.unbind(0))
-
-    def pieces(self) -> Iterator[Piece]:
-        """All pieces. Those with the same stack and heads follow one another, from the sequence's end to its
-        beginning."""
-        places = self.batch * self.heads if self.merged else self.heads
-        for stack in range(1 if self.merged else self.batch):
-            for start in range(0, places, self.group):
-                group = slice(start, min(start + self.group, places))
-                heads = slice(0, self.heads) if self.merged else group
-                for last in range(self.s, 0, -self.rows):
-                    first = max(0, last - self.rows)
-                    end = self.t - self.s + last
-                    begin = max(0, end - (last - first) - self.reach + 1)
-                    yield Piece(stack, group, heads, slice(first, last), slice(begin, end), last == self.s)
+        """Keys of the widest chunk, which is the first one."""
+        return self.chunks[0].keys
 
 
 class Band:
@@ -118,13 +113,13 @@ class Band:
     """
 
     def __init__(self, plan: Plan, heads: int, fill: float, like: Tensor):
-        self.margin = plan.rows - 1
+        """`heads` is the plan's, or 1 for a band that serves all heads; `fill` is for pairs out of reach."""
         self.reach = plan.reach
-        self.entries = like.new_full((heads, self.reach + 2 * self.margin), fill)
-
-    @property
-    def _table(self) -> Tensor:
-        return self.entries[:, self.margin : self.margin + self.reach]
+        self.margin = plan.rows - 1
+        self.width = self.reach + 2 * self.margin
+        # Heads that share a group's first dimension: all of them when merged.
+        self.span = 1 if heads == 1 else min(plan.group, heads)
+        self.entries = like.new_full((heads, self.width), fill)
 
     def load(self, table: Tensor | None) -> "Band":
         """Fill in a table `[h, >= reach]`; zeros for None."""
@@ -134,24 +129,31 @@ class Band:
             self._table.copy_(table[:, : self.reach].flip(1))
         return self
 
-    def pairs(self, heads: slice, queries: int, keys: int) -> Tensor:
-        """The values for a chunk's pairs, queries in reverse order: a view `[h, c, l]`, to be read only."""
-        part = self.entries[heads, self._offset(keys) :]
-        return part.as_strided((len(part), queries, keys), (part.stride(0), 1, 1))
+    def pairs(self, first_head: int, rows: int, keys: int) -> Tensor:
+        """The values for a piece's pairs, queries in reverse order: a view `[h, c, l]`, to be read only."""
+        head = first_head if len(self.entries) > 1 else 0
+        return self.entries.as_strided(
+            (self.span, rows, keys), (self.width, 1, 1), head * self.width + self._offset(keys)
+        )
 
-    def add_gradient(self, heads: slice, gradient: Tensor) -> None:
-        """Sum the gradient of a chunk's pairs over equal distances: contiguous `[g, c, l]`, zero where a key is unseen.
+    def matched(self, first_head: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of a piece, `[g, c, l]`, as `[samples, h, c, l]`; and the values for its pairs, `[h, c, l]`."""
+        _, rows, keys = scores.shape
+        return scores.view(-1, self.span, rows, keys), self.pairs(first_head, rows, keys)
+
+    def add_gradient(self, first_head: int, gradient: Tensor) -> None:
+        """Sum the gradient of a piece's pairs over equal distances: contiguous `[g, c, l]`, zero where a key is unseen.
 
         Pairs at one distance have the same r+j, and fall into one column of a view whose rows are one element shorter
         than the matrix's. A row of that view reads, before its own first element, the end of the row before: pairs of
         the future, which are zero, except in the view's first column, to which (0, 0) alone belongs.
         """
-        _, queries, keys = gradient.shape
-        sums = gradient.as_strided(gradient.shape, (queries * keys, keys - 1, 1)).sum(dim=1)
+        _, rows, keys = gradient.shape
+        sums = gradient.as_strided(gradient.shape, (rows * keys, keys - 1, 1), gradient.storage_offset()).sum(dim=1)
         sums[:, 0] = gradient[:, 0, 0]
-        part = self.entries[heads]
         offset = self._offset(keys)
-        part[:, offset : offset + keys] += sums.view(-1, len(part), keys).sum(dim=0)
+        part = self.entries[first_head : first_head + self.span, offset : offset + keys]
+        part += sums.view(-1, self.span, keys).sum(dim=0)
 
     def table(self, length: int) -> Tensor:
         """The band as a table again, `[h, length]`, zero beyond the reach."""
@@ -159,6 +161,10 @@ class Band:
         table[:, : self.reach] = self._table.flip(1)
         return table
 
+    @property
+    def _table(self) -> Tensor:
+        return self.entries[:, self.margin : self.margin + self.reach]
+
     def _offset(self, keys: int) -> int:
-        """Where the pair (0, 0) of a chunk with so many keys is; its distance is keys-1."""
+        """Where the pair (0, 0) of a piece with so many keys is; its distance is keys-1."""
         return self.margin + self.reach - keys

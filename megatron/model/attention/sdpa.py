@@ -26,13 +26,15 @@ def sdpa_attention(
 ) -> Tensor:
     """As `attend`, without a weight.
 
-    PyTorch takes no table, so where its own causal mask does not do, a mask with the bias in it is made for some
-    queries at a time; it has the query's dtype, to which it rounds the bias. `[b, h, s, t]` is never in memory unless
-    autograd keeps it.
+    PyTorch takes no table, so where its own causal mask does not do, a mask with the bias in it is made for some queries
+    at a time: `[b, h, s, t]` is never in memory, unless autograd keeps it. On a GPU the mask must have the query's dtype,
+    to which it rounds the bias.
     """
     s, t = query.shape[2], key.shape[2]
     if bias_table is None and window is None and s == t:
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=scale)
+    on_cpu = query.device.type == "cpu"
+    mask_dtype = torch.promote_types(query.dtype, torch.float32) if on_cpu else query.dtype
     chunks = []
     for first in range(0, s, MASK_ROWS):
         last = min(first + MASK_ROWS, s)
@@ -42,7 +44,7 @@ def sdpa_attention(
         if bias_table is None:
             mask = ~unseen
         else:
-            mask = bias_table[:, distance].masked_fill(unseen, float("-inf")).to(query.dtype)[None]
+            mask = bias_table[:, distance].masked_fill(unseen, float("-inf")).to(mask_dtype)[None]
         chunks.append(
             F.scaled_dot_product_attention(
                 query[:, :, first:last],

@@ -34,33 +34,26 @@ def backend_names() -> tuple[str, ...]:
     return ("auto", *BACKENDS)
 
 
-def choose(backend: str, device: torch.device | str, *, bias: bool, weight: bool) -> tuple[str, str]:
-    """(backend, why) for a method with or without a bias and a weight. `auto` takes the fastest that serves on the
-    device.
-
-    Raises ValueError for an unknown name and NotImplementedError for a backend that cannot serve the method.
-    """
-    if backend == "auto":
-        if torch.device(device).type == "cpu":
-            return "chunked", "the fastest on a CPU, with or without tables"
-        if bias or weight:
-            return "chunked", "serves tables over distance in linear memory"
-        return "sdpa", "PyTorch's own kernels serve attention without tables"
-    if backend not in BACKENDS:
+def check_backend(backend: str, *, bias: bool, weight: bool) -> None:
+    """Raise ValueError for an unknown name, NotImplementedError for a backend that cannot serve such a method."""
+    if backend not in backend_names():
         raise ValueError(f"attention-backend {backend!r} is not known; choose one of {', '.join(backend_names())}")
-    if weight and not BACKENDS[backend].weight:
+    if backend != "auto" and weight and not BACKENDS[backend].weight:
         raise NotImplementedError(
             f"attention-backend {backend!r} cannot multiply scores by a weight, which this positional method needs; "
             f"use auto, or one of {', '.join(name for name, known in BACKENDS.items() if known.weight)}"
         )
-    return backend, "asked for"
+
+
+def fastest_backend(device: torch.device, *, tables: bool, plain: bool) -> str:
+    """What `auto` takes for a call with or without tables, `plain` being as many queries as keys and no window."""
+    if tables:
+        return "chunked"
+    return "sdpa" if plain or device.type != "cpu" else "chunked"
 
 
 class Attention:
-    """Attention for one positional method, by a backend that is checked when this is made.
-
-    `choice` says, for a device, which backend runs and why: to be printed once.
-    """
+    """Attention for one positional method, by a backend that is checked when this is made."""
 
     def __init__(self, backend: str = "auto", positional=None):
         """`positional` needs `has_bias` and `has_weight`; None means neither.
@@ -70,16 +63,37 @@ class Attention:
         self.backend = backend
         self.bias = positional is not None and positional.has_bias
         self.weight = positional is not None and positional.has_weight
-        choose(backend, "cpu", bias=self.bias, weight=self.weight)
+        check_backend(backend, bias=self.bias, weight=self.weight)
 
     def choice(self, device: torch.device | str) -> str:
-        """For example `chunked (the fastest on a CPU, with or without tables)`."""
-        name, why = choose(self.backend, device, bias=self.bias, weight=self.weight)
-        return f"{name} ({why})"
+        """The backend that runs on a device, and what chose it: to be printed once."""
+        if self.backend != "auto":
+            return f"{self.backend} (as configured)"
+        tables = self.bias or self.weight
+        plain, other = (fastest_backend(torch.device(device), tables=tables, plain=case) for case in (True, False))
+        if plain == other:
+            return f"{plain} (auto: the fastest on {torch.device(device).type} for this method)"
+        return f"{plain}, and {other} for windows and for fewer queries than keys (auto: the fastest of each)"
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
-        """As `attend`."""
-        return attend(query, key, value, backend=self.backend, **options)
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias_table: Tensor | None = None,
+        weight_table: Tensor | None = None,
+        **options,
+    ) -> Tensor:
+        """As `attend`. Raises ValueError also when a table is missing that the positional method has."""
+        if self.bias != (bias_table is not None) or self.weight != (weight_table is not None):
+            raise ValueError(
+                f"the positional method has bias: {self.bias}, weight: {self.weight}; but the tables given are "
+                f"bias: {bias_table is not None}, weight: {weight_table is not None}"
+            )
+        return attend(
+            query, key, value, bias_table=bias_table, weight_table=weight_table, backend=self.backend, **options
+        )
 
 
 def attend(
@@ -94,8 +108,7 @@ def attend(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """softmax(weight * q.k * scale + bias) v, causal: query `[b, h, s, d]`, key and value `[b, h, t, d]` -> `[b, h,
-    s, d]`.
+    """softmax(weight * q.k * scale + bias) v, causal: `[b, h, s, d]` of query and `[b, h, t, d]` of key and value.
 
     The queries are the last s of the t positions: query i stands at t - s + i, and sees the keys up to its own. With
     a window it sees the last `window` of them, itself included. Tables are over distance, float32 `[h, >= min(t,
@@ -103,9 +116,13 @@ def attend(
 
     Raises ValueError for shapes that do not fit and NotImplementedError for a backend that cannot serve.
     """
-    name, _ = choose(backend, query.device, bias=bias_table is not None, weight=weight_table is not None)
-    _check(query, key, value, bias_table, weight_table, window, dropout_p)
-    return BACKENDS[name].run(
+    _check_shapes(query, key, value, bias_table, weight_table, window, dropout_p)
+    check_backend(backend, bias=bias_table is not None, weight=weight_table is not None)
+    if backend == "auto":
+        tables = bias_table is not None or weight_table is not None
+        plain = window is None and query.shape[2] == key.shape[2]
+        backend = fastest_backend(query.device, tables=tables, plain=plain)
+    return BACKENDS[backend].run(
         query,
         key,
         value,
@@ -117,7 +134,7 @@ def attend(
     )
 
 
-def _check(
+def _check_shapes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
