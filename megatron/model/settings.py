@@ -51,7 +51,7 @@ class ModelSettings:
             padded_vocab_size=padded_vocab_size,
             max_positions=model.max_position_embeddings,
             norm=model.norm,
-            norm_epsilon=model.layernorm_epsilon,
+            norm_epsilon=model.norm_epsilon,
             # GPT-NeoX's fused bias+GELU computes the tanh form; a model trained with it is evaluated with it.
             activation="gelu_tanh" if model.activation == "gelu" and model.bias_gelu_fusion else model.activation,
             parallel_residual=model.gpt_j_residual,

@@ -1,0 +1,36 @@
+# make setup   a virtual environment in .venv with everything installed (does nothing when it is current)
+# make demo    the main job: prepare text, train three small models at length 128, test them up to 2,048
+# make test    all tests
+# make lint    ruff
+# make bench   benchmarks: ratios measured side by side
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: requirements/core.txt requirements/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(BIN)/pip install --quiet "$(TORCH)"
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet -r requirements/dev.txt
+	touch $@
+
+demo: setup
+	$(BIN)/python tools/demo.py
+
+test: setup
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: setup
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache
