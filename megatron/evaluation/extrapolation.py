@@ -107,14 +107,15 @@ def _mean_loss(
     decoder: Decoder, stream: Tensor, segments: Segments, mode: Mode, device: torch.device, bar: Progress, **sizes: int
 ) -> tuple[float | None, str | None]:
     """The mean loss in nats, or None and the reason."""
-    total = 0.0
+    # On a GPU the sum stays there until the end, so that it need not be waited for.
+    total = torch.zeros((), dtype=torch.float64, device=device)
     try:
         for scored in score(decoder, stream, segments, window=mode.window, device=device, **sizes):
-            total += scored.losses.sum(dtype=torch.float64).item()
+            total += scored.losses.sum(dtype=torch.float64)
             bar.advance(scored.losses.numel())
     except PositionsExceeded as exceeded:
         return None, str(exceeded)
-    return total / segments.targets, None
+    return total.item() / segments.targets, None
 
 
 def _stream(tokens: Tensor | np.ndarray | Sequence[int], vocab_size: int | None) -> Tensor:

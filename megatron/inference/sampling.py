@@ -41,15 +41,19 @@ class Sampling:
             raise UserError(f"vocab_size must be at least 1, not {self.vocab_size}")
 
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `[b, v]` -> float64 probabilities `[b, k]`, most probable first, and their token ids. Wants
-        temperature > 0.
-        """
-        ordered, ids = self._real(logits).double().sort(dim=-1, descending=True, stable=True)
-        if self.top_k:
-            ordered, ids = ordered[:, : self.top_k], ids[:, : self.top_k]
+        """Logits `[b, v]` -> float64 probabilities `[b, k]` of the tokens left, and their ids; not for temperature 0."""
+        logits = self._real(logits).double()
+        nucleus = 0 < self.top_p < 1
+        # Sorting a large vocabulary costs more than the rest, so it is done only where it is needed.
+        if 0 < self.top_k < logits.shape[1]:
+            logits, ids = logits.topk(self.top_k)
+        elif nucleus:
+            logits, ids = logits.sort(descending=True)
+        else:
+            ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
         # The largest logit is subtracted first, so that no temperature however small overflows.
-        chances = ((ordered - ordered[:, :1]) / self.temperature).softmax(dim=-1)
-        if 0 < self.top_p < 1:
+        chances = ((logits - logits.amax(dim=-1, keepdim=True)) / self.temperature).softmax(dim=-1)
+        if nucleus:
             before = chances.cumsum(dim=-1) - chances
             chances = chances.masked_fill(before >= self.top_p, 0.0)
             chances = chances / chances.sum(dim=-1, keepdim=True)
@@ -70,9 +74,9 @@ class Sampling:
         draws = torch.tensor(
             [generator.random() for generator in generators], dtype=torch.float64, device=logits.device
         )
-        # Inverse of the cumulative distribution; the last kept token takes what rounding leaves below 1.
+        # Inverse of the cumulative distribution; the last possible token takes what rounding leaves below 1.
         chosen = (chances.cumsum(dim=-1) <= draws[:, None]).sum(dim=-1)
-        last = (chances > 0).sum(dim=-1) - 1
+        last = torch.where(chances > 0, torch.arange(chances.shape[1], device=chances.device), 0).amax(dim=-1)
         return ids.gather(1, torch.minimum(chosen, last)[:, None])[:, 0].tolist()
 
     def _real(self, logits: Tensor) -> Tensor:

@@ -132,6 +132,15 @@ def test_an_earlier_iteration(tmp_path, data):
         assert rows_in(tmp_path / "o")[0]["loss"] == pytest.approx(mean_loss(models[iteration], data, 64, 64), abs=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_changes_the_loss_a_little(tmp_path, configuration, precision):
+    for name in ("fp32", precision):
+        main([configuration(), "--lengths", "256", "--precision", name, "--output", str(tmp_path / name)])
+    full, half = (rows_in(tmp_path / name)[0]["loss"] for name in ("fp32", precision))
+    assert half == pytest.approx(full, rel=0.02)
+    assert half != full
+
+
 def test_other_processes_of_a_launch_leave_the_work_to_the_first(tmp_path, configuration, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
