@@ -2,8 +2,8 @@
 
 A chunk's scores are made, used and forgotten, and made again in the backward pass: memory is O(chunk * t). Keys after
 the chunk's last query are never touched, which saves the causal half. On a CPU the scores of a few heads stay in the
-cache from the first product to the last, and this is faster than `scaled_dot_product_attention`, though it serves any
-table. No sum depends on the order in which threads finish: a second run gives the same bits.
+cache from the first product to the last, which makes any table about as fast as PyTorch's own kernel is without one. No
+sum depends on the order in which threads finish: a second run gives the same bits.
 
 Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: g heads, c queries, l keys.
 """
@@ -92,8 +92,8 @@ class _Work:
             self.weigh(first_head, products, out)
         scores, bias = self.bias.matched(first_head, out)
         if self.only_causal:
-            own = min(out.shape[1:])
-            scores, bias = scores[..., -own:], bias[..., -own:]
+            rows = out.shape[1]
+            scores, bias = scores[..., -rows:], bias[..., -rows:]
         scores.add_(bias)
         return torch.softmax(out, dim=-1, out=out)
 
@@ -137,7 +137,7 @@ class _Chunked(torch.autograd.Function):
         with _no_autocast(query.device):
             dropout = _Dropout(dropout_p, seed, query.device) if dropout_p else None
             like = query.new_empty(0, dtype=dtype)
-            context = plan.new_states(like, plan.s, query.shape[3])
+            context = plan.new_context(like, query.shape[3])
             work = _Work(plan, bias_table, weight_table, scale, like)
             scratch = _Scratch(plan.group * plan.rows * plan.most_keys, like)
             groups = (plan.split(states.to(dtype)) for states in (query, key, value, context))
@@ -170,7 +170,8 @@ class _Chunked(torch.autograd.Function):
             # The first chunk of a group writes the gradient of all keys, unless a window keeps some from it.
             whole = plan.most_keys == plan.t
             if not whole:
-                gradients[1].zero_(), gradients[2].zero_()
+                for gradient in gradients[1:]:
+                    gradient.zero_()
             bias_gradient, weight_gradient = (
                 Band(plan, plan.heads, 0.0, like) if wanted else None for wanted in ctx.needs_input_grad[3:5]
             )

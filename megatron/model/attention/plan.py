@@ -21,8 +21,7 @@ SMALL_SAMPLE = 1 / 8
 
 @dataclass(frozen=True)
 class Chunk:
-    """`rows` queries from `first` on, and the `keys` keys from `begin` on, of which the last is the last query's
-    own."""
+    """`rows` queries from `first` on; `keys` keys, at least as many, from `begin` on, the last one the last query's."""
 
     first: int
     rows: int
@@ -70,8 +69,7 @@ class Plan:
         return cls(batch, heads, s, t, reach, rows, merged, group)
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """`[b, h, n, d]` -> a `[g, n, d]` for each group, in order: views, except of states that cannot be viewed
-        when merged."""
+        """`[b, h, n, d]` -> a `[g, n, d]` for each group, in order; views, unless merged states are too scattered."""
         if self.merged:
             return list(states.flatten(0, 1).split(self.group))
         return [part for sample in states.unbind(0) for part in sample.split(self.group)]
@@ -79,6 +77,12 @@ class Plan:
     def new_states(self, like: Tensor, length: int, size: int) -> Tensor:
         """Uninitialised `[b, h, length, size]`, which `split` views."""
         return like.new_empty(self.batch, self.heads, length, size)
+
+    def new_context(self, like: Tensor, size: int) -> Tensor:
+        """Uninitialised `[b, h, s, size]` for the result, in memory as a model reads it next: heads beside one another."""
+        if self.merged:
+            return self.new_states(like, self.s, size)
+        return like.new_empty(self.batch, self.s, self.heads, size).transpose(1, 2)
 
     def first_heads(self) -> list[int]:
         """The first head of each group, in order."""
@@ -104,8 +108,7 @@ class Plan:
 
 
 class Band:
-    """A table over distance, from the farthest to the nearest, with room for pairs that are out of reach on either
-    side.
+    """A table over distance, from the farthest to the nearest, with a margin on either side for pairs out of reach.
 
     With the queries of a chunk in reverse order, row r and column j of its scores lie at distance l-1 - (r+j). So the
     table's values for all pairs of a chunk are a view of the band in which both strides are 1, and no `[h, s, t]`

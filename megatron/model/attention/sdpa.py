@@ -26,9 +26,9 @@ def sdpa_attention(
 ) -> Tensor:
     """As `attend`, without a weight.
 
-    PyTorch takes no table, so where its own causal mask does not do, a mask with the bias in it is made for some queries
-    at a time: `[b, h, s, t]` is never in memory, unless autograd keeps it. On a GPU the mask must have the query's dtype,
-    to which it rounds the bias.
+    PyTorch takes no table, so where its own causal mask does not do, a mask with the bias in it is made for some
+    queries at a time: `[b, h, s, t]` is never in memory, unless autograd keeps it. On a GPU the mask must have the
+    query's dtype, to which it rounds the bias.
     """
     s, t = query.shape[2], key.shape[2]
     if bias_table is None and window is None and s == t:

@@ -51,7 +51,9 @@ class PositionalMethod(nn.Module):
     @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
         """Build the method for a model of this shape. Raises ValueError for an option the method does not have."""
-        arguments = inspect.signature(cls.__init__).parameters.keys() - {"self"}
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = inspect.signature(cls.__init__).parameters
+        arguments = {name for name, parameter in parameters.items() if parameter.kind in named} - {"self"}
         sizes = {field.name for field in fields(ModelShape)}
         valid = arguments - sizes
         for name in options:
@@ -102,6 +104,13 @@ class PositionalMethod(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial parameters: the same from the same generator, whatever their own dtype and device."""
 
+    def constrain_parameters(self) -> None:
+        """Move parameters to their bounds, in place: for after an optimizer's step.
+
+        Not needed for right values, which are bounded on use; but a parameter that is let wander beyond its bound
+        takes as many steps back before anything changes.
+        """
+
     def statistics(self) -> dict[str, Tensor]:
         """Parameter name -> float32 `[h]`, as used (within its bounds), detached: for logs."""
         return {}
@@ -110,8 +119,10 @@ class PositionalMethod(nn.Module):
     def effective_length(self, limit: int = 20_480, threshold: float = -2.0) -> Tensor:
         """The smallest distance whose bias is below the threshold, int64 `[h]`; `limit` where there is none below it.
 
-        Figure 6 of the KERPLE paper (arXiv 2205.09921).
+        Figure 6 of the KERPLE paper (arXiv 2205.09921). Raises ValueError for a method without a bias.
         """
+        if not self.has_bias:
+            raise ValueError(f"{type(self).__name__} has no bias, so it has no effective length")
         device = next((parameter.device for parameter in self.parameters()), None)
         below = self.bias(torch.arange(limit, dtype=torch.float32, device=device)) < threshold
         first = below.to(torch.uint8).argmax(dim=1)

@@ -5,6 +5,7 @@ A method registers itself with a decorator, so that adding one is adding one fil
 """
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -68,7 +69,7 @@ def load_plugin(path_or_module: str | Path) -> None:
         path = Path(text).resolve()
         if not path.is_file():
             raise ValueError(f"positional plugin {text!r}: there is no such file")
-        name = f"positional_plugin_{path.stem}_{abs(hash(path)):x}"
+        name = f"positional_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
         if name in sys.modules:
             return
         spec = importlib.util.spec_from_file_location(name, path)
@@ -79,6 +80,8 @@ def load_plugin(path_or_module: str | Path) -> None:
             spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
+            for registered in _METHODS.keys() - before:
+                del _METHODS[registered]
             raise
     else:
         if text in sys.modules:
