@@ -41,7 +41,7 @@ class Sampling:
             raise UserError(f"vocab_size must be at least 1, not {self.vocab_size}")
 
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `[b, v]` -> float64 probabilities `[b, k]` of the tokens left, and their ids; not for temperature 0."""
+        """Logits `[b, v]` -> float64 probabilities `[b, k]` of the tokens left, and their ids; not at temperature 0."""
         logits = self._real(logits).double()
         nucleus = 0 < self.top_p < 1
         # Sorting a large vocabulary costs more than the rest, so it is done only where it is needed.
