@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.errors import UserError
-from megatron.data.files import sync_folder
 from megatron.data.indexed_format import (
     HEADER,
     ID_TYPE_CODES,
@@ -22,6 +21,7 @@ from megatron.data.indexed_format import (
     id_type_for,
     idx_path,
 )
+from megatron.files import sync_folder
 
 _BLOCK = 1 << 22  # tokens held in memory at a time while the result is read again
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.files import write_atomically
 from megatron.data.indexed_format import IndexedFiles
+from megatron.files import write_atomically
 
 _BLOCK = 1 << 22  # tokens looked at in one go
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from megatron.config.errors import UserError
 from megatron.data.documents import DocumentOptions
-from megatron.data.files import write_atomically
 from megatron.data.indexed_format import check_indexed_files
 from megatron.data.manifest import read_manifest
 from megatron.data.preprocessing import ChunkSource, TokenizerFiles, preprocess, summary
 from megatron.data.readers import Corpus, find_files
 from megatron.data.stdlib_corpus import StdlibCorpus
+from megatron.files import write_atomically
 from megatron.tokenizer.training import train_bpe
 
 EMBEDDED = "python_stdlib"

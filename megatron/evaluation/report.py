@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.config.errors import UserError
-from megatron.data.files import write_atomically
 from megatron.evaluation.plots import draw
 from megatron.evaluation.rows import Row
 from megatron.evaluation.tables import explanation, markdown, rich_table
+from megatron.files import write_atomically
 
 TITLE = "Length extrapolation"
 UNBOUNDED_WIDTH = 200

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from megatron.config import Config, UserError
 from megatron.config.groups import GenerationConfig
-from megatron.data.files import write_atomically
+from megatron.files import write_atomically
 from megatron.inference.command_line import checkpoint_folders, first_process, load, parse_with_checkpoint
 from megatron.inference.generation import Generation, generate
 from megatron.tokenizer import Tokenizer, build_tokenizer

@@ -32,8 +32,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     from megatron.data.documents import DocumentOptions, read_texts
-    from megatron.data.files import write_atomically
     from megatron.data.readers import Corpus, find_files
+    from megatron.files import write_atomically
     from megatron.tokenizer.training import train_bpe
 
     arguments = parse_arguments()
