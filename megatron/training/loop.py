@@ -12,7 +12,7 @@ from megatron.checkpoint.saving import save_checkpoint
 from megatron.checkpoint.state import TrainingState
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError, check_vocabulary
-from megatron.data import build_datasets, build_loader
+from megatron.data import build_datasets, build_loader, document_lengths
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training import distributed, metrics
 from megatron.training.engine import Batch, Engine
@@ -114,8 +114,21 @@ def _datasets(config: Config, tokenizer, engine: Engine):
     iterations, validation = config.schedule.train_iters, config.training
     rounds = iterations // validation.eval_interval + 1 if validation.eval_iters else 0
     per_round = validation.eval_iters * engine.global_batch
-    wanted = (iterations * engine.global_batch, rounds * per_round, 0)
+    tested = per_round if _has_test_text(config) else 0
+    wanted = (iterations * engine.global_batch, rounds * per_round, tested)
     return build_datasets(config, tokenizer, config.model.seq_length, wanted, validation.seq_length_val)
+
+
+def _has_test_text(config: Config) -> bool:
+    """Test data of its own, or a test part of `split` that holds a sample: often it is too small to."""
+    data = config.data
+    if data.data_path is None:
+        return bool(data.test_data_paths)
+    try:
+        lengths = document_lengths(data.data_path, data.split, "test")
+    except UserError:
+        return False
+    return int(lengths.sum()) > (config.training.seq_length_val or config.model.seq_length)
 
 
 def _loader(config: Config, engine: Engine, dataset, consumed: int):
@@ -290,7 +303,8 @@ def _final_evaluation(run: Run) -> None:
         )
     if run.validated_at != run.state.iteration:
         _validate(run)
-    _validate(run, "test")
+    if run.config.schedule.train_iters > 0:
+        _validate(run, "test")
 
 
 __all__ = ["CheckpointError", "Run", "set_up", "train"]
