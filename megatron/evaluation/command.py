@@ -23,7 +23,7 @@ LONGEST_DEFAULT = 16  # times the training length
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, evaluate every checkpoint on the same text, write one report. Raises UserError."""
     config, options = parse_with_checkpoint(DESCRIPTION, argv, _options, several=True)
-    if options.eval_tasks or (config is not None and config.evaluation.eval_tasks):
+    if options.eval_tasks or config.evaluation.eval_tasks:
         raise UserError("eval_tasks: the tasks of lm-evaluation-harness are not available yet; leave them out")
     for name in options.modes:
         parse_mode(name)
@@ -31,16 +31,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     folders = checkpoint_folders(config, options)
     output = _output(folders, options.output)
+    task = _task(config, options)
     rows: list[Row] = []
-    task: Task | None = None
     for folder in folders:
         # One checkpoint must be the configuration's; of several, the configuration tells the text and the lengths.
         model, saved = load(folder, config, options, check=len(folders) == 1)
-        given = config or saved
-        if task is None:
-            task = _task(given, options)
-        else:
-            _check_source(task, given, folder)
+        if options.own:
+            _check_text(saved, config, folder)
         rows += evaluate_extrapolation(
             model,
             task.tokens,
@@ -113,37 +110,32 @@ def _output(folders: Sequence[Path], output: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Task:
-    """What all checkpoints are measured on: int64 tokens `[n]` from `source`, how many of them, in which lengths."""
+    """What all checkpoints are measured on: int64 tokens `[n]`, how many of them to score, in which lengths."""
 
-    source: tuple[object, ...]
     tokens: np.ndarray
     budget: int | None
     lengths: list[int]
 
 
 def _task(config: Config, options: argparse.Namespace) -> Task:
-    """The task of the first checkpoint: options first, then the configuration, then what it implies."""
+    """Options first, then the configuration, then what it implies."""
     budget = options.tokens or config.evaluation.tokens
     lengths = list(options.lengths or config.evaluation.lengths or _doubled(config.model.seq_length))
     if not options.lengths:
         print(f"lengths: {' '.join(map(str, lengths))}", flush=True)
     # Of n tokens n - 1 are targets. Too small a budget is for evaluate_extrapolation to tell from too short a text.
     tokens = evaluation_tokens(config, "valid", None if budget is None else max(budget, *lengths) + 1)
-    return Task(_source(config), tokens, budget, lengths)
+    return Task(tokens, budget, lengths)
 
 
-def _source(config: Config) -> tuple[object, ...]:
-    """What names the validation text."""
-    return config.data.data_path, config.data.split, config.data.valid_data_paths
-
-
-def _check_source(task: Task, config: Config, folder: Path) -> None:
-    """Raises UserError when a further checkpoint's own configuration names another text than the first one's."""
-    if _source(config) != task.source:
-        raise UserError(
-            f"{folder}: was trained on other data than the first checkpoint; "
-            "give a configuration with the data-path to evaluate them all on"
-        )
+def _check_text(saved: Config, first: Config, folder: Path) -> None:
+    """Raises UserError when a checkpoint's own configuration names another text than the first checkpoint's."""
+    for key in ("data_path", "split", "valid_data_paths"):
+        if getattr(saved.data, key) != getattr(first.data, key):
+            raise UserError(
+                f"{folder}: has another {key} than the first checkpoint ({getattr(saved.data, key)}, not "
+                f"{getattr(first.data, key)}); give a configuration with the data to evaluate them all on"
+            )
 
 
 def _doubled(length: int) -> list[int]:

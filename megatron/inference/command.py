@@ -29,11 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, options = parse_with_checkpoint(DESCRIPTION, argv, _options)
     if not first_process():
         return
-    # What is wrong with the request is said before a model is loaded, where the configuration is known by then.
-    request = None if config is None else _request(config.generation, options)
+    # What is wrong with the request is said before a model is loaded.
+    request = _request(config.generation, options)
     model, saved = load(checkpoint_folders(config, options)[0], config, options)
-    config = config or saved
-    request = request or _request(config.generation, options)
     tokenizer = _tokenizer(config, saved, model.settings.padded_vocab_size)
     writer = Writer(model, tokenizer, config.generation, config.training.seed, options.batch_size)
     if request.contexts is None:

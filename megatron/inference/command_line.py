@@ -10,14 +10,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from megatron.checkpoint.directory import find_step, has_checkpoint
 from megatron.config import Config, UserError
 from megatron.config.arguments import parse
-from megatron.config.command_line import MERGED_OPTION, SET_OPTION
-from megatron.inference.loading import load_model
+from megatron.config.command_line import MERGED_OPTION, take_overrides
+from megatron.config.yaml_files import parse_value
+from megatron.inference.loading import checkpoint_config, load_model
 from megatron.model.gpt import GPT
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,15 +38,16 @@ def parse_with_checkpoint(
     extra: Callable[[argparse.ArgumentParser], None],
     *,
     several: bool = False,
-) -> tuple[Config | None, argparse.Namespace]:
+) -> tuple[Config, argparse.Namespace]:
     """The configuration and the options of a script that works on a checkpoint; `extra` adds the script's own options.
 
-    The configuration files may be left out where --checkpoint names a folder: the configuration is then None and the
-    checkpoint's own serves. `options.checkpoint` is a list of folders, of one unless `several`; empty if not given.
+    The configuration files may be left out where --checkpoint names a folder: the configuration is then the (first)
+    checkpoint's own with --set over it, and `options.own` is True. `options.checkpoint` is a list of folders, of one
+    unless `several`; empty if not given. Raises UserError.
     """
     words = list(sys.argv[1:] if argv is None else argv)
 
-    def options(parser: argparse.ArgumentParser) -> None:
+    def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--checkpoint",
             nargs="+" if several else 1,
@@ -56,22 +60,35 @@ def parse_with_checkpoint(
         parser.add_argument(
             "--precision", choices=PRECISIONS, default="fp32", help="of the weights and the computation (%(default)s)"
         )
+        parser.set_defaults(own=False)
         extra(parser)
 
-    if not {"-h", "--help", MERGED_OPTION, SET_OPTION} & set(words):
+    overrides, rest = take_overrides(words)
+    if not {"-h", "--help", MERGED_OPTION} & set(rest):
         alone = argparse.ArgumentParser(description=description, allow_abbrev=False)
         alone.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-        options(alone)
-        found, rest = alone.parse_known_args(words)
-        if found.checkpoint and not rest:
-            return None, found
-    return parse(description, words, options)
+        add_options(alone)
+        options, unknown = alone.parse_known_args(rest)
+        if options.checkpoint and not unknown:
+            options.own = True
+            config = checkpoint_config(find_step(options.checkpoint[0], options.iteration))
+            return config.updated(**dict(map(_read_override, overrides))), options
+    return parse(description, words, add_options)
 
 
-def checkpoint_folders(config: Config | None, options: argparse.Namespace) -> list[Path]:
-    """The folders of --checkpoint, or the configuration's `load`, or else `save`. Raises UserError when none is
-    named.
-    """
+def _read_override(text: str) -> tuple[str, Any]:
+    """`key=value`, the value in YAML."""
+    key, _, value = text.partition("=")
+    try:
+        return key, parse_value(value)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"--set {text}: the value is not YAML; put quotes around text with special characters"
+        ) from error
+
+
+def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path]:
+    """The folders of --checkpoint, or the configuration's `load`, or else `save`. Raises UserError if none is named."""
     if options.checkpoint:
         return [Path(folder) for folder in options.checkpoint]
     named = [config.checkpoint.load, config.checkpoint.save]
@@ -86,15 +103,17 @@ def checkpoint_folders(config: Config | None, options: argparse.Namespace) -> li
     )
 
 
-def load(folder: Path, config: Config | None, options: argparse.Namespace, *, check: bool = True) -> tuple[GPT, Config]:
+def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> tuple[GPT, Config]:
     """The model in a folder, in evaluation mode on the chosen device, and the checkpoint's configuration.
 
     Raises UserError when the folder holds none, or, with `check`, when the configuration that was given describes
     another model.
     """
-    given = {} if config is None else config.to_flat()
-    iteration = given.get("iteration") if options.iteration is None else options.iteration
+    iteration = options.iteration
+    if iteration is None and not options.own:  # a checkpoint's own `iteration` is the one it was started from
+        iteration = config.checkpoint.iteration
     device = choose_device(options.device)
+    given = config.to_flat()
     model, saved = load_model(
         folder,
         iteration=iteration,

@@ -184,7 +184,7 @@ def test_several_checkpoints_need_an_output_folder_and_the_same_data(tmp_path, c
     (tmp_path / "data").mkdir()
     elsewhere = write_corpus(tmp_path / "data")
     write_checkpoint(tmp_path / "other", "alibi", elsewhere)
-    with pytest.raises(UserError, match="other: was trained on other data than the first"):
+    with pytest.raises(UserError, match="other: has another data_path than the first checkpoint"):
         main(["--checkpoint", *folders, *LENGTHS, "--output", str(tmp_path / "report")])
     common = str(write_yaml(tmp_path / "common.yml", settings_of("none", data)))
     main([common, "--checkpoint", *folders, *LENGTHS, "--output", str(tmp_path / "report")])

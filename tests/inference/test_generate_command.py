@@ -112,6 +112,17 @@ def test_the_checkpoint_alone_is_enough(tmp_path, trained):
     assert read_records(output)[0]["length"] <= 64  # GPT-NeoX's default
 
 
+def test_the_checkpoints_configuration_with_other_values(tmp_path, trained):
+    folder, model = trained
+    output = tmp_path / "out.jsonl"
+    words = ["--checkpoint", str(folder), "-o", str(output), "--set", "text_gen_type=unconditional"]
+    main([*words, "temperature=0.5", "maximum-tokens=20", "seed=3"])
+    alone = generate(model, [[0]], maximum_tokens=20, temperature=0.5, seed=3, eod=0)[0]
+    assert read_records(output)[0]["text"] == TOKENIZER.detokenize(alone.tokens)
+    with pytest.raises(UserError, match="temprature"):
+        main([*words, "temprature=0.5"])
+
+
 def test_interactive_reads_prompts_until_the_input_ends(tmp_path, configuration, trained):
     command = [sys.executable, str(ROOT / "generate.py"), configuration(text_gen_type="interactive")]
     run = subprocess.run(command, cwd=tmp_path, input=b"def f\n\nab", capture_output=True, check=False)
