@@ -79,7 +79,7 @@ class Plan:
         return like.new_empty(self.batch, self.heads, length, size)
 
     def new_context(self, like: Tensor, size: int) -> Tensor:
-        """Uninitialised `[b, h, s, size]` for the result, in memory as a model reads it next: heads beside one another."""
+        """Uninitialised `[b, h, s, size]` for the result: in memory `[b, s, h, size]`, as a model reads it next."""
         if self.merged:
             return self.new_states(like, self.s, size)
         return like.new_empty(self.batch, self.s, self.heads, size).transpose(1, 2)
