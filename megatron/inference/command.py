@@ -76,7 +76,9 @@ def _kind(settings: GenerationConfig, input_file: str | None) -> str:
     kind = settings.text_gen_type
     if input_file is not None:
         if kind not in (None, "input-file"):
-            print(f"note: prompts from {input_file} (-i), although text_gen_type is {kind}", flush=True)
+            print(
+                f"note: prompts from {input_file} (-i), although text_gen_type is {kind}", file=sys.stderr, flush=True
+            )
         return "input-file"
     if kind is None:
         raise UserError("text_gen_type is not set: unconditional, input-file or interactive (or give -i FILE)")

@@ -155,5 +155,6 @@ def first_process() -> bool:
         return False
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
-        print(f"note: this runs in one process; the other {processes - 1} that were started have ended", flush=True)
+        note = f"note: this runs in one process; the other {processes - 1} that were started have ended"
+        print(note, file=sys.stderr, flush=True)
     return True

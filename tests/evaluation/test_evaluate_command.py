@@ -148,7 +148,7 @@ def test_other_processes_of_a_launch_leave_the_work_to_the_first(tmp_path, confi
     assert not (tmp_path / "report").exists()
     monkeypatch.setenv("RANK", "0")
     main([configuration(), *LENGTHS, "--output", str(tmp_path / "report")])
-    assert "one process" in capsys.readouterr().out
+    assert "one process" in capsys.readouterr().err
     assert (tmp_path / "report").exists()
 
 
