@@ -7,6 +7,7 @@ from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.config.configuration import Config
+    from megatron.config.groups import ModelConfig
 
 
 def check_groups(config: "Config") -> None:
@@ -57,6 +58,7 @@ def _check_positions(config: "Config") -> None:
         near = difflib.get_close_matches(model.pos_emb, names, n=3, cutoff=0.4)
         hint = f"nearest: {', '.join(near)}; known: " if near else "known: "
         raise UserError(f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}')
+    _check_method(model)
     rows = model.max_position_embeddings
     for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
         if model.pos_emb == "learned" and length is not None and length > rows:
@@ -64,6 +66,28 @@ def _check_positions(config: "Config") -> None:
                 f"{name} {length} is more than max_position_embeddings {rows}: pos_emb learned has a row for every "
                 "position and none beyond; raise max_position_embeddings or choose another pos_emb"
             )
+
+
+def _check_method(model: "ModelConfig") -> None:
+    """The method takes its options, and the attention backend serves it: tried on tensors without memory."""
+    import torch
+
+    from megatron.model.attention import check_backend
+    from megatron.model.positional import ModelShape, build
+
+    shape = ModelShape(
+        num_heads=model.num_attention_heads,
+        head_size=model.head_size,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        max_positions=model.max_position_embeddings,
+    )
+    try:
+        with torch.device("meta"):
+            method = build(model.pos_emb, shape, **model.positional_options)
+        check_backend(model.attention_backend, bias=method.has_bias, weight=method.has_weight)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(f"pos_emb {model.pos_emb}: {error}") from error
 
 
 def _check_parallel(config: "Config") -> None:

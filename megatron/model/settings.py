@@ -60,16 +60,6 @@ class ModelSettings:
             attention_dropout=model.attention_dropout,
             attention_backend=model.attention_backend,
             pos_emb=model.pos_emb,
-            pos_emb_options=tuple(positional_options(config).items()),
+            pos_emb_options=tuple(model.positional_options.items()),
             tp=tp,
         )
-
-
-def positional_options(config: Config) -> dict[str, object]:
-    """Options of the positional method: GPT-NeoX's own keys where the method has them, then `pos-emb-options`."""
-    model = config.model
-    neox: dict[str, dict[str, object]] = {
-        "rotary": {"fraction": model.rotary_pct, "base": model.rotary_emb_base},
-        "rpe": {"num_buckets": model.rpe_num_buckets, "max_distance": model.rpe_max_distance},
-    }
-    return {**neox.get(model.pos_emb, {}), **model.pos_emb_options}

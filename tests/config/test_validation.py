@@ -17,6 +17,11 @@ from megatron.config import Config, UserError
         ),
         ({"pos-emb": "kerple_logg"}, 'pos_emb "kerple_logg" is not a known method; nearest: kerple_log'),
         ({"pos-emb": "zzz"}, 'pos_emb "zzz" is not a known method; known: .*alibi.*rotary'),
+        ({"pos-emb": "rotary", "pos-emb-options": {"fraction": 2.0}}, "pos_emb rotary: .*fraction"),
+        (
+            {"pos-emb": "kerple_power__ap", "attention-backend": "sdpa"},
+            "pos_emb kerple_power__ap: attention-backend 'sdpa' cannot multiply scores by a weight",
+        ),
         ({"pos-emb-module": "no/such/file.py"}, "pos_emb_module no/such/file.py: "),
         ({"pos-emb-module": "no_such_module_anywhere"}, "pos_emb_module no_such_module_anywhere: "),
         (

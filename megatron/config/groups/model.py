@@ -92,6 +92,15 @@ class ModelConfig(Group):
         return values
 
     @property
+    def positional_options(self) -> dict[str, Any]:
+        """Options of the positional method: GPT-NeoX's own keys where the method has them, then pos_emb_options."""
+        neox: dict[str, dict[str, Any]] = {
+            "rotary": {"fraction": self.rotary_pct, "base": self.rotary_emb_base},
+            "rpe": {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance},
+        }
+        return {**neox.get(self.pos_emb, {}), **self.pos_emb_options}
+
+    @property
     def head_size(self) -> int:
         """Dimensions of one attention head."""
         return self.hidden_size // self.num_attention_heads
