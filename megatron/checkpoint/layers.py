@@ -53,10 +53,16 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def layer_state(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's parameters and persistent buffers, each in storage of its own."""
-    return {
-        name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors_of(layer).items()
-    }
+    """The layer's parameters and persistent buffers, for saving: each the only one in its storage, which is what
+    torch.save writes. They are the live tensors where these are so already.
+    """
+    return {name: _alone(tensor.detach()) for name, tensor in tensors_of(layer).items()}
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def merge_shards(name: str, shards: list[Tensor], expected: torch.Size, where: Path) -> Tensor:
@@ -87,13 +93,17 @@ def computed_names(layer: nn.Module) -> set[str]:
     return {*COMPUTED_BUFFERS, *(f"{name}.{tensor}" for name, method in methods for tensor in method.computed)}
 
 
-def read_layer(files: list[Path], expected: dict[str, torch.Size], computed: Container[str] = ()) -> dict[str, Tensor]:
-    """The whole (unsliced) state of one layer. `expected` holds the shapes in the model, unsliced; tensors named in
-    `computed` are left alone.
+def read_layer(
+    files: list[Path], expected: dict[str, torch.Size], computed: Container[str] = (), *, shapes_only: bool = False
+) -> dict[str, Tensor]:
+    """The whole (unsliced) state of one layer, to be read only. `expected` holds the shapes in the model, unsliced;
+    tensors named in `computed` are left alone. shapes_only: the tensors have no data, and none is read.
 
     Raises CheckpointError for a tensor that the model lacks or the file lacks, or of another shape.
     """
-    shards = [load_tensors(path) for path in files]
+    shards = [load_tensors(path, mapped=True) for path in files]
+    if shapes_only:
+        shards = [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
     where = files[0]
     extra = [name for name in shards[0] if name not in expected and name not in computed]
     missing = [name for name in expected if name not in shards[0]]
@@ -133,17 +143,52 @@ def slice_for_rank(layer: nn.Module, state: dict[str, Tensor], tensor_rank: int)
 
 
 def load_layers(layers: dict[int, nn.Module], directory: Path, *, tensor_size: int = 1, tensor_rank: int = 0) -> None:
-    """Fill the given layers in place from a checkpoint of any tensor-parallel size."""
-    files = layer_files(directory)
+    """Fill the given layers in place from a checkpoint of any tensor-parallel size. Raises CheckpointError before a
+    layer is changed.
+    """
     for index, layer in layers.items():
-        shapes = full_shapes(layer, tensor_size)
-        if not shapes:
-            continue
-        if index not in files:
-            raise CheckpointError(
-                f"{directory}: has no file of layer {index}, which the configured model has; num-layers differs"
-            )
-        state = slice_for_rank(layer, read_layer(files[index], shapes, computed_names(layer)), tensor_rank)
+        state = _read_whole(index, layer, layer_files(directory), directory, tensor_size)
+        pieces = slice_for_rank(layer, state, tensor_rank)
         with torch.no_grad():
             for name, tensor in tensors_of(layer).items():
-                tensor.copy_(state[name])
+                tensor.copy_(pieces[name])
+
+
+def check_layers(layers: dict[int, nn.Module], directory: Path) -> None:
+    """Compare the files' names, shapes and number with those of a whole model, which may be on the meta device: no
+    weights are read. Raises CheckpointError that names both sides of a difference.
+    """
+    files = layer_files(directory)
+    last = max(layers)
+    if max(files) not in (last, last - 1):
+        raise CheckpointError(
+            f"{directory}: its last layer file has index {max(files)}, but the configured model's last layer is "
+            f"{last}; num-layers (or no-weight-tying) differs"
+        )
+    for index, layer in layers.items():
+        _read_whole(index, layer, files, directory, 1, shapes_only=True)
+
+
+def read_tensor(directory: Path, index: int, name: str, expected: torch.Size) -> Tensor:
+    """One unsliced tensor of one layer, to be read only."""
+    files = layer_files(directory)[index]
+    return merge_shards(name, [load_tensors(path, mapped=True)[name] for path in files], expected, files[0])
+
+
+def _read_whole(
+    index: int,
+    layer: nn.Module,
+    files: dict[int, list[Path]],
+    directory: Path,
+    tensor_size: int,
+    *,
+    shapes_only: bool = False,
+) -> dict[str, Tensor]:
+    shapes = full_shapes(layer, tensor_size)
+    if not shapes:
+        return {}
+    if index not in files:
+        raise CheckpointError(
+            f"{directory}: has no file of layer {index}, which the configured model has; num-layers differs"
+        )
+    return read_layer(files[index], shapes, computed_names(layer), shapes_only=shapes_only)

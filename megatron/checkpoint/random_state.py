@@ -7,6 +7,10 @@ import numpy as np
 import torch
 
 
+def rank_file(rank: int) -> str:
+    return f"random_rank_{rank:05d}.pt"
+
+
 def capture() -> dict[str, Any]:
     """Python's, NumPy's and torch's generators (CPU and, where there is one, the current GPU)."""
     version, words, gauss = random.getstate()

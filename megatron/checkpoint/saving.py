@@ -1,107 +1,154 @@
-"""Saving: everything goes to a folder of another name, which takes its own name when it is whole."""
+"""Saving: everything goes to a folder of another name, which takes its own name when it is whole and on the disk."""
 
-import json
 import shutil
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint import random_state
-from megatron.checkpoint.directory import point_latest, remove_older, tag_for
+from megatron.checkpoint.contents import rank_files
+from megatron.checkpoint.directory import publish, remove_older, tag_for, tidy
+from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.state import TrainingState
-from megatron.checkpoint.storage import CheckpointError, sync_folder, write_text
+from megatron.checkpoint.storage import CheckpointError, FileRecord, record_of, save_file, sync_folder, write_bytes
 from megatron.config import Config
 
+# (file name -> record, or None if this rank failed; the error)
+Written = tuple[dict[str, FileRecord] | None, str | None]
 
-def save_checkpoint(engine, config: Config, state: TrainingState) -> Path:
-    """Write `config.checkpoint.save`/global_stepN and point `latest` at it; called by every rank together.
 
-    `engine` is `megatron.training.engine.Engine`. If a rank cannot write (a full disk), every rank raises
-    CheckpointError, what was written is removed, and the previous checkpoints stay as they were.
+class Checkpointer:
+    """Saves to `config.checkpoint.save`. Every rank has one and calls it at the same steps."""
+
+    def __init__(self, engine, config: Config, report: Callable[[str], None]):
+        """`engine` is `megatron.training.engine.Engine`; `report` prints once per run."""
+        self.engine, self.config, self.report = engine, config, report
+        self.directory = Path(config.checkpoint.save)
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._group = None
+        if config.checkpoint.async_save and dist.get_world_size() > 1:
+            # The writers of the ranks meet here, while training uses the other groups.
+            self._group = dist.new_group(backend="gloo")
+
+    def save(self, state: TrainingState) -> None:
+        """Write global_stepN and point `latest` at it. With `async-save` this returns when the tensors are copied to
+        the host's memory, and the rest is done in the background.
+
+        If a rank cannot write (a full disk), every rank raises CheckpointError, what was written is removed, and the
+        previous checkpoints stay as they were; of a save in the background, at the next `save` or `finish`.
+        """
+        self.finish()
+        unfinished = self.directory / f"{tag_for(state.iteration)}.unfinished"
+        self._on_main(lambda: _prepare(self.directory, unfinished))
+        files = rank_files(self.engine, self.config, state)
+        if self.config.checkpoint.async_save:
+            copied = [(name, to_host(value)) for name, value in files]
+            self._thread = threading.Thread(
+                target=self._write_in_background, args=(copied, state.iteration, unfinished), name="checkpoint"
+            )
+            self._thread.start()
+        else:
+            self._write(files, state.iteration, unfinished)
+
+    def finish(self) -> None:
+        """Wait for a save in the background. Raises its CheckpointError."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write_in_background(self, files: list[tuple[str, Any]], iteration: int, unfinished: Path) -> None:
+        try:
+            self._write(files, iteration, unfinished)
+        except CheckpointError as error:
+            self._error = error
+        except RuntimeError as error:  # the other ranks are gone
+            self._error = CheckpointError(f"{unfinished}: could not be saved ({error})")
+
+    def _write(self, files: Iterable[tuple[str, Any]], iteration: int, unfinished: Path) -> None:
+        tag = tag_for(iteration)
+        written: list[Written] = [(None, None)] * self.engine.layout.world_size
+        dist.all_gather_object(written, write_files(unfinished, files), group=self._group)
+        failure = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(written) if error), None)
+        if failure is not None:
+            self._on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+            raise CheckpointError(
+                f"{self.directory / tag}: could not be saved ({failure}); free some space or check the folder's "
+                "permissions. The checkpoints saved before are untouched"
+            )
+        records = {name: record for part, _ in written for name, record in (part or {}).items()}
+        self._on_main(lambda: self._publish(records, iteration, unfinished))
+        self.report(f"saved {self.directory / tag}")
+
+    def _publish(self, records: dict[str, FileRecord], iteration: int, unfinished: Path) -> None:
+        write_manifest(unfinished, iteration, records)
+        publish(self.directory, unfinished, tag_for(iteration))
+        keep = self.config.checkpoint.keep_last_n_checkpoints
+        if keep is not None:
+            remove_older(self.directory, keep, iteration)
+
+    def _on_main(self, action: Callable[[], object]) -> None:
+        """Run on rank 0 while the others wait; its error is raised on every rank."""
+        outcome: list[str | None] = [None]
+        if self.engine.layout.is_main:
+            try:
+                action()
+            except CheckpointError as error:
+                outcome[0] = str(error)
+            except OSError as error:
+                outcome[0] = f"{error.filename or 'checkpoint'}: {error.strerror}"
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is not None:
+            raise CheckpointError(outcome[0])
+
+
+def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> Written:
+    """Write one rank's files. An error is returned rather than raised, and the iterable is run through in any case: the
+    other ranks wait for this one.
     """
-    layout = engine.layout
-    directory = Path(config.checkpoint.save)
-    tag = tag_for(state.iteration)
-    unfinished = directory / f"{tag}.unfinished"
-    _on_main(layout, lambda: _prepare(directory, unfinished))
-    error = _write(engine, config, state, directory, unfinished)
-    failures: list[str | None] = [None] * layout.world_size
-    dist.all_gather_object(failures, None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
-    failure = next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), None)
+    records: dict[str, FileRecord] = {}
+    failure: str | None = None
+    for name, value in files:
+        if failure is not None:
+            continue
+        try:
+            path = folder / name
+            if path.parent != folder:
+                path.parent.mkdir(exist_ok=True)
+            if isinstance(value, bytes):
+                write_bytes(path, value)
+                records[name] = record_of(path)
+            else:
+                records[name] = save_file(path, value)
+        except (OSError, RuntimeError) as error:
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
     if failure is not None:
-        _on_main(layout, lambda: shutil.rmtree(unfinished, ignore_errors=True))
-        raise CheckpointError(
-            f"{directory / tag}: could not be saved ({failure}); free some space or check the folder's permissions. "
-            "The checkpoints saved before are untouched"
-        )
-    _on_main(layout, lambda: _publish(directory, unfinished, tag, config.checkpoint.keep_last_n_checkpoints))
-    return directory / tag
+        return None, failure
+    sync_folder(folder)
+    return records, None
 
 
-def _write(engine, config: Config, state: TrainingState, directory: Path, unfinished: Path) -> Exception | None:
-    """This rank's files. The error is returned, not raised: the other ranks wait for this one at DeepSpeed's
-    barriers.
-    """
-    ds_engine, layout = engine.engine, engine.layout
-    client_state = {
-        "training": state.to_dict(),
-        "shape": engine.shape(),
-        "optimizer_left_out": config.checkpoint.no_save_optim,
-    }
-    with ds_engine.optimizer_left_out(config.checkpoint.no_save_optim):
-        ds_engine.save_checkpoint(str(directory), tag=unfinished.name, client_state=client_state, save_latest=False)
-    if ds_engine.checkpoint_engine.error is not None:
-        return ds_engine.checkpoint_engine.error
-    try:
-        if not config.checkpoint.no_save_rng:
-            torch.save(random_state.capture(), unfinished / f"random_rank_{layout.rank:05d}.pt")
-        if layout.is_main:
-            configs = unfinished / "configs"
-            configs.mkdir(exist_ok=True)
-            # JSON is YAML: the file loads like any other configuration.
-            write_text(configs / "config.yml", json.dumps(config.to_flat(), indent=2) + "\n")
-    except (OSError, RuntimeError) as error:
-        return error
-    return None
+def to_host(value: Any) -> Any:
+    """A copy of nested containers with every tensor copied to the host's memory, in storage of its own."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format).copy_(value)
+    if isinstance(value, dict):
+        return {name: to_host(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_host(item) for item in value)
+    return value
 
 
 def _prepare(directory: Path, unfinished: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if unfinished.exists():
-            shutil.rmtree(unfinished)
+        tidy(directory)
         unfinished.mkdir()
     except OSError as error:
         raise CheckpointError(f"save: {directory}: cannot be written ({error.strerror})") from error
-
-
-def _publish(directory: Path, unfinished: Path, tag: str, keep: int | None) -> None:
-    final, replaced = directory / tag, directory / f".{tag}.replaced"
-    sync_folder(unfinished)
-    if final.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)
-        final.rename(replaced)
-    unfinished.rename(final)
-    sync_folder(directory)
-    point_latest(directory, tag)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    if keep is not None:
-        remove_older(directory, keep)
-
-
-def _on_main(layout, action) -> None:
-    """Run on rank 0 while the others wait; its error is raised on every rank."""
-    outcome: list[str | None] = [None]
-    if layout.is_main:
-        try:
-            action()
-        except CheckpointError as error:
-            outcome[0] = str(error)
-        except OSError as error:
-            outcome[0] = f"{error.filename or 'checkpoint'}: {error.strerror}"
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise CheckpointError(outcome[0])

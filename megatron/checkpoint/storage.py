@@ -4,8 +4,11 @@ import contextlib
 import json
 import os
 import pickle
+import zipfile
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -35,9 +38,59 @@ def _numpy_globals() -> list[Any]:
     return [np.ndarray, np.dtype, reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct"), *dtype_classes]
 
 
-def load_tensors(path: str | Path) -> Any:
-    """`torch.load`, to the CPU, of a file of tensors and plain values. Raises as `load_file` does."""
-    return _load(path, [], "cpu")
+@dataclass(frozen=True)
+class FileRecord:
+    """What is known of a file that was written: its size in bytes and the CRC-32 of its contents."""
+
+    size: int
+    crc32: int
+
+
+class _Recorded:
+    """A binary file that counts and sums up what is written to it."""
+
+    def __init__(self, handle: BinaryIO):
+        self._handle = handle
+        self.size = self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.size += memoryview(data).nbytes
+        return self._handle.write(data)
+
+    def flush(self) -> None:
+        self._handle.flush()
+
+
+def save_file(path: str | Path, value: Any) -> FileRecord:
+    """`torch.save`, on the disk when it returns. Raises OSError or RuntimeError when it cannot be written."""
+    with open(path, "wb") as handle:
+        recorded = _Recorded(handle)
+        torch.save(value, recorded)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return FileRecord(recorded.size, recorded.crc32)
+
+
+def record_of(path: str | Path, chunk: int = 1 << 22) -> FileRecord:
+    """Size and checksum of a file as it is on the disk. Raises OSError when it cannot be read."""
+    size = crc32 = 0
+    with open(path, "rb", buffering=0) as handle:
+        buffer = bytearray(chunk)
+        view = memoryview(buffer)
+        while count := handle.readinto(buffer):
+            crc32 = zlib.crc32(view[:count], crc32)
+            size += count
+    return FileRecord(size, crc32)
+
+
+def load_tensors(path: str | Path, *, mapped: bool = False) -> Any:
+    """`torch.load`, to the CPU, of a file of tensors and plain values. Raises as `load_file` does.
+
+    mapped: the tensors stay in the file until they are read, so that what is not needed is not read; they must not be
+    written to.
+    """
+    return _load(path, [], "cpu", mapped)
 
 
 def load_file(path: str | Path, *, map_location: Any = "cpu") -> Any:
@@ -48,10 +101,12 @@ def load_file(path: str | Path, *, map_location: Any = "cpu") -> Any:
     return _load(path, _numpy_globals() + _allowed_globals(), map_location)
 
 
-def _load(path: str | Path, allowed: list[Any], map_location: Any) -> Any:
+def _load(path: str | Path, allowed: list[Any], map_location: Any, mapped: bool = False) -> Any:
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            # Files of torch before 1.6 are no zip archives, and cannot be mapped.
+            mapped = mapped and zipfile.is_zipfile(path)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; the checkpoint is not whole") from error
     except pickle.UnpicklingError as error:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.directory import find_step
+from megatron.checkpoint.directory import find_whole_step
 from megatron.checkpoint.layers import layer_files, load_layers
+from megatron.checkpoint.sizes import check_sizes
 from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file
@@ -35,24 +36,27 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     overrides: Mapping[str, Any] | None = None,
+    *,
+    fallback: bool = False,
 ) -> tuple[GPT, Config]:
     """A checkpoint's model in evaluation mode, and its configuration.
 
     directory: holds `latest` and global_stepN, as this project and the KERPLE release write them; any tensor-parallel
     size. iteration: the step to load; default: the one `latest` names. overrides: keys of the configuration to set,
     e.g. {"attention_backend": "reference"}; a method of one's own needs
-        {"pos_emb_module": ...} here, since a checkpoint's configuration may not name code to run.
+        {"pos_emb_module": ...} here, since a checkpoint's configuration may not name code to run. fallback: take the
+        newest whole checkpoint, and print so, when the files of the one to load are not as its manifest says.
 
     The model maps int64 tokens [batch, seq] to logits [batch, seq, padded vocabulary]; it is trainable plain torch.
     Raises UserError (CheckpointError) if the checkpoint is missing or damaged, or its weights are of other sizes than
     its configuration says.
     """
-    step = find_step(directory, iteration)
+    step = find_whole_step(directory, iteration, fallback=fallback)
     config = checkpoint_config(step, overrides)
     files = layer_files(step)
     rows = _embedding_rows(files)
     settings = ModelSettings.from_config(config, rows)
-    _check_depth(files, settings, step)
+    check_sizes(step, settings)
     model = GPT(settings)
     layers = model.layers()
     if settings.tied_embeddings:
@@ -86,17 +90,8 @@ def _embedding_rows(files: dict[int, list[Path]]) -> int:
         raise CheckpointError(f"{next(iter(files.values()))[0].parent}: has no file of layer 0 (the embedding)")
     rows = 0
     for path in files[0]:
-        state = load_tensors(path)
+        state = load_tensors(path, mapped=True)
         if EMBEDDING not in state:
             raise CheckpointError(f"{path}: holds no {EMBEDDING}")
         rows += state[EMBEDDING].shape[0]
     return rows
-
-
-def _check_depth(files: dict[int, list[Path]], settings: ModelSettings, step: Path) -> None:
-    last = settings.num_layers + 3
-    if max(files) not in (last, last + 1):
-        raise CheckpointError(
-            f"{step}: its last layer file has index {max(files)}, but a model of num-layers {settings.num_layers} "
-            f"ends at {last + 1}; the configuration is of another model size"
-        )

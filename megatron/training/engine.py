@@ -10,10 +10,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megatron.checkpoint.engine import LayerFiles
 from megatron.config import Config
+from megatron.model.block import SelfAttention
 from megatron.model.gpt import GPT, initialize
-from megatron.model.parallel import mean_loss
+from megatron.model.parallel import gather_vocabulary, mean_loss
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
 from megatron.training.distributed import Layout
@@ -59,12 +59,12 @@ class ClippedByGlobalNorm:
         self._global_grad_norm = norm
 
 
-class SequenceEngine(LayerFiles, ClippedByGlobalNorm, DeepSpeedEngine):
-    """DeepSpeed's engine, its weights saved in one file per layer."""
+class SequenceEngine(ClippedByGlobalNorm, DeepSpeedEngine):
+    """DeepSpeed's engine for a plain sequence of layers."""
 
 
-class StageEngine(LayerFiles, ClippedByGlobalNorm, PipelineEngine):
-    """DeepSpeed's pipeline engine, its weights saved in one file per layer."""
+class StageEngine(ClippedByGlobalNorm, PipelineEngine):
+    """DeepSpeed's engine for one stage of a pipeline."""
 
 
 class Engine:
@@ -127,7 +127,7 @@ class Engine:
             mpu, kind = self.model.mpu(), StageEngine
         else:
             mpu, kind = self._tensor_parallel_grid(), SequenceEngine
-        engine = kind(
+        return kind(
             args=None,
             model=self.model,
             optimizer=optimizer,
@@ -136,8 +136,6 @@ class Engine:
             config_class=DeepSpeedConfig(settings, mpu),
             dist_init_required=False,
         )
-        engine.use_layer_files(self.model, self.layout)
-        return engine
 
     def _topology(self) -> PipeModelDataParallelTopology:
         layout = self.layout
@@ -184,6 +182,22 @@ class Engine:
         self.model.train()
         return float(self._mean_over_replicas(total / count))
 
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Logits [batch, sequence, padded vocabulary] of int64 tokens [batch, sequence], without dropout; None on ranks
+        that do not hold the last layer. Every rank calls it with the same tokens.
+        """
+        if not self.is_pipeline:
+            self.model.eval()
+            logits = self.model.logits(self.model.hidden(tokens.to(self.layout.device)))
+            self.model.train()
+            return logits
+        batches = iter([{"tokens": tokens, "labels": tokens}])
+        self.engine.reset_activation_shape()
+        _, logits = self.engine.eval_batch(_pipeline_batches(batches), return_logits=True, num_micro_batches=1)
+        self.engine.reset_activation_shape()
+        return None if logits is None else gather_vocabulary(logits, self.settings.tp)
+
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     @property
@@ -205,6 +219,12 @@ class Engine:
 
         return count_parameters(self.model.layers(), self.settings, self.layout)
 
+    def attention_choice(self) -> str:
+        """The attention backend, and what chose it; of a stage without blocks, nothing."""
+        modules = (module for module in self.model.modules() if isinstance(module, SelfAttention))
+        attention = next(modules, None)
+        return "" if attention is None else attention.attention.choice(self.layout.device)
+
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer, those of this rank."""
         return self.model.layers()
@@ -215,7 +235,7 @@ class Engine:
             self.engine.optimizer.refresh_fp32_params()
 
     def shape(self) -> dict[str, int]:
-        """What the optimizer's files of a checkpoint depend on."""
+        """How the run is laid out over ranks."""
         return {
             "data_parallel": self.layout.data_size,
             "pipeline_stages": self.layout.pipeline_size,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.loading import load_checkpoint
-from megatron.checkpoint.saving import save_checkpoint
+from megatron.checkpoint.loading import load_checkpoint, locate_checkpoint
+from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state import TrainingState
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError, check_vocabulary
@@ -32,6 +32,7 @@ class Run:
     schedule: Schedule
     report: Reporter
     trackers: Trackers
+    checkpointer: Checkpointer | None
     flops_per_token: float
     train_batches: Iterator[Batch] | None
     valid_dataset: object | None
@@ -54,7 +55,11 @@ def train(config: Config) -> TrainingState:
         run = set_up(config, layout, report)
         try:
             with StopRequest(layout.device) as stop:
-                _steps(run, stop)
+                try:
+                    _steps(run, stop)
+                finally:
+                    if run.checkpointer is not None:
+                        run.checkpointer.finish()
             if stop.signal is None:
                 _final_evaluation(run)
             return run.state
@@ -78,14 +83,17 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
     vocabulary = config.model.padded_vocab_size or padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
     )
+    checkpoint = locate_checkpoint(config, layout, vocabulary, report)
     engine = Engine(config, vocabulary, layout, report)
     counts = engine.count_parameters()
+    report(f"attention: {engine.attention_choice()}")
     report(
         f"model: {counts['total']:,} parameters, {counts['positional']:,} of them positional ({config.model.pos_emb}); "
         f"vocabulary {tokenizer.vocab_size:,} padded to {vocabulary:,}; {config.precision.dtype}"
     )
-    state = load_checkpoint(engine, config, report)
+    state = load_checkpoint(engine, config, checkpoint, report)
     datasets = _datasets(config, tokenizer, engine)
+    _note_data_order(state, datasets.train, report)
     train_batches = None
     if config.schedule.train_iters > state.iteration:
         train_batches = iter(_loader(config, engine, datasets.train, state.consumed_samples))
@@ -97,11 +105,24 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
         schedule=_schedule(config),
         report=report,
         trackers=Trackers(config, layout),
+        checkpointer=Checkpointer(engine, config, report) if config.checkpoint.save else None,
         flops_per_token=metrics.flops_per_token(counts["outside_embedding"], engine.settings, config.model.seq_length),
         train_batches=train_batches,
         valid_dataset=datasets.valid,
         test_dataset=datasets.test,
     )
+
+
+def _note_data_order(state: TrainingState, dataset, report: Reporter) -> None:
+    """A position in the data means the same samples only while their order is the same."""
+    order = dataset.order if dataset is not None else state.data_order
+    if state.data_order and state.consumed_samples and order != state.data_order:
+        report(
+            "the order of the training samples is not that of the checkpoint (data, split, seed or seq-length differ): "
+            f"training goes on at sample {state.consumed_samples:,} of the new order, so some "
+            "samples may be seen twice and others not at all"
+        )
+    state.data_order = order
 
 
 def _schedule(config: Config) -> Schedule:
@@ -168,10 +189,9 @@ def _steps(run: Run, stop: StopRequest) -> None:
         if _due(state.iteration, training.eval_interval) and training.eval_iters and not leave:
             _validate(run)
             interval.restart_clock()
-        if config.checkpoint.save and (save_due or last or leave):
-            folder = save_checkpoint(engine, config, state)
+        if run.checkpointer is not None and (save_due or last or leave):
+            run.checkpointer.save(state)
             saved_at = state.iteration
-            run.report(f"saved {folder}")
             interval.restart_clock()
         if leave:
             run.report(_why_leaving(stop, training.exit_interval, saved_at, state.iteration))

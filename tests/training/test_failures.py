@@ -94,6 +94,7 @@ def test_loss_that_is_not_finite_stops_the_run(how, tmp_path, data_path):
         state = torch.load(file, weights_only=True)
         state["final_linear.weight"][7, 7] = float("nan")
         torch.save(state, file)
+        (file.parent / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"not finite.*iteration \d+.*last good checkpoint"):
         trained(tmp_path, data_path, train_iters=9, log_interval=100, **keys)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step3"
@@ -114,12 +115,6 @@ def test_vocabulary_smaller_than_the_tokenizers(tmp_path, data_path):
 def test_apex_that_is_not_installed(tmp_path, data_path):
     with pytest.raises(UserError, match="apex"):
         trained(tmp_path, data_path, optimizer={"type": "Adam", "params": {"lr": 1e-3, "apex": True}})
-
-
-def test_another_layout_is_refused_by_name(tmp_path, data_path):
-    trained(tmp_path, data_path)
-    with pytest.raises(CheckpointError, match=r"zero stage 0.*zero stage 1.*no-load-optim"):
-        trained(tmp_path, data_path, zero_optimization={"stage": 1})
 
 
 def test_train_iters_0_validates_at_another_length(tmp_path, data_path, capsys):

@@ -31,4 +31,13 @@ class CheckpointConfig(Group):
     checkpoint_validation_with_forward_pass: bool = key(
         False, "Save a batch and its logits with the checkpoint, and compare them after loading."
     )
+    async_save: bool = key(
+        False,
+        """Write checkpoints in the background: training waits for the copy to the host's memory alone, and that memory
+        must hold a copy of weights and optimizer.""",
+    )
+    fallback: bool = key(
+        False,
+        """When the checkpoint to load is damaged, take the newest whole one beside it. Also given as --fallback.""",
+    )
     iteration: Int | None = key(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
