@@ -23,9 +23,10 @@ def write_atomically(path: str | Path, content: bytes) -> None:
         partial.replace(path)
         sync_folder(path.parent)
     except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def sync_folder(folder: str | Path) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.config.errors import UserError
+from megatron.data.chunks import Chunk
 from megatron.data.indexed_format import id_type_for
-from megatron.data.readers import Chunk
 from megatron.tokenizer import Tokenizer
 
 
@@ -106,7 +106,7 @@ def _documents(chunk: Chunk, options: DocumentOptions, result: EncodedChunk) -> 
         try:
             document = _texts(parse(), options, result.other_subsets)
         except BadDocument as error:
-            problem = f"{chunk.source}, line {first_line + error.line - 1}: {error}"
+            problem = f"{chunk.source}, {chunk.unit} {first_line + error.line - 1}: {error}"
             if not options.skip_bad:
                 raise UserError(f"{problem}; mend it, or pass --bad-documents skip to leave such ones out") from error
             result.bad.append(problem)

@@ -1,4 +1,7 @@
-"""Writing a `.bin/.idx` pair: appended to under temporary names, verified, then renamed into place."""
+"""Writing a `.bin/.idx` pair: appended to under temporary names, verified, then renamed into place.
+
+A writer can be left and taken up again, in another process, at the last state it was asked to commit.
+"""
 
 import contextlib
 import fcntl
@@ -43,33 +46,47 @@ class WrittenFiles:
     sha256: str
 
 
+@dataclass(frozen=True)
+class WriterState:
+    """What of a writer's work is on the disk for certain; `checksum` is the CRC-32 of the .bin so far."""
+
+    documents: int = 0
+    tokens: int = 0
+    checksum: int = 0
+
+
+NOTHING = WriterState()
+
+
 class IndexedWriter:
     """Appends documents, one sequence each, to `PREFIX.bin` and `PREFIX.idx`.
 
     Nothing is at the final names until `finish`; memory does not grow with the corpus (lengths go to a file of their
-    own on the way). Used as a context manager, it removes its temporary files when left without `finish`; what a killed
-    process left is overwritten by the next one. Two processes cannot write the same prefix at once.
+    own on the way). Used as a context manager, it removes its temporary files when left without `finish` or `suspend`;
+    what a killed process left is overwritten by the next one. Two processes cannot write the same prefix at once.
+
+    Args:
+        state: what `commit` returned in another process; whatever was written after it is cut off.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int):
+    def __init__(self, prefix: str | Path, vocab_size: int, state: WriterState = NOTHING):
         self.prefix = str(prefix)
         self.vocab_size = vocab_size
         self.dtype = id_type_for(vocab_size)
-        self.documents = 0
-        self.tokens = 0
-        self._checksum = 0
-        self._finished = False
-        self._partial = f"{prefix}.partial"
-        self._bin, self._idx = bin_path(self._partial), idx_path(self._partial)
-        self._lengths = Path(f"{self._partial}.lengths")
+        self.documents = state.documents
+        self.tokens = state.tokens
+        self._checksum = state.checksum
+        self._left = False
+        self._bin, self._idx, self._lengths = _partial_files(prefix)
         try:
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._bin_stream = open(self._bin, "ab")  # noqa: SIM115 (closed by finish or discard)
             fcntl.flock(self._bin_stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._bin_stream.fileno()), self._bin.stat()):
                 raise BlockingIOError  # the process that held the lock renamed the file in this very moment
-            self._bin_stream.truncate(0)
-            self._lengths_stream = open(self._lengths, "wb")  # noqa: SIM115
+            self._lengths_stream = open(self._lengths, "ab")  # noqa: SIM115
+            for stream, size in zip((self._bin_stream, self._lengths_stream), _sizes(state, self.dtype), strict=True):
+                stream.truncate(size)
         except BlockingIOError as error:
             raise UserError(
                 f"another process is writing {prefix}.bin; wait for it, or choose another prefix"
@@ -104,39 +121,50 @@ class IndexedWriter:
         self.documents += len(lengths)
         self.tokens += len(tokens)
 
-    def finish(self) -> WrittenFiles:
-        """Write the .idx, read everything again, and rename both files into place, the .idx last.
+    def commit(self) -> WriterState:
+        """Bring all that was added to the disk, so that a writer made with the returned state goes on from here."""
+        try:
+            for stream in (self._bin_stream, self._lengths_stream):
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.prefix}.bin: {error.strerror}") from error
+        return WriterState(self.documents, self.tokens, self._checksum)
+
+    def seal(self) -> WrittenFiles:
+        """Write the .idx and read everything again; `put_in_place` is then all that is left to do.
 
         Raises:
             UserError: no tokens at all, a full disk, or what was read back is not what was written.
         """
         if self.tokens == 0:
             raise UserError(f"nothing to write to {self.prefix}.bin: the input holds no text")
+        self.commit()
         try:
-            for stream in (self._bin_stream, self._lengths_stream):
-                stream.flush()
-                os.fsync(stream.fileno())
             self._write_idx()
-            written = self._verify()
-            # The .idx goes first and comes last: at every moment the pair is the old one, the new one, or incomplete.
-            idx_path(self.prefix).unlink(missing_ok=True)
-            self._lengths.unlink()
-            self._bin.replace(bin_path(self.prefix))
-            self._idx.replace(idx_path(self.prefix))
-            sync_folder(self._bin.parent)
+            return self._verify()
         except OSError as error:
-            self.discard()
             raise UserError(f"cannot write {self.prefix}.idx: {error.strerror}") from error
-        self._finished = True
-        self._close()
+
+    def finish(self) -> WrittenFiles:
+        """`seal`, and rename both files into place. Raises what `seal` does."""
+        written = self.seal()
+        put_in_place(self.prefix)
+        self.suspend()
         return written
 
+    def suspend(self) -> None:
+        """Leave the temporary files for another writer to go on with."""
+        if not self._left:
+            self._left = True
+            self._close()
+
     def discard(self) -> None:
-        """Remove the temporary files; without effect after `finish`."""
-        if not self._finished:
+        """Remove the temporary files; without effect after `finish` or `suspend`."""
+        if not self._left:
             for path in (self._bin, self._idx, self._lengths):
                 path.unlink(missing_ok=True)
-            self._close()
+            self.suspend()
 
     def _close(self) -> None:
         """Closing the .bin gives up the lock on it."""
@@ -166,7 +194,7 @@ class IndexedWriter:
 
     def _verify(self) -> WrittenFiles:
         """Read both files back: the counts and the checksum of what was handed over, no id beyond the vocabulary."""
-        found = check_indexed_files(self._partial)
+        found = check_indexed_files(self._bin.with_suffix(""))
         checksum, tokens, largest, digest = 0, 0, -1, hashlib.sha256()
         with open(self._bin, "rb") as stream:
             while block := stream.read(_BLOCK * self.dtype.itemsize):
@@ -176,6 +204,7 @@ class IndexedWriter:
                 tokens += len(ids)
                 largest = max(largest, int(ids.max()))
         if (found.documents, tokens, checksum) != (self.documents, self.tokens, self._checksum):
+            self.discard()
             raise UserError(
                 f"{self.prefix}.bin reads back differently from what was written ({tokens:,} of {self.tokens:,} "
                 "tokens): the disk or file system is at fault; nothing was put in place"
@@ -185,3 +214,44 @@ class IndexedWriter:
                 f"{self.prefix}.bin has token id {largest}, but the vocabulary ends at {self.vocab_size - 1}"
             )
         return WrittenFiles(self.prefix, self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
+
+
+def is_resumable(prefix: str | Path, vocab_size: int, state: WriterState) -> bool:
+    """Whether the temporary files of an earlier writer still hold all that it had committed in `state`."""
+    binary, _, lengths = _partial_files(prefix)
+    sizes = _sizes(state, id_type_for(vocab_size))
+    return all(
+        path.is_file() and path.stat().st_size >= size for path, size in zip((binary, lengths), sizes, strict=True)
+    )
+
+
+def put_in_place(prefix: str | Path) -> None:
+    """Give sealed files their names, the .idx last; can be done again if a kill came between the two.
+
+    At every moment the pair under the final names is the old one, the new one, or incomplete.
+
+    Raises:
+        UserError: from the OSError that says why they cannot be renamed.
+    """
+    binary, index, lengths = _partial_files(prefix)
+    try:
+        if binary.exists():
+            idx_path(prefix).unlink(missing_ok=True)
+            binary.replace(bin_path(prefix))
+        if index.exists():
+            index.replace(idx_path(prefix))
+        lengths.unlink(missing_ok=True)
+        sync_folder(binary.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {prefix}.idx: {error.strerror}") from error
+
+
+def _sizes(state: WriterState, dtype: np.dtype) -> tuple[int, int]:
+    """Bytes of the .bin and of the lengths at `state`."""
+    return state.tokens * dtype.itemsize, 4 * state.documents
+
+
+def _partial_files(prefix: str | Path) -> tuple[Path, Path, Path]:
+    """Where the .bin, the .idx and the lengths are while they are written."""
+    partial = f"{prefix}.partial"
+    return bin_path(partial), idx_path(partial), Path(f"{partial}.lengths")

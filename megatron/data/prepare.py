@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.errors import UserError
+from megatron.data.chunks import ChunkSource
 from megatron.data.documents import DocumentOptions
 from megatron.data.indexed_format import check_indexed_files
+from megatron.data.input_files import find_files
 from megatron.data.manifest import read_manifest
-from megatron.data.preprocessing import ChunkSource, TokenizerFiles, preprocess, summary
-from megatron.data.readers import Corpus, find_files
+from megatron.data.preprocessing import preprocess, summary
+from megatron.data.readers import Corpus
 from megatron.data.stdlib_corpus import StdlibCorpus
+from megatron.data.workers import TokenizerFiles
 from megatron.files import write_atomically
 from megatron.tokenizer.training import train_bpe
 
@@ -85,7 +88,7 @@ def prepare(options: PrepareOptions) -> Path:
     folder = options.directory / options.dataset
     prefix = folder / f"{options.dataset}_text_document"
     source = _source(options)
-    recipe = {"version": _RECIPE_VERSION, "dataset": options.dataset, "ftfy": options.ftfy, **_source_recipe(source)}
+    recipe = {"version": _RECIPE_VERSION, "dataset": options.dataset, "ftfy": options.ftfy, "corpus": source.identity()}
     train_tokenizer = options.dataset == EMBEDDED and options.tokenizer_type is None
     if train_tokenizer:
         files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
@@ -138,12 +141,6 @@ def _source(options: PrepareOptions) -> ChunkSource:
             f"Ways to get them: {known.ways}. To prepare any other text, use tools/datasets/preprocess_data.py"
         )
     return Corpus(find_files(options.sources))
-
-
-def _source_recipe(source: ChunkSource) -> dict:
-    if isinstance(source, StdlibCorpus):
-        return {"corpus": source.fingerprint}
-    return {"corpus": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in source.files]}
 
 
 def _train_tokenizer(source: StdlibCorpus, vocab_size: int, path: Path) -> None:

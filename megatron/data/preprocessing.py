@@ -1,118 +1,29 @@
-"""Text files to `.bin/.idx`: one process reads, several tokenize, one writes.
+"""Text to `.bin/.idx`: one process reads, several tokenize, one writes, and notes how far it has come.
 
 Chunks travel in order through a bounded window, so the output does not depend on the number of workers, and memory not
-on the size of the corpus.
+on the size of the corpus. A run that was killed is taken up where its journal says.
 """
 
 import importlib.util
-import multiprocessing
-import os
-import signal
-import threading
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from megatron.config.errors import UserError
-from megatron.data.documents import DocumentOptions, EncodedChunk, encode_chunks
-from megatron.data.indexed_writer import IndexedWriter
+from megatron.data.chunks import START, ChunkSource
+from megatron.data.documents import DocumentOptions, EncodedChunk
+from megatron.data.indexed_format import check_indexed_files
+from megatron.data.indexed_writer import IndexedWriter, is_resumable, put_in_place
+from megatron.data.journal import Journal, OutputState, Progress, Rejected
 from megatron.data.manifest import Manifest, manifest_path, write_manifest
 from megatron.data.progress import CorpusProgress
-from megatron.data.readers import Chunk
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.readers import BLOCK
+from megatron.data.workers import TokenizerFiles, encode_tasks, tasks
+from megatron.tokenizer import Tokenizer
 
-# A task is at least this much text, so that handing it over costs little beside tokenizing it.
-_BYTES_PER_TASK = 1 << 20
-_TASKS_IN_FLIGHT_PER_WORKER = 3
-
-
-class ChunkSource(Protocol):
-    """What is read: `megatron.data.readers.Corpus`, or anything like it."""
-
-    total_bytes: int
-    bytes_read: int
-
-    def chunks(self) -> Iterator[Chunk]: ...
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """Arguments of `build_tokenizer`, for the workers to build their own."""
-
-    tokenizer_type: str
-    vocab_file: str | None = None
-    merge_file: str | None = None
-
-    def build(self) -> Tokenizer:
-        return build_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
-
-
-@dataclass
-class _Output:
-    """The files of one key, and what went into them."""
-
-    key: str
-    prefix: str
-    writer: IndexedWriter
-    text_bytes: int = 0
-    empty: int = 0
-
-    def add(self, encoded: EncodedChunk, column: int) -> None:
-        self.writer.add(encoded.tokens[column], encoded.lengths[column])
-        self.text_bytes += encoded.text_bytes[column]
-        self.empty += encoded.empty[column]
-
-    def finish(
-        self, tokenizer: Tokenizer, options: DocumentOptions, inputs: Sequence[str], rejected: "_Rejected"
-    ) -> Manifest:
-        """Put the files in place, and the manifest beside them."""
-        manifest_path(self.prefix).unlink(missing_ok=True)  # it tells of files that are now replaced
-        written = self.writer.finish()
-        manifest = Manifest(
-            documents=written.documents,
-            tokens=written.tokens,
-            text_bytes=self.text_bytes,
-            largest_id=written.largest_id,
-            sha256=written.sha256,
-            dtype=written.dtype,
-            tokenizer=tokenizer.name,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            append_eod=options.append_eod,
-            ftfy=options.ftfy,
-            key=self.key,
-            inputs=list(inputs),
-            skipped_empty=self.empty,
-            skipped_bad=rejected.bad,
-            skipped_other=sum(rejected.other_subsets.values()),
-        )
-        write_manifest(self.prefix, manifest)
-        return manifest
-
-
-@dataclass
-class _Rejected:
-    """What was left out, whatever the key."""
-
-    bad: int = 0
-    examples: list[str] = field(default_factory=list)
-    other_subsets: Counter = field(default_factory=Counter)
-
-    def add(self, encoded: EncodedChunk) -> None:
-        self.bad += len(encoded.bad)
-        self.examples = (self.examples + encoded.bad)[:5]
-        self.other_subsets.update(encoded.other_subsets)
-
-    def check_found(self, tokens: int, options: DocumentOptions) -> None:
-        """Say it if there is no text because all of it belonged to other subsets."""
-        if tokens == 0 and self.other_subsets:
-            found = ", ".join(f"{name} ({count:,})" for name, count in self.other_subsets.most_common(30))
-            raise UserError(f"the input has no documents of subset {options.subset}; its subsets: {found}")
+# What a kill can cost; bringing everything to the disk costs a fraction of a second each time.
+_SECONDS_BETWEEN_COMMITS = 10.0
 
 
 def preprocess(
@@ -129,7 +40,8 @@ def preprocess(
     """Tokenize `source` into `{output_prefix}_{key}_document.bin/.idx/.json` for every key in `options.keys`.
 
     The files appear under these names only when whole and verified; the same input gives the same bytes for any number
-    of workers.
+    of workers. However a run ends before that, a later one with the same arguments (other `workers` are fine) goes on
+    with what the first had brought to the disk. After a change of the input or the options it starts anew.
 
     Args:
         inputs: names of what is read, for the manifest.
@@ -141,31 +53,21 @@ def preprocess(
 
     Raises:
         UserError: an unreadable document (unless options.skip_bad) or file, no text at all, a full disk, a worker that
-            was killed.
+            was killed, another process at the same output.
+        KeyboardInterrupt: its message says what was kept.
     """
     if workers < 1:
         raise UserError(f"workers is {workers}; it must be at least 1")
     if options.ftfy and importlib.util.find_spec("ftfy") is None:
         raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
     tokenizer = tokenizer_files.build()
-    rejected = _Rejected()
-    with ExitStack() as stack:
-        outputs = []
-        for key in options.keys:
-            prefix = f"{output_prefix}_{key}_document"
-            outputs.append(_Output(key, prefix, stack.enter_context(IndexedWriter(prefix, tokenizer.vocab_size))))
-        progress = stack.enter_context(
-            CorpusProgress(Path(output_prefix).name, source.total_bytes, num_docs, log_interval)
-        )
-        for encoded in _encode_all(_tasks(source), tokenizer, tokenizer_files, options, workers):
-            for column, output in enumerate(outputs):
-                output.add(encoded, column)
-            rejected.add(encoded)
-            first = outputs[0]
-            progress.update(source.bytes_read, first.writer.documents, first.writer.tokens, first.text_bytes)
-        rejected.check_found(outputs[0].writer.tokens, options)
-        manifests = {output.key: output.finish(tokenizer, options, inputs, rejected) for output in outputs}
-    for problem in rejected.examples:
+    with Journal(output_prefix, _work(source, tokenizer, options)) as journal:
+        run = _Run(journal, output_prefix, tokenizer, options, inputs)
+        if not run.progress.manifests:
+            display = CorpusProgress(Path(output_prefix).name, source.total_bytes, num_docs, log_interval)
+            run.encode(source, tokenizer_files, workers, display)
+        manifests = run.put_in_place()
+    for problem in run.progress.rejected.examples:
         print(f"left out: {problem}")
     return manifests
 
@@ -188,67 +90,183 @@ def summary(prefix: str | Path, manifest: Manifest) -> str:
     )
 
 
-def _tasks(source: ChunkSource) -> Iterator[list[Chunk]]:
-    """Chunks, small ones together."""
-    task: list[Chunk] = []
-    size = 0
-    for chunk in source.chunks():
-        task.append(chunk)
-        size += len(chunk.content)
-        if size >= _BYTES_PER_TASK:
-            yield task
-            task, size = [], 0
-    if task:
-        yield task
+def _work(source: ChunkSource, tokenizer: Tokenizer, options: DocumentOptions) -> dict:
+    """Whatever decides the output. Not here: what to do about bad documents (see `_Run._earlier_progress`)."""
+    return {
+        "input": source.identity(),
+        "tokenizer": tokenizer.fingerprint,
+        "keys": list(options.keys),
+        "subset": options.subset,
+        "append_eod": options.append_eod,
+        "ftfy": options.ftfy,
+        "reading": [1, BLOCK],
+    }
 
 
-def _encode_all(
-    tasks: Iterator[list[Chunk]],
-    tokenizer: Tokenizer,
-    tokenizer_files: TokenizerFiles,
-    options: DocumentOptions,
-    workers: int,
-) -> Iterator[EncodedChunk]:
-    """`encode_chunks` of every task, in order."""
-    if workers == 1:
-        for task in tasks:
-            yield encode_chunks(task, tokenizer, options)
-        return
-    # "spawn": a forked child would inherit locks that the tokenizer's threads or the progress bar may hold.
-    context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_files, options))
-    try:
-        in_flight = deque()
-        for task in tasks:
-            in_flight.append(executor.submit(_work, task))
-            if len(in_flight) >= _TASKS_IN_FLIGHT_PER_WORKER * workers:
-                yield in_flight.popleft().result()
-        while in_flight:
-            yield in_flight.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a worker process died, most likely killed for want of memory; use fewer --workers, or shorter documents"
-        ) from error
-    finally:
-        executor.shutdown(cancel_futures=True)
+class _Run:
+    """One run of `preprocess`: the state of all outputs, from the journal or new."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        output_prefix: str | Path,
+        tokenizer: Tokenizer,
+        options: DocumentOptions,
+        inputs: Sequence[str],
+    ):
+        self.journal = journal
+        self.tokenizer = tokenizer
+        self.options = options
+        self.inputs = list(inputs)
+        self.name = str(output_prefix)
+        self.prefixes = [f"{output_prefix}_{key}_document" for key in options.keys]
+        self.progress = self._earlier_progress() or Progress(
+            START, 0, [OutputState() for _ in self.prefixes], Rejected()
+        )
+
+    def _earlier_progress(self) -> Progress | None:
+        progress = self.journal.load()
+        if progress is None:
+            return None
+        if progress.manifests:
+            return progress if self._are_whole(progress.manifests) else None
+        if progress.rejected.bad and not self.options.skip_bad:
+            print(f"{self.name}: an unfinished run had left out bad documents; starting anew")
+            return None
+        states = zip(self.prefixes, progress.outputs, strict=True)
+        if not all(is_resumable(prefix, self.tokenizer.vocab_size, output.writer) for prefix, output in states):
+            print(f"{self.name}: the files of an unfinished run are gone; starting anew")
+            return None
+        print(f"{self.name}: going on behind the {progress.outputs[0].writer.documents:,} documents that are done")
+        return progress
+
+    def _are_whole(self, manifests: list[Manifest]) -> bool:
+        """Finish the renaming that a kill interrupted; False if the files are not there any more."""
+        try:
+            for prefix, manifest in zip(self.prefixes, manifests, strict=True):
+                put_in_place(prefix)
+                found = check_indexed_files(prefix)
+                if (found.documents, found.tokens) != (manifest.documents, manifest.tokens):
+                    return False
+        except UserError:
+            return False
+        return True
+
+    def encode(
+        self, source: ChunkSource, tokenizer_files: TokenizerFiles, workers: int, display: CorpusProgress
+    ) -> None:
+        """Tokenize what is left, and seal the outputs."""
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(IndexedWriter(prefix, self.tokenizer.vocab_size, output.writer))
+                for prefix, output in zip(self.prefixes, self.progress.outputs, strict=True)
+            ]
+            if self.progress.position == START:
+                self.journal.remove()  # of other work; its files are overwritten from here on
+            try:
+                with display:
+                    self._encode(source, tokenizer_files, workers, writers, display)
+                self._seal(writers)
+            except (Exception, KeyboardInterrupt) as error:
+                if not self.journal.exists:
+                    raise
+                for writer in writers:
+                    writer.suspend()
+                documents = self.progress.outputs[0].writer.documents
+                kept = f"{documents:,} documents are kept, the same command goes on from there"
+                if isinstance(error, KeyboardInterrupt):
+                    raise KeyboardInterrupt(kept) from error
+                if isinstance(error, UserError):
+                    raise UserError(f"{error} ({kept})") from error
+                raise
+
+    def _encode(
+        self,
+        source: ChunkSource,
+        tokenizer_files: TokenizerFiles,
+        workers: int,
+        writers: list[IndexedWriter],
+        display: CorpusProgress,
+    ) -> None:
+        # What is committed is a copy: an interruption between two outputs must not be noted.
+        outputs = [OutputState(output.writer, output.text_bytes, output.empty) for output in self.progress.outputs]
+        rejected = self.progress.rejected.copy()
+        display.start(self.progress.bytes_read, outputs[0].text_bytes)
+        committed_at = time.monotonic()
+        todo = tasks(source, self.progress.position)
+        for task, encoded in encode_tasks(todo, self.tokenizer, tokenizer_files, self.options, workers):
+            for column, (writer, output) in enumerate(zip(writers, outputs, strict=True)):
+                _add(writer, output, encoded, column)
+            rejected.add(encoded)
+            display.update(task.bytes_read, writers[0].documents, writers[0].tokens, outputs[0].text_bytes)
+            if time.monotonic() - committed_at >= _SECONDS_BETWEEN_COMMITS:
+                self._commit(writers, Progress(task.position, task.bytes_read, outputs, rejected))
+                committed_at = time.monotonic()
+        _check_found(writers[0].tokens, rejected, self.options)
+        end = Progress(source.position, source.bytes_read, outputs, rejected)
+        if self.journal.exists:
+            self._commit(writers, end)
+        else:
+            self.progress = end
+
+    def _commit(self, writers: list[IndexedWriter], progress: Progress) -> None:
+        """Bring everything to the disk, then note it."""
+        outputs = [
+            OutputState(writer.commit(), output.text_bytes, output.empty)
+            for writer, output in zip(writers, progress.outputs, strict=True)
+        ]
+        self.progress = Progress(progress.position, progress.bytes_read, outputs, progress.rejected.copy())
+        self.journal.save(self.progress)
+
+    def _seal(self, writers: list[IndexedWriter]) -> None:
+        """Verify all outputs and note that they are whole."""
+        manifests = []
+        for key, writer, output in zip(self.options.keys, writers, self.progress.outputs, strict=True):
+            written = writer.seal()
+            manifests.append(
+                Manifest(
+                    documents=written.documents,
+                    tokens=written.tokens,
+                    text_bytes=output.text_bytes,
+                    largest_id=written.largest_id,
+                    sha256=written.sha256,
+                    dtype=written.dtype,
+                    tokenizer=self.tokenizer.name,
+                    tokenizer_fingerprint=self.tokenizer.fingerprint,
+                    vocab_size=self.tokenizer.vocab_size,
+                    append_eod=self.options.append_eod,
+                    ftfy=self.options.ftfy,
+                    key=key,
+                    inputs=self.inputs,
+                    skipped_empty=output.empty,
+                    skipped_bad=self.progress.rejected.bad,
+                    skipped_other=sum(self.progress.rejected.other_subsets.values()),
+                )
+            )
+        self.progress.manifests = manifests
+        self.journal.save(self.progress)
+        for writer in writers:
+            writer.suspend()
+
+    def put_in_place(self) -> dict[str, Manifest]:
+        """Give all files their names. A run killed in here is finished by the next one."""
+        for prefix, manifest in zip(self.prefixes, self.progress.manifests, strict=True):
+            manifest_path(prefix).unlink(missing_ok=True)  # it tells of files that are now replaced
+            put_in_place(prefix)
+            write_manifest(prefix, manifest)
+        self.journal.remove()
+        return dict(zip(self.options.keys, self.progress.manifests, strict=True))
 
 
-_worker_state: tuple[Tokenizer, DocumentOptions] | None = None
+def _add(writer: IndexedWriter, output: OutputState, encoded: EncodedChunk, column: int) -> None:
+    writer.add(encoded.tokens[column], encoded.lengths[column])
+    output.text_bytes += encoded.text_bytes[column]
+    output.empty += encoded.empty[column]
 
 
-def _start_worker(tokenizer_files: TokenizerFiles, options: DocumentOptions) -> None:
-    global _worker_state
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _worker_state = (tokenizer_files.build(), options)
-
-
-def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next task for ever."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _work(task: list[Chunk]) -> EncodedChunk:
-    return encode_chunks(task, *_worker_state)
+def _check_found(tokens: int, rejected: Rejected, options: DocumentOptions) -> None:
+    """Say it if there is no text because all of it belonged to other subsets."""
+    if tokens == 0 and rejected.other_subsets:
+        largest = sorted(rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
+        found = ", ".join(f"{name} ({count:,})" for name, count in largest)
+        raise UserError(f"the input has no documents of subset {options.subset}; its subsets: {found}")

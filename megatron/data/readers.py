@@ -1,148 +1,146 @@
 """Files of text to chunks: blocks of JSON lines, or whole texts, with where they come from.
 
-Formats, by the ending of the name; a compressed file is read as what it holds:
-
-    .jsonl .ndjson         one JSON value per line
-    .json                  the same, or one JSON list (lm-dataformat's JSONArchive)
-    .txt, no ending        one document
-    .dat                   lm-dataformat's DatArchive: 16 decimal digits, then so many bytes of text, and again
-    .tar .zip              members of the kinds above, in the order of the archive
-    .gz .zst .xz           around any of the above but .zip
-
-Nothing is ever unpacked to disk. Parsing is left to the workers, so that this one process keeps up with many.
+`megatron.data.input_files` says which name is read as what. Nothing is ever unpacked to disk. Parsing is left to the
+workers, so that this one process keeps up with many.
 """
 
-import gzip
-import io
+import hashlib
+import json
 import lzma
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Literal
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import BinaryIO
 
 import zstandard
 
 from megatron.config.errors import UserError
+from megatron.data.chunks import START, Chunk, Position
+from megatron.data.decompression import decompressed
+from megatron.data.input_files import READABLE, InputFile, kind_of
 
-_BLOCK = 1 << 20
-_COMPRESSIONS = (".gz", ".zst", ".xz")
-_KINDS = {
-    ".jsonl": "lines",
-    ".ndjson": "lines",
-    ".json": "json",
-    ".txt": "text",
-    "": "text",
-    ".dat": "dat",
-    ".tar": "tar",
-    ".zip": "zip",
-}
-
-READABLE = ".jsonl, .json, .txt, .dat, .tar (each also .gz, .zst, .xz) and .zip"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of input, not yet parsed.
-
-    Attributes:
-        source: the file, and the member or record of an archive.
-        kind: "lines": whole JSON lines; "list": a JSON list of texts; "text": one document.
-        first_line: number, from 1, of its first line in the source.
-    """
-
-    source: str
-    kind: Literal["lines", "list", "text"]
-    first_line: int
-    content: bytes
+# How much is read at a time. Which chunks come out of a file, and so what a Position means, depends on it.
+BLOCK = 1 << 20
 
 
 class Corpus:
-    """Input files, read once, in order.
+    """Input files, read in order: a `megatron.data.chunks.ChunkSource`.
 
-    Attributes:
-        total_bytes: sum of the files' sizes on disk.
-        bytes_read: of that, how much `chunks` has gone through so far.
+    Args:
+        files: from `find_files`.
+        suffixes: as given to `find_files`; members of archives are chosen by them too.
+        columns: of Parquet files, to read; JSON lines are read whole.
     """
 
-    def __init__(self, files: Sequence[Path]):
+    def __init__(self, files: Sequence[InputFile], suffixes: Sequence[str] = (), columns: Sequence[str] = ("text",)):
         self.files = list(files)
-        self.total_bytes = sum(path.stat().st_size for path in self.files)
+        self.total_bytes = sum(file.size for file in self.files)
         self.bytes_read = 0
+        self.position = START
+        self._suffixes = tuple(suffixes)
+        self._columns = tuple(columns)
 
-    def chunks(self) -> Iterator[Chunk]:
-        """All chunks. Raises UserError, naming the file, for a damaged or truncated one."""
-        done = 0
-        for path in self.files:
-            with open(path, "rb") as raw:
-                for chunk in _guarded(str(path), _chunks(raw, path.name, str(path))):
-                    self.bytes_read = done + raw.tell()
+    def identity(self) -> str:
+        files = [[file.name, file.size, file.version] for file in self.files]
+        return hashlib.sha256(json.dumps([files, self._suffixes]).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def chunks(self, start: Position = START) -> Iterator[Chunk]:
+        """All chunks from `start` on. Raises UserError, naming the file, for a damaged or truncated one."""
+        self.position = start
+        done = sum(file.size for file in self.files[: start.file])
+        for number in range(start.file, len(self.files)):
+            file, already = self.files[number], start.chunk if number == start.file else 0
+            count = 0
+            for count, (chunk, read) in enumerate(self._file_chunks(file), start=1):
+                if count > already:
+                    self.bytes_read = done + read
+                    self.position = Position(number, count)
                     yield chunk
-            done += path.stat().st_size
+            if count < already:
+                raise UserError(f"{file.name} has changed while it was read")
+            done += file.size
             self.bytes_read = done
+            self.position = Position(number + 1)
 
+    def _file_chunks(self, file: InputFile) -> Iterator[tuple[Chunk, int]]:
+        """The chunks of a file, each with how many bytes of it are read."""
+        try:
+            with file.open() as raw:
+                for chunk in self._chunks(raw, file.base_name, file.name, seekable=True):
+                    yield chunk, raw.tell() if chunk.share is None else int(chunk.share * file.size)
+        except _DAMAGE as error:
+            raise UserError(f"{file.name} is damaged or truncated: {error}") from error
+        except OSError as error:  # gzip's "not a gzipped file" among them
+            raise UserError(f"cannot read {file.name}: {error.strerror or error}") from error
+        except UserError:
+            raise
+        except Exception as error:
+            if not file.is_remote:
+                raise
+            raise UserError(f"cannot read {file.name}: {error}") from error  # each object store has errors of its own
 
-def find_files(inputs: Iterable[str | Path]) -> list[Path]:
-    """The files that `inputs` name: files as they are, and for a folder every readable file below it, sorted by path.
+    def _chunks(self, raw: BinaryIO, name: str, source: str, seekable: bool = False) -> Iterator[Chunk]:
+        kind = kind_of(name, self._suffixes)
+        if kind is None:
+            raise UserError(f"{source} is of no kind read here: {READABLE}")
+        if kind == "parquet":
+            if not seekable:
+                raise UserError(f"{source}: a Parquet file cannot be read inside an archive; unpack it first")
+            from megatron.data.parquet import parquet_chunks
 
-    Raises:
-        UserError: a path that does not exist, a file of unknown kind, a folder without a readable file.
-    """
-    files = []
-    for path in map(Path, inputs):
-        if path.is_dir():
-            # lm-dataformat keeps the archive it is still writing under a name that begins with this word.
-            names = (name for name in sorted(path.rglob("*")) if name.is_file() and "current_chunk" not in name.name)
-            found = [name for name in names if name.suffix and not name.name.startswith(".") and _kind(name.name)]
-            if not found:
-                raise UserError(f"{path} holds no file of a kind read here: {READABLE}")
-            files.extend(found)
-        elif not path.exists():
-            raise UserError(f"input {path} does not exist")
-        elif _kind(path.name) is None:
-            raise UserError(f"input {path} is of no kind read here: {READABLE}")
+            yield from parquet_chunks(raw, source, self._columns)
+            return
+        if kind == "zip":
+            yield from self._zip_members(raw, source)
+            return
+        stream = decompressed(raw, PurePosixPath(name.lower()).suffix, source)
+        if kind == "tar":
+            yield from self._tar_members(stream, source)
+        elif kind == "text":
+            yield Chunk(source, "text", 1, stream.read())
+        elif kind == "dat":
+            yield from _dat_records(stream, source)
         else:
-            files.append(path)
-    return files
+            yield from _line_blocks(stream, source, may_be_list=kind == "json")
+
+    def _is_passed_over(self, name: str) -> bool:
+        """With suffixes, an archive's other members are; without, an unknown one is an error."""
+        return bool(self._suffixes) and kind_of(name, self._suffixes) is None
+
+    def _tar_members(self, stream: BinaryIO, source: str) -> Iterator[Chunk]:
+        # "r|": one pass without seeking, so that a compressed archive is never held in memory. Nothing is extracted:
+        # names that lead out of a folder do no harm, links and devices are passed over.
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            for member in archive:
+                archive.members = []  # the library would remember all of a large archive's
+                name = PurePosixPath(member.name).name
+                content = archive.extractfile(member) if member.isfile() and not self._is_passed_over(name) else None
+                if content is not None:
+                    yield from self._chunks(content, name, f"{source}:{member.name}")
+
+    def _zip_members(self, raw: BinaryIO, source: str) -> Iterator[Chunk]:
+        with zipfile.ZipFile(raw) as archive:
+            for member in archive.infolist():
+                name = PurePosixPath(member.filename).name
+                if member.is_dir() or self._is_passed_over(name):
+                    continue
+                if member.flag_bits & 1:
+                    raise UserError(f"{source}:{member.filename} is encrypted; unpack it first")
+                with archive.open(member) as content:
+                    yield from self._chunks(content, name, f"{source}:{member.filename}")
 
 
-def _kind(name: str) -> str | None:
-    """What a file of this name holds once its compression is undone; None if nothing known."""
-    path = PurePosixPath(name.lower())
-    if path.suffix == ".tgz":
-        return "tar"
-    if path.suffix in _COMPRESSIONS:
-        path = path.with_suffix("")
-        if path.suffix == ".zip":
-            return None
-    return _KINDS.get(path.suffix)
-
-
-def _chunks(raw: BinaryIO, name: str, source: str) -> Iterator[Chunk]:
-    kind = _kind(name)
-    if kind is None:
-        raise UserError(f"{source} is of no kind read here: {READABLE}")
-    if kind == "zip":
-        yield from _zip_members(raw, source)
-        return
-    stream = _decompressed(raw, PurePosixPath(name.lower()).suffix, source)
-    if kind == "tar":
-        yield from _tar_members(stream, source)
-    elif kind == "text":
-        yield Chunk(source, "text", 1, stream.read())
-    elif kind == "dat":
-        yield from _dat_records(stream, source)
-    else:
-        yield from _line_blocks(stream, source, may_be_list=kind == "json")
+# What the libraries raise for a damaged file.
+_DAMAGE = (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile)
 
 
 def _line_blocks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[Chunk]:
     """Blocks of whole lines; a file whose first character is `[` may be a list instead."""
     pieces: list[bytes] = []
     line = 1
-    while block := stream.read(_BLOCK):
+    while block := stream.read(BLOCK):
         if may_be_list and block.lstrip()[:1] == b"[":
             yield Chunk(source, "list", 1, block + stream.read())
             return
@@ -169,79 +167,3 @@ def _dat_records(stream: BinaryIO, source: str) -> Iterator[Chunk]:
         if len(content) < int(header):
             raise UserError(f"{source}, record {record}: truncated, {len(content)} of {int(header)} bytes")
         yield Chunk(f"{source}, record {record}", "text", 1, content)
-
-
-def _tar_members(stream: BinaryIO, source: str) -> Iterator[Chunk]:
-    # "r|": one pass without seeking, so that a compressed archive is never held in memory.
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
-        for member in archive:
-            content = archive.extractfile(member) if member.isfile() else None
-            if content is not None:
-                yield from _chunks(content, PurePosixPath(member.name).name, f"{source}:{member.name}")
-
-
-def _zip_members(raw: BinaryIO, source: str) -> Iterator[Chunk]:
-    with zipfile.ZipFile(raw) as archive:
-        for member in archive.infolist():
-            if not member.is_dir():
-                with archive.open(member) as content:
-                    yield from _chunks(content, PurePosixPath(member.filename).name, f"{source}:{member.filename}")
-
-
-def _decompressed(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
-    if suffix in (".gz", ".tgz"):
-        return gzip.GzipFile(fileobj=raw)
-    if suffix == ".xz":
-        return lzma.LZMAFile(raw)
-    if suffix == ".zst":
-        return io.BufferedReader(_ZstandardStream(raw, source), _BLOCK)
-    return raw
-
-
-class _ZstandardStream(io.RawIOBase):
-    """Decompressed bytes of one or several frames. zstandard's own reader takes a truncated file for a whole one."""
-
-    def __init__(self, raw: BinaryIO, source: str):
-        self._raw = raw
-        self._source = source
-        self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        self._frame_begun = False
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._ready:
-            if not self._fill():
-                return 0
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _fill(self) -> bool:
-        """Decompress some more; False at the end of the file."""
-        compressed = self._frame.unused_data if self._frame.eof else b""
-        if self._frame.eof:
-            self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            self._frame_begun = False
-        if not compressed:
-            compressed = self._raw.read(_BLOCK // 8)
-        if not compressed:
-            if self._frame_begun:
-                raise UserError(f"{self._source} is truncated: its last compressed frame has no end")
-            return False
-        self._frame_begun = True
-        self._ready = memoryview(self._frame.decompress(compressed))
-        return True
-
-
-def _guarded(source: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """Name the file in the many errors that the decompressors have for a damaged one."""
-    try:
-        yield from chunks
-    except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise UserError(f"{source} is damaged or truncated: {error}") from error
-    except OSError as error:  # gzip's "not a gzipped file" among them
-        raise UserError(f"cannot read {source}: {error.strerror or error}") from error

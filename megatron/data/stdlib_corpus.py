@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.config.errors import UserError
-from megatron.data.readers import Chunk
+from megatron.data.chunks import START, Chunk, Position
 
 # Tests are as large as all the rest, some interpreters come without them; packages are not the standard library.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -19,9 +19,8 @@ class StdlibCorpus:
     file, and alphabetical ones would differ in kind (the last twentieth would be all of `xml` and `zipfile`).
 
     Attributes:
-        total_bytes, bytes_read: as in `megatron.data.readers.Corpus`.
+        total_bytes, bytes_read, position: as in `megatron.data.chunks.ChunkSource`.
         skipped: files left out because they are not UTF-8.
-        fingerprint: sha256 over names and contents, hexadecimal.
     """
 
     def __init__(self):
@@ -40,9 +39,14 @@ class StdlibCorpus:
         digest = hashlib.sha256()
         for name, content in self.documents:
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
-        self.fingerprint = digest.hexdigest()
+        self._identity = digest.hexdigest()
         self.total_bytes = sum(len(content) for _, content in self.documents)
         self.bytes_read = 0
+        self.position = START
+
+    def identity(self) -> str:
+        """sha256 over names and contents."""
+        return self._identity
 
     def _add(self, name: str, path: Path) -> None:
         content = path.read_bytes()
@@ -57,7 +61,9 @@ class StdlibCorpus:
         for _, content in self.documents:
             yield content.decode("utf-8")
 
-    def chunks(self) -> Iterator[Chunk]:
-        for name, content in self.documents:
+    def chunks(self, start: Position = START) -> Iterator[Chunk]:
+        for number, (name, content) in enumerate(self.documents, start=1):
             self.bytes_read += len(content)
-            yield Chunk(name, "text", 1, content)
+            if number > start.chunk:
+                self.position = Position(0, number)
+                yield Chunk(name, "text", 1, content)

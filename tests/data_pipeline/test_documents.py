@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron.config.errors import UserError
+from megatron.data.chunks import Chunk
 from megatron.data.documents import DocumentOptions, encode_chunks
-from megatron.data.readers import Chunk
 from megatron.tokenizer import build_tokenizer
 from tests.support.texts import KINDS
 

@@ -15,11 +15,14 @@ import pytest
 from megatron.config.errors import UserError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.data import preprocessing
+from megatron.data import workers as workers_module
 from megatron.data.documents import DocumentOptions
 from megatron.data.indexed_format import check_indexed_files
+from megatron.data.input_files import find_files
 from megatron.data.manifest import largest_id, manifest_path, read_manifest
-from megatron.data.preprocessing import TokenizerFiles, preprocess, summary
+from megatron.data.preprocessing import preprocess, summary
 from megatron.data.readers import Corpus
+from megatron.data.workers import TokenizerFiles
 
 ROOT = Path(__file__).parents[2]
 CHARACTERS = TokenizerFiles("CharLevelTokenizer")
@@ -35,7 +38,8 @@ def shard(tmp_path, documents) -> Path:
 
 
 def run(path, output, files, workers=1, **options):
-    return preprocess(Corpus([path]), output, files, DocumentOptions(**options), workers=workers, inputs=[str(path)])
+    corpus = Corpus(find_files([path]))
+    return preprocess(corpus, output, files, DocumentOptions(**options), workers=workers, inputs=[str(path)])
 
 
 def test_round_trip(tmp_path, shard, documents, tokenizer_file, tokenizer):
@@ -58,8 +62,8 @@ def test_round_trip(tmp_path, shard, documents, tokenizer_file, tokenizer):
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_make_no_difference(tmp_path, shard, tokenizer_file, workers, monkeypatch):
-    monkeypatch.setattr(preprocessing, "_BYTES_PER_TASK", 1)
-    monkeypatch.setattr("megatron.data.readers._BLOCK", 10000)
+    monkeypatch.setattr(workers_module, "_BYTES_PER_TASK", 1)
+    monkeypatch.setattr("megatron.data.readers.BLOCK", 10000)
     files = TokenizerFiles("HFTokenizer", str(tokenizer_file))
     alone = run(shard, tmp_path / "alone", files, append_eod=True)
     several = run(shard, tmp_path / "several", files, workers, append_eod=True)
@@ -186,7 +190,7 @@ def test_interrupted(tmp_path, how):
 
 
 def test_a_killed_worker_is_told_of(tmp_path, shard, monkeypatch):
-    real = preprocessing.ProcessPoolExecutor
+    real = workers_module.ProcessPoolExecutor
 
     def with_a_victim(*arguments):
         executor = real(*arguments)
@@ -194,7 +198,7 @@ def test_a_killed_worker_is_told_of(tmp_path, shard, monkeypatch):
         next(iter(executor._processes.values())).kill()
         return executor
 
-    monkeypatch.setattr(preprocessing, "ProcessPoolExecutor", with_a_victim)
+    monkeypatch.setattr(workers_module, "ProcessPoolExecutor", with_a_victim)
     with pytest.raises(UserError, match="a worker process died, most likely killed for want of memory"):
         run(shard, tmp_path / "out", CHARACTERS, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["shard.jsonl"]

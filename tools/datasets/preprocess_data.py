@@ -54,8 +54,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     from megatron.data.documents import DocumentOptions
-    from megatron.data.preprocessing import TokenizerFiles, preprocess, summary
-    from megatron.data.readers import Corpus, find_files
+    from megatron.data.input_files import find_files
+    from megatron.data.preprocessing import preprocess, summary
+    from megatron.data.readers import Corpus
+    from megatron.data.workers import TokenizerFiles
 
     arguments = parse_arguments()
     inputs = [path for group in arguments.input for path in group.split(",") if path]

@@ -32,7 +32,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     from megatron.data.documents import DocumentOptions, read_texts
-    from megatron.data.readers import Corpus, find_files
+    from megatron.data.input_files import find_files
+    from megatron.data.readers import Corpus
     from megatron.files import write_atomically
     from megatron.tokenizer.training import train_bpe
 
