@@ -1,0 +1,53 @@
+"""Configuration of a KERPLE-NeoX language model."""
+
+from transformers import PretrainedConfig
+
+
+class KerpleConfig(PretrainedConfig):
+    """Sizes and choices of the model in `modeling_kerple.py`; its other arguments are those of every configuration.
+
+    positional_options: what the positional method of this folder is built with, beside the sizes.
+    hidden_act: gelu, gelu_pytorch_tanh, relu or silu. norm: layernorm or rmsnorm.
+    max_position_embeddings: the length of the training sequences, or the number of learned positions; the other
+        methods have no limit.
+    """
+
+    model_type = "kerple"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        vocab_size=50304,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        max_position_embeddings=512,
+        positional_method="kerple_log",
+        positional_options=None,
+        hidden_act="gelu",
+        norm="layernorm",
+        layer_norm_eps=1e-5,
+        use_parallel_residual=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        initializer_range=0.02,
+        use_cache=True,
+        tie_word_embeddings=False,
+        **kwargs,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.max_position_embeddings = max_position_embeddings
+        self.positional_method = positional_method
+        self.positional_options = positional_options or {}
+        self.hidden_act = hidden_act
+        self.norm = norm
+        self.layer_norm_eps = layer_norm_eps
+        self.use_parallel_residual = use_parallel_residual
+        self.hidden_dropout = hidden_dropout
+        self.attention_dropout = attention_dropout
+        self.initializer_range = initializer_range
+        self.use_cache = use_cache
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)

@@ -1,0 +1,108 @@
+"""Archives are unpacked inside their folder and nowhere else."""
+
+import io
+import stat
+import tarfile
+import zipfile
+
+import pytest
+
+from megatron.checkpoint.convert import archive as archive_module
+from megatron.checkpoint.convert.archive import unpack
+from megatron.checkpoint.convert.folder import new_folder
+from megatron.checkpoint.storage import CheckpointError
+
+FILES = {"run/latest": b"global_step5", "run/global_step5/a.pt": bytes(range(256)) * 50}
+
+
+def write_tar(path, files=FILES, mode="w", extra=()):
+    with tarfile.open(path, mode) as opened:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            opened.addfile(info, io.BytesIO(content))
+        for info in extra:
+            opened.addfile(info)
+    return path
+
+
+def write_zip(path, files=FILES, compression=zipfile.ZIP_DEFLATED):
+    with zipfile.ZipFile(path, "w", compression) as opened:
+        for name, content in files.items():
+            opened.writestr(name, content)
+    return path
+
+
+def refuse(path, tmp_path, message, **options):
+    """Unpacking fails and leaves nothing, neither in the folder nor beside it."""
+    before = sorted(other.name for other in tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=message), new_folder(tmp_path / "out") as folder:
+        unpack(path, folder, **options)
+    assert sorted(other.name for other in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz", "tar.bz2", "tar.xz"])
+def test_contents_are_unpacked(kind, tmp_path):
+    path = tmp_path / f"a.{kind}"
+    if kind == "zip":
+        write_zip(path)
+    else:
+        write_tar(path, mode="w:" + kind.partition(".")[2])
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert unpack(path, folder) == 2
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped", "a\\..\\escaped", "C:/escaped"])
+@pytest.mark.parametrize("write", [write_zip, write_tar], ids=["zip", "tar"])
+def test_no_name_leads_out(write, name, tmp_path):
+    path = write(tmp_path / "bad.archive", {"good": b"1", name: b"2"})
+    refuse(path, tmp_path, "leads out of the folder")
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+def test_links_and_devices_in_tar(kind, tmp_path):
+    info = tarfile.TarInfo("link")
+    info.type, info.linkname = kind, "../../etc/passwd"
+    refuse(write_tar(tmp_path / "bad.tar", extra=[info]), tmp_path, "'link' is a link or a device")
+
+
+def test_links_in_zip(tmp_path):
+    path = tmp_path / "bad.zip"
+    with zipfile.ZipFile(path, "w") as opened:
+        info = zipfile.ZipInfo("link")
+        info.external_attr = (stat.S_IFLNK | 0o777) << 16
+        opened.writestr(info, "../outside")
+    refuse(path, tmp_path, "'link' is a link or a device")
+
+
+@pytest.mark.parametrize("write", [write_zip, lambda path: write_tar(path, mode="w:gz")], ids=["zip", "tar.gz"])
+def test_bombs(write, tmp_path, monkeypatch):
+    monkeypatch.setitem(FILES, "bomb", bytes(5_000_000))
+    path = write(tmp_path / "bomb.archive")
+    assert path.stat().st_size < 50_000
+    refuse(path, tmp_path, "unpacks to more than 1000000 bytes", most_bytes=1_000_000)
+
+
+def test_too_many_members(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive_module, "MOST_FILES", 20)
+    path = write_zip(tmp_path / "many.zip", {str(number): b"" for number in range(21)})
+    refuse(path, tmp_path, "more than 20 members")
+
+
+def test_names_that_collide(tmp_path):
+    info = tarfile.TarInfo("run/latest")
+    refuse(write_tar(tmp_path / "twice.tar", extra=[info]), tmp_path, "'run/latest' is in it twice")
+    path = write_tar(tmp_path / "both.tar", {"a": b"1", "a/b": b"2"})
+    refuse(path, tmp_path, "is both a file and a folder")
+
+
+def test_damaged_and_missing_archives(tmp_path):
+    whole = write_tar(tmp_path / "whole.tar.gz", mode="w:gz").read_bytes()
+    (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
+    refuse(tmp_path / "cut.tar.gz", tmp_path, "is not a whole archive")
+    (tmp_path / "text.zip").write_text("no archive")
+    refuse(tmp_path / "text.zip", tmp_path, "is not a whole archive")
+    refuse(tmp_path / "missing.zip", tmp_path, "no such file")
+    refuse(write_zip(tmp_path / "empty.zip", {}), tmp_path, "holds no files")

@@ -1,0 +1,88 @@
+"""To the release's layout and from it: its own files come out of its own weights, in one piece or in shards."""
+
+import pytest
+import torch
+
+from megatron.checkpoint.convert import to_release
+from megatron.checkpoint.storage import CheckpointError
+from megatron.inference import load_model
+from tests.support.conversion import LONG, make_model, quiet, random_tokens
+from tests.support.release import METHODS, checkpoints
+
+
+def layer_tensors(step) -> dict[str, torch.Tensor]:
+    return {
+        f"{path.name} {name}": tensor
+        for path in sorted(step.glob("layer_*.pt"))
+        for name, tensor in torch.load(path, weights_only=True).items()
+    }
+
+
+@pytest.mark.parametrize("pos_emb", METHODS)
+def test_the_releases_own_files_come_out(pos_emb, tmp_path):
+    model, config = load_model(checkpoints(pos_emb))
+    to_release(model, config, tmp_path / "out", iteration=300, report=quiet)
+    original = layer_tensors(checkpoints(pos_emb) / "global_step300")
+    written = layer_tensors(tmp_path / "out" / "global_step300")
+    assert written.keys() == original.keys()
+    for name, tensor in original.items():
+        # The release's frequencies are float32 powers; the last bit depends on who computes them.
+        torch.testing.assert_close(written[name], tensor, rtol=1e-6 if "inv_freq" in name else 0, atol=0)
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_power_ap_ap", "rpe", "alibi"])
+@torch.no_grad()
+def test_shards(pos_emb, tmp_path):
+    model, config = make_model(pos_emb)
+    to_release(model, config, tmp_path / "out", tensor_parallel=2, dtype=torch.bfloat16, report=quiet)
+    step = tmp_path / "out" / "global_step0"
+    shard = torch.load(step / "layer_02-model_01-model_states.pt", weights_only=True)
+    assert shard["attention.query_key_value.weight"].shape == (48, 32)
+    assert shard["attention.dense.weight"].shape == (32, 16)
+    own = {name: tuple(tensor.shape) for name, tensor in shard.items() if "rpe" in name or "alibi" in name}
+    assert (
+        own
+        == {
+            "kerple_power_ap_ap": {
+                f"attention.rpe.{name}": (2, 1, 1) for name in ("bias_a", "bias_p", "wei_a", "wei_p")
+            },
+            "rpe": {"attention.rpe.weight": (32, 2)},
+            "alibi": {"attention.alibi_embed.slopes": (2,)},
+        }[pos_emb]
+    )
+    assert {tensor.dtype for tensor in shard.values()} == {torch.bfloat16}
+    assert (step / "mp_rank_01_model_states.pt").is_file()
+    # From the shards back to one piece.
+    back, config = load_model(tmp_path / "out")
+    assert config.parallel.model_parallel_size == 1
+    to_release(back, config, tmp_path / "whole", dtype=torch.bfloat16, report=quiet)
+    tokens = random_tokens(1, LONG)
+    expected = model.bfloat16().float()(tokens)
+    assert torch.equal(back(tokens), expected)
+    assert torch.equal(load_model(tmp_path / "whole")[0](tokens), expected)
+
+
+@torch.no_grad()
+def test_aliases_and_options_take_the_releases_names(tmp_path):
+    model, config = make_model("kerple_bias_wht")
+    to_release(model, config, tmp_path / "alias", report=quiet)
+    assert load_model(tmp_path / "alias")[1].model.pos_emb == "kerple_power_ap_ap"
+    model, config = make_model("rpe", pos_emb_options={"num_buckets": 8, "max_distance": 20})
+    to_release(model, config, tmp_path / "options", report=quiet)
+    loaded, written = load_model(tmp_path / "options")
+    assert written.model.pos_emb_options == {}
+    assert (written.model.rpe_num_buckets, written.model.rpe_max_distance) == (8, 20)
+    tokens = random_tokens(1, LONG)
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
+def test_what_the_release_has_not_is_refused(tmp_path, monkeypatch):
+    model, config = make_model("alibi")
+    with pytest.raises(CheckpointError, match="size 3 does not divide the 4 heads"):
+        to_release(model, config, tmp_path / "out", tensor_parallel=3, report=quiet)
+    from megatron.checkpoint.convert import release
+
+    monkeypatch.setattr(release, "METHODS", ("none", "rotary"))
+    with pytest.raises(CheckpointError, match="pos_emb alibi: the release has no such method"):
+        to_release(model, config, tmp_path / "out", report=quiet)
+    assert not (tmp_path / "out").exists()
