@@ -1,4 +1,4 @@
-"""Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH ...] DATASET
+"""Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] DATASET
 
 The result is DIR/DATASET/DATASET_text_document.bin and .idx, what `data-path` names.
 """
@@ -37,7 +37,28 @@ def parse_arguments(arguments: list[str] | None = None) -> PrepareOptions:
         action="append",
         default=[],
         metavar="PATH",
-        help="file or folder to read the text from; may be given several times",
+        help="file or folder to read the text from, local or on an object store (s3://...); may be given several times",
+    )
+    parser.add_argument(
+        "--url",
+        dest="urls",
+        action="append",
+        default=[],
+        metavar="URL[#sha256=...]",
+        help="file to download to DIR/DATASET/downloads, going on where an interrupted download stopped; may be given "
+        "several times",
+    )
+    parser.add_argument("--hf", metavar="NAME", help="dataset of the Hugging Face hub to stream (needs `datasets`)")
+    parser.add_argument("--hf-config", metavar="CONFIG", help="its configuration, where it has several")
+    parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="its split (default: %(default)s)")
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="name of the text in JSON or tables (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--suffixes",
+        default="",
+        metavar=".EXT,...",
+        help="read a tree or tar of source files: those with these endings, one document each (e.g. .c,.h)",
     )
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
     parser.add_argument("--ftfy", action="store_true", help="mend broken Unicode with the package ftfy")
@@ -54,6 +75,12 @@ def parse_arguments(arguments: list[str] | None = None) -> PrepareOptions:
         merge_file=found.merge_file,
         vocab_size=found.vocab_size,
         sources=tuple(found.sources),
+        urls=tuple(found.urls),
+        hub_name=found.hf,
+        hub_config=found.hf_config,
+        hub_split=found.hf_split,
+        text_key=found.text_key,
+        suffixes=tuple(suffix for suffix in found.suffixes.split(",") if suffix),
         workers=found.workers,
         ftfy=found.ftfy,
         skip_bad=found.bad_documents == "skip",

@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron.config.errors import UserError
 from megatron.data.chunks import ChunkSource
 from megatron.data.documents import DocumentOptions
+from megatron.data.download import download, shown
+from megatron.data.hub import HubCorpus
 from megatron.data.indexed_format import check_indexed_files
 from megatron.data.input_files import find_files
 from megatron.data.manifest import read_manifest
@@ -35,16 +37,27 @@ class KnownDataset:
     ways: str
 
 
+# What this project's own recipes and GPT-NeoX call the text of a document.
+_TEXT = "text"
+
+_ANY_WAY = (
+    "--from FILE-OR-FOLDER (local, or s3:// and the like), --url ADDRESS[#sha256=...] to download, or --hf NAME to "
+    "stream from the Hugging Face hub"
+)
 _PILE_SHARDS = "shards of the Pile (jsonl.zst with meta.pile_set_name, from which {subset} is picked)"
 _GONE = "the Pile's own download hosts are gone"
 
 KNOWN_DATASETS = {
     "openwebtext2": KnownDataset(
         "OpenWebText2",
-        "segyges/OpenWebText2 on the Hugging Face hub has it as jsonl.zst.tar; or "
-        + _PILE_SHARDS.format(subset="OpenWebText2"),
+        "segyges/OpenWebText2 on the Hugging Face hub has it as jsonl.zst.tar (--url with the file's address, or "
+        "--from once you have it); or " + _PILE_SHARDS.format(subset="OpenWebText2"),
     ),
-    "github": KnownDataset("Github", f"{_PILE_SHARDS.format(subset='Github')}; {_GONE}"),
+    "github": KnownDataset(
+        "Github",
+        f"{_PILE_SHARDS.format(subset='Github')}; {_GONE}; or any tree or tar of source files, e.g. a release of the "
+        "Linux kernel with --suffixes .c,.h",
+    ),
     "arxiv": KnownDataset("ArXiv", f"{_PILE_SHARDS.format(subset='ArXiv')}; {_GONE}"),
     "pile": KnownDataset(None, f"shards of the Pile (jsonl.zst), all subsets; {_GONE}"),
     "enwik8": KnownDataset(None, "enwik8 or enwik8.zip, which the Large Text Compression Benchmark offers"),
@@ -63,7 +76,11 @@ class PrepareOptions:
         dataset: one of DATASETS.
         directory: DIR; the result is DIR/NAME/NAME_text_document.
         tokenizer_type: None: for python_stdlib, train a BPE of `vocab_size` ids on it; otherwise GPT2BPETokenizer.
-        sources: files and folders to read; none for python_stdlib.
+        sources: files and folders to read, local or remote; none for python_stdlib.
+        urls: files to download (see `megatron.data.download`) and read.
+        hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, instead of the two above.
+        text_key: name of the text in JSON objects, tables, and datasets of the hub.
+        suffixes: read a tree of source files: those that end so, each one document.
     """
 
     dataset: str
@@ -73,6 +90,12 @@ class PrepareOptions:
     merge_file: str | None = None
     vocab_size: int = 2048
     sources: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+    hub_name: str | None = None
+    hub_config: str | None = None
+    hub_split: str = "train"
+    text_key: str = _TEXT
+    suffixes: tuple[str, ...] = ()
     workers: int = 1
     ftfy: bool = False
     skip_bad: bool = False
@@ -87,16 +110,24 @@ def prepare(options: PrepareOptions) -> Path:
     """
     folder = options.directory / options.dataset
     prefix = folder / f"{options.dataset}_text_document"
-    source = _source(options)
-    recipe = {"version": _RECIPE_VERSION, "dataset": options.dataset, "ftfy": options.ftfy, "corpus": source.identity()}
+    _check_source(options)
     train_tokenizer = options.dataset == EMBEDDED and options.tokenizer_type is None
     if train_tokenizer:
         files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
-        recipe["trained_vocab_size"] = options.vocab_size
+        how = {"trained_vocab_size": options.vocab_size}
     else:
         files = TokenizerFiles(options.tokenizer_type or "GPT2BPETokenizer", options.vocab_file, options.merge_file)
         tokenizer = files.build()
-        recipe |= {"tokenizer": tokenizer.name, "tokenizer_fingerprint": tokenizer.fingerprint}
+        how = {"tokenizer": tokenizer.name, "tokenizer_fingerprint": tokenizer.fingerprint}
+    source = _open_source(options)
+    recipe = {
+        "version": _RECIPE_VERSION,
+        "dataset": options.dataset,
+        "ftfy": options.ftfy,
+        "text_key": options.text_key,
+        "corpus": source.identity(),
+        **how,
+    }
     changed = _differences(folder, prefix, recipe, files)
     if not changed and not options.rebuild:
         print(f"{prefix}: up to date, used as it is")
@@ -112,13 +143,18 @@ def prepare(options: PrepareOptions) -> Path:
         folder / options.dataset,
         files,
         DocumentOptions(
-            subset=known.subset if known else None, append_eod=True, ftfy=options.ftfy, skip_bad=options.skip_bad
+            keys=(options.text_key,),
+            subset=known.subset if known else None,
+            append_eod=True,
+            ftfy=options.ftfy,
+            skip_bad=options.skip_bad,
         ),
-        inputs=options.sources or (EMBEDDED,),
+        inputs=_inputs(options),
+        names=(_TEXT,),
         workers=options.workers,
     )
     write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
-    print(summary(folder / options.dataset, manifests["text"]))
+    print(summary(prefix, manifests[options.text_key]))
     return prefix
 
 
@@ -127,20 +163,47 @@ def default_workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _source(options: PrepareOptions) -> ChunkSource:
+def _check_source(options: PrepareOptions) -> None:
+    """Refuse what has no source, or several kinds of them, before anything is downloaded or built."""
+    given = options.sources or options.urls or options.hub_name
     if options.dataset == EMBEDDED:
-        if options.sources:
-            raise UserError(f"{EMBEDDED} is made from the running interpreter's library; it takes no --from")
-        return StdlibCorpus()
+        if given or options.suffixes:
+            raise UserError(f"{EMBEDDED} is made from the running interpreter's library; it takes no source")
+        return
     known = KNOWN_DATASETS.get(options.dataset)
     if known is None:
         raise UserError(f"unknown dataset {options.dataset!r}; known: {', '.join(DATASETS)}")
-    if not options.sources:
+    if not given:
         raise UserError(
-            f"{options.dataset} is not downloaded from here: pass --from with the files or folders that hold it. "
-            f"Ways to get them: {known.ways}. To prepare any other text, use tools/datasets/preprocess_data.py"
+            f"{options.dataset} has no source: say where it is to come from with {_ANY_WAY}. It is to be had as: "
+            f"{known.ways}. To prepare any other text, use tools/datasets/preprocess_data.py"
         )
-    return Corpus(find_files(options.sources))
+    if options.hub_name is not None and (options.sources or options.urls or options.suffixes):
+        raise UserError("--hf is a source of its own: give it without --from, --url and --suffixes")
+
+
+def _open_source(options: PrepareOptions) -> ChunkSource:
+    columns = (options.text_key, "meta")
+    if options.dataset == EMBEDDED:
+        return StdlibCorpus()
+    if options.hub_name is not None:
+        return HubCorpus(options.hub_name, options.hub_config, options.hub_split, columns)
+    files = find_files([*options.sources, *_downloads(options)], options.suffixes)
+    return Corpus(files, options.suffixes, columns)
+
+
+def _downloads(options: PrepareOptions) -> list[Path]:
+    folder = options.directory / options.dataset / "downloads"
+    paths = [download(url, folder) for url in options.urls]
+    if len(set(paths)) < len(paths):
+        raise UserError("two of the files to download have one name; download them one after the other by hand")
+    return paths
+
+
+def _inputs(options: PrepareOptions) -> list[str]:
+    """Names of what is read, for the manifest."""
+    hub = [f"hf:{options.hub_name}"] if options.hub_name else []
+    return [*options.sources, *(shown(url) for url in options.urls), *hub] or [EMBEDDED]
 
 
 def _train_tokenizer(source: StdlibCorpus, vocab_size: int, path: Path) -> None:

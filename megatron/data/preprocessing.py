@@ -33,6 +33,7 @@ def preprocess(
     options: DocumentOptions,
     *,
     inputs: Sequence[str] = (),
+    names: Sequence[str] | None = None,
     workers: int = 1,
     num_docs: int | None = None,
     log_interval: int = 100,
@@ -45,6 +46,7 @@ def preprocess(
 
     Args:
         inputs: names of what is read, for the manifest.
+        names: one per key, in place of the keys in the names of the files.
         workers: processes that tokenize; 1: this process does it all.
         num_docs: number of documents, if known, for the progress display.
 
@@ -62,7 +64,8 @@ def preprocess(
         raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
     tokenizer = tokenizer_files.build()
     with Journal(output_prefix, _work(source, tokenizer, options)) as journal:
-        run = _Run(journal, output_prefix, tokenizer, options, inputs)
+        prefixes = [f"{output_prefix}_{name}_document" for name in names or options.keys]
+        run = _Run(journal, str(output_prefix), prefixes, tokenizer, options, inputs)
         if not run.progress.manifests:
             display = CorpusProgress(Path(output_prefix).name, source.total_bytes, num_docs, log_interval)
             run.encode(source, tokenizer_files, workers, display)
@@ -73,7 +76,7 @@ def preprocess(
 
 
 def summary(prefix: str | Path, manifest: Manifest) -> str:
-    """One line for the user on what was written."""
+    """One line for the user on what was written at `prefix`."""
     left_out = [
         f"{count:,} {what}"
         for count, what in (
@@ -84,7 +87,7 @@ def summary(prefix: str | Path, manifest: Manifest) -> str:
         if count
     ]
     return (
-        f"{prefix}_{manifest.key}_document.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
+        f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
         f"{manifest.text_bytes / manifest.tokens:.2f} bytes per token"
         + (f"; left out: {', '.join(left_out)}" if left_out else "")
     )
@@ -109,7 +112,8 @@ class _Run:
     def __init__(
         self,
         journal: Journal,
-        output_prefix: str | Path,
+        name: str,
+        prefixes: Sequence[str],
         tokenizer: Tokenizer,
         options: DocumentOptions,
         inputs: Sequence[str],
@@ -118,8 +122,8 @@ class _Run:
         self.tokenizer = tokenizer
         self.options = options
         self.inputs = list(inputs)
-        self.name = str(output_prefix)
-        self.prefixes = [f"{output_prefix}_{key}_document" for key in options.keys]
+        self.name = name
+        self.prefixes = list(prefixes)
         self.progress = self._earlier_progress() or Progress(
             START, 0, [OutputState() for _ in self.prefixes], Rejected()
         )

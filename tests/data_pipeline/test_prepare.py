@@ -168,7 +168,7 @@ def test_changed_source(tmp_path, capsys):
 @pytest.mark.parametrize("dataset", [name for name in DATASETS if name != "python_stdlib"])
 def test_without_a_source_the_ways_are_named(tmp_path, dataset):
     with pytest.raises(
-        UserError, match=rf"{dataset} is not downloaded from here: pass --from .* Ways to get them: \w+"
+        UserError, match=rf"{dataset} has no source: say .* --from .* --url .* --hf NAME .* to be had as: \w+"
     ):
         prepare(PrepareOptions(dataset, tmp_path, "CharLevelTokenizer"))
     assert list(tmp_path.iterdir()) == []
@@ -177,7 +177,7 @@ def test_without_a_source_the_ways_are_named(tmp_path, dataset):
 def test_errors(tmp_path):
     with pytest.raises(UserError, match="unknown dataset 'wikitext'; known: python_stdlib, openwebtext2"):
         prepare(PrepareOptions("wikitext", tmp_path))
-    with pytest.raises(UserError, match="it takes no --from"):
+    with pytest.raises(UserError, match="it takes no source"):
         prepare(PrepareOptions("python_stdlib", tmp_path, sources=("a.txt",)))
     shard = pile_shard(tmp_path / "00.jsonl")
     with pytest.raises(UserError, match="GPT2BPETokenizer needs vocab-file"):
@@ -208,7 +208,7 @@ def test_the_real_library_through_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["github"], "error: github is not downloaded from here: pass --from"),
+        (["github"], "error: github has no source: say where it is to come from with --from"),
         (["wikitext"], "error: unknown dataset 'wikitext'"),
         (["-t", "SPMTokenizer", "--from", "prepare_data.py", "pile"], "error: "),
     ],

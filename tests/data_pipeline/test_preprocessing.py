@@ -56,8 +56,8 @@ def test_round_trip(tmp_path, shard, documents, tokenizer_file, tokenizer):
     assert manifest.text_bytes == sum(len(text.encode()) for text in documents)
     assert manifest.tokens == sum(dataset.sequence_lengths)
     assert manifest == read_manifest(tmp_path / "out_text_document")
-    assert f"{manifest.documents:,} documents" in summary(tmp_path / "out", manifest)
-    assert f"{manifest.skipped_empty:,} empty" in summary(tmp_path / "out", manifest)
+    assert f"{manifest.documents:,} documents" in summary(tmp_path / "out_text_document", manifest)
+    assert f"{manifest.skipped_empty:,} empty" in summary(tmp_path / "out_text_document", manifest)
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -92,7 +92,7 @@ def test_bad_document(tmp_path, shard, capsys):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.jsonl"]
     manifest = run(shard, tmp_path / "out", CHARACTERS, skip_bad=True)["text"]
     assert manifest.skipped_bad == 1
-    assert "1 unreadable" in summary(tmp_path / "out", manifest)
+    assert "1 unreadable" in summary(tmp_path / "out_text_document", manifest)
     assert "left out: " + str(shard) + ", line 101" in capsys.readouterr().out
 
 

@@ -21,8 +21,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         action="extend",
         nargs="+",
         required=True,
-        help="files or folders, separated by commas or spaces: jsonl, txt, lm-dataformat archives, tar and zip of "
-        "these, plain or compressed (gz, zst, xz)",
+        help="files or folders, local or on an object store (s3://...), separated by commas or spaces: jsonl, txt, "
+        "parquet, lm-dataformat archives, tar and zip of these, plain or compressed (gz, zst, xz)",
+    )
+    data.add_argument(
+        "--suffixes",
+        default="",
+        metavar=".EXT,...",
+        help="read trees or tars of source files: those with these endings, one document each (e.g. .c,.h)",
     )
     data.add_argument(
         "--jsonl-keys", nargs="+", default=["text"], help="keys to take; each makes a dataset (default: text)"
@@ -61,6 +67,7 @@ def main() -> None:
 
     arguments = parse_arguments()
     inputs = [path for group in arguments.input for path in group.split(",") if path]
+    suffixes = tuple(suffix for suffix in arguments.suffixes.split(",") if suffix)
     options = DocumentOptions(
         keys=tuple(dict.fromkeys(arguments.jsonl_keys)),
         subset=arguments.pile_subset,
@@ -69,7 +76,7 @@ def main() -> None:
         skip_bad=arguments.bad_documents == "skip",
     )
     manifests = preprocess(
-        Corpus(find_files(inputs)),
+        Corpus(find_files(inputs, suffixes), suffixes, (*options.keys, "meta")),
         arguments.output_prefix,
         TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file),
         options,
@@ -78,8 +85,8 @@ def main() -> None:
         num_docs=arguments.num_docs,
         log_interval=arguments.log_interval,
     )
-    for manifest in manifests.values():
-        print(summary(arguments.output_prefix, manifest))
+    for key, manifest in manifests.items():
+        print(summary(f"{arguments.output_prefix}_{key}_document", manifest))
 
 
 if __name__ == "__main__":
