@@ -1,6 +1,6 @@
 """`make demo`: corpus, tokenizer, three small models, and how they extrapolate. Steps that are done are not done again.
 
-python tools/demo.py [--output runs/demo] [--methods kerple_log alibi rotary] [--iterations 400]
+python tools/demo.py [--output runs/demo] [--methods kerple_log alibi rotary] [--iterations 600]
 """
 
 import argparse
@@ -51,7 +51,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--output", default="runs/demo", help="folder of the runs and the report (%(default)s)")
     parser.add_argument("--data", default="data", help="folder of the corpus (%(default)s)")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="positional methods (pos-emb)")
-    parser.add_argument("--iterations", type=int, default=400, help="optimizer steps of each model (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=600, help="optimizer steps of each model (%(default)s)")
     return parser.parse_args()
 
 

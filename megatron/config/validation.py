@@ -137,5 +137,3 @@ def _check_runs(config: "Config") -> None:
     for name in ("include", "exclude"):
         if getattr(launcher, name) is not None and (launcher.num_gpus is not None or launcher.num_nodes > 0):
             raise UserError(f"{name} says which GPUs to use; num_gpus and num_nodes cannot be given with it")
-    if config.generation.text_gen_type == "input-file" and config.generation.sample_input_file is None:
-        raise UserError("text_gen_type is input-file, but sample_input_file is not set; give the file with prompts")

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not first_process():
         return
     folders = checkpoint_folders(config, options)
-    output = _output(folders, options.output)
+    output = _output(folders, options.output or (config and config.evaluation.eval_results_prefix))
     task = _task(config, options)
     rows: list[Row] = []
     for folder in folders:
@@ -77,7 +77,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--protocol", choices=PROTOCOLS, default=next(iter(PROTOCOLS)), help="default: %(default)s")
     parser.add_argument(
-        "--output", metavar="DIR", help="folder of the report; default: `evaluation` in the checkpoint's"
+        "--output",
+        metavar="DIR",
+        help="folder of the report; default: eval_results_prefix, or `evaluation` in the checkpoint's",
     )
     parser.add_argument("--title", default=TITLE, help="of the report (%(default)s)")
     parser.add_argument(

@@ -50,7 +50,6 @@ from megatron.config import Config, UserError
         ({"include": "localhost:0", "exclude": "localhost:1"}, "include and exclude are both given"),
         ({"include": "localhost:0", "num_gpus": 1}, "include says which GPUs to use; num_gpus and num_nodes cannot"),
         ({"exclude": "worker-1", "num_nodes": 1}, "exclude says which GPUs"),
-        ({"text_gen_type": "input-file"}, "text_gen_type is input-file, but sample_input_file is not set"),
     ],
 )
 def test_contradictions(flat, keys, message):

@@ -202,3 +202,10 @@ def test_bad_options_are_one_line(tmp_path, configuration):
     loaded, error = run.stderr.splitlines()
     assert loaded.startswith("loaded ")
     assert error.startswith("error: ")
+
+
+def test_the_configuration_may_name_the_folder_of_the_report(tmp_path, checkpoints, data):
+    keys = settings_of("alibi", data, eval_results_prefix=str(tmp_path / "results"))
+    config = write_yaml(tmp_path / "config.yml", keys)
+    main([str(config), "--checkpoint", str(checkpoints["alibi"][0]), *LENGTHS])
+    assert json.loads((tmp_path / "results" / "extrapolation.json").read_text())["rows"]

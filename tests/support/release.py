@@ -27,5 +27,5 @@ def checkpoints(method: str) -> Path:
 
 
 def reference(method: str) -> dict[Any, Any]:
-    """`losses`, `train_tokens`, and per length `tokens`, `labels`, `logits`, `loss`; see the README beside the files."""
+    """`losses`, `train_tokens`, and per length `tokens`, `labels`, `logits`, `loss`: see the README there."""
     return torch.load(RELEASE / f"{method}_reference.pt", weights_only=True)

@@ -20,8 +20,8 @@ class EvaluationConfig(Group):
         path="eval_tokens",
         ge=1,
     )
-    eval_results_prefix: str = key(
-        "", "Prefix of the files with results: folder and beginning of the name.", placeholders=True
+    eval_results_prefix: str | None = key(
+        None, "Folder of the report; evaluate.py's --output is the same.", placeholders=True
     )
 
 
@@ -39,8 +39,10 @@ class GenerationConfig(Group):
     top_k: Int = key(0, "Sample from this many likeliest tokens. 0: from all.", ge=0)
     maximum_tokens: Int = key(64, "Tokens to generate per sample.", ge=1)
     num_samples: Int = key(1, "Samples to generate without prompts, or per prompt.", ge=1)
-    prompt_end: str = key("\n", "What ends a prompt of the interactive mode.")
-    sample_input_file: str | None = key(None, "File with one prompt per line.")
+    prompt_end: str = key("\n", "What ends a prompt, in the interactive mode and in a file of prompts.")
+    sample_input_file: str | None = key(
+        None, "File of prompts, each ended by prompt_end; generate.py's -i is the same."
+    )
     sample_output_file: str | None = key(
         "samples.txt", "File for the generated text, as JSON lines.", placeholders=True
     )
