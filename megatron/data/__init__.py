@@ -11,6 +11,8 @@ _HOMES = {
     "build_datasets": "datasets",
     "build_loader": "loader",
     "document_lengths": "streams",
+    "document_segments": "streams",
+    "evaluation_corpora": "streams",
     "evaluation_tokens": "streams",
     "validation_stream": "streams",
 }

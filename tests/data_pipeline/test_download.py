@@ -163,9 +163,7 @@ def test_server_in_trouble(tmp_path, server):
 
 def test_refusals(tmp_path, server):
     server.statuses = [404]
-    with pytest.raises(
-        UserError, match=r"cannot download http://127.0.0.1.*zst: the server answers 404 Not Found$"
-    ):
+    with pytest.raises(UserError, match=r"cannot download http://127.0.0.1.*zst: the server answers 404 Not Found$"):
         download(server.url, tmp_path)
     server.statuses = [503] * 6
     with pytest.raises(UserError, match="the server answers 503") as error:
