@@ -166,7 +166,7 @@ def test_special_tokens_and_sizes_are_written(tmp_path):
     written = AutoConfig.from_pretrained(tmp_path / "hf", trust_remote_code=True)
     assert (written.vocab_size, written.eos_token_id, written.pad_token_id) == (VOCABULARY, 0, 0)
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
     assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")
 
 

@@ -39,7 +39,7 @@ tokens = torch.load("tokens.pt")
 with torch.no_grad():
     logits = model(tokens).logits
 made = model.generate(tokens, max_new_tokens=10, do_sample=False, eos_token_id=None)
-tokenizer = AutoTokenizer.from_pretrained("model")
+tokenizer = AutoTokenizer.from_pretrained("model", trust_remote_code=True)
 generator = pipeline("text-generation", model="model", trust_remote_code=True)
 texts = ["def add(a, b):", "import", "x" * 100]
 options = dict(max_new_tokens=8, do_sample=False, return_full_text=False)

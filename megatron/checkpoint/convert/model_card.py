@@ -20,7 +20,7 @@ CODE = """from transformers import AutoModelForCausalLM{tokenizer}
 model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust})"""
 
 TOKENIZER = """
-tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER"{trust})
 prompt = tokenizer(["def main("], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
@@ -32,7 +32,8 @@ torch and transformers alone. Batches of prompts are padded on the left.
 
 def model_card(config: Config, *, stock: bool, has_tokenizer: bool) -> str:
     """What the model is, and how it is loaded."""
-    code = CODE.format(
+    template = CODE + (TOKENIZER if has_tokenizer else "")
+    code = template.format(
         tokenizer=", AutoTokenizer" if has_tokenizer else "", trust="" if stock else ", trust_remote_code=True"
     )
     model = config.model
@@ -42,6 +43,6 @@ def model_card(config: Config, *, stock: bool, has_tokenizer: bool) -> str:
         heads=model.num_attention_heads,
         length=model.seq_length,
         method=model.pos_emb,
-        code=code + (TOKENIZER if has_tokenizer else ""),
+        code=code,
         note="" if stock else OWN_CODE,
     )

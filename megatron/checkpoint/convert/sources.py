@@ -17,7 +17,7 @@ from megatron.model.positional import PositionalMethod
 
 TEMPLATES = Path(__file__).parent / "self_contained"
 PACKAGE = positional.__name__
-METHOD_FILE = "positional_method.py"
+METHOD_FILE, MODELING_FILE = "positional_method.py", "modeling_kerple.py"
 
 
 def self_contained_files(method: type[PositionalMethod]) -> dict[str, str]:
@@ -33,7 +33,17 @@ def self_contained_files(method: type[PositionalMethod]) -> dict[str, str]:
         f"from .{_file_stem(method.__module__)} import {method.__name__} as Method\n\n"
         '__all__ = ["Method"]\n'
     )
+    files[MODELING_FILE] = _naming_all(files)
     return files
+
+
+def _naming_all(files: dict[str, str]) -> str:
+    """The modelling file, importing from every positional file: transformers 4 copies those that it names alone."""
+    first = "from .positional_method import Method\n"
+    before, _, after = files[MODELING_FILE].partition(first)
+    others = sorted(name for name in files if name.startswith("positional_") and name != METHOD_FILE)
+    named = (f"from .{Path(name).stem} import __name__ as _{Path(name).stem}\n" for name in others)
+    return f"{before}{first}{''.join(named)}{after}"
 
 
 def load_package(folder: Path, name: str) -> ModuleType:

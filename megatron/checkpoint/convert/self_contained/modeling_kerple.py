@@ -258,6 +258,12 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, embeddings):
         self.embed_out = embeddings
 
+    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):  # generate looks for these names
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        # Given by transformers 4; the cache itself says where it ends.
+        inputs.pop("cache_position", None)
+        return inputs
+
     def forward(
         self,
         input_ids=None,
@@ -270,11 +276,9 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         output_hidden_states=None,
         return_dict=None,
         logits_to_keep=0,
-        cache_position=None,
     ):
         """attention_mask: `[b, t]`, 0 for padding. labels: `[b, s]`, compared with the prediction one token earlier;
         -100 is left out. logits_to_keep: of the last so many positions only (0: all), or of these positions.
-        cache_position: given by some versions of transformers, and always what the cache says itself.
         """
         if output_attentions:
             raise NotImplementedError("output_attentions: the attention probabilities are never held as a whole")
