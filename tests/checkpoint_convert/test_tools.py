@@ -1,4 +1,4 @@
-"""The tools as a user runs them, and exported models where this project is not installed."""
+"""The tools, and exported models where this project is not installed."""
 
 import json
 import shutil
@@ -14,13 +14,16 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
+from megatron.config import Config, UserError
 from megatron.inference import load_model
 from megatron.tokenizer.training import train_bpe
+from megatron.training.loop import train
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
 from tests.support.release import checkpoints
 from tests.support.runs import ROOT, environment
 from tests.support.texts import KINDS, PYTHON
+from tools.ckpts import convert, import_release
 
 ALONE = """
 import sys
@@ -73,50 +76,37 @@ def test_an_exported_model_stands_alone(tmp_path):
     assert out["texts"][1] == bytes(min(token, 255) for token in expected if 0 < token < 256).decode(errors="replace")
 
 
-def tool(name: str, *arguments: object, cwd: Path = ROOT, status: int = 0) -> str:
-    """Run a tool; returns what it printed, the error output if it should fail."""
+def tool(name: str, *arguments: object, status: int = 0) -> str:
+    """Run a tool as a user does; returns what it printed, the error output if it should fail."""
     command = [sys.executable, str(ROOT / "tools" / "ckpts" / name), *map(str, arguments)]
-    finished = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=200)
+    finished = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
     assert finished.returncode == status, finished.stdout + finished.stderr
     return finished.stderr if status else finished.stdout
 
 
-@torch.no_grad()
-def test_there_and_back_by_the_tool_and_on_by_the_entry_points(tmp_path):
-    """A Pythia-like folder -> ours -> evaluate.py, and finetuning from it -> Hugging Face."""
+def test_there_and_back_and_trained_in_between(tmp_path, capsys):
+    """A Pythia-like folder -> ours -> finetuned, at a learning rate of 0 -> Hugging Face."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     theirs = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=128, max_position_embeddings=32)).eval()
     theirs.save_pretrained(tmp_path / "pythia")
     train_bpe(KINDS.values(), 400).save(str(tmp_path / "pythia" / "tokenizer.json"))
-    printed = tool("convert.py", "from-hf", tmp_path / "pythia", tmp_path / "ours")
-    assert "logits compared at length 32 and 128" in printed
+    convert.main(["from-hf", str(tmp_path / "pythia"), str(tmp_path / "ours")])
+    assert "logits compared at length 32 and 128" in capsys.readouterr().out
 
-    data = write_corpus(tmp_path)
-    settings = {
-        "load": tmp_path / "ours",
-        "finetune": "true",
-        "data_path": data,
-        "split": "8,1,1",
-        "train_iters": 2,
-        "lr_decay_iters": 2,
-        "eval_iters": 1,
-        "save": tmp_path / "run",
-        "save_interval": 2,
-        "num_workers": 0,
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer.type": "Adam",
-        "optimizer.params.lr": "0.0",
+    _, config = load_model(tmp_path / "ours")
+    run = {
+        **{"load": str(tmp_path / "ours"), "finetune": True, "save": str(tmp_path / "run"), "save_interval": 2},
+        **{"data_path": write_corpus(tmp_path), "split": "8,1,1", "num_workers": 0, "eval_iters": 1},
+        **{"train_iters": 2, "lr_decay_iters": 2, "train_micro_batch_size_per_gpu": 4},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.0}},
     }
-    words = [f"{key}={value}" for key, value in settings.items()]
-    command = [sys.executable, str(ROOT / "train.py"), "ours/global_step0/configs/config.yml", "--set", *words]
-    finished = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-
-    tool("convert.py", "to-hf", tmp_path / "run", tmp_path / "back")
+    train(Config.from_flat({**config.to_flat(), **run}))
+    convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "back")])
     back = GPTNeoXForCausalLM.from_pretrained(tmp_path / "back").eval()
     tokens = random_tokens(1, LONG)
-    assert (back(tokens).logits - theirs(tokens).logits).abs().max() < 1e-4
+    with torch.no_grad():
+        assert (back(tokens).logits - theirs(tokens).logits).abs().max() < 1e-4
 
 
 def test_errors_of_the_tool_are_one_line(tmp_path):
@@ -155,15 +145,16 @@ def test_a_released_archive(tmp_path):
     assert "left_out" in report["sample"]
 
 
-def test_the_loss_on_a_sample(tmp_path):
+def test_the_loss_on_a_sample(tmp_path, capsys):
     """A checkpoint whose tokenizer is at hand: the loss is that of the text's tokens, by the definition."""
     model = write_checkpoint(tmp_path / "ours", "alibi", "nowhere")
     (tmp_path / "sample.txt").write_text(PYTHON[:300])
     archive = tmp_path / "ours.tar.gz"
     with tarfile.open(archive, "w:gz") as opened:
         opened.add(tmp_path / "ours", "deep/er")
-    arguments = [archive, "-o", tmp_path / "out", "--sample", tmp_path / "sample.txt"]
-    report = json.loads(tool("import_release.py", *arguments, "--json"))
+    arguments = [str(archive), "-o", str(tmp_path / "out"), "--sample", str(tmp_path / "sample.txt")]
+    import_release.main([*arguments, "--json"])
+    report = json.loads(capsys.readouterr().out)
     ids = torch.tensor(list(PYTHON[:300].encode()))
     with torch.no_grad():
         losses = [
@@ -175,13 +166,14 @@ def test_the_loss_on_a_sample(tmp_path):
     assert report["sample"]["loss"] == pytest.approx(float(sum(losses)) / 299, rel=1e-5)
 
     shutil.rmtree(tmp_path / "out")
-    readable = tool("import_release.py", *arguments)
+    import_release.main(arguments)
+    readable = capsys.readouterr().out
     assert f"loss on {tmp_path / 'sample.txt'}: {report['sample']['loss']:.3f} nats" in readable
     assert f"load={tmp_path / 'out' / 'deep' / 'er'}" in readable
 
 
 @pytest.mark.parametrize("harm", ["not finite", "other size", "exploit"])
-def test_a_bad_archive_leaves_nothing(harm, tmp_path):
+def test_a_bad_archive_leaves_nothing(harm, tmp_path, monkeypatch):
     shutil.copytree(checkpoints("alibi"), tmp_path / "source")
     step = tmp_path / "source" / "global_step300"
     path = step / "layer_03-model_00-model_states.pt"
@@ -201,6 +193,7 @@ def test_a_bad_archive_leaves_nothing(harm, tmp_path):
 
         expected = "mp_rank_00_model_states.pt"
         torch.save({"iteration": 300, "args": Exploit()}, step / expected)
-    error = tool("import_release.py", zipped(tmp_path / "source", tmp_path / "bad.zip"), cwd=tmp_path, status=2)
-    assert expected in error
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "modules") == ["bad.zip", "source"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=expected):
+        import_release.main([str(zipped(tmp_path / "source", tmp_path / "bad.zip"))])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.zip", "source"]

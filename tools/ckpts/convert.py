@@ -84,8 +84,8 @@ def _to_release(options: argparse.Namespace) -> None:
     to_release(model, config, options.output, iteration=iteration, tensor_parallel=options.tensor_parallel, dtype=dtype)
 
 
-def main() -> None:
-    options = parse_arguments()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
     options.run(options)
     print(f"wrote {options.output}")
 

@@ -29,11 +29,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     from megatron.checkpoint.convert.archive import unpack
     from megatron.checkpoint.convert.folder import new_folder
 
-    options = parse_arguments()
+    options = parse_arguments(arguments)
     output = options.output or Path(_stem(options.archive.name))
     # The libraries' own messages go elsewhere: the report alone is on the standard output.
     with contextlib.redirect_stdout(sys.stderr), new_folder(output) as folder:
