@@ -18,6 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron.model.attention.plan import Band, Chunk, Plan
 
+# Scores so far below the largest of their row (their probabilities are e^-40 at most), and weights below this part of
+# the head's largest, count as none. Float32 cannot show them beside the others, but on the way through products and
+# gradients they would become denormal numbers, with which a CPU multiplies thirty times slower.
+LOWEST_SCORE = -40.0
+LOWEST_WEIGHT = 1e-10
+
 
 def chunked_attention(
     query: Tensor,
@@ -50,7 +56,8 @@ def _single_query(
     reach = t if window is None else min(t, window)
     key, value = key[:, :, t - reach :], value[:, :, t - reach :]
     dtype = torch.promote_types(query.dtype, torch.float32)
-    if weight_table is None and query.device.type == "cpu":
+    low_precision = query.dtype != dtype
+    if weight_table is None and query.device.type == "cpu" and (low_precision or bias_table is None):
         # PyTorch's CPU kernel reads a half-precision cache as it is, and takes a float32 mask beside it.
         mask = None if bias_table is None else bias_table[:, None, :reach].flip(-1).to(dtype)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -68,9 +75,10 @@ class _Work:
     def __init__(self, plan: Plan, bias: Tensor | None, weight: Tensor | None, scale: float, like: Tensor):
         self.scale = scale
         self.bias = Band(plan, 1 if bias is None else plan.heads, float("-inf"), like).load(bias)
-        self.weight = None if weight is None else Band(plan, plan.heads, 0.0, like).load(weight)
+        self.weight = None if weight is None else Band(plan, plan.heads, 0.0, like).load(_visible_weights(weight, like))
         # Without a bias there is still the mask; without a window too, all of it is in a chunk's own block of keys.
         self.only_causal = bias is None and plan.reach == plan.t
+        self.steep = _steep_heads(bias, plan.reach, like)
         reverse = torch.arange(plan.rows - 1, -1, -1, device=like.device)
         self.reverses = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
 
@@ -95,12 +103,34 @@ class _Work:
             rows = out.shape[1]
             scores, bias = scores[..., -rows:], bias[..., -rows:]
         scores.add_(bias)
+        if any(self.steep[first_head : first_head + self.bias.span]):
+            torch.threshold_(out.sub_(out.amax(dim=-1, keepdim=True)), LOWEST_SCORE, float("-inf"))
         return torch.softmax(out, dim=-1, out=out)
 
     def weigh(self, first_head: int, states: Tensor, out: Tensor) -> None:
         """weight * states, in `out`; both `[g, c, l]`."""
         states, weight = self.weight.matched(first_head, states)
         torch.mul(states, weight, out=out.view_as(states))
+
+
+def _denormals_hurt(like: Tensor) -> bool:
+    return like.device.type == "cpu" and like.dtype == torch.float32
+
+
+def _steep_heads(bias: Tensor | None, reach: int, like: Tensor) -> list[bool]:
+    """The heads whose biases, `[h, >= reach]`, alone make probabilities that are next to nothing."""
+    if bias is None or not _denormals_hurt(like):
+        return []
+    bias = bias[:, :reach]
+    return (bias.amin(dim=1) - bias.amax(dim=1) < LOWEST_SCORE).tolist()
+
+
+def _visible_weights(weight: Tensor | None, like: Tensor) -> Tensor | None:
+    """Weights `[h, t]` with those that are next to nothing at zero."""
+    if weight is None or not _denormals_hurt(like):
+        return weight
+    size = weight.abs()
+    return weight.masked_fill(size < LOWEST_WEIGHT * size.amax(dim=1, keepdim=True), 0.0)
 
 
 class _Dropout:

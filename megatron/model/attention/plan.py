@@ -15,8 +15,6 @@ FEWEST_ROWS, MOST_ROWS = 64, 128
 # Bytes of scores at a time. On a CPU about a second-level cache for each thread; elsewhere enough to fill the device.
 CPU_BYTES_PER_THREAD = 2 * 1024 * 1024
 DEVICE_BYTES = 256 * 1024 * 1024
-# A sample whose scores are smaller than this part of the above is computed together with others.
-SMALL_SAMPLE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,8 @@ class Plan:
         rows = min(s, max(FEWEST_ROWS, min(s // 2, MOST_ROWS)))
         budget = CPU_BYTES_PER_THREAD * torch.get_num_threads() if query.device.type == "cpu" else DEVICE_BYTES
         head_bytes = rows * min(t, reach + rows - 1) * dtype.itemsize
-        merged = batch > 1 and heads * head_bytes <= SMALL_SAMPLE * budget
+        # Copying keys and values together costs less than many small operations, each of which waits for all threads.
+        merged = batch > 1 and 2 * heads * head_bytes <= budget
         if merged:
             group = heads * min(batch, budget // (heads * head_bytes))
         else:

@@ -7,20 +7,31 @@ import torch
 from torch import Tensor
 
 
-def tables(method, length: int, device: torch.device | None = None) -> tuple[Tensor | None, Tensor | None]:
+def tables(
+    method, length: int, device: torch.device | None = None, *, rounded: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """(bias, weight) of a positional method at distances 0 ... length-1, float32 `[h, length]`; None where it has none.
 
-    Autograd carries a table's gradient back to the method's parameters.
+    rounded: distances and tables take the nearest bfloat16 values, as in the KERPLE release, which lost the odd
+    distances above 256 that way; for comparing with its numbers. Autograd carries a table's gradient back to the
+    method's parameters.
     """
     if not (method.has_bias or method.has_weight):
         return None, None
     if device is None:
         device = next((tensor.device for tensor in (*method.parameters(), *method.buffers())), None)
     distance = torch.arange(length, dtype=torch.float32, device=device)
-    return (
+    if rounded:
+        distance = _nearest_bfloat16(distance)
+    found = (
         method.bias(distance) if method.has_bias else None,
         method.weight(distance) if method.has_weight else None,
     )
+    return tuple(_nearest_bfloat16(table) if rounded and table is not None else table for table in found)
+
+
+def _nearest_bfloat16(values: Tensor) -> Tensor:
+    return values.bfloat16().float()
 
 
 def pair_distances(

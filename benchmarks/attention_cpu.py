@@ -1,0 +1,104 @@
+"""Attention on the CPU: forward and backward in training, and chunks of queries against long keys at evaluation.
+
+    python benchmarks/attention_cpu.py [--threads 2] [--rounds 15] [--busy] [--json FILE]
+
+The baseline is `F.scaled_dot_product_attention` without positions, causal where there are as many queries as keys.
+`materialised` is what the original does: the whole score matrix, and the bias beside it.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
+from megatron.model.attention import attend, tables
+from megatron.model.positional import KerpleBiasWeight, KerpleLog, PositionalMethod, Rotary
+
+
+def states(batch: int, heads: int, queries: int, keys: int, size: int, *, train: bool) -> list[Tensor]:
+    """Query `[b, h, s, d]`, key and value `[b, h, t, d]`, laid out in memory as a model makes them."""
+    torch.manual_seed(0)
+    return [
+        torch.randn(batch, length, heads, size).transpose(1, 2).requires_grad_(train)
+        for length in (queries, keys, keys)
+    ]
+
+
+def training_alternatives(batch: int, heads: int, length: int, size: int) -> dict[str, Callable[[], None]]:
+    """Forward and backward, the gradient of the kernel's parameters included."""
+    query, key, value = states(batch, heads, length, length, size, train=True)
+    upstream = torch.randn(batch, length, heads, size).transpose(1, 2)
+    positions = torch.arange(length)
+    rotary = Rotary(size)
+
+    def step(forward: Callable[[], Tensor], method: PositionalMethod | None = None) -> Callable[[], None]:
+        leaves = [query, key, value, *(method.parameters() if method is not None else ())]
+        return lambda: torch.autograd.grad(forward(), leaves, upstream)
+
+    def with_tables(method: PositionalMethod, backend: str) -> Callable[[], None]:
+        def forward() -> Tensor:
+            bias, weight = tables(method, length)
+            return attend(query, key, value, bias_table=bias, weight_table=weight, backend=backend)
+
+        return step(forward, method)
+
+    def rotated() -> Tensor:
+        return attend(*rotary.rotate(query, key, positions, positions), value)
+
+    return {
+        "sdpa, no positions": step(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)),
+        "chunked, no positions": step(lambda: attend(query, key, value, backend="chunked")),
+        "rotary": step(rotated),
+        "kerple_log": with_tables(KerpleLog(heads), "chunked"),
+        "kerple_bias_wht": with_tables(KerpleBiasWeight(heads), "chunked"),
+        "kerple_log, materialised": with_tables(KerpleLog(heads), "reference"),
+    }
+
+
+def evaluation_alternatives(heads: int, queries: int, keys: int, size: int) -> dict[str, Callable[[], None]]:
+    """One chunk of queries at the end of long keys, without gradients."""
+    query, key, value = states(1, heads, queries, keys, size, train=False)
+    bias, weight = (table.detach() for table in tables(KerpleBiasWeight(heads), keys))
+    return {
+        # It sees the future of the chunk too, which costs next to nothing.
+        "sdpa, no positions": lambda: F.scaled_dot_product_attention(query, key, value),
+        "chunked, no positions": lambda: attend(query, key, value, backend="chunked"),
+        "bias": lambda: attend(query, key, value, bias_table=bias, backend="chunked"),
+        "bias and weight": lambda: attend(query, key, value, bias_table=bias, weight_table=weight, backend="chunked"),
+        "bias, window 512": lambda: attend(query, key, value, bias_table=bias, window=512, backend="chunked"),
+    }
+
+
+def attention_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[Timing]]:
+    """All measurements, by title, printed as they come."""
+    results: dict[str, list[Timing]] = {}
+    for batch, heads, length, size in ((16, 4, 128, 32), (4, 4, 512, 64), (1, 4, 2048, 64)):
+        title = f"attention forward + backward, batch {batch}, {heads} heads of {size}, length {length}"
+        results[title] = compare(training_alternatives(batch, heads, length, size), rounds=rounds, clock=clock)
+        show(title, results[title])
+    for queries, keys in ((512, 4096), (512, 65_536), (1, 4096)):
+        title = f"attention at evaluation, 4 heads of 64, {queries} queries, {keys} keys"
+        results[title] = compare(evaluation_alternatives(4, queries, keys, 64), rounds=max(3, rounds // 3), clock=clock)
+        show(title, results[title])
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_options(parser)
+    options = parser.parse_args()
+    clock = apply_options(options)
+    results = attention_tables(options.rounds, clock)
+    if options.json:
+        write_json(options.json, results)
+
+
+if __name__ == "__main__":
+    main()
