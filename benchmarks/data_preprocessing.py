@@ -8,8 +8,8 @@ Three measurements on shards of real text (sources of the Python library) in the
     memory   with --memory-gb: the largest resident memory of all processes together, while a corpus of so many GB is
              preprocessed; it must not grow with the corpus
 
-Processors that are busy with other things slow both sides of a ratio, but not at the same moment: repeat, or look at the
-processor seconds.
+Processors that are busy with other things slow both sides of a ratio, but not at the same moment: repeat, or look at
+the processor seconds.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.data.chunks import ChunkSource  # noqa: E402
+from megatron.data.chunks import START, ChunkSource  # noqa: E402
 from megatron.data.documents import DocumentOptions  # noqa: E402
 from megatron.data.input_files import find_files  # noqa: E402
 from megatron.data.preprocessing import preprocess  # noqa: E402
 from megatron.data.readers import Corpus  # noqa: E402
 from megatron.data.stdlib_corpus import StdlibCorpus  # noqa: E402
-from megatron.data.workers import TokenizerFiles  # noqa: E402
+from megatron.data.workers import TASKS_IN_FLIGHT_PER_WORKER, TokenizerFiles  # noqa: E402
 
 BATCH_BYTES = 1 << 20  # of text, handed to the library at once
 
@@ -145,31 +145,42 @@ def library_rate(shards: list[Path], tokenizer: TokenizerFiles, processes: int) 
 
 
 def pipeline_rate(shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int) -> tuple[float, float]:
-    """MB/s of text, all of the pipeline but the start of its processes, and processor seconds per MB of all of them."""
-    source = _TimedSource(Corpus(find_files(shards)))
-    before = os.times()
+    """MB/s of text, and processor seconds per MB of all processes; the start of the processes is left out of both."""
+    source = _TimedSource(Corpus(find_files(shards)), workers)
+    ended = sum(os.times()[2:4])
     manifest = preprocess(source, output, tokenizer, DocumentOptions(append_eod=True), workers=workers)["text"]
-    seconds = time.perf_counter() - source.workers_ready
-    after = os.times()
-    processor = sum(after[:4]) - sum(before[:4])
-    return manifest.text_bytes / seconds / 1e6, processor / manifest.text_bytes * 1e6
+    seconds = time.perf_counter() - source.begun
+    processor = sum(os.times()[:4]) - ended - source.processor
+    share = 1 - source.bytes_before / source.bytes
+    return manifest.text_bytes * share / seconds / 1e6, processor / (manifest.text_bytes * share) * 1e6
 
 
 class _TimedSource:
-    """A source that notes when the workers took their first tasks: when one more is asked for than fit in the queue."""
+    """A source that notes when the first result has come: when one chunk more is asked for than are in flight.
 
-    def __init__(self, source: ChunkSource):
+    Attributes:
+        begun, processor: that moment, and the processor seconds that all processes had used by then.
+        bytes, bytes_before: read in all; of that, in the first result.
+    """
+
+    def __init__(self, source: ChunkSource, workers: int):
         self._source = source
-        self.total_bytes = source.total_bytes
-        self.workers_ready = 0.0
+        self._in_flight = TASKS_IN_FLIGHT_PER_WORKER * workers if workers > 1 else 1
+        self.begun = self.processor = 0.0
+        self.bytes = self.bytes_before = 0
 
     def __getattr__(self, name):
         return getattr(self._source, name)
 
-    def chunks(self, start=(0, 0)):
-        for chunk in self._source.chunks(start):
+    def chunks(self, start=START):
+        for number, chunk in enumerate(self._source.chunks(start), start=1):
+            self.bytes_before = self.bytes_before or len(chunk.content)
+            self.bytes += len(chunk.content)
             yield chunk
-            self.workers_ready = self.workers_ready or time.perf_counter()
+            if number == self._in_flight:
+                self.begun = time.perf_counter()
+                children = psutil.Process().children(recursive=True)
+                self.processor = sum(sum(child.cpu_times()[:2]) for child in children) + sum(os.times()[:2])
 
 
 def measure_speed(shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int, repeats: int) -> dict:
@@ -179,7 +190,8 @@ def measure_speed(shards: list[Path], output: Path, tokenizer: TokenizerFiles, w
         one.append(library_rate(shards[:1], tokenizer, 1))
         several.append(library_rate(shards, tokenizer, workers))
         pipeline.append(pipeline_rate(shards, output, tokenizer, workers))
-    (library, library_cpu), together, (whole, whole_cpu) = max(one), max(several)[0], max(pipeline)
+    library, together, whole = max(one)[0], max(several)[0], max(pipeline)[0]
+    library_cpu, whole_cpu = (min(processor for _, processor in runs) for runs in (one + several, pipeline))
     return {
         "workers": workers,
         "library_mb_per_s": library,
@@ -189,6 +201,7 @@ def measure_speed(shards: list[Path], output: Path, tokenizer: TokenizerFiles, w
         "ratio_to_library_in_as_many_processes": whole / together,
         "library_processor_seconds_per_mb": library_cpu,
         "pipeline_processor_seconds_per_mb": whole_cpu,
+        "ratio_of_processor_seconds": library_cpu / whole_cpu,
     }
 
 

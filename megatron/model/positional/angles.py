@@ -25,8 +25,10 @@ class Angles:
         for known, where, result in self._kept:
             if where == device and torch.equal(known, positions):
                 return result
-        result = self._compute(positions, device)
-        self._kept = [(positions.clone(), device, result), *self._kept[: self.KEPT - 1]]
+        # What an evaluation leaves here, training must be able to save for its backward pass.
+        with torch.inference_mode(False):
+            result = self._compute(positions, device)
+            self._kept = [(positions.clone(), device, result), *self._kept[: self.KEPT - 1]]
         return result
 
     @torch.no_grad()

@@ -89,6 +89,19 @@ def test_positions_changed_in_place_are_noticed():
     torch.testing.assert_close(after.double(), turned(states, positions, 10_000.0, 8), rtol=0, atol=1e-6)
 
 
+def test_training_after_an_evaluation_in_inference_mode():
+    method = Rotary(head_size=8)
+    states = torch.randn(1, 1, 2, 8)
+    with torch.inference_mode():
+        positions = torch.arange(2)
+        expected, _ = method.rotate(states, states, positions, positions)
+    states.requires_grad_()
+    found, _ = method.rotate(states, states, torch.arange(2), torch.arange(2))
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert states.grad is not None
+
+
 @pytest.mark.parametrize(("head_size", "fraction"), [(6, 0.5), (8, 0.1), (8, 1.5)])
 def test_dimensions_that_make_no_pairs_are_refused(head_size, fraction):
     with pytest.raises(ValueError, match=f"head size {head_size} times fraction {fraction}"):
