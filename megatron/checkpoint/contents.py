@@ -19,10 +19,9 @@ from torch import nn
 
 from megatron.checkpoint import forward_pass, optimizer, random_state
 from megatron.checkpoint.layers import layer_file, layer_state, load_layers
-from megatron.checkpoint.state import TrainingState
+from megatron.checkpoint.state import STATE_FILE, TrainingState
 from megatron.config import Config
 
-STATE_FILE = "mp_rank_00_model_states.pt"
 CONFIG_FILE = "configs/config.yml"
 
 SECRET = re.compile(r"(api|access|auth|private|secret)_?(key|token)|password|passwd|credential|(^|_)secrets?($|_)")

@@ -154,16 +154,17 @@ def load_layers(layers: dict[int, nn.Module], directory: Path, *, tensor_size: i
                 tensor.copy_(pieces[name])
 
 
-def check_layers(layers: dict[int, nn.Module], directory: Path) -> None:
+def check_layers(layers: dict[int, nn.Module], directory: Path, *, tied: bool) -> None:
     """Compare the files' names, shapes and number with those of a whole model, which may be on the meta device: no
-    weights are read. Raises CheckpointError that names both sides of a difference.
+    weights are read. tied: the output layer, which uses the embedding's weights, is not among `layers`, and a file of
+    it is passed over. Raises CheckpointError that names both sides of a difference.
     """
     files = layer_files(directory)
     last = max(layers)
-    if max(files) not in (last, last - 1):
+    if max(files) not in (last, last + tied):
         raise CheckpointError(
-            f"{directory}: its last layer file has index {max(files)}, but the configured model's last layer is "
-            f"{last}; num-layers (or no-weight-tying) differs"
+            f"{directory}: its last layer file has index {max(files)}, that of the configured model would have {last}; "
+            "num-layers (or no-weight-tying) differs"
         )
     for index, layer in layers.items():
         _read_whole(index, layer, files, directory, 1, shapes_only=True)

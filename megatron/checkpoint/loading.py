@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import contents, forward_pass, random_state, release
+from megatron.checkpoint.configuration import checkpoint_config, model_differences
 from megatron.checkpoint.directory import find_whole_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import read_tensor
 from megatron.checkpoint.manifest import find_damage
 from megatron.checkpoint.optimizer import SavedState, full_shape, slice_parameter
 from megatron.checkpoint.sizes import check_sizes
-from megatron.checkpoint.state import TrainingState
+from megatron.checkpoint.state import STATE_FILE, TrainingState
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.model.settings import ModelSettings
@@ -46,7 +47,33 @@ def locate_checkpoint(config: Config, layout, padded_vocab_size: int, report: Re
         check=lambda folder: _damage_seen_by_any(layout, folder),
     )
     check_sizes(step, ModelSettings.from_config(config, padded_vocab_size))
+    _check_same_model(step, config, report)
     return step
+
+
+def _check_same_model(step: Path, config: Config, report: Report) -> None:
+    """Weights fit many models; these are told apart by the configuration that the checkpoint carries. A finetuned
+    model may differ from what it starts from, and says so; a resumed one may not.
+    """
+    try:
+        saved = checkpoint_config(step, _of_the_run(config))
+    except CheckpointError as error:
+        report(f"{error}; whether it is the same model is not checked beyond its sizes")
+        return
+    differences = "; ".join(model_differences(saved, config))
+    if not differences:
+        return
+    if not config.checkpoint.finetune:
+        raise CheckpointError(
+            f"{step}: is of another model: {differences}. Give the configuration it was trained with, or set finetune "
+            "to start a new run from its weights all the same"
+        )
+    report(f"finetune: the new model differs from the one it starts from: {differences}")
+
+
+def _of_the_run(config: Config) -> dict[str, Any]:
+    """Keys that a checkpoint's configuration may not decide, from the run's own."""
+    return {"pos_emb_module": config.model.pos_emb_module} if config.model.pos_emb_module else {}
 
 
 def load_checkpoint(engine, config: Config, step: Path | None, report: Report) -> TrainingState:
@@ -79,7 +106,7 @@ def _damage_seen_by_any(layout, step: Path) -> str | None:
 def _go_on(engine, config: Config, step: Path, report: Report) -> TrainingState:
     """Everything but the weights."""
     settings = config.checkpoint
-    path = step / contents.STATE_FILE
+    path = step / STATE_FILE
     saved = load_file(path) if path.is_file() else {}
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: holds a {type(saved).__name__} instead of a dictionary; the file is damaged")
@@ -106,10 +133,6 @@ def _go_on(engine, config: Config, step: Path, report: Report) -> TrainingState:
     if not settings.no_load_rng:
         _restore_random_states(engine, saved, step, report)
     return state
-
-
-def _described(shape: dict[str, int]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in shape.items())
 
 
 def load_optimizer(engine, saved: Any, step: Path) -> None:

@@ -17,4 +17,4 @@ def check_sizes(step: Path, settings: ModelSettings) -> None:
         layers = GPT(settings).layers()
     if settings.tied_embeddings:
         layers.pop(settings.num_layers + 4)
-    check_layers(layers, step)
+    check_layers(layers, step, tied=settings.tied_embeddings)

@@ -3,6 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+# Holds this and the other plain values of a run.
+STATE_FILE = "mp_rank_00_model_states.pt"
+
 
 @dataclass
 class TrainingState:

@@ -20,9 +20,9 @@ class CheckpointError(UserError):
     """A checkpoint cannot be read or written; the message names the file and what to do."""
 
 
-def _allowed_globals() -> list[Any]:
-    """Classes that DeepSpeed's optimizer states hold beside tensors and plain values: all are data, none runs code
-    when built.
+def _deepspeed_globals() -> list[Any]:
+    """Classes that the states of DeepSpeed's optimizers hold beside tensors and plain values, in files that others
+    wrote: all are data, none runs code when built.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -98,7 +98,12 @@ def load_file(path: str | Path, *, map_location: Any = "cpu") -> Any:
 
     Raises CheckpointError when the file is missing, damaged, or holds anything else.
     """
-    return _load(path, _numpy_globals() + _allowed_globals(), map_location)
+    try:
+        return _load(path, _numpy_globals(), map_location)
+    except CheckpointError as error:
+        if "GLOBAL deepspeed." not in str(error):
+            raise
+    return _load(path, _numpy_globals() + _deepspeed_globals(), map_location)
 
 
 def _load(path: str | Path, allowed: list[Any], map_location: Any, mapped: bool = False) -> Any:

@@ -31,6 +31,7 @@ def parse(
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the configuration files")
     parser.add_argument(SET_OPTION, metavar="KEY=VALUE", help="override keys; nested ones with dots; may be repeated")
     parser.add_argument(MERGED_OPTION, help=argparse.SUPPRESS)
+    parser.add_argument("--fallback", action="store_true", help="checkpoint damaged: take the newest whole one")
     # Some launchers add this option; the rank itself is read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     if extra is not None:
@@ -46,6 +47,8 @@ def parse(
         config = load_config(options.files, options.conf_dir, overrides)
         if os.environ.get("RANK", "0") == "0":
             print_notices(config)
+    if options.fallback:
+        config = config.updated(fallback=True)
     adopt_ranks(config, os.environ)
     return config, options
 

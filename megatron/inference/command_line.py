@@ -9,27 +9,29 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from megatron.checkpoint.directory import find_step, has_checkpoint
+from megatron.checkpoint.configuration import checkpoint_config, model_differences
+from megatron.checkpoint.directory import find_step, find_whole_step, has_checkpoint, iteration_of
 from megatron.config import Config, UserError
 from megatron.config.arguments import parse
 from megatron.config.command_line import MERGED_OPTION, take_overrides
 from megatron.config.yaml_files import parse_value
-from megatron.inference.loading import checkpoint_config, load_model
+from megatron.inference.loading import load_model
 from megatron.model.gpt import GPT
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Two configurations that disagree on one of these describe different models.
-IDENTITY = ("pos_emb", "num_layers", "hidden_size", "num_attention_heads", "seq_length")
+# Sizes on which two configurations of one model agree.
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 # What a checkpoint does not decide, but whoever runs it.
-HOW_TO_RUN = ("attention_backend", "pos_emb_module")
+HOW_TO_RUN = ("attention_backend", "pos_emb_module", "release_bf16_distances")
 
 
 def parse_with_checkpoint(
@@ -67,11 +69,12 @@ def parse_with_checkpoint(
     if not {"-h", "--help", MERGED_OPTION} & set(rest):
         alone = argparse.ArgumentParser(description=description, allow_abbrev=False)
         alone.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+        alone.add_argument("--fallback", action="store_true")
         add_options(alone)
         options, unknown = alone.parse_known_args(rest)
         if options.checkpoint and not unknown:
             options.own = True
-            config = checkpoint_config(find_step(options.checkpoint[0], options.iteration))
+            config = checkpoint_config(_step(options.checkpoint[0], options.iteration, options.fallback))
             return config.updated(**dict(map(_read_override, overrides))), options
     return parse(description, words, add_options)
 
@@ -112,29 +115,34 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
     iteration = options.iteration
     if iteration is None and not options.own:  # a checkpoint's own `iteration` is the one it was started from
         iteration = config.checkpoint.iteration
+    fallback = options.fallback or (config.checkpoint.fallback and not options.own)
+    step = _step(folder, iteration, fallback)
     device = choose_device(options.device)
     given = config.to_flat()
     model, saved = load_model(
         folder,
-        iteration=iteration,
+        iteration=iteration_of(step),
         device=device,
         dtype=PRECISIONS[options.precision],
         overrides={key: given[key] for key in HOW_TO_RUN if key in given},
     )
-    for key in IDENTITY if check else ():
-        if key in given and getattr(saved.model, key) != getattr(config.model, key):
-            raise UserError(
-                f"{folder}: was trained with {key} {getattr(saved.model, key)}, but the configuration says "
-                f"{getattr(config.model, key)}; give the configuration it was trained with, or another folder"
-            )
+    if check:
+        _check_same_model(folder, saved, config)
     attention = model.blocks[0].attention.attention.choice(device)
     print(
-        f"loaded {find_step(folder, iteration)}: {saved.model.pos_emb}, {saved.model.num_layers} layers of "
+        f"loaded {step}: {saved.model.pos_emb}, {saved.model.num_layers} layers of "
         f"{saved.model.hidden_size}, {options.precision} on {device}, attention {attention}",
         file=sys.stderr,
         flush=True,
     )
     return model, saved
+
+
+def _step(folder: str | Path, iteration: int | None, fallback: bool) -> Path:
+    """The checkpoint to load; with `fallback` the newest whole one, where that is damaged."""
+    if not fallback:
+        return find_step(folder, iteration)  # load_model checks it
+    return find_whole_step(folder, iteration, fallback=True, report=partial(print, file=sys.stderr, flush=True))
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -158,3 +166,19 @@ def first_process() -> bool:
         note = f"note: this runs in one process; the other {processes - 1} that were started have ended"
         print(note, file=sys.stderr, flush=True)
     return True
+
+
+def _check_same_model(folder: Path, saved: Config, config: Config) -> None:
+    """Raises UserError when the configuration that was given describes another model than the checkpoint's."""
+    given = config.to_flat()
+    sizes = (
+        f"{key} {getattr(saved.model, key)} in the checkpoint, {getattr(config.model, key)} here"
+        for key in SIZES
+        if key in given and getattr(saved.model, key) != getattr(config.model, key)
+    )
+    differences = [*sizes, *model_differences(saved, config)]
+    if differences:
+        raise UserError(
+            f"{folder}: was trained with another configuration ({'; '.join(dict.fromkeys(differences))}); give the "
+            "one it was trained with, or another folder"
+        )

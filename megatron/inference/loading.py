@@ -6,28 +6,16 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_whole_step
 from megatron.checkpoint.layers import layer_files, load_layers
 from megatron.checkpoint.sizes import check_sizes
 from megatron.checkpoint.storage import CheckpointError, load_tensors
-from megatron.config import Config, UserError
-from megatron.config.yaml_files import read_file
+from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 
 EMBEDDING = "word_embeddings.weight"
-
-# Keys of a checkpoint's configuration that are not followed: the first would run code that the checkpoint's author
-# names, the others describe how it was trained rather than what it is.
-NOT_FOLLOWED = (
-    "pos_emb_module",
-    "pipe_parallel_size",
-    "model_parallel_size",
-    "attention_backend",
-    "fp16",
-    "bf16",
-    "precision",
-)
 
 
 def load_model(
@@ -63,25 +51,6 @@ def load_model(
         layers.pop(settings.num_layers + 4)
     load_layers(layers, step)
     return model.to(device=device, dtype=dtype).eval(), config
-
-
-def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration that a checkpoint carries in its configs/ folder, with `overrides` put over it."""
-    folders = [folder for folder in (step / "configs", step.parent / "configs") if folder.is_dir()]
-    paths = sorted(path for folder in folders[:1] for path in folder.iterdir() if path.suffix in (".yml", ".yaml"))
-    if not paths:
-        raise CheckpointError(f"{step}: has no configs/*.yml, so the model's configuration is not known")
-    keys: dict[str, Any] = {}
-    for path in paths:
-        for entry in read_file(path):
-            keys[entry.key.replace("-", "_")] = entry.value
-    for name in NOT_FOLLOWED:
-        keys.pop(name, None)
-    keys.update({name.replace("-", "_"): value for name, value in (overrides or {}).items()})
-    try:
-        return Config.from_flat(keys, source=str(paths[0].parent))
-    except UserError as error:
-        raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
 
 
 def _embedding_rows(files: dict[int, list[Path]]) -> int:

@@ -43,6 +43,7 @@ class SelfAttention(nn.Module):
         if not positional.embeds:
             self.rpe = positional
         self.rotates = positional.rotates
+        self.rounded = settings.release_bf16_distances
         self.has_table = positional.has_bias or positional.has_weight
         self.dropout = settings.attention_dropout
         self.attention = Attention(settings.attention_backend, positional)
@@ -77,7 +78,7 @@ class SelfAttention(nn.Module):
         if not self.has_table:
             return None, None
         length = length if window is None else min(length, window)
-        bias, weight = tables(self.rpe, length)
+        bias, weight = tables(self.rpe, length, rounded=self.rounded)
         if self.tp.size == 1:
             return bias, weight
         return tuple(

@@ -118,7 +118,8 @@ class GPT(nn.Module):
         """
         hidden = self.embedding(tokens, offset=cache.length if cache is not None else 0)
         blocks = self.blocks
-        if self.checkpoint_every and self.training and torch.is_grad_enabled():
+        recompute = self.checkpoint_every and self.training and torch.is_grad_enabled()
+        if recompute and cache is None and window is None:
             for start in range(0, len(blocks), self.checkpoint_every):
                 group = nn.Sequential(*blocks[start : start + self.checkpoint_every])
                 hidden = checkpoint(group, hidden, use_reentrant=False)

@@ -26,6 +26,7 @@ class ModelSettings:
     attention_backend: str = "auto"
     pos_emb: str = "none"
     pos_emb_options: tuple[tuple[str, object], ...] = ()
+    release_bf16_distances: bool = False
     tp: TensorParallel = ONE_RANK
 
     @property
@@ -61,5 +62,6 @@ class ModelSettings:
             attention_backend=model.attention_backend,
             pos_emb=model.pos_emb,
             pos_emb_options=tuple(model.positional_options.items()),
+            release_bf16_distances=model.release_bf16_distances,
             tp=tp,
         )

@@ -111,9 +111,9 @@ def seed_everything(seed: int, layout: Layout) -> None:
 
     The initial weights do not depend on these: see `megatron/model/initialization.py`.
     """
-    local = seed + 1000 * layout.data_rank + 100_000 * layout.stage
+    local = (seed * 1_000_003 + layout.stage * 65_537 + layout.data_rank) % 2**32
     random.seed(local)
-    np.random.seed(local % 2**32)  # noqa: NPY002 (the generator that libraries share)
+    np.random.seed(local)  # noqa: NPY002 (the generator that libraries share)
     torch.manual_seed(local)
 
 

@@ -8,14 +8,16 @@ from deepspeed import PipelineEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.model.block import SelfAttention
-from megatron.model.gpt import GPT, initialize
+from megatron.model.gpt import GPT, initialize, positional_methods
 from megatron.model.parallel import gather_vocabulary, mean_loss
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
+from megatron.training import metrics
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import build_optimizer, set_learning_rate
 
@@ -120,6 +122,9 @@ class Engine:
         settings["zero_allow_untested_optimizer"] = True
         if self.config.precision.dtype == "bf16" and self.zero_stage == 1:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        if self.zero_stage == 0 and not self.config.optimizer.gradient_clipping:
+            # No clipping, but the norm is logged all the same.
+            settings["gradient_clipping"] = float("inf")
         if self.is_pipeline:
             settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         optimizer = build_optimizer(self.config, self.model, report)
@@ -215,9 +220,14 @@ class Engine:
         """Parameters of the whole model: `total`, `positional`, and `outside_embedding` (what each token is
         multiplied with).
         """
-        from megatron.training.metrics import count_parameters
+        return metrics.count_parameters(self.model.layers(), self.settings, self.layout)
 
-        return count_parameters(self.model.layers(), self.settings, self.layout)
+    def kernel_statistics(self) -> dict[str, Tensor]:
+        """Name -> values per head of the positional parameters of this rank. ZeRO 3: called by every rank together."""
+        layers = self.model.layers()
+        parameters = [p for method in positional_methods(layers).values() for p in method.parameters()]
+        with GatheredParameters(parameters, enabled=self.zero_stage == 3):
+            return metrics.kernel_statistics(layers)
 
     def attention_choice(self) -> str:
         """The attention backend, and what chose it; of a stage without blocks, nothing."""

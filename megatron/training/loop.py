@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.loading import load_checkpoint, locate_checkpoint
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state import TrainingState
@@ -19,6 +20,7 @@ from megatron.training.engine import Batch, Engine
 from megatron.training.logging import Reporter, Trackers, readable_time
 from megatron.training.schedule import Schedule
 from megatron.training.signals import StopRequest
+from megatron.training.step_log import StepLog, not_finite
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Run:
     train_batches: Iterator[Batch] | None
     valid_dataset: object | None
     test_dataset: object | None
+    probe: torch.Tensor
     validated_at: int | None = None
 
     @property
@@ -56,11 +59,11 @@ def train(config: Config) -> TrainingState:
         try:
             with StopRequest(layout.device) as stop:
                 try:
-                    _steps(run, stop)
+                    left_early = _steps(run, stop)
                 finally:
                     if run.checkpointer is not None:
                         run.checkpointer.finish()
-            if stop.signal is None:
+            if left_early is None:
                 _final_evaluation(run)
             return run.state
         finally:
@@ -84,6 +87,11 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
     )
     checkpoint = locate_checkpoint(config, layout, vocabulary, report)
+    if checkpoint is None and config.schedule.train_iters == 0:
+        where = f"load: {config.checkpoint.load}: holds no checkpoint" if config.checkpoint.load else "load is not set"
+        raise UserError(f"{where}; train-iters is 0, which evaluates a trained model")
+    _note_save_folder(config, report)
+    datasets = _datasets(config, tokenizer, layout, report)
     engine = Engine(config, vocabulary, layout, report)
     counts = engine.count_parameters()
     report(f"attention: {engine.attention_choice()}")
@@ -92,7 +100,6 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
         f"vocabulary {tokenizer.vocab_size:,} padded to {vocabulary:,}; {config.precision.dtype}"
     )
     state = load_checkpoint(engine, config, checkpoint, report)
-    datasets = _datasets(config, tokenizer, engine)
     _note_data_order(state, datasets.train, report)
     train_batches = None
     if config.schedule.train_iters > state.iteration:
@@ -110,7 +117,15 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
         train_batches=train_batches,
         valid_dataset=datasets.valid,
         test_dataset=datasets.test,
+        probe=_probe(config, layout, tokenizer.vocab_size),
     )
+
+
+def _probe(config: Config, layout: distributed.Layout, vocab_size: int) -> torch.Tensor:
+    """A micro-batch of random tokens, int64 `[b, s + 1]`, on which the weights are tried before they are saved."""
+    micro, _, _ = config.batch.resolve(layout.data_size)
+    generator = torch.Generator().manual_seed(config.training.seed)
+    return torch.randint(vocab_size, (micro, config.model.seq_length + 1), generator=generator)
 
 
 def _note_data_order(state: TrainingState, dataset, report: Reporter) -> None:
@@ -131,13 +146,26 @@ def _schedule(config: Config) -> Schedule:
     return Schedule(config.optimizer.lr, settings.lr_decay_style, decay, settings.warmup * decay, settings.min_lr)
 
 
-def _datasets(config: Config, tokenizer, engine: Engine):
+def _note_save_folder(config: Config, report: Reporter) -> None:
+    """Say so when the run saves among checkpoints that it did not start from."""
+    folder = config.checkpoint.save
+    if folder is not None and folder != config.checkpoint.load and has_checkpoint(folder):
+        report(f"save: {folder} holds checkpoints already, which `load` does not name; this run's go beside them")
+
+
+def _datasets(config: Config, tokenizer, layout: distributed.Layout, report: Reporter):
     iterations, validation = config.schedule.train_iters, config.training
+    _, _, global_batch = config.batch.resolve(layout.data_size)
     rounds = iterations // validation.eval_interval + 1 if validation.eval_iters else 0
-    per_round = validation.eval_iters * engine.global_batch
+    per_round = validation.eval_iters * global_batch
     tested = per_round if _has_test_text(config) else 0
-    wanted = (iterations * engine.global_batch, rounds * per_round, tested)
-    return build_datasets(config, tokenizer, config.model.seq_length, wanted, validation.seq_length_val)
+    wanted = (iterations * global_batch, rounds * per_round, tested)
+    datasets = build_datasets(config, tokenizer, config.model.seq_length, wanted, validation.seq_length_val)
+    if iterations and datasets.train is None:
+        raise UserError("there are no training documents: check split, or name train-data-paths")
+    if validation.eval_iters and datasets.valid is None:
+        report("no validation documents (see split and valid-data-paths): the run is not validated")
+    return datasets
 
 
 def _has_test_text(config: Config) -> bool:
@@ -168,122 +196,53 @@ def _loader(config: Config, engine: Engine, dataset, consumed: int):
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def _steps(run: Run, stop: StopRequest) -> None:
+def _steps(run: Run, stop: StopRequest) -> str | None:
+    """Train to the last iteration (None), or until all ranks agree to leave before it (why)."""
     config, state, engine = run.config, run.state, run.engine
     training = config.training
-    interval = _Interval(run)
-    saved_at = state.iteration
+    log = StepLog(run)
     while state.iteration < run.last_iteration:
         rate = run.schedule(state.iteration)
         loss = engine.train_step(run.train_batches, rate)
         state.iteration += 1
         state.consumed_samples += engine.global_batch
         state.tokens += engine.global_batch * config.model.seq_length
-        interval.add(loss)
+        log.add(loss)
 
         last = state.iteration == run.last_iteration
-        save_due = _due(state.iteration, config.checkpoint.save_interval)
-        leave = stop.agreed() or _due(state.iteration, training.exit_interval)
-        if _due(state.iteration, training.log_interval) or last or leave or save_due:
-            interval.log(rate, to_console=_due(state.iteration, training.log_interval) or last or leave)
+        leave = _reason_to_leave(stop, training.exit_interval, state.iteration) if not last else None
+        if _due(state.iteration, training.log_interval) or last or leave:
+            log.write(rate)
         if _due(state.iteration, training.eval_interval) and training.eval_iters and not leave:
-            _validate(run)
-            interval.restart_clock()
-        if run.checkpointer is not None and (save_due or last or leave):
-            run.checkpointer.save(state)
-            saved_at = state.iteration
-            interval.restart_clock()
+            with log.paused():
+                _validate(run)
+        if run.checkpointer is not None and (_due(state.iteration, config.checkpoint.save_interval) or last or leave):
+            with log.paused():
+                log.check()
+                _check_weights(run)
+                run.checkpointer.save(state)
         if leave:
-            run.report(_why_leaving(stop, training.exit_interval, saved_at, state.iteration))
-            return
+            kept = "its checkpoint is saved" if run.checkpointer else "nothing is saved (no `save` folder is set)"
+            run.report(f"leaving after iteration {state.iteration}: {leave}; {kept}")
+            return leave
+    return None
+
+
+def _reason_to_leave(stop: StopRequest, exit_interval: int | None, iteration: int) -> str | None:
+    if stop.agreed():
+        return "a signal asked to stop"
+    return f"exit-interval {exit_interval}" if _due(iteration, exit_interval) else None
+
+
+def _check_weights(run: Run) -> None:
+    """Raise UserError if the weights give no finite loss: such a checkpoint must not replace a good one."""
+    batch = {"tokens": run.probe[:, :-1], "labels": run.probe[:, 1:]}
+    if not math.isfinite(run.engine.validate(iter([batch]), 1)):
+        raise UserError(not_finite(run, f"after iteration {run.state.iteration}"))
 
 
 def _due(iteration: int, every: int | None) -> bool:
     return every is not None and iteration % every == 0
-
-
-def _why_leaving(stop: StopRequest, exit_interval: int | None, saved_at: int, iteration: int) -> str:
-    why = "a signal asked to stop" if stop.signal is not None else f"exit-interval {exit_interval}"
-    kept = "its checkpoint is saved" if saved_at == iteration else "nothing was saved (no `save` folder is set)"
-    return f"leaving after iteration {iteration}: {why}; {kept}"
-
-
-class _Interval:
-    """What happened since the last line of the log. Losses stay on the device until then, so that no step waits for
-    one.
-    """
-
-    def __init__(self, run: Run):
-        self.run = run
-        self._losses: list[torch.Tensor] = []
-        self._started = time.perf_counter()
-        self._seconds = 0.0
-        self._steps = 0
-
-    def add(self, loss: torch.Tensor) -> None:
-        self._losses.append(loss.detach())
-        self._steps += 1
-
-    def restart_clock(self) -> None:
-        """Leave validation and saving out of the rates."""
-        self._started = time.perf_counter()
-
-    def log(self, rate: float, *, to_console: bool) -> None:
-        """Check the losses; print and track the interval's means. Raises UserError at a loss that is not finite."""
-        run, state = self.run, self.run.state
-        losses = torch.stack(self._losses).float().cpu() if self._losses else torch.empty(0)
-        first = state.iteration - len(losses)
-        self._check(losses, first)
-        self._seconds += time.perf_counter() - self._started
-        self.restart_clock()
-        if not to_console:
-            return
-        per_second = self._steps * run.engine.global_batch * run.config.model.seq_length / max(self._seconds, 1e-9)
-        loss = float(losses.mean())
-        values = {
-            "train/loss": loss,
-            "train/learning_rate": rate,
-            "train/tokens_per_second": per_second,
-            "train/tokens": float(state.tokens),
-            "train/memory_bytes": float(metrics.peak_memory(run.layout.device)),
-        }
-        texts = [f"iteration {state.iteration:,}/{run.last_iteration:,}", f"loss {loss:.4f}", f"lr {rate:.3e}"]
-        norm, scale = run.engine.grad_norm, run.engine.loss_scale
-        if norm is not None:
-            values["train/grad_norm"] = norm
-            texts.append(f"grad norm {norm:.3f}")
-        if scale is not None:
-            values["train/loss_scale"] = scale
-            texts.append(f"loss scale {scale:g}")
-        texts.append(f"{per_second:,.0f} tokens/s")
-        peak = metrics.device_peak(run.layout.device)
-        if peak is not None:
-            values["train/mfu"] = per_second * run.flops_per_token / (peak * run.layout.world_size)
-            texts.append(f"MFU {100 * values['train/mfu']:.1f} %")
-        texts.append(f"{values['train/memory_bytes'] / 2**30:.2f} GiB")
-        remaining = (run.last_iteration - state.iteration) * self._seconds / max(self._steps, 1)
-        texts.append(f"{readable_time(remaining)} left")
-        run.report(" | ".join(texts))
-        for name, heads in metrics.kernel_statistics(run.engine.layers()).items():
-            low, mean, high = heads.min().item(), heads.mean().item(), heads.max().item()
-            values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
-            run.report(f"  {name}: {mean:.4f} mean, {low:.4f} to {high:.4f} over {heads.numel()} heads")
-        run.trackers.scalars(values, state.iteration)
-        self._losses, self._steps, self._seconds = [], 0, 0.0
-
-    def _check(self, losses: torch.Tensor, first: int) -> None:
-        bad = ~torch.isfinite(losses)
-        # In fp16 single steps overflow, are skipped, and lower the loss scale; that is not a failure.
-        failed = bool(bad.all()) and len(losses) > 0 if self.run.engine.loss_scale is not None else bool(bad.any())
-        if not failed:
-            return
-        where = first + 1 + int(bad.nonzero()[0])
-        kept = self.run.config.checkpoint.save
-        raise UserError(
-            f"the loss is not finite (nan or inf) at iteration {where}; training stops and nothing is saved from it. "
-            + (f"The last good checkpoint is in {kept}. " if kept else "")
-            + "Lower the learning rate, clip the gradient (gradient_clipping), or use a wider number format"
-        )
 
 
 # -- validation -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Counts and rates: parameters, floating-point operations, memory."""
 
+import re
 import resource
 
 import torch
@@ -9,14 +10,17 @@ from torch import nn
 from megatron.model.gpt import positional_methods
 from megatron.model.settings import ModelSettings
 
-# Dense bf16 matrix peak in FLOP/s, from the vendors' data sheets; the longest matching name counts.
+# Dense bf16 matrix peak in FLOP/s, from the vendors' data sheets. The longest name that stands whole in the device's
+# name counts.
 PEAK_FLOPS = {
     "A100": 312e12,
     "A10": 125e12,
     "A40": 149.7e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "GH200": 989e12,
@@ -32,7 +36,7 @@ def device_peak(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    matches = [key for key in PEAK_FLOPS if key in name]
+    matches = [key for key in PEAK_FLOPS if re.search(rf"(?<!\w){key}(?!\w)", name)]
     return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 

@@ -137,3 +137,69 @@ def test_one_line_and_status_2_for_a_bad_key(tmp_path, data_path):
     assert "num_layers" in output or "num-layers" in output
     assert "Traceback" not in output
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"pos_emb": "rotary"}, "pos_emb none in the checkpoint, rotary here"),
+        ({"num_attention_heads": 2}, "num_attention_heads 4 in the checkpoint, 2 here"),
+        ({"gpt_j_residual": True}, "gpt_j_residual False in the checkpoint, True here"),
+        ({"activation": "relu"}, "activation .* gelu in the checkpoint, relu here"),
+    ],
+)
+def test_another_model_whose_weights_fit_is_refused(keys, named, tmp_path, data_path, capsys):
+    """The sizes of all tensors agree; only the configuration that the checkpoint carries tells the models apart."""
+    trained(tmp_path, data_path, pos_emb="none")
+    with pytest.raises(CheckpointError, match=named):
+        trained(tmp_path, data_path, **{"pos_emb": "none", "train_iters": 8, **keys})
+    assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
+
+
+def test_finetuning_into_another_model_says_so(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path, pos_emb="none")
+    trained(tmp_path, data_path, pos_emb="alibi", finetune=True, save=None)
+    assert "differs from the one it starts from: pos_emb none in the checkpoint, alibi here" in capsys.readouterr().out
+
+
+def test_ruined_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):
+    """The loss before the update was finite, the weights after it are useless; the good checkpoint stays."""
+    trained(tmp_path, data_path, train_iters=3)
+    ruin = {"optimizer": {"type": "Adam", "params": {"lr": 1e20}}, "warmup": 0.0, "gradient_clipping": 0.0}
+    with pytest.raises(UserError, match=r"not finite.*last good checkpoint"):
+        trained(tmp_path, data_path, save_interval=1, keep_last_n_checkpoints=1, **ruin)
+    assert saved_iterations(tmp_path / "checkpoints") == [3]
+    trained(tmp_path, data_path)
+
+
+@pytest.mark.parametrize("load", ["nowhere", None])
+def test_train_iters_0_needs_a_checkpoint(load, tmp_path, data_path):
+    with pytest.raises(UserError, match="train-iters is 0, which evaluates a trained model"):
+        trained(tmp_path, data_path, train_iters=0, load=load and str(tmp_path / load))
+
+
+def test_split_without_training_documents(tmp_path, data_path):
+    with pytest.raises(UserError, match="training documents"):
+        trained(tmp_path, data_path, split="0,1,0")
+
+
+def test_exit_interval_leaves_without_an_evaluation(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path, exit_interval=2, eval_interval=100)
+    output = capsys.readouterr().out
+    assert "leaving after iteration 2: exit-interval 2; its checkpoint is saved" in output
+    assert "validation at" not in output
+
+
+def test_rates_leave_validation_out(tmp_path, data_path):
+    """The time of a validation that falls between two lines is not training, and the time before it is."""
+    keys = {"train_iters": 12, "lr_decay_iters": 12, "save": None, "load": None, "eval_iters": 4}
+    trained(tmp_path / "a", data_path, **keys, log_interval=6, eval_interval=5)
+    trained(tmp_path / "b", data_path, **keys, log_interval=6, eval_interval=1000)
+    often, never = (metrics(tmp_path / run, "train/tokens_per_second")[12] for run in "ab")
+    assert often < 4 * never
+
+
+def test_the_norm_is_logged_without_clipping(tmp_path, data_path):
+    trained(tmp_path, data_path, gradient_clipping=0.0, save=None)
+    assert all(0 < norm < 100 for norm in metrics(tmp_path, "train/grad_norm").values())
+    assert len(metrics(tmp_path, "train/grad_norm")) == 6

@@ -1,9 +1,12 @@
 """Two real ranks against one: the same losses, the same kernel parameters, whatever the layout."""
 
+import signal
+
+import psutil
 import pytest
 import torch
 
-from tests.support.runs import metrics, run, training_settings, weights
+from tests.support.runs import metrics, run, start, training_settings, weights
 
 LAYOUTS = {
     "data": {"num_gpus": 2},
@@ -64,3 +67,20 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path, data_path):
     output = run(tmp_path, training_settings(tmp_path, data_path, num_gpus=3, pipe_parallel_size=2), status=2)
     assert "3 ranks cannot be divided" in output or "num_gpus" in output
     assert "Traceback" not in output
+
+
+def test_signal_to_one_rank_stops_all(tmp_path, data_path):
+    """The ranks agree to stop; none goes on to the final evaluation alone."""
+    settings = training_settings(tmp_path, data_path, train_iters=100_000, save_interval=None, num_gpus=2)
+    process = start(tmp_path, {**settings, "eval_interval": 50_000})
+    for line in process.stdout:
+        if "iteration 5/" in line:
+            break
+    ranks = [
+        child for child in psutil.Process(process.pid).children(recursive=True) if "--local_rank=1" in child.cmdline()
+    ]
+    ranks[-1].send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "a signal asked to stop; its checkpoint is saved" in output
+    assert "validation at" not in output

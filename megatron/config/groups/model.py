@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
+from megatron.config.errors import UserError
 from megatron.config.groups.base import CaseInsensitive, Group, Int, key
 
 InitMethod = Literal[
@@ -48,6 +49,11 @@ class ModelConfig(Group):
     pos_emb_options: dict[str, Any] = key({}, "Options handed to the positional method by name, e.g. {init: paper}.")
     pos_emb_module: str | None = key(
         None, "Python file (path/to/file.py) or module that registers further positional methods when it is imported."
+    )
+    release_bf16_distances: bool = key(
+        False,
+        """True: KERPLE's and ALiBi's distances and biases are rounded to bfloat16, as in the KERPLE release, where
+        distances above 256 lost their last digits. For checking its numbers only.""",
     )
     rotary_pct: float = key(1.0, "Share of each head's dimensions that rotary rotates.", gt=0, le=1)
     rotary_emb_base: Int = key(10000, "Base of rotary's wavelengths.", gt=1)
@@ -99,6 +105,15 @@ class ModelConfig(Group):
             "rpe": {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance},
         }
         return {**neox.get(self.pos_emb, {}), **self.pos_emb_options}
+
+    @model_validator(mode="after")
+    def _only_the_release_rounded(self) -> "ModelConfig":
+        if self.release_bf16_distances and not self.pos_emb.startswith(("kerple_", "alibi")):
+            raise UserError(
+                '"release_bf16_distances": the release computed distances in bfloat16 for KERPLE and ALiBi, '
+                f"not for pos_emb {self.pos_emb}; remove the key"
+            )
+        return self
 
     @property
     def head_size(self) -> int:

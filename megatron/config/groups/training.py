@@ -8,7 +8,7 @@ from megatron.config.groups.base import Group, Int, key
 class TrainingConfig(Group):
     """Training"""
 
-    seed: Int = key(1234, "Seed of initial weights, data order and dropout.", ge=0)
+    seed: Int = key(1234, "Seed of initial weights, data order and dropout.", ge=0, lt=2**32)
     eval_interval: Int = key(1000, "Optimizer steps between validations.", ge=1)
     eval_iters: Int = key(100, "Batches per validation. 0: no validation.", ge=0)
     seq_length_val: Int | None = key(None, "Validation length, in tokens. Default: seq_length.", ge=1)
