@@ -1,0 +1,159 @@
+"""The folder of checkpoints: what a damaged one leads to, and being killed between any two system calls."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from megatron.checkpoint.directory import (
+    find_step,
+    find_whole_step,
+    publish,
+    remove_older,
+    saved_iterations,
+    tag_for,
+    tidy,
+)
+from megatron.checkpoint.manifest import MANIFEST, find_damage, read_manifest, write_manifest
+from megatron.checkpoint.saving import write_files
+from megatron.checkpoint.storage import CheckpointError, load_tensors
+
+
+def save(directory, iteration, value=None, keep=None):
+    """A checkpoint of two files, by the steps of megatron.checkpoint.saving."""
+    directory.mkdir(exist_ok=True)
+    tidy(directory)
+    unfinished = directory / f"{tag_for(iteration)}.unfinished"
+    unfinished.mkdir()
+    weights = {"w": torch.full((1000,), float(iteration if value is None else value))}
+    records, failure = write_files(unfinished, [("weights.pt", weights), ("configs/config.yml", b"{}\n")])
+    assert failure is None
+    write_manifest(unfinished, iteration, records)
+    publish(directory, unfinished, tag_for(iteration))
+    if keep is not None:
+        remove_older(directory, keep, iteration)
+
+
+def value_of(step):
+    return load_tensors(step / "weights.pt")["w"][0].item()
+
+
+def alter(path):
+    """Flip one bit in the middle, as a failing disk does: the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_manifest_lists_every_file(tmp_path):
+    save(tmp_path, 5)
+    step = find_whole_step(tmp_path)
+    assert set(read_manifest(step)) == {"weights.pt", "configs/config.yml"}
+    assert read_manifest(step)["configs/config.yml"].size == 3
+    assert find_damage(step) is None
+
+
+@pytest.mark.parametrize("how", ["altered", "cut", "missing", "manifest"])
+def test_damage_is_named_and_the_newest_whole_one_is_offered(how, tmp_path):
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    file = tmp_path / "global_step30" / (MANIFEST if how == "manifest" else "weights.pt")
+    if how == "altered":
+        alter(file)
+    elif how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:40])
+    alter(tmp_path / "global_step20" / "configs" / "config.yml")
+    with pytest.raises(CheckpointError, match=rf"global_step30/{file.name}: .*iteration 10.*--fallback"):
+        find_whole_step(tmp_path)
+    said = []
+    assert find_whole_step(tmp_path, fallback=True, report=said.append).name == "global_step10"
+    assert file.name in said[0]
+
+
+def test_latest_that_names_nothing_is_offered_another(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "latest").write_text("global_step2")
+    with pytest.raises(CheckpointError, match=r"global_step2.*iteration 1: take it with --fallback"):
+        find_whole_step(tmp_path)
+    assert find_whole_step(tmp_path, fallback=True, report=lambda text: None).name == "global_step1"
+
+
+def test_no_other_whole_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    alter(tmp_path / "global_step1" / "weights.pt")
+    with pytest.raises(CheckpointError, match=r"weights\.pt.*no other whole"):
+        find_whole_step(tmp_path, fallback=True)
+
+
+def test_ranks_share_the_checking(tmp_path):
+    save(tmp_path, 1)
+    alter(tmp_path / "global_step1" / "configs" / "config.yml")
+    found = [find_damage(tmp_path / "global_step1", share=(rank, 2)) for rank in range(2)]
+    assert sum(damage is not None for damage in found) == 1
+
+
+def test_the_only_good_checkpoint_is_not_deleted(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "global_step2" / "weights.pt").write_bytes(b"")
+    assert remove_older(tmp_path, 1, 2) == []
+    assert saved_iterations(tmp_path) == [1, 2]
+
+
+def test_checkpoints_of_a_later_iteration_are_not_counted(tmp_path):
+    """Those of a run that was gone back from: the newest of this run stays."""
+    for iteration in (1, 2, 9):
+        save(tmp_path, iteration)
+    save(tmp_path, 3, keep=2)
+    assert saved_iterations(tmp_path) == [2, 3, 9]
+    assert find_step(tmp_path).name == "global_step3"
+
+
+def killed_before_event(number, action):
+    """Run in a forked process that ends, without any cleaning up, before its `number`-th file operation; False if it
+    came to its end before that.
+    """
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    seen = 0
+
+    def count(event, _):
+        nonlocal seen
+        if event == "open" or event.startswith(("os.", "shutil.")):
+            seen += 1
+            if seen > number:
+                os._exit(9)
+
+    sys.addaudithook(count)
+    try:
+        action()
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("iteration", [3, 2], ids=["next", "same-again"])
+def test_killed_before_any_system_call(iteration, tmp_path):
+    """A save of a new iteration, and one that replaces the checkpoint that `latest` names."""
+    number = 0
+    while True:
+        directory = tmp_path / str(number)
+        save(directory, 1)
+        save(directory, 2)
+        killed = killed_before_event(number, lambda folder=directory: save(folder, iteration, value=7, keep=1))
+        step = find_whole_step(directory)
+        assert value_of(step) in (2.0, 7.0)
+        assert find_damage(step) is None
+        # A second kill while tidying up, and then a save that ends.
+        killed_before_event(number % 5, lambda folder=directory: tidy(folder))
+        assert value_of(find_whole_step(directory)) == value_of(step)
+        save(directory, iteration, value=8, keep=1)
+        assert value_of(find_whole_step(directory)) == 8.0
+        assert sorted(path.name for path in directory.iterdir()) == [f"global_step{iteration}", "latest"]
+        if not killed:
+            break
+        number += 1
+    assert number > 20

@@ -1,0 +1,122 @@
+"""Training goes on from a directory in the release's layout."""
+
+import shutil
+
+import pytest
+import torch
+
+from megatron.checkpoint.storage import CheckpointError, load_file
+from megatron.config import Config
+from megatron.data import build_datasets
+from megatron.inference import load_model
+from megatron.tokenizer import build_tokenizer
+from megatron.training.loop import train
+from tests.support.release import METHODS, checkpoints
+from tests.support.released_runs import released_settings, write_release_corpus, write_tokenizer
+from tests.support.runs import metrics, weights
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("released")
+    write_tokenizer(folder)
+    write_release_corpus(folder)
+    return folder
+
+
+def losses_in_plain_torch(method, settings, *, steps):
+    """The same steps by torch's own Adam, given the release's state dictionary as it is."""
+    config = Config.from_flat(settings)
+    tokenizer = build_tokenizer("HFTokenizer", config.tokenizer.vocab_file, None)
+    dataset = build_datasets(config, tokenizer, 32, (305 * 4, 0, 0)).train
+    model, _ = load_model(checkpoints(method))
+    model.train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+    optimizer.load_state_dict(load_file(checkpoints(method) / "global_step300/mp_rank_00_model_states.pt")["optimizer"])
+    losses = {}
+    for step in range(steps):
+        samples = [dataset[1200 + 4 * step + row] for row in range(4)]
+        tokens, labels = (torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels"))
+        loss = model.loss(tokens, labels)
+        losses[301 + step] = loss.item()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "rpe", "learned", "kerple_power_ap_ap"])
+def test_goes_on_with_the_release_optimizer(method, corpus, tmp_path, capsys):
+    settings = released_settings(tmp_path, corpus, method)
+    train(Config.from_flat(settings))
+    output = capsys.readouterr().out
+    assert "iteration 300, 1200 samples read" in output
+    assert "optimizer's state are taken" in output
+    expected = losses_in_plain_torch(method, settings, steps=5)
+    assert metrics(tmp_path) == pytest.approx(expected, abs=2e-4)
+
+
+def test_the_optimizer_may_start_fresh(corpus, tmp_path, capsys):
+    train(Config.from_flat(released_settings(tmp_path / "kept", corpus)))
+    train(Config.from_flat(released_settings(tmp_path / "fresh", corpus, no_load_optim=True)))
+    assert "starts fresh (no-load-optim)" in capsys.readouterr().out
+    kept, fresh = metrics(tmp_path / "kept"), metrics(tmp_path / "fresh")
+    assert kept[301] == fresh[301]
+    assert abs(kept[302] - fresh[302]) > 5e-3
+
+
+def test_state_that_is_not_there_starts_fresh(corpus, tmp_path, capsys):
+    keys = {"load": str(checkpoints("kerple_log_bf16")), "precision": "bfloat16", "train_iters": 303}
+    train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
+    output = capsys.readouterr().out
+    assert "starts fresh (the checkpoint holds no optimizer state)" in output
+    assert list(metrics(tmp_path)) == [301, 302, 303]
+
+
+def test_state_of_another_size_starts_fresh(corpus, tmp_path, capsys):
+    shutil.copytree(checkpoints("kerple_log"), tmp_path / "release")
+    file = tmp_path / "release/global_step300/mp_rank_00_model_states.pt"
+    state = load_file(file)
+    state["optimizer"]["state"][11]["exp_avg"] = torch.zeros(7, 7)
+    torch.save(state, file)
+    train(Config.from_flat(released_settings(tmp_path, corpus, load=str(tmp_path / "release"), train_iters=301)))
+    assert "starts fresh (its parameter 11 is not of the size of 2.mlp.dense_h_to_4h.weight)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_on_and_is_saved_as_ours(method, corpus, tmp_path):
+    """Buffers of the release that are not ours (inv_freq, slopes, a bound a) are left alone, and not saved."""
+    folder = tmp_path / "checkpoints"
+    train(Config.from_flat(released_settings(tmp_path, corpus, method, train_iters=302, save=str(folder))))
+    assert list(metrics(tmp_path)) == [301, 302]
+    assert not any("inv_freq" in name or "slopes" in name for name in weights(tmp_path, 302))
+    keys = {"load": str(folder), "train_iters": 303, "save": None}
+    train(Config.from_flat(released_settings(tmp_path, corpus, method, **keys)))
+    assert list(metrics(tmp_path)) == [301, 302, 303]
+
+
+def test_finetune_takes_the_weights_alone(corpus, tmp_path, capsys):
+    train(Config.from_flat(released_settings(tmp_path, corpus, finetune=True, train_iters=2)))
+    assert "finetune: weights from" in capsys.readouterr().out
+    assert list(metrics(tmp_path)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size": 64}, r"layer_00.*\(128, 32\).*\(128, 64\)"),
+        ({"padded_vocab_size": 256}, r"layer_00.*\(128, 32\).*\(256, 32\)"),
+        ({"num_layers": 3}, "last layer file has index 6.*would have 7"),
+        ({"num_layers": 1}, "last layer file has index 6.*would have 5"),
+        ({"no_weight_tying": False, "num_layers": 3}, "no file of layer 4.*num-layers"),
+        ({"pos_emb": "alibi"}, r"attention\.rpe\.bias_p"),
+    ],
+)
+def test_another_size_names_both_sides_before_a_model_is_built(keys, message, corpus, tmp_path, monkeypatch):
+    def build(*_):
+        raise AssertionError("the model was built")
+
+    monkeypatch.setattr("megatron.training.loop.Engine", build)
+    with pytest.raises(CheckpointError, match=message):
+        train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
