@@ -34,9 +34,10 @@ ACTIVATIONS = {
     ("silu", False): ("silu", "swish"),
 }
 
-# What this model always has, and what config.json says when nothing is said.
+# What this model always has.
 REQUIRED = {"attention_bias": True}
 
+# What a config.json of GPT-NeoX means where it says nothing.
 NEOX_DEFAULTS = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
