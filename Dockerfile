@@ -13,7 +13,7 @@ RUN apt-get update \
 ARG TORCH=torch==2.13.0
 RUN pip install --upgrade pip "setuptools>=77" wheel packaging ninja && pip install "${TORCH}"
 
-# Set APEX=0 to leave it out (the build takes a while). One commit, so that an image can be built again.
+# Set APEX=0 to leave it out (the build takes a while). A named release, so that an image can be built again.
 ARG APEX=1
 ARG APEX_VERSION=25.09
 ARG MAX_JOBS=8

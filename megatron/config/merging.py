@@ -42,12 +42,15 @@ def merge(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Merged:
         # A dot leads into a mapping on the command line only; in a file it is part of a name that nobody knows.
         name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
         merged.add(name, copy.deepcopy(entry.value), entry.key, entry.place)
-    _move_nested_aliases(merged)
+    for name, alias, value in _take_nested_aliases(merged):
+        merged.add(name, value, ".".join(alias), merged.places[alias[0]])
     for text in overrides:
         written, value = _read_override(text)
         path = canonical_path(written)
         set_at(merged.values, path, value, written)
         merged.written[path[0]], merged.places[path[0]] = written.split(".")[0], COMMAND_LINE
+    for name, alias, value in _take_nested_aliases(merged):
+        merged.replace(name, value, ".".join(alias), COMMAND_LINE)
     return merged
 
 
@@ -64,8 +67,9 @@ def set_at(values: dict[str, Any], path: KeyPath, value: Any, written: str) -> N
     values[last] = value
 
 
-def _move_nested_aliases(merged: Merged) -> None:
-    """optimizer.params.weight_decay, say, becomes weight_decay; given both, they are the same key twice."""
+def _take_nested_aliases(merged: Merged) -> list[tuple[str, KeyPath, Any]]:
+    """Take optimizer.params.weight_decay and its like out; gives (the key it stands for, the alias, the value)."""
+    taken = []
     for alias, (name, *deeper) in ALIASES.items():
         if len(alias) == 1 or deeper:
             continue
@@ -73,7 +77,8 @@ def _move_nested_aliases(merged: Merged) -> None:
         for part in alias[:-1]:
             holder = holder.get(part) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and alias[-1] in holder:
-            merged.add(name, holder.pop(alias[-1]), ".".join(alias), merged.places[alias[0]])
+            taken.append((name, alias, holder.pop(alias[-1])))
+    return taken
 
 
 def _read_override(text: str) -> tuple[str, Any]:

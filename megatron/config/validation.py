@@ -91,6 +91,11 @@ def _check_method(model: "ModelConfig") -> None:
 
 
 def _check_parallel(config: "Config") -> None:
+    if config.model.attention_dropout > 0 and config.parallel.model_parallel_size > 1:
+        raise UserError(
+            "attention_dropout with model_parallel_size > 1 is not supported: the ranks would drop the same places of "
+            "different heads; set attention_dropout to 0 (hidden_dropout is served)"
+        )
     stage, parallel = config.optimizer.zero_stage, config.parallel
     if stage > 1 and parallel.pipe_parallel_size > 0:
         raise UserError(

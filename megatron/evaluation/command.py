@@ -33,11 +33,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = _output(folders, options.output or (config and config.evaluation.eval_results_prefix))
     task = _task(config, options)
     rows: list[Row] = []
+    first: Config | None = None
     for folder in folders:
         # One checkpoint must be the configuration's; of several, the configuration tells the text and the lengths.
         model, saved = load(folder, config, options, check=len(folders) == 1)
+        first = first or saved
         if options.own:
-            _check_text(saved, config, folder)
+            _check_text(saved, first, config, folder)
         rows += evaluate_extrapolation(
             model,
             task.tokens,
@@ -130,13 +132,16 @@ def _task(config: Config, options: argparse.Namespace) -> Task:
     return Task(tokens, budget, lengths)
 
 
-def _check_text(saved: Config, first: Config, folder: Path) -> None:
-    """Raises UserError when a checkpoint's own configuration names another text than the first checkpoint's."""
+def _check_text(saved: Config, first: Config, config: Config, folder: Path) -> None:
+    """Raises UserError when a checkpoint's own configuration names another text than the first checkpoint's, and
+    `config`, the first one's with --set over it, does not say which to take.
+    """
     for key in ("data_path", "split", "valid_data_paths"):
-        if getattr(saved.data, key) != getattr(first.data, key):
+        was, now = getattr(first.data, key), getattr(saved.data, key)
+        if was != now and was == getattr(config.data, key):
             raise UserError(
-                f"{folder}: has another {key} than the first checkpoint ({getattr(saved.data, key)}, not "
-                f"{getattr(first.data, key)}); give a configuration with the data to evaluate them all on"
+                f"{folder}: has another {key} than the first checkpoint ({now}, not {was}); give a configuration, or "
+                f"--set {key}=..., with the data to evaluate them all on"
             )
 
 

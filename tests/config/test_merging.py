@@ -124,3 +124,10 @@ def test_placeholders(flat):
 def test_bad_placeholders(flat, path, message):
     with pytest.raises(UserError, match=f'"save": .*{message}'):
         Config.from_flat({**flat, "save": path})
+
+
+def test_an_override_may_hold_an_alias(write):
+    config = load(
+        write, MODEL, '{"weight-decay": 0.2}', overrides=["optimizer={type: Adam, params: {weight_decay: 0.3}}"]
+    )
+    assert config.optimizer.weight_decay == 0.3

@@ -164,7 +164,7 @@ def test_other_processes_of_a_launch_leave_the_work_to_the_first(tmp_path, confi
         ({}, ["--modes", "full", "blockwise"], "'blockwise' is not known"),
         ({}, ["--eval_tasks", "lambada_openai"], "eval_tasks: .* not available yet"),
         ({"eval_tasks": ["lambada_openai"]}, [], "eval_tasks: .* not available yet"),
-        ({"pos_emb": "alibi"}, [], "was trained with pos_emb kerple_log, but the configuration says alibi"),
+        ({"pos_emb": "alibi"}, [], "pos_emb kerple_log in the checkpoint, alibi here"),
         ({"data_path": "nodata"}, ["--lengths", "32"], "nodata"),
         ({"data_path": None}, ["--lengths", "32"], "data-path"),
     ],

@@ -21,7 +21,7 @@ class DataConfig(Group):
     )
     num_workers: Int = key(2, "Processes per rank that read batches ahead. 0: the training process reads.", ge=0)
     data_cache_path: str | None = key(None, "Folder for the shuffled sample indices. Default: beside the dataset.")
-    eod_mask_loss: bool = key(False, "True: the end-of-document token is not a target of the loss.")
+    eod_mask_loss: bool = key(False, "True: what follows an end-of-document token is not a target of the loss.")
 
 
 class TokenizerConfig(Group):

@@ -46,7 +46,9 @@ class ModelConfig(Group):
         """Positional method: none, learned, sinusoidal, rotary, rpe (T5), alibi, kerple_log, kerple_power_ap_,
         kerple_power__ap, kerple_power_ap_ap, kerple_power_original, or a method registered by pos_emb_module.""",
     )
-    pos_emb_options: dict[str, Any] = key({}, "Options handed to the positional method by name, e.g. {init: paper}.")
+    pos_emb_options: dict[str, Any] = key(
+        {}, "Options handed to the positional method by name; an unknown one is refused with the known ones."
+    )
     pos_emb_module: str | None = key(
         None, "Python file (path/to/file.py) or module that registers further positional methods when it is imported."
     )

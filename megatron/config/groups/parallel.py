@@ -11,8 +11,8 @@ class ParallelConfig(Group):
 
     pipe_parallel_size: Int = key(
         0,
-        """Pipeline stages. 0: the model is one sequence of layers (needed for ZeRO 2 and 3); 1 or more: DeepSpeed's
-        PipelineModule.""",
+        """Pipeline stages. 0: the model is one sequence of layers (needed for ZeRO 2 and 3), and so it is with 1;
+        2 or more: DeepSpeed's PipelineModule.""",
         ge=0,
     )
     model_parallel_size: Int = key(1, "Processes that share each layer's matrices (tensor parallelism).", ge=1)

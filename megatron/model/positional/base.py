@@ -104,13 +104,6 @@ class PositionalMethod(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial parameters: the same from the same generator, whatever their own dtype and device."""
 
-    def constrain_parameters(self) -> None:
-        """Move parameters to their bounds, in place: for after an optimizer's step.
-
-        Not needed for right values, which are bounded on use; but a parameter that is let wander beyond its bound
-        takes as many steps back before anything changes.
-        """
-
     def statistics(self) -> dict[str, Tensor]:
         """Parameter name -> float32 `[h]`, as used (within its bounds), detached: for logs."""
         return {}

@@ -50,11 +50,6 @@ class Kerple(PositionalMethod):
         for name, scalar in self.scalars.items():
             draw(getattr(self, name), "uniform", 0.0, scalar.drawn_below, generator)
 
-    @torch.no_grad()
-    def constrain_parameters(self) -> None:
-        for name, scalar in self.scalars.items():
-            getattr(self, name).clamp_(LOWEST, scalar.high)
-
     def statistics(self) -> dict[str, Tensor]:
         return {name: self.scalar(name).detach().flatten() for name in self.scalars}
 
