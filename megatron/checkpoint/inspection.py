@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.model.settings import ModelSettings
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """tools/ckpts/inspect.py: the exit status."""
     parser = argparse.ArgumentParser(
         prog="inspect.py", description="What a checkpoint is, and whether its files are whole.", allow_abbrev=False
@@ -22,7 +23,7 @@ def main() -> int:
     parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="compare with this one")
     parser.add_argument("--iteration", type=int, help="step to look at; default: the one named in `latest`")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     steps = [_step(folder, options.iteration) for folder in (options.directory, options.other) if folder is not None]
     described = [_describe(step) for step in steps]
     report: dict[str, Any] = described[0]

@@ -12,6 +12,7 @@ from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.manifest import find_damage
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
+from megatron.evaluation.command import main as evaluate
 from megatron.training.loop import train
 from tests.support.runs import go_back, metrics, run, training_settings, weights
 
@@ -39,17 +40,17 @@ def test_fallback_takes_the_newest_whole_checkpoint(tmp_path, data_path, capsys)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path, 6).items())
 
 
-def test_fallback_option_of_train_and_evaluate(tmp_path, data_path):
+def test_fallback_option_of_evaluate_and_train(tmp_path, data_path, capsys):
     settings = training_settings(tmp_path, data_path, train_iters=3, save_interval=1)
     trained(tmp_path, data_path, train_iters=3, save_interval=1)
     damage(tmp_path, 3)
-    evaluated = {**settings, "save": None}
-    del evaluated["save"]
-    output = run(tmp_path, evaluated, "--lengths", "32", script="evaluate.py", status=2)
-    assert "layer_03" in output
-    assert "take it with --fallback" in output
-    output = run(tmp_path, evaluated, "--lengths", "32", "--fallback", script="evaluate.py")
-    assert "global_step2" in output
+    config = tmp_path / "evaluate.yml"
+    config.write_text(json.dumps({key: value for key, value in settings.items() if key != "save"}))
+    with pytest.raises(CheckpointError, match=r"layer_03.*take it with --fallback"):
+        evaluate([str(config), "--lengths", "32"])
+    capsys.readouterr()
+    evaluate([str(config), "--lengths", "32", "--fallback"])
+    assert "global_step2: kerple_log" in capsys.readouterr().err
     output = run(tmp_path, settings, "--fallback")
     assert "fallback" in output
     assert "loaded " + str(tmp_path / "checkpoints" / "global_step2") in output

@@ -1,0 +1,110 @@
+"""tools/ckpts/inspect.py, as it is started, and the description it prints."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.checkpoint.inspection import main
+from megatron.checkpoint.storage import CheckpointError
+from megatron.config import Config
+from megatron.inference import load_model
+from megatron.training.loop import train
+from tests.support.checkpoints import write_corpus
+from tests.support.release import METHODS, checkpoints
+from tests.support.runs import ROOT, environment, training_settings
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ours")
+    data_path = write_corpus(folder, documents=40)
+    train(Config.from_flat(training_settings(folder, data_path, eval_iters=0)))
+    return folder / "checkpoints"
+
+
+def inspect(capsys, *arguments):
+    status = main([*map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_release_is_described_as_the_model_that_loads(method, capsys):
+    status, found = inspect(capsys, checkpoints(method))
+    model, _ = load_model(checkpoints(method))
+    assert status == 0
+    assert (found["iteration"], found["manifest"], found["tensor_parallel"]) == (300, "none", 1)
+    assert found["optimizer"] == "the release's"
+    if method != "kerple_power_original":  # there the release counts what is a constant of ours
+        assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    (positional,) = model.positional_methods().values()
+    expected = {name: values.tolist() for name, values in positional.statistics().items()}
+    if positional.has_bias:
+        expected["effective_length"] = positional.effective_length().tolist()
+    assert found["kernels"] == ({"all layers": expected} if expected else {})
+
+
+def test_own_checkpoint(ours, capsys):
+    status, found = inspect(capsys, ours)
+    assert status == 0
+    assert found["manifest"] == "whole"
+    assert found["training"]["consumed_samples"] == 48
+    assert found["dtypes"] == ["float32"]
+    assert found["optimizer"] == "per parameter, in 1 file"
+    assert found["shape"]["zero_stage"] == 0
+    assert inspect(capsys, ours, "--iteration", 3)[1]["iteration"] == 3
+    assert inspect(capsys, ours / "global_step3")[1]["iteration"] == 3
+
+
+def test_damage_is_told(ours, tmp_path, capsys):
+    shutil.copytree(ours, tmp_path / "copy")
+    file = tmp_path / "copy/global_step6/optimizer_rank_00000.pt"
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 4
+    file.write_bytes(data)
+    status, found = inspect(capsys, tmp_path / "copy")
+    assert status == 1
+    assert "optimizer_rank_00000.pt: its contents" in found["manifest"]
+
+
+def test_comparison_names_the_tensors_that_differ(ours, tmp_path, capsys):
+    shutil.copytree(ours, tmp_path / "copy")
+    assert inspect(capsys, ours, tmp_path / "copy")[1]["differences"] == {"values": {}, "tensors": {}}
+    file = tmp_path / "copy/global_step6/layer_03-model_00-model_states.pt"
+    state = torch.load(file, weights_only=True)
+    state["mlp.dense_4h_to_h.bias"][5] += 0.25
+    torch.save(state, file)
+    (file.parent / "manifest.json").unlink()
+    found = inspect(capsys, ours, tmp_path / "copy")[1]["differences"]
+    assert set(found["tensors"]) == {"layer_03-model_00-model_states.pt/mlp.dense_4h_to_h.bias"}
+    assert next(iter(found["tensors"].values())) == pytest.approx(0.25)
+    assert found["values"]["manifest"] == ["whole", "none"]
+    other = inspect(capsys, ours, checkpoints("kerple_log"))[1]["differences"]
+    assert other["tensors"]["layer_00-model_00-model_states.pt/word_embeddings.weight"] == (
+        "shapes (512, 32) and (128, 32)"
+    )
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        main([str(tmp_path / "nowhere")])
+
+
+def test_script_prints_a_table_and_leaves_its_neighbours_alone(ours):
+    """Its name is that of a module of the standard library, which the other tools of its folder must still find."""
+    tools = ROOT / "tools" / "ckpts"
+    done = subprocess.run(
+        [sys.executable, str(tools / "inspect.py"), str(ours)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for part in ("manifest        whole", "1 tensor parallel", "bias_p", "effective_length", "samples read    48"):
+        assert part in done.stdout
+    code = "import inspect; print(inspect.signature(lambda a: a), inspect.__file__)"
+    (neighbour,) = [path for path in (ours / "neighbour.py",) if path.write_text(code)]
+    shutil.copy(tools / "inspect.py", ours / "inspect.py")
+    done = subprocess.run([sys.executable, str(neighbour)], capture_output=True, text=True)
+    assert done.stdout.startswith("(a) "), done.stderr
+    assert str(ours) not in done.stdout
