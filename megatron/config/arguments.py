@@ -64,5 +64,6 @@ def run_main(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
