@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.config.arguments import run_main
+from megatron.data.command import run_tool, words
 from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
 from megatron.tokenizer import TOKENIZER_TYPES
 
@@ -80,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None) -> PrepareOptions:
         hub_config=found.hf_config,
         hub_split=found.hf_split,
         text_key=found.text_key,
-        suffixes=tuple(suffix for suffix in found.suffixes.split(",") if suffix),
+        suffixes=tuple(words([found.suffixes])),
         workers=found.workers,
         ftfy=found.ftfy,
         skip_bad=found.bad_documents == "skip",
@@ -93,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(run_tool(main))

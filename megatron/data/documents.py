@@ -71,7 +71,7 @@ def encode_chunks(chunks: Sequence[Chunk], tokenizer: Tokenizer, options: Docume
     texts: list[list[str]] = [[] for _ in options.keys]
     for chunk in chunks:
         for document in _documents(chunk, options, result):
-            for column, text in zip(texts, document, strict=True):
+            for column, text in zip(texts, document.texts, strict=True):
                 column.append(text)
     dtype = id_type_for(tokenizer.vocab_size)
     for column in texts:
@@ -97,21 +97,66 @@ def read_texts(chunks: Iterable[Chunk], options: DocumentOptions) -> Iterator[st
     """Every text of every document, for training a tokenizer. Raises as `encode_chunks` does."""
     for chunk in chunks:
         for document in _documents(chunk, options, EncodedChunk()):
-            yield from document
+            yield from document.texts
 
 
-def _documents(chunk: Chunk, options: DocumentOptions, result: EncodedChunk) -> Iterator[list[str]]:
-    """The texts, one per key, of every readable document; notes the others in `result`."""
+@dataclass
+class SubsetCount:
+    """How much there is of one subset of the Pile; end-of-document tokens are not counted."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+    def add(self, other: "SubsetCount") -> None:
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.text_bytes += other.text_bytes
+
+
+@dataclass
+class SubsetCounts:
+    """Counts by meta.pile_set_name (None: documents without), and the unreadable documents as in EncodedChunk."""
+
+    subsets: dict[str | None, SubsetCount] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
+
+
+def count_subsets(chunks: Sequence[Chunk], tokenizer: Tokenizer, options: DocumentOptions) -> SubsetCounts:
+    """Tokenize and count; raises as `encode_chunks` does."""
+    noted = EncodedChunk()
+    documents = [document for chunk in chunks for document in _documents(chunk, options, noted)]
+    counts: dict[str | None, SubsetCount] = {}
+    for column in range(len(options.keys)):
+        texts = [document.texts[column] for document in documents]
+        for document, text, ids in zip(documents, texts, tokenizer.tokenize_batch(texts), strict=True):
+            one = SubsetCount(int(column == 0), len(ids), len(text.encode("utf-8")))
+            counts.setdefault(document.subset, SubsetCount()).add(one)
+    return SubsetCounts(counts, noted.bad)
+
+
+@dataclass(frozen=True)
+class _Document:
+    """A readable document: its texts, one per key, and its meta.pile_set_name, if it has one."""
+
+    texts: list[str]
+    subset: str | None
+
+
+def _documents(chunk: Chunk, options: DocumentOptions, result: EncodedChunk) -> Iterator[_Document]:
+    """Every readable document; notes the others in `result`."""
     for first_line, parse in _records(chunk):
         try:
-            document = _texts(parse(), options, result.other_subsets)
+            document = _parsed(parse(), options)
         except BadDocument as error:
             problem = f"{chunk.source}, {chunk.unit} {first_line + error.line - 1}: {error}"
             if not options.skip_bad:
                 raise UserError(f"{problem}; mend it, or pass --bad-documents skip to leave such ones out") from error
             result.bad.append(problem)
             continue
-        if document is not None:
+        if options.subset is not None and document.subset not in (None, options.subset):
+            result.other_subsets[document.subset] += 1
+        else:
             yield document
 
 
@@ -158,19 +203,17 @@ def _parse_json(content: bytes):
         raise BadDocument("JSON nested too deeply") from error
 
 
-def _texts(value, options: DocumentOptions, other_subsets: Counter) -> list[str] | None:
-    """The texts of one parsed record, one per key; None if it belongs to another subset."""
+def _parsed(value, options: DocumentOptions) -> _Document:
     if isinstance(value, str) and len(options.keys) == 1:
-        return [_mended(value, options)]
+        return _Document([_mended(value, options)], None)
     if not isinstance(value, dict):
         expected = "an object" if len(options.keys) > 1 else "an object or a text"
         raise BadDocument(f"expected {expected}, found {type(value).__name__}")
-    if options.subset is not None:
-        meta = value.get("meta")
-        name = meta.get("pile_set_name") if isinstance(meta, dict) else None
-        if name is not None and name != options.subset:
-            other_subsets[str(name)] += 1
-            return None
+    meta = value.get("meta")
+    name = meta.get("pile_set_name") if isinstance(meta, dict) else None
+    subset = None if name is None else str(name)
+    if options.subset is not None and subset not in (None, options.subset):
+        return _Document([], subset)  # whatever it holds, it is not wanted
     texts = []
     for key in options.keys:
         if key not in value:
@@ -182,7 +225,7 @@ def _texts(value, options: DocumentOptions, other_subsets: Counter) -> list[str]
         if not isinstance(text, str):
             raise BadDocument(f"{key!r} is not a text but {type(text).__name__}")
         texts.append(_mended(text, options))
-    return texts
+    return _Document(texts, subset)
 
 
 def _mended(text: str, options: DocumentOptions) -> str:

@@ -17,7 +17,7 @@ class Manifest:
     """How a `.bin/.idx` pair was made.
 
     Attributes:
-        text_bytes: UTF-8 bytes of the text that became tokens (for bits per byte).
+        text_bytes: UTF-8 bytes of the text that became tokens (for bits per byte); None: not known.
         largest_id: largest token id in the .bin.
         sha256: of the .bin, hexadecimal.
         tokenizer: its `tokenizer-type`, and tokenizer_fingerprint its files' digest.
@@ -26,7 +26,7 @@ class Manifest:
 
     documents: int
     tokens: int
-    text_bytes: int
+    text_bytes: int | None
     largest_id: int
     sha256: str
     dtype: str

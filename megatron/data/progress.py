@@ -46,6 +46,10 @@ class CorpusProgress:
         return self
 
     def __exit__(self, *exception) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Give the terminal back; nothing more is to be shown."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -54,11 +58,12 @@ class CorpusProgress:
         self._bytes_before, self._text_before = bytes_read, text_bytes
         self._shown_at = self._begun_at = time.monotonic()
 
-    def update(self, bytes_read: int, documents: int, tokens: int, text_bytes: int) -> None:
+    def update(self, bytes_read: int, documents: int, tokens: int | None, text_bytes: int) -> None:
         """Show the totals reached, if the last time was long enough ago.
 
         Args:
             bytes_read: of `total_bytes`; compressed input counts as it is on disk.
+            tokens: None where there are none yet.
             text_bytes: UTF-8 bytes of the documents, for the rate.
         """
         at_end = self._total_bytes is not None and bytes_read >= self._total_bytes
@@ -68,7 +73,8 @@ class CorpusProgress:
         now = time.monotonic()
         elapsed = max(now - self._begun_at, 1e-9)
         rate = (text_bytes - self._text_before) / elapsed / 1e6
-        counts = f"{documents:,}{self._of} documents, {tokens:,} tokens, {rate:.1f} MB/s"
+        counted = "" if tokens is None else f"{tokens:,} tokens, "
+        counts = f"{documents:,}{self._of} documents, {counted}{rate:.1f} MB/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=bytes_read, counts=counts)
         elif now - self._shown_at >= _SECONDS_BETWEEN_LINES:

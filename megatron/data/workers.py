@@ -5,19 +5,22 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron.config.errors import UserError
 from megatron.data.chunks import Chunk, ChunkSource, Position
-from megatron.data.documents import DocumentOptions, EncodedChunk, encode_chunks
+from megatron.data.documents import DocumentOptions, encode_chunks
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
+Result = TypeVar("Result")
+
 # A task is at least this much text, so that handing it over costs little beside tokenizing it.
-_BYTES_PER_TASK = 1 << 20
-_TASKS_IN_FLIGHT_PER_WORKER = 3
+_BYTES_PER_TASK = 1 << 19
+TASKS_IN_FLIGHT_PER_WORKER = 3
 
 
 @dataclass(frozen=True)
@@ -61,18 +64,20 @@ def encode_tasks(
     tokenizer_files: TokenizerFiles,
     options: DocumentOptions,
     workers: int,
-) -> Iterator[tuple[Task, EncodedChunk]]:
-    """`encode_chunks` of every task, in order; a bounded number of tasks is in memory.
+    function: Callable[..., Result] = encode_chunks,
+) -> Iterator[tuple[Task, Result]]:
+    """`function` of every task, in order; a bounded number of tasks is in memory.
 
     Args:
         workers: processes; 1: this process does it all.
+        function: of the chunks, the tokenizer and the options, as `encode_chunks`; importable by its name.
 
     Raises:
         UserError: what `encode_chunks` raises, or a worker was killed.
     """
     if workers == 1:
         for task in tasks:
-            yield task, encode_chunks(task.chunks, tokenizer, options)
+            yield task, function(task.chunks, tokenizer, options)
         return
     # "spawn": a forked child would inherit locks that the tokenizer's threads or the progress bar may hold.
     context = multiprocessing.get_context("spawn")
@@ -80,8 +85,8 @@ def encode_tasks(
     try:
         in_flight = deque()
         for task in tasks:
-            in_flight.append((Task([], task.position, task.bytes_read), executor.submit(_work, task.chunks)))
-            if len(in_flight) >= _TASKS_IN_FLIGHT_PER_WORKER * workers:
+            in_flight.append((Task([], task.position, task.bytes_read), executor.submit(_work, function, task.chunks)))
+            if len(in_flight) >= TASKS_IN_FLIGHT_PER_WORKER * workers:
                 done, result = in_flight.popleft()
                 yield done, result.result()
         while in_flight:
@@ -112,5 +117,5 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _work(chunks: list[Chunk]) -> EncodedChunk:
-    return encode_chunks(chunks, *_worker_state)
+def _work(function: Callable[..., Result], chunks: list[Chunk]) -> Result:
+    return function(chunks, *_worker_state)

@@ -1,8 +1,10 @@
 """tools/datasets/*.py as users start them."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lm_dataformat
@@ -122,3 +124,102 @@ def test_vocabulary_that_cannot_be_reached(tmp_path):
     too_small = run("train_tokenizer.py", "--input", tmp_path / "a.txt", "--vocab-size", 50, "--output", output)
     assert too_small.returncode == 2
     assert too_small.stderr.startswith("error: vocabulary size 50 is too small")
+
+
+@pytest.fixture(scope="module")
+def pile(tmp_path_factory) -> Path:
+    """A shard of two subsets, and documents of none, with a broken line."""
+    path = tmp_path_factory.mktemp("pile") / "00.jsonl"
+    subsets = ["Github", "ArXiv", None] * 10
+    lines = [{"text": f"text {number}", "meta": {"pile_set_name": name}} for number, name in enumerate(subsets)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "broken\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def dataset(pile) -> Path:
+    arguments = ["--input", pile, "--output-prefix", pile.parent / "x", "--tokenizer-type", "CharLevelTokenizer"]
+    result = run("preprocess_data.py", *arguments, "--append-eod", "--bad-documents", "skip")
+    assert result.returncode == 0, result.stderr
+    return pile.parent / "x_text_document"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_subsets_are_counted(pile, workers):
+    arguments = ["--input", pile, "--tokenizer-type", "CharLevelTokenizer", "--workers", workers]
+    result = run("count_subsets.py", *arguments, "--bad-documents", "skip", "--json")
+    assert result.returncode == 0, result.stderr
+    counted = json.loads(result.stdout)
+    assert counted["unreadable"] == 1
+    expected = {
+        name: sum(len(f"text {number}") for number in range(start, 30, 3))
+        for start, name in enumerate(["Github", "ArXiv", "(none)"])
+    }
+    expected["total"] = sum(expected.values())
+    assert {name: count["tokens"] for name, count in counted["subsets"].items()} == expected
+    assert all(count["bytes_per_token"] == 1 for count in counted["subsets"].values())
+    assert counted["subsets"]["ArXiv"]["documents"] == 10
+    broken = run("count_subsets.py", *arguments)
+    assert broken.stderr.startswith(f"error: {pile}, line 31: not JSON")
+
+
+def test_subsets_as_a_table(pile):
+    arguments = ["--input", pile, "--tokenizer-type", "CharLevelTokenizer", "--bad-documents", "skip"]
+    shown = run("count_subsets.py", *arguments).stdout
+    assert "33." in next(line for line in shown.splitlines() if "Github" in line)
+    assert "left out: 1 unreadable documents" in shown
+
+
+def test_inspect(dataset, tmp_path):
+    tokenizer = ["--tokenizer-type", "CharLevelTokenizer"]
+    picture = tmp_path / "lengths.png"
+    shown = run("inspect_dataset.py", dataset, *tokenizer, "--histogram", picture, "--sample", 3, 29)
+    assert shown.returncode == 0, shown.stderr
+    assert "whole; checksum: matches" in shown.stdout
+    assert "--- document 3, 7 tokens\ntext 3" in shown.stdout
+    assert "--- document 29, 8 tokens\ntext 29" in shown.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(run("inspect_dataset.py", dataset, "--json").stdout)
+    assert found["documents"] == 30
+    assert found["bytes_per_token"] == (found["tokens"] - 30) / found["tokens"]
+    (tmp_path / "cut.bin").write_bytes(Path(f"{dataset}.bin").read_bytes()[:-2])
+    (tmp_path / "cut.idx").write_bytes(Path(f"{dataset}.idx").read_bytes())
+    damaged = run("inspect_dataset.py", tmp_path / "cut")
+    assert damaged.returncode == 2
+    assert "is truncated" in damaged.stderr
+
+
+def test_split_and_merge(dataset, tmp_path):
+    parts = run("split_dataset.py", "--input", dataset, "--split", "8,1,1", "--output-prefix", tmp_path / "part")
+    assert f"{tmp_path / 'part_valid'}.bin/.idx: 3 documents, 24 tokens" in parts.stdout
+    names = [tmp_path / f"part_{part}" for part in ("train", "valid", "test")]
+    merged = run("merge_datasets.py", "--input", *names, "--output-prefix", tmp_path / "merged")
+    assert merged.returncode == 0, merged.stderr
+    assert (tmp_path / "merged.bin").read_bytes() == Path(f"{dataset}.bin").read_bytes()
+    assert (tmp_path / "merged.idx").read_bytes() == Path(f"{dataset}.idx").read_bytes()
+
+
+def test_one_line_for_ctrl_c(tmp_path):
+    """In the midst of work, with workers."""
+    (tmp_path / "large.jsonl").write_bytes((b'{"text": "' + b"x " * 2000 + b'"}\n') * 20000)
+    script = str(ROOT / "tools" / "datasets" / "preprocess_data.py")
+    command = [sys.executable, script, "--input", str(tmp_path / "large.jsonl"), "--output-prefix", str(tmp_path / "x")]
+    command += ["--tokenizer-type", "CharLevelTokenizer", "--workers", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        written = tmp_path / "x_text_document.partial.bin"
+        while process.poll() is None and not (written.exists() and written.stat().st_size):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "interrupted\n"
+
+
+def test_suffixes_and_a_part_of_the_text_for_a_tokenizer(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number}.py").write_text(KINDS["python"])
+    (tmp_path / "other.txt").write_text("not read")
+    output = tmp_path / "tokenizer.json"
+    arguments = ["--input", tmp_path, "--suffixes", ".py", "--vocab-size", 300, "--output", output]
+    result = run("train_tokenizer.py", *arguments, "--max-megabytes", 0.01)
+    assert result.stdout == f"{output}: 300 ids\n", result.stderr

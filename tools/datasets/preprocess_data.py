@@ -3,48 +3,30 @@
 python tools/datasets/preprocess_data.py --input a.jsonl.zst,b.txt --output-prefix data/mine \
     --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --workers 8
 
-writes data/mine_text_document.bin and .idx (data-path: data/mine_text_document).
+writes data/mine_text_document.bin and .idx (data-path: data/mine_text_document). Interrupted, killed or out of disk
+space, the same command goes on where it was.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data.command import add_input_arguments, add_tokenizer_arguments, new_parser, run_tool, words
+
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__)
     data = parser.add_argument_group("input")
-    data.add_argument(
-        "--input",
-        action="extend",
-        nargs="+",
-        required=True,
-        help="files or folders, local or on an object store (s3://...), separated by commas or spaces: jsonl, txt, "
-        "parquet, lm-dataformat archives, tar and zip of these, plain or compressed (gz, zst, xz)",
-    )
-    data.add_argument(
-        "--suffixes",
-        default="",
-        metavar=".EXT,...",
-        help="read trees or tars of source files: those with these endings, one document each (e.g. .c,.h)",
-    )
+    add_input_arguments(data)
     data.add_argument(
         "--jsonl-keys", nargs="+", default=["text"], help="keys to take; each makes a dataset (default: text)"
     )
     data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
     data.add_argument("--pile-subset", help="keep only documents whose meta.pile_set_name is this (e.g. Github)")
-    data.add_argument(
-        "--bad-documents",
-        choices=("fail", "skip"),
-        default="fail",
-        help="what to do about a line that is not JSON, lacks the key or is not UTF-8 (default: fail)",
-    )
     tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-type", required=True, help="HFTokenizer, GPT2BPETokenizer, CharLevelTokenizer")
-    tokenizer.add_argument("--vocab-file", help="vocabulary (GPT-2's JSON) or tokenizer.json")
-    tokenizer.add_argument("--merge-file", help="merges of GPT-2's BPE")
+    add_tokenizer_arguments(tokenizer)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with <|endoftext|>")
     tokenizer.add_argument("--ftfy", action="store_true", help="mend broken Unicode with the package ftfy")
     output = parser.add_argument_group("output")
@@ -66,8 +48,7 @@ def main() -> None:
     from megatron.data.workers import TokenizerFiles
 
     arguments = parse_arguments()
-    inputs = [path for group in arguments.input for path in group.split(",") if path]
-    suffixes = tuple(suffix for suffix in arguments.suffixes.split(",") if suffix)
+    inputs, suffixes = words(arguments.input), words(arguments.suffixes)
     options = DocumentOptions(
         keys=tuple(dict.fromkeys(arguments.jsonl_keys)),
         subset=arguments.pile_subset,
@@ -90,7 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from megatron.config.arguments import run_main
-
-    sys.exit(run_main(main))
+    sys.exit(run_tool(main))

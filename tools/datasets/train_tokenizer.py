@@ -7,25 +7,24 @@ The result is for `tokenizer-type: HFTokenizer`, `vocab-file: tokenizer.json`.
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data.command import add_input_arguments, new_parser, run_tool, words
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--input",
-        action="extend",
-        nargs="+",
-        required=True,
-        help="files or folders, separated by commas or spaces, of the kinds that preprocess_data.py reads",
-    )
+    parser = new_parser(__doc__)
+    add_input_arguments(parser)
     parser.add_argument("--jsonl-keys", nargs="+", default=["text"], help="keys to take (default: text)")
     parser.add_argument("--vocab-size", type=int, required=True, help="ids, <|endoftext|> and 256 bytes included")
     parser.add_argument("--output", type=Path, required=True, help="the tokenizer.json to write")
     parser.add_argument(
-        "--bad-documents", choices=("fail", "skip"), default="fail", help="on an unreadable document (default: fail)"
+        "--max-megabytes",
+        type=float,
+        help="train on the first so many MB of text (default: all); memory grows with them",
     )
     return parser.parse_args(arguments)
 
@@ -33,15 +32,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     from megatron.data.documents import DocumentOptions, read_texts
     from megatron.data.input_files import find_files
+    from megatron.data.progress import CorpusProgress
     from megatron.data.readers import Corpus
     from megatron.files import write_atomically
     from megatron.tokenizer.training import train_bpe
 
     arguments = parse_arguments()
-    inputs = [path for group in arguments.input for path in group.split(",") if path]
+    suffixes = words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
-    texts = read_texts(Corpus(find_files(inputs)).chunks(), options)
-    tokenizer = train_bpe(texts, arguments.vocab_size, progress=sys.stderr.isatty())
+    corpus = Corpus(find_files(words(arguments.input), suffixes), suffixes, options.keys)
+    with CorpusProgress("reading", corpus.total_bytes) as display:
+        texts = read_texts(corpus.chunks(), options)
+        counted = count(texts, corpus, display, arguments.max_megabytes)
+        # The library shows a bar of its own for the merging that follows the reading.
+        tokenizer = train_bpe(counted, arguments.vocab_size, progress=sys.stderr.isatty())
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.output, tokenizer.to_str(pretty=True).encode())
     reached = tokenizer.get_vocab_size()
@@ -49,8 +53,17 @@ def main() -> None:
     print(f"{arguments.output}: {reached:,} ids{short}")
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from megatron.config.arguments import run_main
+def count(texts: Iterator[str], corpus, display, max_megabytes: float | None) -> Iterator[str]:
+    """The texts, while the display is kept up to date; it goes away when all are read."""
+    text_bytes = 0
+    for documents, text in enumerate(texts, start=1):
+        text_bytes += len(text.encode("utf-8"))
+        display.update(corpus.bytes_read, documents, None, text_bytes)
+        yield text
+        if max_megabytes is not None and text_bytes >= max_megabytes * 1e6:
+            break
+    display.stop()
 
-    sys.exit(run_main(main))
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))

@@ -1,0 +1,26 @@
+"""Put several .bin/.idx datasets together: the documents of all, in the order of the inputs.
+
+python tools/datasets/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/both
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data.command import new_parser, run_tool
+
+
+def main() -> None:
+    from megatron.data.rewriting import merge
+
+    parser = new_parser(__doc__)
+    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="path without .bin and .idx")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    arguments = parser.parse_args()
+    written = merge(arguments.input, arguments.output_prefix)
+    print(f"{written.prefix}.bin/.idx: {written.documents:,} documents, {written.tokens:,} tokens")
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))
