@@ -8,7 +8,6 @@ sum depends on the order in which threads finish: a second run gives the same bi
 Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: g heads, c queries, l keys.
 """
 
-import contextlib
 import math
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.model.attention.plan import Band, Chunk, Plan
+from megatron.model.attention.precision import no_autocast
 
 # Scores so far below the largest of their row (their probabilities are e^-40 at most), and weights below this part of
 # the head's largest, count as none. Float32 cannot show them beside the others, but on the way through products and
@@ -164,25 +164,22 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, bias_table, weight_table)
         ctx.plan, ctx.dtype, ctx.scale, ctx.dropout_p, ctx.seed = plan, dtype, scale, dropout_p, seed
 
-        with _no_autocast(query.device):
-            dropout = _Dropout(dropout_p, seed, query.device) if dropout_p else None
-            like = query.new_empty(0, dtype=dtype)
-            context = plan.new_context(like, query.shape[3])
-            work = _Work(plan, bias_table, weight_table, scale, like)
-            scratch = _Scratch(plan.group * plan.rows * plan.most_keys, like)
-            groups = (plan.split(states.to(dtype)) for states in (query, key, value, context))
+        dropout = _Dropout(dropout_p, seed, query.device) if dropout_p else None
+        like = query.new_empty(0, dtype=dtype)
+        context = plan.new_context(like, query.shape[3])
+        work = _Work(plan, bias_table, weight_table, scale, like)
+        scratch = _Scratch(plan.group * plan.rows * plan.most_keys, like)
+        groups = (plan.split(states.to(dtype)) for states in (query, key, value, context))
 
-            for head, queries, keys, values, contexts in zip(plan.first_heads(), *groups, strict=True):
-                for chunk in plan.chunks:
-                    matrix = scratch(len(queries), chunk.rows, chunk.keys)
-                    work.products(
-                        work.reversed_rows(queries, chunk), keys.narrow(1, chunk.begin, chunk.keys), out=matrix
-                    )
-                    work.probabilities(head, matrix, out=matrix)
-                    if dropout is not None:
-                        matrix.mul_(dropout.factors(matrix))
-                    rows = torch.bmm(matrix, values.narrow(1, chunk.begin, chunk.keys))
-                    work.write_reversed(contexts, chunk, rows)
+        for head, queries, keys, values, contexts in zip(plan.first_heads(), *groups, strict=True):
+            for chunk in plan.chunks:
+                matrix = scratch(len(queries), chunk.rows, chunk.keys)
+                work.products(work.reversed_rows(queries, chunk), keys.narrow(1, chunk.begin, chunk.keys), out=matrix)
+                work.probabilities(head, matrix, out=matrix)
+                if dropout is not None:
+                    matrix.mul_(dropout.factors(matrix))
+                rows = torch.bmm(matrix, values.narrow(1, chunk.begin, chunk.keys))
+                work.write_reversed(contexts, chunk, rows)
         return context.to(query.dtype)
 
     @staticmethod
@@ -192,7 +189,7 @@ class _Chunked(torch.autograd.Function):
         plan, dtype, scale = ctx.plan, ctx.dtype, ctx.scale
         size = query.shape[3]
 
-        with _no_autocast(query.device):
+        with no_autocast(query.device):
             dropout = _Dropout(ctx.dropout_p, ctx.seed, query.device) if ctx.dropout_p else None
             like = query.new_empty(0, dtype=dtype)
             work = _Work(plan, bias_table, weight_table, scale, like)
@@ -260,10 +257,3 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float, fres
     else:
         # Straight into a part of each head's keys, the product would take a slower way.
         target.add_(torch.bmm(left, right, out=scratch(*target.shape)), alpha=scale)
-
-
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Autocast would take the matrix products back to half precision."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()

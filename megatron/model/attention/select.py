@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.attention.chunked import chunked_attention
+from megatron.model.attention.precision import no_autocast
 from megatron.model.attention.reference import reference_attention
 from megatron.model.attention.sdpa import sdpa_attention
 
@@ -122,16 +123,17 @@ def attend(
         tables = bias_table is not None or weight_table is not None
         plain = window is None and query.shape[2] == key.shape[2]
         backend = fastest_backend(query.device, tables=tables, plain=plain)
-    return BACKENDS[backend].run(
-        query,
-        key,
-        value,
-        bias_table=bias_table,
-        weight_table=weight_table,
-        window=window,
-        dropout_p=dropout_p,
-        scale=query.shape[3] ** -0.5 if scale is None else scale,
-    )
+    with no_autocast(query.device):
+        return BACKENDS[backend].run(
+            query,
+            key,
+            value,
+            bias_table=bias_table,
+            weight_table=weight_table,
+            window=window,
+            dropout_p=dropout_p,
+            scale=query.shape[3] ** -0.5 if scale is None else scale,
+        )
 
 
 def _check_shapes(
