@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.data.indexed_format import check_indexed_files
+from megatron.data.remote_dataset import open_files
 from megatron.data.samples import BlendedParts, CorpusPart, SampleSettings, build_corpus_part
 from megatron.data.selection import Blend, config_blends, split_spans
 from megatron.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def datasets_from_split(
     settings: SampleSettings,
 ) -> Datasets:
     """One corpus, its documents divided in proportion to `split`; the two lists are per part (train, valid, test)."""
-    files = check_indexed_files(prefix)
+    files = open_files(prefix, settings.cache_path)
     parts = []
     for part, span in enumerate(split_spans(split, files.sequences)):
         if num_samples[part] == 0 or span is None:
@@ -81,7 +81,7 @@ def datasets_from_blends(
             continue
         corpora = []
         for prefix in blend.prefixes:
-            files = check_indexed_files(prefix)
+            files = open_files(prefix, settings.cache_path)
             alone = samples if len(blend.prefixes) == 1 else None
             span = (0, files.sequences)
             corpora.append(build_corpus_part(files, span, part, sequence_lengths[part], alone, settings))

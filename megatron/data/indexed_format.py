@@ -93,8 +93,26 @@ def check_indexed_files(prefix: str | Path) -> IndexedFiles:
     Raises:
         UserError: naming the file and what is wrong with it.
     """
+    if is_remote(prefix):
+        raise UserError(f"{prefix} is on an object store, from where training alone reads; copy its .bin and .idx here")
     binary, index = bin_path(prefix), idx_path(prefix)
     _check_present(prefix, binary, index)
+    return IndexedFiles(str(prefix), *check_index(index, str(binary), binary.stat().st_size))
+
+
+def is_remote(prefix: str | Path) -> bool:
+    return "://" in str(prefix)
+
+
+def check_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype, np.ndarray, np.ndarray, int]:
+    """Check an .idx in itself and against the size in bytes of its .bin, which may be elsewhere.
+
+    Returns:
+        the dtype, lengths, document_index and tokens of IndexedFiles.
+
+    Raises:
+        UserError: naming the file and what is wrong with it.
+    """
     dtype, sequences, entries = _read_header(index)
     raw = np.memmap(index, dtype=np.uint8, mode="r")
     lengths_at = HEADER.size
@@ -112,10 +130,12 @@ def check_indexed_files(prefix: str | Path) -> IndexedFiles:
     pointers = raw[pointers_at:documents_at].view("<i8")
     document_index = raw[documents_at:end].view("<i8")
     tokens = _check_contents(index, dtype, lengths, pointers, document_index)
-    _check_bin_size(binary, index, tokens * dtype.itemsize)
+    _check_bin_size(binary, binary_size, index, tokens * dtype.itemsize)
     if tokens == 0:
-        raise UserError(f"{prefix} is empty: its .idx lists {sequences:,} sequences without a single token")
-    return IndexedFiles(str(prefix), dtype, lengths, document_index, tokens)
+        raise UserError(
+            f"{binary.removesuffix('.bin')} is empty: its .idx lists {sequences:,} sequences without a single token"
+        )
+    return dtype, lengths, document_index, tokens
 
 
 def _check_present(prefix: str | Path, binary: Path, index: Path) -> None:
@@ -164,12 +184,11 @@ def _check_contents(
     return tokens
 
 
-def _check_bin_size(binary: Path, index: Path, expected: int) -> None:
-    size = binary.stat().st_size
+def _check_bin_size(binary: str, size: int, index: Path, expected: int) -> None:
     if size == expected:
         return
     if size < expected:
         what = f"{binary} is truncated (or {index.name} belongs to another file)"
     else:
-        what = f"{index} belongs to another file (or was made from a part of {binary.name})"
+        what = f"{index} belongs to another file (or was made from a part of {Path(binary).name})"
     raise UserError(f"{what}: the .idx describes {expected:,} bytes, the .bin has {size:,}; {HOW_TO_MAKE} again")

@@ -18,11 +18,11 @@ import torch
 from megatron.config.errors import UserError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.data.index_cache import build_once, cache_folder
 from megatron.data.indexed_format import IndexedFiles
 from megatron.data.manifest import largest_id
+from megatron.data.remote_dataset import RemoteFiles, open_dataset
 from megatron.data.selection import PARTS
 
 _LARGEST_ID = "largest_id.json"
@@ -158,11 +158,13 @@ def build_corpus_part(
         )
         documents = np.arange(first, last, dtype=np.int32)
         # megatron-core names its index files by a digest that covers the path; a constant one lets a corpus be moved.
-        return GPTDataset(IndexedDataset(files.prefix), "corpus", documents, None, Split(part), config)
+        return GPTDataset(open_dataset(files), "corpus", documents, None, Split(part), config)
 
     def build(folder: Path) -> None:
         dataset(folder)
-        (folder / _LARGEST_ID).write_text(json.dumps(largest_id(files, first, last)))
+        # Of data on S3 it is not known without reading them all; the loader looks at every batch.
+        largest = -1 if isinstance(files, RemoteFiles) else largest_id(files, first, last)
+        (folder / _LARGEST_ID).write_text(json.dumps(largest))
 
     decisive = [first, last, part, sequence_length, settings.seed]
     folder = cache_folder(files, settings.cache_path, decisive)

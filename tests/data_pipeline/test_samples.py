@@ -23,7 +23,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data import build_datasets
 from megatron.data.datasets import datasets_from_blends, datasets_from_split
-from megatron.data.samples import SampleSettings
+from megatron.data.samples import BlendedParts, SampleSettings
 from megatron.data.selection import Blend, part_span, split_spans
 
 LENGTHS = (32, 32, 32)
@@ -98,6 +98,32 @@ def test_shares_of_a_blend(tmp_path, write_corpus, settings):
         assert abs(sum(of_second) - expected) <= 1
         assert [blend.source(index) == f"{prefixes[1]} (train)" for index in range(1000)] == of_second
     assert blend.name == f"{prefixes[0]} (train) + {prefixes[1]} (train)"
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
+    samples=st.integers(1, 400),
+    fewer=st.integers(0, 400),
+)
+def test_blends_in_general(weights, samples, fewer):
+    """Every beginning of a blend has the shares asked for; positions count up; a shorter blend is a beginning."""
+    parts = [
+        SimpleNamespace(name=str(n), order=str(n), settings=None, sample=lambda at, n=n: (n, at)) for n in range(6)
+    ]
+    for number, part in enumerate(parts):
+        part.sample = lambda position, number=number: (number, position)
+    parts = parts[: len(weights)]
+    blend = BlendedParts(parts, weights, samples)
+    drawn = [blend[index] for index in range(samples)]
+    counts = np.zeros(len(parts), dtype=int)
+    for number, (part, position) in enumerate(drawn, start=1):
+        assert position == counts[part]
+        counts[part] += 1
+        assert np.all(np.abs(counts - number * np.array(weights) / sum(weights)) < max(len(parts), 2) - 0.5)
+    shorter = BlendedParts(parts, weights, min(samples, fewer + 1))
+    assert [shorter[index] for index in range(len(shorter))] == drawn[: len(shorter)]
+    assert shorter.order == blend.order
 
 
 def test_an_epoch_covers_the_corpus(corpus, settings):
