@@ -342,3 +342,14 @@ def test_a_writer_taken_up_again(tmp_path_factory, pieces, committed, lost):
     assert (written.sha256, written.documents) == (expected.sha256, expected.documents)
     for ending in ("bin", "idx"):
         assert (folder / f"out.{ending}").read_bytes() == (folder / f"whole.{ending}").read_bytes()
+
+
+def test_stopped_with_tasks_in_flight(tmp_path, folder, small_tasks, monkeypatch):
+    """What other workers had done or begun when the run stopped is done again, once."""
+    make(folder, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 121, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt, match="documents are kept"):
+            make(folder, tmp_path / "out", workers=3)
+    make(folder, tmp_path / "out")
+    assert result(tmp_path / "out") == result(tmp_path / "whole")
