@@ -1,8 +1,11 @@
 """Saving: everything goes to a folder of another name, which takes its own name when it is whole and on the disk."""
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from megatron.checkpoint.contents import rank_files
 from megatron.checkpoint.directory import publish, remove_older, tag_for, tidy
 from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.optimizer import FILES as OPTIMIZER_FILES
 from megatron.checkpoint.state import TrainingState
 from megatron.checkpoint.storage import CheckpointError, FileRecord, record_of, save_file, sync_folder, write_bytes
 from megatron.config import Config
@@ -29,6 +33,7 @@ class Checkpointer:
         self.directory = Path(config.checkpoint.save)
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._copy: dict[str, Any] = {}
         self._group = None
         if config.checkpoint.async_save and dist.get_world_size() > 1:
             # The writers of the ranks meet here, while training uses the other groups.
@@ -46,9 +51,11 @@ class Checkpointer:
         self._on_main(lambda: _prepare(self.directory, unfinished))
         files = rank_files(self.engine, self.config, state)
         if self.config.checkpoint.async_save:
-            copied = [(name, to_host(value)) for name, value in files]
+            # The memory of the last copy is used again: what costs time is to be given new memory.
+            self._copy = {name: to_host(value, self._copy.get(name)) for name, value in files}
+            files = list(self._copy.items())
             self._thread = threading.Thread(
-                target=self._write_in_background, args=(copied, state.iteration, unfinished), name="checkpoint"
+                target=self._write_in_background, args=(files, state.iteration, unfinished), name="checkpoint"
             )
             self._thread.start()
         else:
@@ -114,32 +121,60 @@ def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> Written:
     """
     records: dict[str, FileRecord] = {}
     failure: str | None = None
-    for name, value in files:
-        if failure is not None:
-            continue
-        try:
-            path = folder / name
-            if path.parent != folder:
-                path.parent.mkdir(exist_ok=True)
-            if isinstance(value, bytes):
-                write_bytes(path, value)
-                records[name] = record_of(path)
-            else:
-                records[name] = save_file(path, value)
-        except (OSError, RuntimeError) as error:
-            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    # The disk works on one file while the next one is put together.
+    with ThreadPoolExecutor(1) as disk:
+        pending: list[Future] = []
+
+        def sync(descriptor: int) -> None:
+            pending.append(disk.submit(_sync_and_close, os.dup(descriptor)))
+
+        for name, value in files:
+            if failure is None:
+                try:
+                    records[name] = _write_file(folder, name, value, sync)
+                except (OSError, RuntimeError) as error:
+                    failure = _first_line(error)
+        for future in pending:
+            if (error := future.exception()) is not None and failure is None:
+                failure = _first_line(error)
     if failure is not None:
         return None, failure
     sync_folder(folder)
     return records, None
 
 
-def to_host(value: Any) -> Any:
-    """A copy of nested containers with every tensor copied to the host's memory, in storage of its own."""
+def _write_file(folder: Path, name: str, value: Any, sync: Callable[[int], None]) -> FileRecord:
+    path = folder / name
+    if path.parent != folder:
+        path.parent.mkdir(exist_ok=True)
+    if isinstance(value, bytes):
+        write_bytes(path, value)
+        return record_of(path)
+    return save_file(path, value, zip_checksums=not fnmatch(name, OPTIMIZER_FILES), sync=sync)
+
+
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def to_host(value: Any, old: Any = None) -> Any:
+    """A copy of nested containers with every tensor copied to the host's memory, in storage of its own; in that of
+    `old`, an earlier copy, where there is such a tensor.
+    """
     if isinstance(value, torch.Tensor):
-        return torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format).copy_(value)
+        if not (isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype)):
+            old = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return old.copy_(value)
     if isinstance(value, dict):
-        return {name: to_host(item) for name, item in value.items()}
+        old = old if isinstance(old, dict) else {}
+        return {name: to_host(item, old.get(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(to_host(item) for item in value)
     return value

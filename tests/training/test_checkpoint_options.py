@@ -116,10 +116,10 @@ def test_error_in_the_background_is_told_and_keeps_the_last_checkpoint(tmp_path,
     trained(tmp_path, data_path)
     write = saving.save_file
 
-    def full(path, value):
+    def full(path, value, **options):
         if "layer_05" in path.name:
             raise OSError(28, "No space left on device")
-        return write(path, value)
+        return write(path, value, **options)
 
     monkeypatch.setattr(saving, "save_file", full)
     with pytest.raises(CheckpointError, match=r"global_step9.*No space left.*saved before are untouched"):

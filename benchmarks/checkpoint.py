@@ -1,0 +1,136 @@
+"""Saving and loading a checkpoint against torch.save and torch.load of the same tensors, in MB/s.
+
+    python benchmarks/checkpoint.py [--threads 2] [--rounds 7] [--folder DIR] [--json FILE]
+
+The same tensors are weights and Adam's averages. torch.save is given an fsync, since ours returns when everything is on
+the disk; without one it measures the memory. Ours also writes and checks a manifest, and loads into a model and an
+optimizer; torch.load leaves the tensors in memory. `async-save` is what training waits for. Exit status 1 when ours
+moves less than 0.7 of the plain rate.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from timing import Timing, add_options, apply_options, compare, show, write_json
+
+from megatron.checkpoint.contents import load_weights, optimizer_state, weight_layers
+from megatron.checkpoint.directory import find_whole_step
+from megatron.checkpoint.layers import layer_state
+from megatron.checkpoint.loading import load_optimizer
+from megatron.checkpoint.optimizer import SavedState
+from megatron.checkpoint.saving import Checkpointer
+from megatron.checkpoint.state import TrainingState
+from megatron.config import Config
+from megatron.training import distributed
+from megatron.training.engine import Engine
+
+SHARE = 0.7
+
+
+def configuration(folder: Path) -> Config:
+    """30 million parameters, which with Adam's averages are 350 MB."""
+    return Config.from_flat(
+        {
+            "num_layers": 4,
+            "hidden_size": 512,
+            "num_attention_heads": 8,
+            "seq_length": 128,
+            "pos_emb": "kerple_log",
+            "no_weight_tying": True,
+            "padded_vocab_size": 16_384,
+            "tokenizer_type": "CharLevelTokenizer",
+            "train_micro_batch_size_per_gpu": 1,
+            "train_iters": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+            "save": str(folder / "ours"),
+            "keep_last_n_checkpoints": 1,
+        }
+    )
+
+
+def trained_engine(config: Config) -> Engine:
+    """An engine after one step, so that the optimizer has a state."""
+    layout = distributed.initialize(config)
+    engine = Engine(config, config.model.padded_vocab_size, layout, lambda text: None)
+    tokens = torch.randint(0, config.model.padded_vocab_size, (1, 129))
+    engine.train_step(iter([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]), 1e-4)
+    return engine
+
+
+def same_tensors(engine: Engine) -> dict[str, object]:
+    weights = {index: layer_state(layer) for index, layer in weight_layers(engine).items()}
+    return {"weights": weights, "optimizer": optimizer_state(engine)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_options(parser)
+    parser.set_defaults(rounds=7)
+    parser.add_argument("--folder", type=Path, help="where to write; default: the system's folder for such files")
+    options = parser.parse_args()
+    clock = apply_options(options)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.folder))
+    try:
+        return measure(folder, options, clock)
+    finally:
+        distributed.shutdown()
+        shutil.rmtree(folder)
+
+
+def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float]) -> int:
+    config = configuration(folder)
+    engine = trained_engine(config)
+    checkpointer = Checkpointer(engine, config, lambda text: None)
+    background = Checkpointer(engine, config.updated(async_save=True, save=str(folder / "async")), lambda text: None)
+    plain = folder / "plain.pt"
+    states = (TrainingState(iteration=iteration) for iteration in itertools.count(1))
+
+    def save_plain() -> None:
+        with open(plain, "wb") as handle:
+            torch.save(same_tensors(engine), handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+
+    def load() -> None:
+        step = find_whole_step(config.checkpoint.save)
+        load_weights(engine, step)
+        load_optimizer(engine, SavedState(step), step)
+
+    def copied() -> Timing:
+        """Seconds that `save` takes in the background; the writing itself is waited for outside."""
+        seconds = []
+        for _ in range(options.rounds + 1):
+            background.finish()
+            start = clock()
+            background.save(next(states))
+            seconds.append(clock() - start)
+        background.finish()
+        median = statistics.median(seconds[1:])
+        return Timing("async-save", median, min(seconds[1:]), median / saving[0].median, None)
+
+    common = {"rounds": options.rounds, "warmup": 1, "clock": clock, "limits": {"ours": 1 / SHARE}}
+    saving = compare({"torch.save": save_plain, "ours": lambda: checkpointer.save(next(states))}, **common)
+    saving.append(copied())
+    loading = compare({"torch.load": lambda: torch.load(plain, weights_only=True), "ours": load}, **common)
+    megabytes = plain.stat().st_size / 1e6
+    tables = {f"save {megabytes:,.0f} MB": saving, f"load {megabytes:,.0f} MB": loading}
+    for title, timings in tables.items():
+        show(title, timings)
+        print("; ".join(f"{timing.name} {megabytes / timing.median:,.0f} MB/s" for timing in timings))
+    if options.json:
+        write_json(options.json, tables)
+    return 0 if all(timing.passed for timings in tables.values() for timing in timings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
