@@ -20,11 +20,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15, help="turns that each alternative gets")
     parser.add_argument("--busy", action="store_true", help="count CPU time on one thread, for a machine that is busy")
     options = parser.parse_args()
-    timed = [f"--rounds={options.rounds}", *(["--busy"] if options.busy else [])]
+    threads = f"--threads={options.threads}"
+    timed = [threads, f"--rounds={options.rounds}", *(["--busy"] if options.busy else [])]
+    benchmarks = {
+        "train_step": [*timed, "--json"],
+        "attention_cpu": [*timed, "--json"],
+        "evaluation_memory": [threads, "--json"],
+        "checkpoint": ["--rounds=5", threads, "--json"],
+        "data_preprocessing": ["--output"],
+    }
+    OUTPUT.mkdir(parents=True, exist_ok=True)
     missed = False
-    for name, extra in (("train_step", timed), ("attention_cpu", timed), ("evaluation_memory", [])):
-        command = [sys.executable, HERE / f"{name}.py", f"--threads={options.threads}", f"--json={OUTPUT / name}.json"]
-        missed |= subprocess.run([*command, *extra], check=False).returncode != 0
+    for name, arguments in benchmarks.items():
+        command = [sys.executable, HERE / f"{name}.py", *arguments, OUTPUT / f"{name}.json"]
+        missed |= subprocess.run(command, check=False).returncode != 0
     print(f"numbers: {OUTPUT}/*.json")
     return 1 if missed else 0
 

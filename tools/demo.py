@@ -78,7 +78,7 @@ def _train(method: str, options: argparse.Namespace) -> int:
     folder, corpus = options.output / method, options.data / CORPUS
     checkpoints = folder / "checkpoints"
     stamp = _training_stamp(method, options)
-    if _stamp_of(folder) not in (None, stamp):
+    if checkpoints.exists() and _stamp_of(folder) != stamp:
         console.print(f"{folder} was made from another corpus, tokenizer or configuration: it is made again")
         shutil.rmtree(folder)
     latest = checkpoints / "latest"
