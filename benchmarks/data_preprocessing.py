@@ -45,15 +45,19 @@ BATCH_BYTES = 1 << 20  # of text, handed to the library at once
 def main() -> None:
     arguments = parse_arguments()
     results = {}
+    tokenizers = {"gpt2": gpt2_files(), "characters": TokenizerFiles("CharLevelTokenizer")}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-        shards = write_shards(Path(folder), arguments.megabytes * 1_000_000)
-        tokenizer = gpt2_files()
-        results["speed"] = measure_speed(shards, Path(folder) / "out", tokenizer, arguments.workers, arguments.repeats)
-        results["reading"] = measure_reading(shards, Path(folder))
-    if arguments.memory_gb:
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-            results["memory"] = measure_memory(Path(folder), arguments.memory_gb, arguments.workers, tokenizer)
-    show(results)
+        if arguments.repeats:
+            shards = write_shards(Path(folder), arguments.megabytes * 1_000_000)
+            output, tokenizer = Path(folder) / "out", tokenizers["gpt2"]
+            results["speed"] = measure_speed(shards, output, tokenizer, arguments.workers, arguments.repeats)
+            results["reading"] = measure_reading(shards, Path(folder))
+            show(results)
+        if arguments.memory_gb:
+            tokenizer = tokenizers[arguments.memory_tokenizer]
+            where = Path(folder) / "memory"
+            results["memory"] = measure_memory(where, arguments.memory_gb, arguments.workers, tokenizer)
+            show({"memory": results["memory"]})
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
@@ -63,8 +67,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: all processors")
     parser.add_argument("--megabytes", type=int, default=60, help="of text, for speed (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="of the speed measurement (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of the speed measurement; 0: none (default: %(default)s)"
+    )
     parser.add_argument("--memory-gb", type=float, default=0.0, help="of text, for memory (default: not measured)")
+    parser.add_argument(
+        "--memory-tokenizer",
+        choices=("gpt2", "characters"),
+        default="gpt2",
+        help="characters take a tenth of the time (default: %(default)s)",
+    )
     parser.add_argument("--directory", type=Path, help="for temporary files (default: the system's)")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     return parser.parse_args()
@@ -191,7 +203,7 @@ def measure_speed(shards: list[Path], output: Path, tokenizer: TokenizerFiles, w
         several.append(library_rate(shards, tokenizer, workers))
         pipeline.append(pipeline_rate(shards, output, tokenizer, workers))
     library, together, whole = max(one)[0], max(several)[0], max(pipeline)[0]
-    library_cpu, whole_cpu = (min(processor for _, processor in runs) for runs in (one + several, pipeline))
+    library_cpu, whole_cpu = (min(processor for _, processor in runs) for runs in (several, pipeline))
     return {
         "workers": workers,
         "library_mb_per_s": library,
@@ -225,12 +237,13 @@ def measure_reading(shards: list[Path], folder: Path) -> dict:
 
 def measure_memory(folder: Path, gigabytes: float, workers: int, tokenizer: TokenizerFiles) -> dict:
     """Resident memory of preprocess_data.py and its workers, looked at ten times a second."""
-    (folder / "in").mkdir()
+    (folder / "in").mkdir(parents=True)
     write_shards(folder / "in", int(gigabytes * 1e9), count=8)
     command = [sys.executable, "tools/datasets/preprocess_data.py", "--input", str(folder / "in"), "--append-eod"]
     command += ["--output-prefix", str(folder / "out"), "--workers", str(workers)]
     command += ["--tokenizer-type", tokenizer.tokenizer_type]
-    command += ["--vocab-file", tokenizer.vocab_file, "--merge-file", tokenizer.merge_file]
+    if tokenizer.vocab_file:
+        command += ["--vocab-file", tokenizer.vocab_file, "--merge-file", tokenizer.merge_file]
     begun = time.perf_counter()
     samples = []
     with subprocess.Popen(command, cwd=ROOT) as process:
@@ -244,6 +257,7 @@ def measure_memory(folder: Path, gigabytes: float, workers: int, tokenizer: Toke
     tenth = len(samples) // 10
     return {
         "text_gb": gigabytes,
+        "workers": workers,
         "seconds": seconds,
         "mb_per_s": gigabytes * 1e3 / seconds,
         "peak_mib": max(samples) / 2**20,
