@@ -82,15 +82,22 @@ class Journal:
             self._lock_path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = open(self._lock_path, "ab")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._lock.fileno()), self._lock_path.stat()):
-                raise BlockingIOError  # the process that held the lock removed the file in this very moment
-        except (BlockingIOError, FileNotFoundError) as error:
+            if not self._holds_the_file():
+                raise BlockingIOError
+        except BlockingIOError as error:
             raise UserError(
                 f"another process is writing {self._prefix}; wait for it, or choose another prefix"
             ) from error
         except OSError as error:
             raise UserError(f"cannot write {error.filename or self._lock_path}: {error.strerror}") from error
         return self
+
+    def _holds_the_file(self) -> bool:
+        """False if the process that held the lock removed the file in this very moment."""
+        try:
+            return os.path.samestat(os.fstat(self._lock.fileno()), self._lock_path.stat())
+        except FileNotFoundError:
+            return False
 
     def __exit__(self, *exception) -> None:
         self._lock_path.unlink(missing_ok=True)
