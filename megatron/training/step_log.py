@@ -35,7 +35,7 @@ class StepLog:
         self._losses: list[torch.Tensor] = []
         self._checked = 0
         self._overflows = 0
-        self._seconds = 0.0
+        self.seconds = 0.0  # of training since the last line
         self._started = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ class StepLog:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """The clock stands still within it, so that validation and saving are not counted as training."""
-        self._seconds += time.perf_counter() - self._started
+        self.seconds += time.perf_counter() - self._started
         try:
             yield
         finally:
@@ -69,12 +69,12 @@ class StepLog:
         self.check()
         with self.paused():
             self._write(rate)
-        self._losses, self._checked, self._seconds = [], 0, 0.0
+        self._losses, self._checked, self.seconds = [], 0, 0.0
 
     def _write(self, rate: float) -> None:
         run, state, engine = self.run, self.run.state, self.run.engine
         steps = len(self._losses)
-        per_second = steps * engine.global_batch * run.config.model.seq_length / max(self._seconds, 1e-9)
+        per_second = steps * engine.global_batch * run.config.model.seq_length / max(self.seconds, 1e-9)
         finite = torch.stack(self._losses).float().cpu()
         loss = float(finite[torch.isfinite(finite)].mean())
         values = {
@@ -98,7 +98,7 @@ class StepLog:
             values["train/mfu"] = per_second * run.flops_per_token / (peak * run.layout.world_size)
             texts.append(f"MFU {100 * values['train/mfu']:.1f} %")
         texts.append(f"{values['train/memory_bytes'] / 2**30:.2f} GiB")
-        remaining = (run.last_iteration - state.iteration) * self._seconds / max(steps, 1)
+        remaining = (run.last_iteration - state.iteration) * self.seconds / max(steps, 1)
         texts.append(f"{readable_time(remaining)} left")
         run.report(" | ".join(texts))
         for name, heads in engine.kernel_statistics().items():

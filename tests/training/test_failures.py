@@ -11,6 +11,7 @@ from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.training.loop import train
+from megatron.training.step_log import StepLog
 from tests.support.runs import ROOT, environment, metrics, run, training_settings, weights
 
 
@@ -190,13 +191,17 @@ def test_exit_interval_leaves_without_an_evaluation(tmp_path, data_path, capsys)
     assert "validation at" not in output
 
 
-def test_rates_leave_validation_out(tmp_path, data_path):
-    """The time of a validation that falls between two lines is not training, and the time before it is."""
-    keys = {"train_iters": 12, "lr_decay_iters": 12, "save": None, "load": None, "eval_iters": 4}
-    trained(tmp_path / "a", data_path, **keys, log_interval=6, eval_interval=5)
-    trained(tmp_path / "b", data_path, **keys, log_interval=6, eval_interval=1000)
-    often, never = (metrics(tmp_path / run, "train/tokens_per_second")[12] for run in "ab")
-    assert often < 4 * never
+def test_the_clock_counts_training_and_not_validation(monkeypatch):
+    """Training before a validation counts, the validation does not."""
+    now = [0.0]
+    monkeypatch.setattr("megatron.training.step_log.time.perf_counter", lambda: now[0])
+    log = StepLog(run=None)
+    now[0] = 3.0
+    with log.paused():
+        now[0] = 100.0
+    now[0] = 102.0
+    with log.paused():
+        assert log.seconds == pytest.approx(5.0)
 
 
 def test_the_norm_is_logged_without_clipping(tmp_path, data_path):
