@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron.config import UserError
+from megatron.files import sync_folder
 
 
 class CheckpointError(UserError):
@@ -170,13 +171,3 @@ def write_text(path: str | Path, text: str) -> None:
 
 def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def sync_folder(path: str | Path) -> None:
-    """Make renames in a folder durable, where the file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -5,24 +5,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config import UserError, load_config
+from tests.support.release import METHODS as RELEASE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(path.stem for path in (CONFIGS / "pos_emb").glob("*.yml"))
 DATASETS = sorted(path.stem for path in (CONFIGS / "datasets").glob("*.yml"))
 SEEDS = sorted(path.stem for path in (CONFIGS / "seeds").glob("*.yml"))
-RELEASE = [
-    "none",
-    "learned",
-    "sinusoidal",
-    "rotary",
-    "rpe",
-    "alibi",
-    "kerple_log",
-    "kerple_power_ap_",
-    "kerple_power__ap",
-    "kerple_power_ap_ap",
-    "kerple_power_original",
-]
 
 
 def test_there_is_a_file_per_method_dataset_and_seed():
