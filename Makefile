@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+TEST_WORKERS ?= 2
 
 .PHONY: setup demo test lint bench clean
 
@@ -23,7 +24,7 @@ demo: setup
 	$(BIN)/python tools/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
