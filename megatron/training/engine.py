@@ -1,10 +1,12 @@
 """The model under DeepSpeed: one engine for a plain sequence of layers (ZeRO 0 to 3), one for a pipeline."""
 
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from deepspeed import PipelineEngine
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
@@ -31,15 +33,24 @@ class TrainableGPT(GPT):
         return self.loss(tokens, labels, mask)
 
 
-class ClippedByGlobalNorm:
-    """Mixed into DeepSpeed's engines, before them: clipping in float32 without ZeRO, by the norm over the whole model.
+class Amended:
+    """Mixed into DeepSpeed's engines, before them."""
 
-    DeepSpeed's own counts the first pipeline stage alone (`deepspeed.runtime.utils.clip_grad_norm_`), and forgets the
-    norm; its ZeRO and bf16 optimizers do both right.
-    """
+    def _do_sanity_check(self) -> None:
+        """DeepSpeed refuses fp16 on processors without instructions for it; PyTorch computes there too, only slower."""
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cpu":
+            return super()._do_sanity_check()
+        with patch.object(accelerator, "is_fp16_supported", lambda: True):
+            return super()._do_sanity_check()
 
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
+        """Clipping in float32 without ZeRO, by the norm over the whole model.
+
+        DeepSpeed's own counts the first pipeline stage alone (`deepspeed.runtime.utils.clip_grad_norm_`), and forgets
+        the norm; its ZeRO and bf16 optimizers do both right.
+        """
         tensor_rank = self.mpu.get_slice_parallel_rank() if self.mpu is not None else 0
         gradients, counted = [], []
         for parameter in self.module.parameters():
@@ -61,11 +72,11 @@ class ClippedByGlobalNorm:
         self._global_grad_norm = norm
 
 
-class SequenceEngine(ClippedByGlobalNorm, DeepSpeedEngine):
+class SequenceEngine(Amended, DeepSpeedEngine):
     """DeepSpeed's engine for a plain sequence of layers."""
 
 
-class StageEngine(ClippedByGlobalNorm, PipelineEngine):
+class StageEngine(Amended, PipelineEngine):
     """DeepSpeed's engine for one stage of a pipeline."""
 
 
