@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.eval_tasks or config.evaluation.eval_tasks:
         raise UserError("eval_tasks: the tasks of lm-evaluation-harness are not available yet; leave them out")
     for name in options.modes:
-        parse_mode(name)
+        parse_mode(name, config.model.seq_length)
     if not first_process():
         return
     folders = checkpoint_folders(config, options)
@@ -69,7 +69,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help=f"in tokens; default: evaluation_lengths, or the training length doubled up to {LONGEST_DEFAULT} times it",
     )
     parser.add_argument(
-        "--modes", nargs="+", default=["full"], metavar="MODE", help="full, window@W (each query sees W keys)"
+        "--modes",
+        nargs="+",
+        default=["full"],
+        metavar="MODE",
+        help="full, window@W (each query sees W keys), blockwise (blockwise causal attention of half the training "
+        "length), blockwise@L (of L / 2)",
     )
     parser.add_argument(
         "--tokens",

@@ -47,7 +47,7 @@ def evaluate_extrapolation(
     tokens: int64 `[n]`, the text. It is validation text: the first token is context only, the next ones are the
         targets.
     lengths: segment lengths in tokens. Those that divide the longest make the best use of the text.
-    modes: `full`, `window@W`; see `megatron.evaluation.modes`.
+    modes: `full`, `window@W`, `blockwise`, `blockwise@L`; see `megatron.evaluation.modes`.
     protocol: `non-overlapping`; see `megatron.evaluation.protocols`.
     token_budget: score at most so many tokens, the same ones at every length; None: as many as there are.
     query_chunk: queries computed at once within a segment, for a model that has a cache.
@@ -57,7 +57,7 @@ def evaluate_extrapolation(
     device: where batches are sent; by default where the model's first parameter is. The model itself stays where it is.
     progress: a bar with tokens/s and time left on the standard error stream, one line per row where that is no
         terminal.
-    pos_emb, seed, train_length: copied into the rows.
+    pos_emb, seed, train_length: copied into the rows; `blockwise` takes its blocks from train_length.
     on_row: called with each row as soon as it is known.
 
     Returns one row per mode and length, in that order. The loss is accumulated in float64. A length that the positional
@@ -70,11 +70,12 @@ def evaluate_extrapolation(
             raise UserError(f"{name} must be at least 1, not {value}")
     segments = plan(protocol, len(stream), _lengths(lengths), token_budget)
     decoder = as_decoder(model)
-    wanted = [parse_mode(name) for name in dict.fromkeys(modes)]
+    wanted = [parse_mode(name, train_length) for name in dict.fromkeys(modes)]
     for mode in wanted:
-        if mode.window is not None and not decoder.windowed:
+        if not decoder.serves(mode.span):
+            needed = "window" if mode.span.block is None else "block"
             raise UserError(
-                f"inference mode {mode.name} needs a model with a `window` argument; {_name(model)} has none"
+                f"inference mode {mode.name} needs a model with a `{needed}` argument; {_name(model)} has none"
             )
     device = model_device(model) if device is None else torch.device(device)
     if batch_tokens is None:
@@ -110,7 +111,7 @@ def _mean_loss(
     # On a GPU the sum stays there until the end, so that it need not be waited for.
     total = torch.zeros((), dtype=torch.float64, device=device)
     try:
-        for scored in score(decoder, stream, segments, window=mode.window, device=device, **sizes):
+        for scored in score(decoder, stream, segments, span=mode.span, device=device, **sizes):
             total += scored.losses.sum(dtype=torch.float64)
             bar.advance(scored.losses.numel())
     except PositionsExceeded as exceeded:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.evaluation.protocols import Segments
 from megatron.inference.decoder import Decoder
+from megatron.model.attention import Span
 
 LOGIT_POSITIONS = 1024
 
@@ -35,7 +36,7 @@ def score(
     tokens: Tensor,
     segments: Segments,
     *,
-    window: int | None,
+    span: Span,
     query_chunk: int,
     batch_tokens: int,
     device: torch.device,
@@ -54,7 +55,7 @@ def score(
         cache = decoder.new_cache(len(starts), length) if chunk < length else None
         for begin in range(0, length, chunk):
             end = min(begin + chunk, length)
-            hidden = decoder.hidden(text[:, begin:end], cache, window)
+            hidden = decoder.hidden(text[:, begin:end], cache, span)
             if end <= first:
                 continue
             scored = max(begin, first)

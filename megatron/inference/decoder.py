@@ -1,9 +1,8 @@
 """One view of every causal language model, for evaluation and generation.
 
 A decoder turns tokens into hidden states and hidden states into logits, so that the logits, the widest tensor of a
-language model, can be computed for a few positions at a time. What it needs beyond that it declares: `cached` (a
-key-value cache, so that a long text is fed in chunks) and `windowed` (a `window` argument, so that a query sees its
-last W keys only).
+language model, can be computed for a few positions at a time. What it can do beyond that it declares: `cached` (a
+key-value cache, so that a long text is fed in chunks) and `serves` (which spans of keys a query may be given).
 
 Legend: b batch, s new tokens, e hidden size, v padded vocabulary.
 """
@@ -12,11 +11,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron.model.attention import FULL, Span
 from megatron.model.positional import PositionsExceeded
 
 
@@ -24,12 +25,14 @@ class Decoder(Protocol):
     """What evaluation and generation ask of a model."""
 
     cached: bool
-    windowed: bool
 
     def new_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache for `batch_size` rows of at most `max_length` tokens; None where `cached` is False."""
 
-    def hidden(self, tokens: Tensor, cache: Any = None, window: int | None = None) -> Tensor:
+    def serves(self, span: Span) -> bool:
+        """Whether `hidden` takes this span."""
+
+    def hidden(self, tokens: Tensor, cache: Any = None, span: Span = FULL) -> Tensor:
         """int64 `[b, s]`, the tokens that follow those in the cache -> `[b, s, e]`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -48,35 +51,39 @@ def as_decoder(model: Callable[[Tensor], Any]) -> Decoder:
 
 
 class NativeDecoder:
-    """A model of this project: `hidden(tokens, cache, window)`, `logits(hidden)`, `new_cache(batch_size,
+    """A model of this project: `hidden(tokens, cache, span)`, `logits(hidden)`, `new_cache(batch_size,
     max_length)`.
     """
 
     cached = True
-    windowed = True
 
     def __init__(self, model: nn.Module):
         self.new_cache = model.new_cache
         self.hidden = model.hidden
         self.logits = model.logits
 
+    def serves(self, span: Span) -> bool:
+        return True
+
 
 class CallableDecoder:
-    """A plain function of the whole text: no cache, and windows only where the callable itself has a `window`
-    argument.
+    """A plain function of the whole text: no cache, and a window or blocks only where the callable itself has an
+    argument `window` or `block`, a number of tokens.
     """
 
     cached = False
 
     def __init__(self, model: Callable[..., Any]):
         self._model = model
-        self.windowed = _has_argument(model, "window")
 
     def new_cache(self, batch_size: int, max_length: int) -> None:
         return None
 
-    def hidden(self, tokens: Tensor, cache: None = None, window: int | None = None) -> Tensor:
-        output = self._model(tokens) if window is None else self._model(tokens, window=window)
+    def serves(self, span: Span) -> bool:
+        return all(_has_argument(self._model, name) for name in _sizes(span))
+
+    def hidden(self, tokens: Tensor, cache: None = None, span: Span = FULL) -> Tensor:
+        output = self._model(tokens, **_sizes(span))
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -97,7 +104,6 @@ class TransformersDecoder:
     """
 
     cached = True
-    windowed = False
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -114,7 +120,10 @@ class TransformersDecoder:
 
         return DynamicCache(config=self._model.config)
 
-    def hidden(self, tokens: Tensor, cache: Any = None, window: int | None = None) -> Tensor:
+    def serves(self, span: Span) -> bool:
+        return span == FULL
+
+    def hidden(self, tokens: Tensor, cache: Any = None, span: Span = FULL) -> Tensor:
         end = tokens.shape[1] + (cache.get_seq_length() if cache is not None else 0)
         if self._max_positions is not None and end > self._max_positions:
             raise PositionsExceeded(
@@ -124,6 +133,11 @@ class TransformersDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
+
+
+def _sizes(span: Span) -> dict[str, int]:
+    """The sizes that a span sets, by name."""
+    return {name: size for name, size in asdict(span).items() if size is not None}
 
 
 def _has_argument(function: Callable[..., Any], name: str) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.attention import Attention, tables
+from megatron.model.attention import FULL, Attention, Span, tables
 from megatron.model.cache import LayerCache
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
 from megatron.model.positional import PositionalMethod
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         self.attention = Attention(settings.attention_backend, positional)
         self.dense = row_linear(hidden, hidden, bias=True, tp=tp)
 
-    def forward(self, hidden: Tensor, cache: LayerCache | None = None, window: int | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, cache: LayerCache | None = None, span: Span = FULL) -> Tensor:
         """`[b, s, e] -> [b, s, e]`; with a cache the new tokens follow those it holds."""
         batch, new, _ = hidden.shape
         # Rows are grouped by head: each head's query, key and value stand together.
@@ -61,23 +61,23 @@ class SelfAttention(nn.Module):
             query, key = self.rpe.rotate(query, key, positions, positions)
         if cache is not None:
             key, value = cache.append(key, value)
-        bias, weight = self._tables(key.shape[2], window)
+        bias, weight = self._tables(span.reach(key.shape[2]))
         context = self.attention(
             query,
             key,
             value,
             bias_table=bias,
             weight_table=weight,
-            window=window,
+            window=span.window,
+            block=span.block,
             dropout_p=self.dropout if self.training else 0.0,
         )
         return self.dense(context.transpose(1, 2).reshape(batch, new, -1))
 
-    def _tables(self, length: int, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+    def _tables(self, length: int) -> tuple[Tensor | None, Tensor | None]:
         """Bias and weight over distance for this rank's heads, `[h, length]` float32, or None."""
         if not self.has_table:
             return None, None
-        length = length if window is None else min(length, window)
         bias, weight = tables(self.rpe, length, rounded=self.rounded)
         if self.tp.size == 1:
             return bias, weight
@@ -112,8 +112,8 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(settings.hidden_dropout)
         self.parallel_residual = settings.parallel_residual
 
-    def forward(self, hidden: Tensor, cache: LayerCache | None = None, window: int | None = None) -> Tensor:
-        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, window))
+    def forward(self, hidden: Tensor, cache: LayerCache | None = None, span: Span = FULL) -> Tensor:
+        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, span))
         if self.parallel_residual:
             return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         hidden = hidden + attended

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.model.attention import FULL, Span
 from megatron.model.block import TransformerBlock
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
@@ -110,30 +111,29 @@ class GPT(nn.Module):
         """An empty cache for incremental decoding; `max_length` tokens are reserved at once when given."""
         return KVCache(self.settings.num_layers, max_length)
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None, window: int | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None, span: Span = FULL) -> Tensor:
         """Hidden states after the final norm, `[b, s, e]`.
 
-        With a cache, `tokens` follow those it holds. `window`: each query sees only its last so many keys, itself
-        included.
+        With a cache, `tokens` follow those it holds. `span`: which keys each query sees, in every layer.
         """
         hidden = self.embedding(tokens, offset=cache.length if cache is not None else 0)
         blocks = self.blocks
         recompute = self.checkpoint_every and self.training and torch.is_grad_enabled()
-        if recompute and cache is None and window is None:
+        if recompute and cache is None and span == FULL:
             for start in range(0, len(blocks), self.checkpoint_every):
                 group = nn.Sequential(*blocks[start : start + self.checkpoint_every])
                 hidden = checkpoint(group, hidden, use_reentrant=False)
         else:
             for index, block in enumerate(blocks):
-                hidden = block(hidden, cache.layers[index] if cache is not None else None, window)
+                hidden = block(hidden, cache.layers[index] if cache is not None else None, span)
         return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""
         return gather_vocabulary(self.output(hidden), self.settings.tp)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, window: int | None = None) -> Tensor:
-        return self.logits(self.hidden(tokens, cache, window))
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, span: Span = FULL) -> Tensor:
+        return self.logits(self.hidden(tokens, cache, span))
 
     def loss(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats over the tokens whose mask is not zero; labels int64 and mask float, both `[b,

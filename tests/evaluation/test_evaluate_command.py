@@ -11,6 +11,7 @@ import torch
 from megatron.config.errors import UserError
 from megatron.data.streams import validation_stream
 from megatron.evaluation.command import main
+from megatron.model.attention import FULL, Span
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.language_models import direct_losses
 
@@ -42,14 +43,14 @@ def configuration(tmp_path, data, checkpoints):
     return write
 
 
-def mean_loss(model, data, length, total, **window):
+def mean_loss(model, data, length, total, **span):
     """The definition, on the validation third of the corpus."""
     stream = torch.from_numpy(validation_stream(data, "2,1,0"))
     losses = []
     for start in range(0, total, length):
         text = stream[None, start : start + length + 1]
         with torch.no_grad():
-            losses.append(direct_losses(model(text[:, :-1], **window), text[:, 1:]))
+            losses.append(direct_losses(model(text[:, :-1], **span), text[:, 1:]))
     return torch.cat(losses).mean().item()
 
 
@@ -58,17 +59,29 @@ def rows_in(folder):
 
 
 def test_one_checkpoint_through_the_entry_point(tmp_path, configuration, checkpoints, data):
-    words = [configuration(), *LENGTHS, "--modes", "full", "window@16", "--tokens", "1000", "--output", "report"]
+    words = [
+        configuration(),
+        *LENGTHS,
+        "--modes",
+        "full",
+        "window@16",
+        "blockwise",
+        "--tokens",
+        "1000",
+        "--output",
+        "report",
+    ]
     command = [sys.executable, str(ROOT / "evaluate.py"), *words]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     rows = rows_in(tmp_path / "report")
+    spans = {"full": FULL, "window@16": Span(window=16), "blockwise": Span(block=TRAIN_LENGTH // 2)}
     assert [(row["mode"], row["length"]) for row in rows] == [
-        (mode, length) for mode in ("full", "window@16") for length in (32, 64, 256)
+        (mode, length) for mode in spans for length in (32, 64, 256)
     ]
     for row in rows:
-        window = {"window": 16} if row["mode"] == "window@16" else {}
-        loss = mean_loss(checkpoints["kerple_log"][1], data, row["length"], 768, **window)
+        span = spans[row["mode"]]
+        loss = mean_loss(checkpoints["kerple_log"][1], data, row["length"], 768, span=span)
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
         known = {key: row[key] for key in ("pos_emb", "seed", "train_length", "tokens")}
         assert known == {"pos_emb": "kerple_log", "seed": 77, "train_length": TRAIN_LENGTH, "tokens": 768}
@@ -78,7 +91,7 @@ def test_one_checkpoint_through_the_entry_point(tmp_path, configuration, checkpo
         "extrapolation.png",
     ]
     assert "kerple_log" in run.stdout
-    assert run.stderr.count("tokens/s") == 6
+    assert run.stderr.count("tokens/s") == 9
 
 
 def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
@@ -161,7 +174,8 @@ def test_other_processes_of_a_launch_leave_the_work_to_the_first(tmp_path, confi
         ({}, ["--iteration", "5"], "no checkpoint of iteration 5; it has 4"),
         ({}, ["--lengths", "100000"], "hold no segment of 100,000"),
         ({}, ["--lengths", "64", "--tokens", "63"], "a budget of 63 tokens holds no segment of 64"),
-        ({}, ["--modes", "full", "blockwise"], "'blockwise' is not known"),
+        ({}, ["--modes", "full", "sliding"], "'sliding' is not known"),
+        ({}, ["--modes", "blockwise@33"], "33 is odd"),
         ({}, ["--eval_tasks", "lambada_openai"], "eval_tasks: .* not available yet"),
         ({"eval_tasks": ["lambada_openai"]}, [], "eval_tasks: .* not available yet"),
         ({"pos_emb": "alibi"}, [], "pos_emb kerple_log in the checkpoint, alibi here"),

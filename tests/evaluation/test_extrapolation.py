@@ -10,6 +10,7 @@ import transformers
 
 from megatron.config.errors import UserError
 from megatron.evaluation import evaluate_extrapolation
+from megatron.model.attention import FULL, Span
 from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
 
 STREAM = random_tokens(600)
@@ -30,11 +31,12 @@ def mean_loss(model, length: int, total: int, **keywords) -> float:
 @pytest.mark.parametrize("method", ["kerple_log", "alibi", "rotary", "rpe", "sinusoidal", "kerple_power_ap_ap"])
 def test_losses_of_a_model(method):
     model = small_gpt(method)
+    spans = {"full": FULL, "window@5": Span(window=5), "blockwise": Span(block=4), "blockwise@10": Span(block=5)}
     rows = evaluate_extrapolation(
         model,
         STREAM,
         LENGTHS,
-        modes=["full", "window@5"],
+        modes=list(spans),
         query_chunk=16,
         batch_tokens=100,
         progress=False,
@@ -43,10 +45,10 @@ def test_losses_of_a_model(method):
         train_length=8,
     )
     exact = copy.deepcopy(model).double()
-    assert [(row["mode"], row["length"]) for row in rows] == [(m, n) for m in ("full", "window@5") for n in LENGTHS]
+    assert [(row["mode"], row["length"]) for row in rows] == [(mode, n) for mode in spans for n in LENGTHS]
     for row in rows:
-        window = {"window": 5} if row["mode"] == "window@5" else {}
-        assert row["loss"] == pytest.approx(mean_loss(exact, row["length"], 576, **window), abs=1e-5)
+        span = spans[row["mode"]]
+        assert row["loss"] == pytest.approx(mean_loss(exact, row["length"], 576, span=span), abs=1e-5)
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
         assert row["tokens"] == 576
         assert (row["pos_emb"], row["seed"], row["train_length"], row["note"]) == (method, 3, 8, None)
@@ -174,7 +176,9 @@ def test_a_perplexity_beyond_a_float_keeps_its_loss():
         ({"lengths": [0, 4]}, "a length must be at least 1 token, not 0"),
         ({"lengths": [1024]}, "600 tokens hold no segment of 1,024"),
         ({"modes": ["window@4"]}, "window@4 needs a model with a `window` argument; uniform has none"),
-        ({"modes": ["blockwise"]}, "'blockwise' is not known"),
+        ({"modes": ["blockwise@8"]}, "blockwise@8 needs a model with a `block` argument; uniform has none"),
+        ({"modes": ["blockwise"]}, "blockwise takes its blocks from the training length, which is not known here"),
+        ({"modes": ["sliding"]}, "'sliding' is not known"),
         ({"protocol": "sliding"}, "'sliding' is not known"),
         ({"query_chunk": 0}, "query_chunk must be at least 1"),
         ({"batch_tokens": -1}, "batch_tokens must be at least 1"),

@@ -10,13 +10,14 @@ from torch.utils._pytree import tree_leaves
 from megatron.evaluation.protocols import Segments, plan
 from megatron.evaluation.scoring import score
 from megatron.inference.decoder import as_decoder
+from megatron.model.attention import FULL, Span
 from megatron.model.positional import registered_names
 from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
 
 STREAM = random_tokens(400)
 
 
-def losses_of(model, segments: Segments, *, window=None, query_chunk=16, batch_tokens=128) -> torch.Tensor:
+def losses_of(model, segments: Segments, *, span=FULL, query_chunk=16, batch_tokens=128) -> torch.Tensor:
     """`[segments, scored positions]`, put together from what `score` gives."""
     found = torch.full((len(segments.starts), segments.length), torch.nan, dtype=torch.float64)
     with torch.inference_mode():
@@ -24,7 +25,7 @@ def losses_of(model, segments: Segments, *, window=None, query_chunk=16, batch_t
             as_decoder(model),
             STREAM,
             segments,
-            window=window,
+            span=span,
             query_chunk=query_chunk,
             batch_tokens=batch_tokens,
             device=torch.device("cpu"),
@@ -34,32 +35,32 @@ def losses_of(model, segments: Segments, *, window=None, query_chunk=16, batch_t
     return found[:, segments.first :]
 
 
-def direct(model, segments: Segments, window=None) -> torch.Tensor:
+def direct(model, segments: Segments, **span) -> torch.Tensor:
     """The same by one call over each whole segment, in float64."""
     rows = [STREAM[start : start + segments.length + 1] for start in segments.starts]
     text = torch.stack(rows)
     with torch.no_grad():
-        logits = model(text[:, :-1]) if window is None else model(text[:, :-1], window=window)
+        logits = model(text[:, :-1], **span)
     return direct_losses(logits, text[:, 1:])[:, segments.first :]
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 24, 500])
-def test_callable_equals_the_definition(window):
+@pytest.mark.parametrize("sizes", [{}, *({"window": size} for size in (1, 5, 24, 500)), {"block": 8}])
+def test_callable_equals_the_definition(sizes):
     model = AlibiByHand()
     segments = plan("non-overlapping", len(STREAM), [40], None)[0]
     torch.testing.assert_close(
-        losses_of(model, segments, window=window), direct(model, segments, window), rtol=0, atol=1e-12
+        losses_of(model, segments, span=Span(**sizes)), direct(model, segments, **sizes), rtol=0, atol=1e-12
     )
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 24])
+@pytest.mark.parametrize("span", [FULL, Span(window=1), Span(window=5), Span(window=24), Span(block=12)])
 @pytest.mark.parametrize("method", registered_names())
-def test_chunks_equal_the_whole_for_every_method(method, window):
+def test_chunks_equal_the_whole_for_every_method(method, span):
     """50 tokens in chunks of 16, three segments at once and one left over, float32 against float64 at once."""
     model = small_gpt(method)
     segments = Segments(50, range(0, 350, 50))
-    chunked = losses_of(model, segments, window=window, batch_tokens=150)
-    whole = direct(copy.deepcopy(model).double(), segments, window)
+    chunked = losses_of(model, segments, span=span, batch_tokens=150)
+    whole = direct(copy.deepcopy(model).double(), segments, span=span)
     torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-5)
     assert whole.std() > 0.5  # the model is no constant that anything would agree with
 
@@ -68,14 +69,27 @@ def test_window_reaches_as_far_as_it_says():
     """In one layer a window of W sees exactly W keys: the token W - 1 back matters, the one before it does not."""
     model = small_gpt("kerple_log", num_layers=1)
     segments = Segments(32, [0])
-    before = losses_of(model, segments, window=8)[0]
+    before = losses_of(model, segments, span=Span(window=8))[0]
     changed = STREAM.clone()
     changed[10] = (changed[10] + 1) % VOCABULARY
     text = changed[:33]
     with torch.no_grad():
-        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], window=8), text[None, 1:])[0]
+        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], span=Span(window=8)), text[None, 1:])[0]
     moved = ((after - before).abs() > 1e-4).nonzero().flatten().tolist()
     assert moved == list(range(9, 18))  # position 9 predicts the changed token, 10 ... 17 can see it
+
+
+def test_blocks_are_counted_from_the_segment_s_beginning():
+    """In one layer, blocks of 8: tokens 8 ... 15 matter to the queries of their own block and the next."""
+    model = small_gpt("kerple_log", num_layers=1)
+    segments = Segments(40, [0])
+    before = losses_of(model, segments, span=Span(block=8), query_chunk=5)[0]
+    changed = STREAM.clone()
+    changed[10] = (changed[10] + 1) % VOCABULARY
+    text = changed[:41]
+    with torch.no_grad():
+        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], span=Span(block=8)), text[None, 1:])[0]
+    assert ((after - before).abs() > 1e-4).nonzero().flatten().tolist() == list(range(9, 24))
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 64, 129, 10_000])
@@ -122,7 +136,7 @@ def test_memory_grows_linearly_with_the_length(method):
                 as_decoder(model),
                 stream,
                 Segments(length, [0]),
-                window=None,
+                span=FULL,
                 query_chunk=32,
                 batch_tokens=1,
                 device=torch.device("cpu"),

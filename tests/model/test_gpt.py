@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.config import load_config
+from megatron.model.attention import FULL, Span
 from megatron.model.gpt import GPT, initialize, layer_factories
 from megatron.model.initialization import initializer
 from megatron.model.settings import ModelSettings
@@ -54,15 +55,13 @@ def test_kernel_parameters_are_one_parameter_for_all_layers():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("window", [None, 7])
-def test_decoding_with_a_cache_gives_the_logits_of_the_whole(method, window, tokens):
+@pytest.mark.parametrize("span", [FULL, Span(window=7), Span(block=6)])
+def test_decoding_with_a_cache_gives_the_logits_of_the_whole(method, span, tokens):
     model = small_model(method)
     with torch.no_grad():
-        whole = model(tokens, window=window)
+        whole = model(tokens, span=span)
         cache = model.new_cache()
-        parts = [
-            model(tokens[:, start:stop], cache=cache, window=window) for start, stop in ((0, 20), (20, 21), (21, 48))
-        ]
+        parts = [model(tokens[:, start:stop], cache=cache, span=span) for start, stop in ((0, 20), (20, 21), (21, 48))]
     assert cache.length == 48
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
 

@@ -32,7 +32,8 @@ class AlibiByHand(nn.Module):
     """One layer of attention with the bias -slope * distance, computed over the whole text with an explicit mask, in
     float64.
 
-    Written without the project's code, as an independent source of losses; `window` keeps the last so many keys.
+    Written without the project's code, as an independent source of losses; `window` keeps the last so many keys,
+    `block` those of the query's block of positions and the one before.
     """
 
     slopes = (0.5, 0.125)
@@ -49,7 +50,7 @@ class AlibiByHand(nn.Module):
         self.table, self.out = weight(vocabulary, size), weight(size, vocabulary)
         self.query, self.key, self.value = weight(size, size), weight(size, size), weight(size, size)
 
-    def forward(self, tokens: Tensor, window: int | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, window: int | None = None, block: int | None = None) -> Tensor:
         """int64 `[b, s]` -> logits `[b, s, v]`."""
         hidden = self.table[tokens]
         query, key, value = hidden @ self.query, hidden @ self.key, hidden @ self.value
@@ -61,6 +62,8 @@ class AlibiByHand(nn.Module):
             rows = []
             for i in range(length):
                 first = 0 if window is None else max(0, i - window + 1)
+                if block is not None:
+                    first = max(0, i - i % block - block)
                 seen = slice(first, i + 1)
                 distance = torch.arange(i - first, -1, -1, dtype=torch.float64)
                 scores = (key[:, seen, part] @ query[:, i, part].unsqueeze(-1)).squeeze(-1) / math.sqrt(size)

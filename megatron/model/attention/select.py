@@ -5,6 +5,7 @@ Legend: b batch, s query length, t key length, h heads, d head size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from megatron.model.attention.chunked import chunked_attention
 from megatron.model.attention.precision import no_autocast
 from megatron.model.attention.reference import reference_attention
 from megatron.model.attention.sdpa import sdpa_attention
+from megatron.model.attention.span import Span, blockwise
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def attend(
     bias_table: Tensor | None = None,
     weight_table: Tensor | None = None,
     window: int | None = None,
+    block: int | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
@@ -112,13 +115,26 @@ def attend(
     """softmax(weight * q.k * scale + bias) v, causal: `[b, h, s, d]` of query and `[b, h, t, d]` of key and value.
 
     The queries are the last s of the t positions: query i stands at t - s + i, and sees the keys up to its own. With
-    a window it sees the last `window` of them, itself included. Tables are over distance, float32 `[h, >= min(t,
-    window)]`, and get their exact gradients. `scale` is 1 / sqrt(d) unless given; `dropout_p` drops probabilities.
+    a window it sees the last `window` of them, itself included; with a block those of its own block of positions and
+    of the block before (see `Span`). Tables are over distance, float32 `[h, >= Span.reach(t)]`, and get their exact
+    gradients. `scale` is 1 / sqrt(d) unless given; `dropout_p` drops probabilities.
 
     Raises ValueError for shapes that do not fit and NotImplementedError for a backend that cannot serve.
     """
-    _check_shapes(query, key, value, bias_table, weight_table, window, dropout_p)
+    span = Span(window, block)
+    _check_shapes(query, key, value, bias_table, weight_table, span, dropout_p)
     check_backend(backend, bias=bias_table is not None, weight=weight_table is not None)
+    if block is not None and key.shape[2] > 2 * block:
+        # Every part is a call of its own, for which `auto` takes the fastest.
+        causal = partial(
+            attend,
+            bias_table=bias_table,
+            weight_table=weight_table,
+            dropout_p=dropout_p,
+            scale=scale,
+            backend=backend,
+        )
+        return blockwise(causal, query, key, value, block)
     if backend == "auto":
         tables = bias_table is not None or weight_table is not None
         plain = window is None and query.shape[2] == key.shape[2]
@@ -142,7 +158,7 @@ def _check_shapes(
     value: Tensor,
     bias_table: Tensor | None,
     weight_table: Tensor | None,
-    window: int | None,
+    span: Span,
     dropout_p: float,
 ) -> None:
     batch, heads, s, _ = query.shape
@@ -153,11 +169,9 @@ def _check_shapes(
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
     if not 0 < s <= t:
         raise ValueError(f"the {s} queries are the last of the {t} positions: there must be 1 to {t} of them")
-    if window is not None and window < 1:
-        raise ValueError(f"window {window}: a query sees at least itself, so it must be at least 1")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"attention dropout {dropout_p} is not in [0, 1)")
-    reach = t if window is None else min(t, window)
+    reach = span.reach(t)
     for name, table in (("bias", bias_table), ("weight", weight_table)):
         if table is not None and (table.shape[0] != heads or table.shape[1] < reach):
             raise ValueError(f"{name} table {[*table.shape]} must be [{heads}, at least {reach}]")
