@@ -34,7 +34,7 @@ def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any
     everything = [path for path in step.rglob("*") if path.is_file()]
     damage = find_damage(step)
     saved = load_file(step / STATE_FILE) if (step / STATE_FILE).is_file() else {}
-    shapes, dtypes = _tensors(files)
+    shapes, dtypes = _tensors(files, per_layer=settings is not None and not _method(settings).shared)
     described = {
         "step": str(step),
         "iteration": int(saved.get("iteration", iteration_of(step))),
@@ -55,8 +55,15 @@ def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any
     return described
 
 
-def _tensors(files: dict[int, list[Path]]) -> tuple[dict[str, int], set[str]]:
-    """(name -> elements over all shards, dtypes); a tensor that layers or shards hold copies of counts once."""
+def _method(settings: ModelSettings) -> PositionalMethod:
+    return build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
+
+
+def _tensors(files: dict[int, list[Path]], *, per_layer: bool) -> tuple[dict[str, int], set[str]]:
+    """(name -> elements over all shards, dtypes); a tensor that layers or shards hold copies of counts once.
+
+    per_layer: the positional parameters of the layers are no copies of one another.
+    """
     counts: dict[str, int] = {}
     dtypes: set[str] = set()
     for index, paths in files.items():
@@ -70,7 +77,7 @@ def _tensors(files: dict[int, list[Path]]) -> tuple[dict[str, int], set[str]]:
             shared = next((name for prefix in POSITIONAL if name.startswith(prefix)), None)
             # Replicas on the tensor-parallel ranks are equal; slices differ in what they hold.
             copies = shared or (len(shards) > 1 and all(torch.equal(tensor, shard[name]) for shard in shards[1:]))
-            counts[shared or f"{index}.{name}"] = (
+            counts[f"{index}.{name}" if shared is None or per_layer else shared] = (
                 tensor.numel() if copies else sum(shard[name].numel() for shard in shards)
             )
     return counts, dtypes
@@ -89,7 +96,7 @@ def _kernels(files: dict[int, list[Path]], settings: ModelSettings) -> dict[str,
     found: dict[str, dict[str, list[float]]] = {}
     for index, (path, *_) in files.items():
         state = load_tensors(path, mapped=True)
-        method = build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
+        method = _method(settings)
         parameters = _positional(state, method)
         if not parameters and list(method.parameters()):
             continue

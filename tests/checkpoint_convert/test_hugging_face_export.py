@@ -9,9 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeo
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.storage import CheckpointError
-from megatron.model.positional import registered_names, registry
+from megatron.model.positional import registry
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
+from tests.support.methods import one_name_each
 
 CHARACTERS = TokenizerFiles("CharLevelTokenizer")
 
@@ -24,7 +25,7 @@ def longest(pos_emb: str) -> int:
     return TRAIN_LENGTH if pos_emb == "learned" else LONG
 
 
-@pytest.mark.parametrize("pos_emb", registered_names())
+@pytest.mark.parametrize("pos_emb", one_name_each())
 @torch.no_grad()
 def test_every_method(pos_emb, tmp_path):
     model, config = make_model(pos_emb)

@@ -173,3 +173,19 @@ def test_initializers(name, std):
 def test_unknown_initializer_is_named():
     with pytest.raises(ValueError, match=r"kaiming.*small_init"):
         initializer("kaiming", std=0.02, num_layers=12, hidden_size=768)
+
+
+def test_kernels_per_layer_are_one_set_for_each_block():
+    options = (("bias", "log + power"), ("parameters", "per-layer"))
+    model = small_model("kerple", pos_emb_options=options)
+    methods = model.positional_methods()
+    assert len(methods) == model.settings.num_layers
+    drawn = [method.bias_1_log_p.flatten().tolist() for method in methods.values()]
+    assert drawn[0] != drawn[1]
+    # Each layer has its own gradient, and the same layer its own values whatever other layers there are.
+    model(torch.randint(0, 16, (1, 6))).square().sum().backward()
+    gradients = [method.bias_2_power_a.grad for method in methods.values()]
+    assert not torch.equal(gradients[0], gradients[1])
+    again = small_model("kerple", pos_emb_options=options).positional_methods()
+    for index, method in methods.items():
+        assert torch.equal(again[index].bias_1_log_p, method.bias_1_log_p)

@@ -1,7 +1,8 @@
 """One attention call, several backends: softmax(weight * q.k / sqrt(d) + bias) over the keys that a query may see."""
 
+from megatron.model.attention.score_mod import score_mod
 from megatron.model.attention.select import Attention, attend, backend_names, check_backend
 from megatron.model.attention.span import FULL, Span
 from megatron.model.attention.tables import tables
 
-__all__ = ["FULL", "Attention", "Span", "attend", "backend_names", "check_backend", "tables"]
+__all__ = ["FULL", "Attention", "Span", "attend", "backend_names", "check_backend", "score_mod", "tables"]

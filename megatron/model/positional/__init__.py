@@ -14,18 +14,35 @@ for _module in pkgutil.iter_modules(__path__):
 
 from megatron.model.positional.absolute import Learned, Sinusoidal  # noqa: E402
 from megatron.model.positional.alibi import Alibi, KerplePowerOriginal  # noqa: E402
-from megatron.model.positional.kerple import KerpleBiasWeight, KerpleLog, KerplePower, KerpleWeight  # noqa: E402
+from megatron.model.positional.cpd import is_cpd, lemma_constant  # noqa: E402
+from megatron.model.positional.kerple import (  # noqa: E402
+    KerpleBiasWeight,
+    KerpleGaussian,
+    KerpleGaussian3,
+    KerpleLog,
+    KerpleLog3,
+    KerplePower,
+    KerpleSquareWeight,
+    KerpleSum,
+    KerpleWeight,
+)
 from megatron.model.positional.none import NoPositions  # noqa: E402
 from megatron.model.positional.rotary import Rotary  # noqa: E402
+from megatron.model.positional.sandwich import Sandwich  # noqa: E402
 from megatron.model.positional.t5 import T5  # noqa: E402
 
 __all__ = [
     "T5",
     "Alibi",
     "KerpleBiasWeight",
+    "KerpleGaussian",
+    "KerpleGaussian3",
     "KerpleLog",
+    "KerpleLog3",
     "KerplePower",
     "KerplePowerOriginal",
+    "KerpleSquareWeight",
+    "KerpleSum",
     "KerpleWeight",
     "Learned",
     "ModelShape",
@@ -33,8 +50,11 @@ __all__ = [
     "PositionalMethod",
     "PositionsExceeded",
     "Rotary",
+    "Sandwich",
     "Sinusoidal",
     "build",
+    "is_cpd",
+    "lemma_constant",
     "load_plugin",
     "method_class",
     "register",

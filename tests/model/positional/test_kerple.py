@@ -92,7 +92,7 @@ def test_distances_of_any_shape(cls):
     method = cls(num_heads=3)
     distance = torch.arange(12.0).reshape(3, 4)
     for hook in ("bias", "weight"):
-        if hasattr(method, hook):
+        if getattr(method, f"has_{hook}"):
             whole = getattr(method, hook)(distance)
             assert whole.shape == (3, 3, 4)
             assert torch.equal(whole.reshape(3, 12), getattr(method, hook)(distance.flatten()))

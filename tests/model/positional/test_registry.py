@@ -27,6 +27,17 @@ METHODS = {
     "kerple_power_ap_ap": ("KerpleBiasWeight", {"has_bias", "has_weight"}),
     "kerple_bias_wht": ("KerpleBiasWeight", {"has_bias", "has_weight"}),
     "kerple_power_original": ("KerplePowerOriginal", {"has_bias"}),
+    "kerple": ("KerpleSum", {"has_bias"}),
+    "kerple_log3": ("KerpleLog3", {"has_bias"}),
+    "kerple_3_para_log": ("KerpleLog3", {"has_bias"}),
+    "kerple_gaussian": ("KerpleGaussian", {"has_bias"}),
+    "kerple_2_para_bias": ("KerpleGaussian", {"has_bias"}),
+    "kerple_gaussian3": ("KerpleGaussian3", {"has_bias"}),
+    "kerple_3_para_bias": ("KerpleGaussian3", {"has_bias"}),
+    "kerple_square__a": ("KerpleSquareWeight", {"has_weight"}),
+    "kerple_1_para_wht": ("KerpleSquareWeight", {"has_weight"}),
+    "kerple_2_para_wht": ("KerpleWeight", {"has_weight"}),
+    "sandwich": ("Sandwich", {"has_bias"}),
 }
 
 
@@ -61,7 +72,7 @@ def test_options_reach_the_method_and_unknown_ones_are_refused():
     with pytest.raises(ValueError, match="Rotary has no option 'theta'; it has base, fraction"):
         build("rotary", SHAPE, theta=1.0)
     # Sizes are the model's to say.
-    with pytest.raises(ValueError, match="KerpleLog has no option 'num_heads'; it has none"):
+    with pytest.raises(ValueError, match="KerpleLog has no option 'num_heads'; it has highest_exponent, parameters"):
         build("kerple_log", SHAPE, num_heads=3)
     with pytest.raises(ValueError, match="NoPositions has no option 'args'; it has none"):
         build("none", SHAPE, args=1)
