@@ -54,6 +54,7 @@ def generate(
     vocab_size: int | None = None,
     batch_size: int = 32,
     recompute: bool = False,
+    ended: Callable[[list[int]], bool] | None = None,
     on_generation: Callable[[int, Generation], None] | None = None,
 ) -> list[Generation]:
     """Continue each prompt by at most `maximum_tokens` tokens; the results are in the order of the prompts.
@@ -66,6 +67,7 @@ def generate(
     vocab_size: ids from it on, the padding of the vocabulary, are never drawn, and refused in prompts.
     batch_size: rows computed at once, at most.
     recompute: compute the whole prefix again for each token, without a cache.
+    ended: given the new tokens of a row after each of them, whether the row ends there; for texts that stop at a word.
     on_generation: called with the index of a prompt and its result as soon as that is known.
 
     Nothing limits the length but the positional method: where `learned` meets the end of its table, the rows concerned
@@ -82,7 +84,7 @@ def generate(
         for members in _batches(prompts, batch_size, maximum_tokens):
             rows = [_Row(index, list(prompts[index]), np.random.default_rng([seed, index])) for index in members]
             source = _Logits(decoder, rows, maximum_tokens, model_device(model), recompute)
-            for index, generation in _continue(source, rows, sampling, maximum_tokens, stop):
+            for index, generation in _continue(source, rows, sampling, maximum_tokens, stop, ended):
                 results[index] = generation
                 if on_generation is not None:
                     on_generation(index, generation)
@@ -130,7 +132,12 @@ def _batches(prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: 
 
 
 def _continue(
-    source: "_Logits", rows: list[_Row], sampling: Sampling, maximum_tokens: int, stop: int | None
+    source: "_Logits",
+    rows: list[_Row],
+    sampling: Sampling,
+    maximum_tokens: int,
+    stop: int | None,
+    ended: Callable[[list[int]], bool] | None,
 ) -> Iterator[tuple[int, Generation]]:
     """Continue the rows of one batch; each is given out when it ends."""
     begun = time.perf_counter()
@@ -155,7 +162,7 @@ def _continue(
             generated = len(row.text) - len(row.prompt)
             if generated > 0 and row.text[-1] == stop:
                 yield result(row, finished=True)
-            elif generated == maximum_tokens:
+            elif generated == maximum_tokens or (generated > 0 and ended is not None and ended(row.generated())):
                 yield result(row)
             else:
                 remaining.append(index)
