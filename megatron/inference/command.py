@@ -12,12 +12,18 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron.config import Config, UserError
+from megatron.config import UserError
 from megatron.config.groups import GenerationConfig
 from megatron.files import write_atomically
-from megatron.inference.command_line import checkpoint_folders, first_process, load, parse_with_checkpoint
+from megatron.inference.command_line import (
+    checkpoint_folders,
+    first_process,
+    load,
+    load_tokenizer,
+    parse_with_checkpoint,
+)
 from megatron.inference.generation import Generation, generate
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer
 
 DESCRIPTION = "Generate text from a checkpoint."
 STANDARD_OUTPUT = "-"
@@ -32,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # What is wrong with the request is said before a model is loaded.
     request = _request(config.generation, options)
     model, saved = load(checkpoint_folders(config, options)[0], config, options)
-    tokenizer = _tokenizer(config, saved, model.settings.padded_vocab_size)
+    tokenizer = load_tokenizer(config, saved, model.settings.padded_vocab_size)
     writer = Writer(model, tokenizer, config.generation, config.training.seed, options.batch_size)
     if request.contexts is None:
         interact(writer, config.generation.prompt_end)
@@ -85,19 +91,6 @@ def _kind(settings: GenerationConfig, input_file: str | None) -> str:
     if kind == "input-file" and settings.sample_input_file is None:
         raise UserError("text_gen_type is input-file, but no file is named: set sample_input_file, or give -i FILE")
     return kind
-
-
-def _tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
-    """The tokenizer that the given configuration names, or else the checkpoint's, for a model of so many embeddings."""
-    named = {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys()
-    chosen = (config if named else saved).tokenizer
-    tokenizer = build_tokenizer(chosen.tokenizer_type, chosen.vocab_file, chosen.merge_file)
-    if tokenizer.vocab_size > rows:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {rows} embeddings; "
-            "give the tokenizer-type, vocab-file and merge-file it was trained with"
-        )
-    return tokenizer
 
 
 def read_prompts(path: str | Path, prompt_end: str) -> list[str]:

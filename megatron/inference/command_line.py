@@ -24,6 +24,7 @@ from megatron.config.command_line import MERGED_OPTION, take_overrides
 from megatron.config.yaml_files import parse_value
 from megatron.inference.loading import load_model
 from megatron.model.gpt import GPT
+from megatron.tokenizer import Tokenizer, build_tokenizer
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -112,11 +113,7 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
     Raises UserError when the folder holds none, or, with `check`, when the configuration that was given describes
     another model.
     """
-    iteration = options.iteration
-    if iteration is None and not options.own:  # a checkpoint's own `iteration` is the one it was started from
-        iteration = config.checkpoint.iteration
-    fallback = options.fallback or (config.checkpoint.fallback and not options.own)
-    step = _step(folder, iteration, fallback)
+    step = chosen_step(folder, config, options)
     device = choose_device(options.device)
     given = config.to_flat()
     model, saved = load_model(
@@ -138,11 +135,32 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
     return model, saved
 
 
+def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
+    """The tokenizer that the given configuration names, or else the checkpoint's, for a model of so many embeddings."""
+    named = {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys()
+    chosen = (config if named else saved).tokenizer
+    tokenizer = build_tokenizer(chosen.tokenizer_type, chosen.vocab_file, chosen.merge_file)
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {rows} embeddings; "
+            "give the tokenizer-type, vocab-file and merge-file it was trained with"
+        )
+    return tokenizer
+
+
 def _step(folder: str | Path, iteration: int | None, fallback: bool) -> Path:
     """The checkpoint to load; with `fallback` the newest whole one, where that is damaged."""
     if not fallback:
         return find_step(folder, iteration)  # load_model checks it
     return find_whole_step(folder, iteration, fallback=True, report=partial(print, file=sys.stderr, flush=True))
+
+
+def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Path:
+    """The checkpoint of a folder that the options and the configuration ask for. Raises UserError if there is none."""
+    iteration = options.iteration
+    if iteration is None and not options.own:  # a checkpoint's own `iteration` is the one it was started from
+        iteration = config.checkpoint.iteration
+    return _step(folder, iteration, options.fallback or (config.checkpoint.fallback and not options.own))
 
 
 def choose_device(name: str | None) -> torch.device:
