@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron.config import Config, UserError
 from megatron.data.streams import evaluation_tokens
+from megatron.evaluation import tasks
 from megatron.evaluation.extrapolation import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK, evaluate_extrapolation
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import PROTOCOLS
@@ -23,14 +24,17 @@ LONGEST_DEFAULT = 16  # times the training length
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, evaluate every checkpoint on the same text, write one report. Raises UserError."""
     config, options = parse_with_checkpoint(DESCRIPTION, argv, _options, several=True)
-    if options.eval_tasks or config.evaluation.eval_tasks:
-        raise UserError("eval_tasks: the tasks of lm-evaluation-harness are not available yet; leave them out")
+    request = tasks.Request.of(config, options)
+    if request is not None and (options.lengths or options.tokens):
+        raise UserError("eval_tasks: tasks have texts of their own; measure --lengths and --tokens in another run")
     for name in options.modes:
         parse_mode(name, config.model.seq_length)
     if not first_process():
         return
     folders = checkpoint_folders(config, options)
     output = _output(folders, options.output or (config and config.evaluation.eval_results_prefix))
+    if request is not None:
+        return tasks.run_tasks(request, folders, config, options, output)
     task = _task(config, options)
     rows: list[Row] = []
     first: Config | None = None
@@ -85,6 +89,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--protocol", choices=PROTOCOLS, default=next(iter(PROTOCOLS)), help="default: %(default)s")
     parser.add_argument(
         "--output",
+        "--eval_results_prefix",
         metavar="DIR",
         help="folder of the report; default: eval_results_prefix, or `evaluation` in the checkpoint's",
     )
@@ -98,7 +103,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens of short texts computed together (CPU: {BATCH_TOKENS_CPU}, GPU: {BATCH_TOKENS_GPU})",
     )
-    parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="tasks of lm-evaluation-harness: not available")
+    tasks.add_options(parser)
 
 
 def _positive(word: str) -> int:

@@ -8,7 +8,20 @@ from megatron.config.groups.base import Group, Int, Ints, Texts, key
 class EvaluationConfig(Group):
     """Evaluation"""
 
-    eval_tasks: Texts | None = key(None, "Tasks of lm-evaluation-harness to run.")
+    eval_tasks: Texts | None = key(
+        None, "Tasks of lm-evaluation-harness that evaluate.py runs, instead of measuring extrapolation."
+    )
+    eval_num_fewshot: Int | None = key(None, "Examples before each question of a task. Default: the task's.", ge=0)
+    eval_limit: float | None = key(
+        None, "Documents per task at most; below 1, the share of them. Default: all of them.", gt=0
+    )
+    eval_include_path: Texts | None = key(None, "Folders with task files (YAML) of your own.")
+    eval_max_length: Int | None = key(
+        None,
+        """Tokens that tasks give to the model at once: longer prompts lose their beginning, longer documents are read
+        in windows. Default: no prompt is cut; windows of up to 16 times the training length.""",
+        ge=1,
+    )
     lengths: Ints | None = key(
         None,
         "Lengths, in tokens, at which perplexity is measured. Default: the training length, doubled up to 16 times it.",
