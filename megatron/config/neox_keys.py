@@ -138,7 +138,6 @@ REFUSED: dict[str, Refused] = {
         *(f"{sign}_{split}_data_paths" for sign in ("pos", "neg") for split in ("train", "valid", "test")),
         *(f"{sign}_{split}_label_data_paths" for sign in ("pos", "neg") for split in ("train", "valid", "test")),
     ),
-    **_refused("give train_data_weights", "weight_by_num_documents", neutral=(False,)),
     **_refused("documents are joined and cut into equal sequences", "pack_impl", neutral=("packed",)),
     **_refused("only language modelling is supported", "dataset_impl", neutral=("gpt2",)),
     **_refused("only language modelling is supported", "train_impl", neutral=("normal",)),
@@ -223,7 +222,6 @@ WITHOUT_EFFECT: dict[str, str] = {
         "it serves other kinds of models", "gmlp_attn_dim", "short_seq_prob", "onnx_safe", "scalenorm_epsilon"
     ),
     **_without_effect("it belongs to num_unique_layers, which is refused", "param_sharing_style"),
-    **_without_effect("it belongs to weight_by_num_documents, which is refused", "weighted_sampler_alpha"),
     **_without_effect("it belongs to pack_impl, which is refused", "allow_chopped"),
     **_without_effect("it belongs to s3_path, which is refused", "s3_chunk_size"),
     **_without_effect("it belongs to curriculum_learning, which is refused", "curriculum_seqlen"),

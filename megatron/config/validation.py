@@ -3,6 +3,7 @@
 import difflib
 from typing import TYPE_CHECKING
 
+from megatron.config.data_split import split_shares
 from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,15 +122,18 @@ def _check_data(config: "Config") -> None:
         raise UserError(
             "data_path and train_data_paths are both given; use data_path with split, or the three lists of paths"
         )
+    split_shares(data.split)
+    if data.weight_by_num_documents and data.train_data_paths is None:
+        raise UserError("weight_by_num_documents is for blends, but train_data_paths is not given")
     for split in ("train", "valid", "test"):
         paths, weights = getattr(data, f"{split}_data_paths"), getattr(data, f"{split}_data_weights")
         if weights is None:
             continue
+        if data.weight_by_num_documents:
+            raise UserError(f"weight_by_num_documents and {split}_data_weights are both given; remove one")
         if paths is None or len(paths) != len(weights):
             counts = f"{len(weights)} weights for {len(paths or ())} {split}_data_paths"
             raise UserError(f"{split}_data_weights has {counts}; give one weight per path")
-        if sum(weights) <= 0:
-            raise UserError(f"{split}_data_weights adds up to 0; at least one weight must be positive")
 
 
 def _check_runs(config: "Config") -> None:

@@ -79,15 +79,16 @@ def datasets_from_blends(
         if blend is None or samples == 0:
             parts.append(None)
             continue
-        corpora = []
+        corpora, documents = [], []
         for prefix in blend.prefixes:
             files = open_files(prefix, settings.cache_path)
             alone = samples if len(blend.prefixes) == 1 else None
             span = (0, files.sequences)
+            documents.append(files.documents)
             corpora.append(build_corpus_part(files, span, part, sequence_lengths[part], alone, settings))
         if len(corpora) == 1:
             parts.append(corpora[0])
             continue
         samples = sum(map(len, corpora)) if samples is None else samples
-        parts.append(BlendedParts(corpora, blend.weights or [1.0] * len(corpora), samples))
+        parts.append(BlendedParts(corpora, blend.shares(documents), samples))
     return Datasets(*parts)

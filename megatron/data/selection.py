@@ -1,9 +1,11 @@
 """Which corpora, and which of their documents, make up training, validation and test. NumPy is enough for this."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.config.data_split import split_shares
 from megatron.config.errors import UserError
 
 PARTS = ("train", "valid", "test")
@@ -11,10 +13,16 @@ PARTS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes of the corpora to draw from, with their shares; equal shares where none are given (GPT-NeoX's rule)."""
+    """Prefixes of the corpora to draw from, with their shares; equal shares where none are given (GPT-NeoX's rule).
+
+    Attributes:
+        by_documents: exponent a: the shares are proportional to (number of documents)^a, in place of weights. Less than
+            1 draws more often from small corpora (Conneau et al. 2020, arXiv:1911.02116, take 0.3).
+    """
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
+    by_documents: float | None = None
 
     def __post_init__(self):
         if not self.prefixes:
@@ -27,6 +35,12 @@ class Blend:
             )
         if not all(np.isfinite(weight) and weight > 0 for weight in self.weights):
             raise UserError(f"data weights must be positive numbers, but are {list(self.weights)}")
+
+    def shares(self, documents: Sequence[int]) -> list[float]:
+        """What to draw from each corpus, not normalized; `documents` is how many each has."""
+        if self.by_documents is not None:
+            return [count**self.by_documents for count in documents]
+        return list(self.weights or [1.0] * len(self.prefixes))
 
 
 def config_blends(config) -> list[Blend | None] | None:
@@ -41,7 +55,11 @@ def config_blends(config) -> list[Blend | None] | None:
         if not data.data_path:
             raise UserError("no data: set data-path, or train-data-paths and valid-data-paths")
         return None
-    return [Blend(tuple(paths), tuple(weights) if weights else None) if paths else None for paths, weights in given]
+    by_documents = data.weighted_sampler_alpha if data.weight_by_num_documents else None
+    return [
+        Blend(tuple(paths), tuple(weights) if weights else None, by_documents) if paths else None
+        for paths, weights in given
+    ]
 
 
 def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
@@ -51,15 +69,9 @@ def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
     of sequences; bounds are rounded.
 
     Raises:
-        UserError: `split` is not one to three non-negative numbers with a positive sum.
+        UserError: as `split_shares`.
     """
-    try:
-        shares = [float(share) for share in split.split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= len(PARTS) or not all(0 <= share < np.inf for share in shares) or sum(shares) == 0:
-        raise UserError(f"split {split!r} is not of the form TRAIN,VALID,TEST, for example 949,50,1")
-    shares += [0.0] * (len(PARTS) - len(shares))
+    shares = split_shares(split)
     total = np.sum(np.array(shares, dtype=np.float64))
     spans: list[tuple[int, int] | None] = []
     start = 0.0

@@ -348,6 +348,20 @@ def test_build_datasets_from_separate_paths(configuration, corpus, tmp_path, wri
     assert datasets.test is None
 
 
+@pytest.mark.parametrize(("exponent", "share"), [(1.0, 0.9), (0.5, 0.75), (0.0, 0.5)])
+def test_blend_by_documents(configuration, tmp_path, write_corpus, exponent, share):
+    """p ~ n^a (Conneau et al. 2020): 90 and 10 documents are 9:1, or 3:1 with a = 1/2."""
+    paths = [str(tmp_path / name) for name in ("large", "small")]
+    for path, documents in zip(paths, (90, 10), strict=True):
+        write_corpus(path, [100] * documents)
+    keys = {"weight_by_num_documents": True, "weighted_sampler_alpha": exponent}
+    given = configuration(train_data_paths=paths, valid_data_paths=paths, **keys)
+    datasets = build_datasets(given, TOKENIZER, 32, (1000, 40, 0))
+    for blend in (datasets.train, datasets.valid):
+        drawn = sum("large" in blend.source(index) for index in range(len(blend)))
+        assert abs(drawn - share * len(blend)) <= 1
+
+
 def test_largest_id_is_kept_with_the_indices(corpus, settings):
     datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
     (folder,) = _folders(f"{corpus}_indices")

@@ -70,7 +70,7 @@ def _lower(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_whole_number)]
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], BeforeValidator(_tuple)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_paths)]
-Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(_tuple)]
+Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_tuple)]
 Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], BeforeValidator(_tuple)
 ]

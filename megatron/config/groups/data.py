@@ -15,6 +15,14 @@ class DataConfig(Group):
     train_data_weights: Weights | None = key(None, "Shares of the training datasets in the blend. Default: equal.")
     valid_data_weights: Weights | None = key(None, "Shares of the validation datasets. Default: equal.")
     test_data_weights: Weights | None = key(None, "Shares of the test datasets. Default: equal.")
+    weight_by_num_documents: bool = key(
+        False,
+        """True: a dataset's share of a blend is proportional to (its number of documents)^weighted_sampler_alpha, in
+        place of weights. (GPT-NeoX describes this rule; its code multiplies once more by 1 - share.)""",
+    )
+    weighted_sampler_alpha: float = key(
+        1.0, "With weight_by_num_documents: less than 1 draws more often from small datasets, 0 from all alike.", ge=0
+    )
     split: str = key("969, 30, 1", "Proportions of training, validation and test documents in data_path.")
     data_impl: Literal["infer", "mmap"] = key(
         "infer", "Format of the dataset: mmap (.bin with .idx), the only one there is."
