@@ -5,7 +5,7 @@
     .txt, no ending        one document
     .parquet               a table, one document per row (needs pyarrow)
     .dat                   lm-dataformat's DatArchive: 16 decimal digits, then so many bytes of text, and again
-    .tar .zip              members of the kinds above but .parquet, in the order of the archive
+    .tar .zip              members of the kinds above, in the order of the archive
     .gz .zst .xz           around any of the above but .zip and .parquet
 
 With `suffixes` (a tree of source files) the files of these endings are one document each, and no other is read.
@@ -32,7 +32,7 @@ _KINDS = {
     ".zip": "zip",
 }
 _ARCHIVES = ("tar", "zip")
-_STREAMS_ONLY = ("zip", "parquet")  # these need a file in which they can seek, so no compression around them
+SEEKING = ("zip", "parquet")  # these need a file in which they can seek, so no compression around them
 
 READABLE = ".jsonl, .json, .txt, .dat, .tar (each also .gz, .zst, .xz), .parquet and .zip"
 
@@ -46,7 +46,7 @@ def kind_of(name: str, suffixes: Sequence[str] = ()) -> str | None:
         return "tar"
     if path.suffix in COMPRESSIONS:
         path = path.with_suffix("")
-        if _KINDS.get(path.suffix) in _STREAMS_ONLY:
+        if _KINDS.get(path.suffix) in SEEKING:
             return None
     kind = _KINDS.get(path.suffix)
     return kind if not suffixes or kind in _ARCHIVES else None
@@ -80,7 +80,7 @@ class InputFile:
         return filesystem.open(path, "rb")
 
 
-def find_files(inputs: Iterable[str | Path], suffixes: Sequence[str] = ()) -> list[InputFile]:
+def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[InputFile]:
     """The files that `inputs` name: files as they are, and for a folder every readable file below it, sorted by path.
 
     A tree of source files (`suffixes`) is ordered by a digest of the paths instead: the parts of a split are cut from
@@ -97,6 +97,8 @@ def find_files(inputs: Iterable[str | Path], suffixes: Sequence[str] = ()) -> li
     for suffix in suffixes:
         if not suffix.startswith(".") or len(suffix) < 2 or "." in suffix[1:] or "/" in suffix:
             raise UserError(f"suffix {suffix!r} is not an ending with its dot, such as .py")
+    if not inputs:
+        raise UserError("no input is named")
     files: list[InputFile] = []
     for given in map(str, inputs):
         found = _remote_files(given, suffixes) if "://" in given else _local_files(Path(given), suffixes)

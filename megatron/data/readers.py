@@ -1,16 +1,19 @@
 """Files of text to chunks: blocks of JSON lines, or whole texts, with where they come from.
 
-`megatron.data.input_files` says which name is read as what. Nothing is ever unpacked to disk. Parsing is left to the
-workers, so that this one process keeps up with many.
+`megatron.data.input_files` says which name is read as what. Archives are read in passing, not unpacked. Parsing is left
+to the workers, so that this one process keeps up with many.
 """
 
 import hashlib
 import json
 import lzma
+import shutil
 import tarfile
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
@@ -19,7 +22,7 @@ import zstandard
 from megatron.config.errors import UserError
 from megatron.data.chunks import START, Chunk, Position
 from megatron.data.decompression import decompressed
-from megatron.data.input_files import READABLE, InputFile, kind_of
+from megatron.data.input_files import READABLE, SEEKING, InputFile, kind_of
 
 # How much is read at a time. Which chunks come out of a file, and so what a Position means, depends on it.
 BLOCK = 1 << 20
@@ -85,9 +88,11 @@ class Corpus:
         kind = kind_of(name, self._suffixes)
         if kind is None:
             raise UserError(f"{source} is of no kind read here: {READABLE}")
+        if kind in SEEKING and not seekable:
+            with _seekable_copy(raw) as copy:
+                yield from self._chunks(copy, name, source, seekable=True)
+            return
         if kind == "parquet":
-            if not seekable:
-                raise UserError(f"{source}: a Parquet file cannot be read inside an archive; unpack it first")
             from megatron.data.parquet import parquet_chunks
 
             yield from parquet_chunks(raw, source, self._columns)
@@ -112,13 +117,24 @@ class Corpus:
     def _tar_members(self, stream: BinaryIO, source: str) -> Iterator[Chunk]:
         # "r|": one pass without seeking, so that a compressed archive is never held in memory. Nothing is extracted:
         # names that lead out of a folder do no harm, links and devices are passed over.
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
             for member in archive:
                 archive.members = []  # the library would remember all of a large archive's
                 name = PurePosixPath(member.name).name
                 content = archive.extractfile(member) if member.isfile() and not self._is_passed_over(name) else None
                 if content is not None:
-                    yield from self._chunks(content, name, f"{source}:{member.name}")
+                    yield from self._member_chunks(content, name, f"{source}:{member.name}")
+            # Reading on to the end also lets a compression check its checksum.
+            while block := archive.fileobj.read(BLOCK):
+                if block.strip(b"\0"):
+                    raise UserError(
+                        f"{source} goes on behind the end of its archive: damaged, or several archives in one file; "
+                        "pack it again"
+                    )
+
+    def _member_chunks(self, content: BinaryIO, name: str, source: str) -> Iterator[Chunk]:
+        for chunk in self._chunks(content, name, source):
+            yield replace(chunk, share=None)  # that of the member is not that of the archive
 
     def _zip_members(self, raw: BinaryIO, source: str) -> Iterator[Chunk]:
         with zipfile.ZipFile(raw) as archive:
@@ -129,7 +145,28 @@ class Corpus:
                 if member.flag_bits & 1:
                     raise UserError(f"{source}:{member.filename} is encrypted; unpack it first")
                 with archive.open(member) as content:
-                    yield from self._chunks(content, name, f"{source}:{member.filename}")
+                    yield from self._member_chunks(content, name, f"{source}:{member.filename}")
+
+
+class _Member(tarfile.TarInfo):
+    """A header that must be whole: the library takes a damaged or missing one for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "_Member":
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {archive.offset:,} of the archive") from error
+
+
+def _seekable_copy(content: BinaryIO) -> BinaryIO:
+    """A member of an archive in a temporary file without a name, which goes when it is closed."""
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 (closed by the caller)
+    shutil.copyfileobj(content, copy, BLOCK)
+    copy.seek(0)
+    return copy
 
 
 # What the libraries raise for a damaged file.

@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import lm_dataformat
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -184,12 +186,29 @@ def test_files_are_found_in_order(tmp_path):
 
 def test_inputs_that_cannot_be_read(tmp_path):
     (tmp_path / "a.orc").touch()
+    with pytest.raises(UserError, match=r"no input is named"):
+        find_files([])
     with pytest.raises(UserError, match=r"absent.jsonl does not exist"):
         find_files([tmp_path / "absent.jsonl"])
     with pytest.raises(UserError, match=r"a.orc is of no kind read here: .jsonl, "):
         find_files([tmp_path / "a.orc"])
     with pytest.raises(UserError, match=r"holds no file of a kind read here"):
         find_files([tmp_path])
+
+
+def test_parquet_and_zip_in_a_tar(tmp_path):
+    table, packed = io.BytesIO(), io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), table)
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("b.jsonl", lines_of("zipped"))
+    content = tar_of({"x/a.parquet": table.getvalue(), "b.zip": packed.getvalue(), "c.jsonl": lines_of("last")})
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(content))
+    corpus = Corpus(find_files([tmp_path / "a.tar.gz"]))
+    assert list(read_texts(corpus.chunks(), DocumentOptions())) == [*TEXTS, "zipped", "last"]
+    assert corpus.bytes_read == corpus.total_bytes
+    (tmp_path / "b.tar").write_bytes(tar_of({"a.parquet": table.getvalue()[:-9]}))
+    with pytest.raises(UserError, match=r"b.tar:a.parquet is damaged, or no Parquet file"):
+        read(tmp_path / "b.tar")
 
 
 def test_unknown_member(tmp_path):
@@ -221,6 +240,39 @@ def test_truncated_tar(tmp_path):
     (tmp_path / "a.tar").write_bytes(content[:3000])
     with pytest.raises(UserError, match=r"a.tar is damaged or truncated"):
         read(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("size", [1024, 1100, 1535, 1536, 2560])
+def test_tar_cut_between_members(tmp_path, size):
+    """Python's tarfile takes such an archive for a whole one."""
+    content = tar_of({"a.jsonl": lines_of("one"), "b.jsonl": lines_of("two"), "c.jsonl": lines_of("three")})
+    assert content[1024 + 257 :].startswith(b"ustar")  # a member takes two blocks
+    (tmp_path / "a.tar").write_bytes(content[:size])
+    with pytest.raises(UserError, match=r"a.tar is damaged or truncated"):
+        read(tmp_path / "a.tar")
+
+
+def test_tar_with_a_damaged_header(tmp_path):
+    content = bytearray(tar_of({"a.jsonl": lines_of("one"), "b.jsonl": lines_of("two")}))
+    content[1024 + 3] ^= 1
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(UserError, match=r"a.tar is damaged or truncated: bad checksum at byte 1,024"):
+        read(tmp_path / "a.tar")
+
+
+def test_tars_one_behind_the_other(tmp_path):
+    (tmp_path / "a.tar").write_bytes(tar_of({"a.jsonl": lines_of("one")}) + tar_of({"b.jsonl": lines_of("two")}))
+    with pytest.raises(UserError, match=r"a.tar goes on behind the end of its archive"):
+        read(tmp_path / "a.tar")
+
+
+def test_checksum_behind_the_last_member(tmp_path):
+    """gzip's stands at the end of the file, which nobody has to read to have all members."""
+    content = bytearray(gzip.compress(tar_of({"a.jsonl": lines_of("one")})))
+    content[-6] ^= 1
+    (tmp_path / "a.tar.gz").write_bytes(content)
+    with pytest.raises(UserError, match=r"a.tar.gz: CRC check failed"):
+        read(tmp_path / "a.tar.gz")
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,6 @@ def test_bad_tables(tmp_path):
         (tmp_path / "b.parquet").write_bytes(damaged)
         with pytest.raises(UserError, match=r"b.parquet is damaged, or no Parquet file"):
             read(tmp_path / "b.parquet")
-    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
-        archive.writestr("a.parquet", content)
-    with pytest.raises(UserError, match=r"c.zip:a.parquet: a Parquet file cannot be read inside an archive"):
-        read(tmp_path / "c.zip")
     (tmp_path / "d.parquet.zst").touch()
     with pytest.raises(UserError, match=r"of no kind read here"):
         find_files([tmp_path / "d.parquet.zst"])
