@@ -37,6 +37,9 @@ ID_TYPES = {
 }
 ID_TYPE_CODES = {dtype: code for code, dtype in ID_TYPES.items()}
 
+# The arrays of an .idx are looked at in pieces: the whole Pile has 200 million documents.
+_SEQUENCES_AT_ONCE = 1 << 20
+
 HOW_TO_MAKE = "make it with prepare_data.py or tools/datasets/preprocess_data.py"
 
 
@@ -172,14 +175,20 @@ def _check_contents(
     index: Path, dtype: np.dtype, lengths: np.ndarray, pointers: np.ndarray, document_index: np.ndarray
 ) -> int:
     """Check the three arrays against each other; return the number of tokens."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    tokens = int(ends[-1]) if len(ends) else 0
-    if len(lengths) and int(lengths.min()) < 0:
-        raise UserError(f"{index} is damaged: a sequence has {int(lengths.min())} tokens; {HOW_TO_MAKE} again")
-    if len(pointers) and (pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1] * dtype.itemsize)):
-        raise UserError(f"{index} is damaged: its sequence offsets do not add up; {HOW_TO_MAKE} again")
+    tokens = 0
+    for start in range(0, len(lengths), _SEQUENCES_AT_ONCE):
+        some = lengths[start : start + _SEQUENCES_AT_ONCE]
+        if int(some.min()) < 0:
+            raise UserError(f"{index} is damaged: a sequence has {int(some.min())} tokens; {HOW_TO_MAKE} again")
+        ends = tokens + np.cumsum(some, dtype=np.int64)
+        if not np.array_equal(pointers[start : start + len(some)], (ends - some) * dtype.itemsize):
+            raise UserError(f"{index} is damaged: its sequence offsets do not add up; {HOW_TO_MAKE} again")
+        tokens = int(ends[-1])
     whole = len(document_index) > 0 and document_index[0] == 0 and document_index[-1] == len(lengths)
-    if not whole or bool(np.any(np.diff(document_index) < 0)):
+    for start in range(0, len(document_index), _SEQUENCES_AT_ONCE):
+        some = document_index[start : start + _SEQUENCES_AT_ONCE + 1]
+        whole = whole and bool(np.all(some[1:] >= some[:-1]))
+    if not whole:
         raise UserError(f"{index} is damaged: its document index does not cover the sequences; {HOW_TO_MAKE} again")
     return tokens
 

@@ -228,6 +228,7 @@ def test_overlong_idx(pair):
         check_indexed_files(pair)
 
 
+@pytest.mark.parametrize("block", [1, 2, 1 << 20])
 @pytest.mark.parametrize(
     ("offset", "content", "message"),
     [
@@ -242,7 +243,9 @@ def test_overlong_idx(pair):
         (78, struct.pack("<q", 3), "its document index does not cover the sequences"),
     ],
 )
-def test_damaged_idx(pair, offset, content, message):
+def test_damaged_idx(pair, offset, content, message, block, monkeypatch):
+    monkeypatch.setattr("megatron.data.indexed_format._SEQUENCES_AT_ONCE", block)
+    check_indexed_files(pair)
     _edit(f"{pair}.idx", offset, content)
     with pytest.raises(UserError, match=message):
         check_indexed_files(pair)
