@@ -128,7 +128,7 @@ def prepare(options: PrepareOptions) -> Path:
         "corpus": source.identity(),
         **how,
     }
-    changed = _differences(folder, prefix, recipe, files)
+    changed = _differences(folder, prefix, recipe, files, options.skip_bad)
     if not changed and not options.rebuild:
         print(f"{prefix}: up to date, used as it is")
         return prefix
@@ -220,7 +220,7 @@ def _recipe_path(folder: Path) -> Path:
     return folder / "prepare.json"
 
 
-def _differences(folder: Path, prefix: Path, recipe: dict, files: TokenizerFiles) -> list[str]:
+def _differences(folder: Path, prefix: Path, recipe: dict, files: TokenizerFiles, skip_bad: bool) -> list[str]:
     """In what the dataset that is there differs from the one asked for; [_ABSENT] if there is none."""
     try:
         present = json.loads(_recipe_path(folder).read_bytes())
@@ -233,6 +233,8 @@ def _differences(folder: Path, prefix: Path, recipe: dict, files: TokenizerFiles
     try:
         found, manifest = check_indexed_files(prefix), read_manifest(prefix)
         whole = manifest is not None and (manifest.tokens, manifest.documents) == (found.tokens, found.documents)
+        if whole and manifest.skipped_bad and not skip_bad:
+            return ["answer to unreadable documents"]
         if not whole or files.build().fingerprint != manifest.tokenizer_fingerprint:
             return ["state of its files"]
     except UserError:

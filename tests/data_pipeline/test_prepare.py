@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,15 @@ def test_changed_source(tmp_path, capsys):
     pile_shard(shard, ("Github",))
     assert text_of(prepare(options)) == "Github 0\0"
     assert "because of another corpus" in capsys.readouterr().out
+
+
+def test_no_skipping_after_skipping(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{broken\n')
+    options = PrepareOptions("pile", tmp_path, "CharLevelTokenizer", sources=(str(tmp_path / "a.jsonl"),))
+    prepare(replace(options, skip_bad=True))
+    with pytest.raises(UserError, match=r"a.jsonl, line 2: not JSON"):
+        prepare(options)
+    assert "because of another answer to unreadable documents" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dataset", [name for name in DATASETS if name != "python_stdlib"])
