@@ -101,6 +101,7 @@ def draw_lengths(files: IndexedFiles, path: Path) -> None:
     """A histogram of the documents' lengths, both axes logarithmic, as a picture (format by the name's ending).
 
     Beside the documents it counts the tokens in them: most documents of a corpus are short, most tokens in long ones.
+    Raises UserError where the picture cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -116,7 +117,10 @@ def draw_lengths(files: IndexedFiles, path: Path) -> None:
     axes.stairs(tokens, edges, label="tokens in them", color="tab:orange")
     axes.set(xscale="log", yscale="log", xlabel="tokens in a document", ylabel="count", title=Path(files.prefix).name)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (ValueError, OSError) as error:  # the former for an ending that is no format
+        raise UserError(f"cannot draw {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _pass_over(files: IndexedFiles) -> tuple[int, int, str]:

@@ -19,7 +19,7 @@ from megatron.data.journal import Journal, OutputState, Progress, Rejected
 from megatron.data.manifest import Manifest, manifest_path, write_manifest
 from megatron.data.progress import CorpusProgress
 from megatron.data.readers import BLOCK
-from megatron.data.workers import TokenizerFiles, encode_tasks, tasks
+from megatron.data.workers import TokenizerFiles, check_workers, encode_tasks, tasks
 from megatron.tokenizer import Tokenizer
 
 # What a kill can cost; bringing everything to the disk costs a fraction of a second each time.
@@ -58,8 +58,7 @@ def preprocess(
             was killed, another process at the same output.
         KeyboardInterrupt: its message says what was kept.
     """
-    if workers < 1:
-        raise UserError(f"workers is {workers}; it must be at least 1")
+    check_workers(workers)
     if options.ftfy and importlib.util.find_spec("ftfy") is None:
         raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
     tokenizer = tokenizer_files.build()
@@ -70,8 +69,11 @@ def preprocess(
             display = CorpusProgress(Path(output_prefix).name, source.total_bytes, num_docs, log_interval)
             run.encode(source, tokenizer_files, workers, display)
         manifests = run.put_in_place()
-    for problem in run.progress.rejected.examples:
+    rejected = run.progress.rejected
+    for problem in rejected.examples:
         print(f"left out: {problem}")
+    if rejected.bad > len(rejected.examples):
+        print(f"left out: {rejected.bad - len(rejected.examples):,} more")
     return manifests
 
 

@@ -44,6 +44,11 @@ class Task:
     bytes_read: int
 
 
+def check_workers(workers: int) -> None:
+    if workers < 1:
+        raise UserError(f"workers is {workers}; it must be at least 1")
+
+
 def tasks(source: ChunkSource, start: Position) -> Iterator[Task]:
     """The source from `start` on, small chunks together."""
     chunks: list[Chunk] = []
@@ -75,6 +80,7 @@ def encode_tasks(
     Raises:
         UserError: what `encode_chunks` raises, or a worker was killed.
     """
+    check_workers(workers)
     if workers == 1:
         for task in tasks:
             yield task, function(task.chunks, tokenizer, options)

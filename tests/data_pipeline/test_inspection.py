@@ -9,6 +9,7 @@ from matplotlib import image
 
 from megatron.config.errors import UserError
 from megatron.data.documents import DocumentOptions
+from megatron.data.indexed_format import check_indexed_files
 from megatron.data.input_files import find_files
 from megatron.data.inspection import decode_document, draw_lengths, inspect
 from megatron.data.manifest import manifest_path
@@ -61,6 +62,14 @@ def test_histogram(dataset, tmp_path):
     picture = image.imread(tmp_path / "lengths.png")
     assert picture.shape[:2] == (540, 960)
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.foo", "cannot draw .*a.foo: Format 'foo'"), ("no/a.png", "No such file")]
+)
+def test_a_picture_that_cannot_be_written(dataset, tmp_path, name, message):
+    with pytest.raises(UserError, match=message):
+        draw_lengths(check_indexed_files(dataset), tmp_path / name)
 
 
 def test_damage_is_found(dataset, tokenizer):

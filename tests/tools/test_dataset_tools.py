@@ -116,6 +116,27 @@ def test_one_line_for_a_wrong_input(tmp_path, arguments, message):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        ("count_subsets.py", ["--workers", "0", "--tokenizer-type", "CharLevelTokenizer"], "error: workers is 0; "),
+        ("train_tokenizer.py", ["--vocab-size", "300", "--output", "t.json"], "error: there is nothing to train on"),
+        (
+            "train_tokenizer.py",
+            ["--vocab-size", "300", "--output", "t.json", "--max-megabytes", "0"],
+            "--max-megabytes is 0.0; it must be more than 0",
+        ),
+    ],
+)
+def test_options_that_cannot_be(tmp_path, tool, arguments, message):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    result = run(tool, "--input", "a.jsonl", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_vocabulary_that_cannot_be_reached(tmp_path):
     (tmp_path / "a.txt").write_text("abab")
     output = tmp_path / "tokenizer.json"

@@ -26,6 +26,8 @@ def parse_arguments(arguments: list[str] | None = None):
     found = parser.parse_args(arguments)
     if found.sample and not found.tokenizer_type:
         parser.error("--sample needs the tokenizer: --tokenizer-type, and its files")
+    if found.sample_tokens < 1:
+        parser.error(f"--sample-tokens is {found.sample_tokens}; it must be at least 1")
     if found.histogram and len(found.prefix) > 1:
         parser.error("--histogram draws one dataset")
     return found
@@ -49,8 +51,9 @@ def main() -> None:
             draw_lengths(files, arguments.histogram)
             print(f"{arguments.histogram}: lengths of the documents", file=sys.stderr if arguments.json else sys.stdout)
         for number in arguments.sample:
-            print(f"--- document {number}, {int(files.lengths[number]) if number < files.sequences else 0:,} tokens")
-            print(decode_document(files, number, tokenizer, arguments.sample_tokens))
+            text = decode_document(files, number, tokenizer, arguments.sample_tokens)
+            print(f"--- document {number}, {int(files.lengths[number]):,} tokens")
+            print(text)
 
 
 def print_table(found) -> None:

@@ -6,6 +6,7 @@ The result is for `tokenizer-type: HFTokenizer`, `vocab-file: tokenizer.json`.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,10 +27,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=float,
         help="train on the first so many MB of text (default: all); memory grows with them",
     )
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    if found.max_megabytes is not None and not found.max_megabytes > 0:
+        parser.error(f"--max-megabytes is {found.max_megabytes}; it must be more than 0")
+    return found
 
 
 def main() -> None:
+    from megatron.config.errors import UserError
     from megatron.data.documents import DocumentOptions, read_texts
     from megatron.data.input_files import find_files
     from megatron.data.progress import CorpusProgress
@@ -42,7 +47,11 @@ def main() -> None:
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     corpus = Corpus(find_files(words(arguments.input), suffixes), suffixes, options.keys)
     with CorpusProgress("reading", corpus.total_bytes) as display:
-        texts = read_texts(corpus.chunks(), options)
+        texts = filter(None, read_texts(corpus.chunks(), options))
+        first = next(texts, None)
+        if first is None:
+            raise UserError("there is nothing to train on: the input holds no text")
+        texts = itertools.chain([first], texts)
         counted = count(texts, corpus, display, arguments.max_megabytes)
         # The library shows a bar of its own for the merging that follows the reading.
         tokenizer = train_bpe(counted, arguments.vocab_size, progress=sys.stderr.isatty())
