@@ -1,0 +1,135 @@
+"""Runs: the encoder against plain arithmetic in float64, exact resuming, and the command as its user sees it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.config.errors import UserError
+from megatron.evaluation.chomsky.encoder import Encoder
+from megatron.evaluation.chomsky.experiment import Run, Settings
+from tests.support.runs import ROOT, environment
+
+TINY = {
+    "steps": 6,
+    "batch": 4,
+    "train_longest": 6,
+    "test_longest": 9,
+    "test_samples": 4,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+}
+CPU = torch.device("cpu")
+
+
+def encoder(pos_emb):
+    torch.manual_seed(0)
+    return Encoder(5, 3, pos_emb, num_layers=1, hidden_size=16, num_heads=2).double()
+
+
+@pytest.mark.parametrize("pos_emb", ["none", "kerple_log", "kerple_bias_wht", "alibi"])
+def test_encoder_attends_to_both_sides(pos_emb):
+    model = encoder(pos_emb)
+    symbols = torch.randint(0, 5, (2, 7))
+    layer, method = model.layers[0], model.positional[0]
+    hidden = model.embedding(symbols)
+    qkv = layer.query_key_value(layer.attention_norm(hidden)).view(2, 7, 3, 2, 8)
+    context = torch.zeros(2, 7, 2, 8, dtype=torch.float64)
+    for head in range(2):
+        for m in range(7):
+            scores = []
+            for n in range(7):
+                score = (qkv[:, m, 0, head] * qkv[:, n, 1, head]).sum(-1) / 8**0.5
+                delta = torch.tensor([float(abs(m - n))])
+                score = score * method.weight(delta)[head] if method.has_weight else score
+                scores.append(score + method.bias(delta)[head] if method.has_bias else score)
+            share = torch.stack(scores, dim=1).softmax(dim=1)
+            context[:, m, head] = torch.einsum("bn,bnd->bd", share, qkv[:, :, 2, head])
+    hidden = hidden + layer.projection(context.reshape(2, 7, 16))
+    hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+    torch.testing.assert_close(model(symbols), model.output(model.norm(hidden)), rtol=1e-6, atol=1e-6)
+
+
+def test_a_run_that_was_interrupted_ends_as_the_unbroken_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.evaluation.chomsky.experiment.SAVE_SECONDS", 0.0)
+    settings = Settings(**{**TINY, "steps": 20})
+    whole = Run("bucket_sort", "kerple_log", 1, settings, CPU, tmp_path / "whole.pt")
+    whole.train(lambda step, loss: None)
+
+    def stop(step, loss):
+        raise KeyboardInterrupt
+
+    broken = Run("bucket_sort", "kerple_log", 1, settings, CPU, tmp_path / "broken.pt")
+    with pytest.raises(KeyboardInterrupt):
+        broken.train(stop)
+    again = Run("bucket_sort", "kerple_log", 1, settings, CPU, tmp_path / "broken.pt")
+    assert again.step == 9
+    again.train(lambda step, loss: None)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+    assert again.accuracy(9) == whole.accuracy(9)
+    with pytest.raises(UserError, match=r"broken.pt was made with other settings"):
+        Run("bucket_sort", "kerple_log", 2, settings, CPU, tmp_path / "broken.pt")
+    (tmp_path / "broken.pt").write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match=r"broken.pt holds no state of a run; remove it"):
+        Run("bucket_sort", "kerple_log", 1, settings, CPU, tmp_path / "broken.pt")
+
+
+def test_training_teaches_the_task(tmp_path):
+    settings = Settings(**{**TINY, "steps": 250, "batch": 32, "learning_rate": 3e-3, "test_samples": 64})
+    run = Run("bucket_sort", "kerple_log", 0, settings, CPU, tmp_path / "run.pt")
+    untrained = run.accuracy(7)
+    losses = []
+    run.train(lambda step, loss: losses.append(loss))
+    assert losses[-1] < 0.6 * losses[0]
+    assert run.accuracy(7) > untrained + 0.2
+
+
+def chomsky(folder, *words, **settings):
+    options = [word for name, value in {**TINY, **settings}.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "tools/chomsky.py", "--output", str(folder), *options, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def test_command_runs_what_is_missing_and_reports(tmp_path):
+    words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "kerple_log", "--seeds", "0", "1")
+    first = chomsky(tmp_path, *words)
+    assert first.returncode == 0, first.stderr
+    assert "8 runs on cpu, 0 of them done before" in first.stdout
+    stored = json.loads((tmp_path / "chomsky.json").read_text())
+    assert len(stored["results"]) == 8
+    for one in stored["results"]:
+        assert list(one["accuracies"]) == ["7", "8", "9"]
+        assert one["score"] == pytest.approx(sum(one["accuracies"].values()) / 3)
+    text = (tmp_path / "chomsky.md").read_text()
+    assert "| level | task | none | kerple_log |" in text
+    assert "| context-sensitive | binary addition |" in text
+    assert (tmp_path / "chomsky.png").read_bytes()[:4] == b"\x89PNG"
+    assert not list((tmp_path / "unfinished").iterdir())
+
+    again = chomsky(tmp_path, *words)
+    assert "8 of them done before" in again.stdout
+    assert json.loads((tmp_path / "chomsky.json").read_text()) == stored
+
+    other = chomsky(tmp_path, *words, steps=7)
+    assert other.returncode != 0
+    assert "other settings (steps 6, not 7)" in " ".join(other.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--methods", "kerple_lgo"), "did you mean kerple_log"),
+        (("--tasks", "sorting"), "invalid choice: 'sorting'"),
+        (("--test_longest", "6"), "test_longest (6) must be beyond train_longest (6)"),
+        (("--num_heads", "3"), "hidden_size 16 is no multiple of num_heads 3"),
+    ],
+)
+def test_bad_options_are_refused(words, message, tmp_path):
+    done = chomsky(tmp_path / "results", *words)
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
