@@ -7,12 +7,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM
 
 from megatron.checkpoint.convert import to_hugging_face
+from megatron.checkpoint.convert.compare import with_float32_angles
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.storage import CheckpointError
+from megatron.inference import load_model
 from megatron.model.positional import registry
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
 from tests.support.methods import one_name_each
+from tests.support.release import checkpoints
 
 CHARACTERS = TokenizerFiles("CharLevelTokenizer")
 
@@ -102,6 +105,20 @@ def test_partial_rotary_with_another_base(tmp_path):
     to_hugging_face(model, config, tmp_path / "hf", report=quiet)
     tokens = random_tokens(1, LONG)
     assert (load(tmp_path / "hf")(tokens).logits - model(tokens)).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_the_release_rotary_model_is_the_same_far_beyond_its_length(tmp_path):
+    """At 2,048, where transformers' float32 angles are off: 1e-4 with ours in float32 too."""
+    model, config = load_model(checkpoints("rotary"))
+    said = []
+    to_hugging_face(model, config, tmp_path / "hf", report=said.append)
+    assert "transformers' angles are float32" in said[-1]
+    theirs = load(tmp_path / "hf")
+    tokens = torch.randint(0, 128, (1, 2048), generator=torch.Generator().manual_seed(0))
+    expected = theirs(tokens).logits
+    assert (with_float32_angles(model)(tokens) - expected).abs().max() < 1e-4
+    assert 1e-4 < (model(tokens) - expected).abs().max() < 5e-3
 
 
 @torch.no_grad()

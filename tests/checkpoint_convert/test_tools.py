@@ -14,8 +14,11 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
+from megatron.checkpoint.manifest import find_damage, read_manifest
 from megatron.config import Config, UserError
+from megatron.evaluation.command import main as evaluate_main
 from megatron.inference import load_model
+from megatron.inference.command import main as generate_main
 from megatron.tokenizer.training import train_bpe
 from megatron.training.loop import train
 from tests.support.checkpoints import write_checkpoint, write_corpus
@@ -92,7 +95,7 @@ def test_there_and_back_and_trained_in_between(tmp_path, capsys):
     theirs.save_pretrained(tmp_path / "pythia")
     train_bpe(KINDS.values(), 400).save(str(tmp_path / "pythia" / "tokenizer.json"))
     convert.main(["from-hf", str(tmp_path / "pythia"), str(tmp_path / "ours")])
-    assert "logits compared at length 32 and 128" in capsys.readouterr().out
+    assert "logits compared at length 32 and 128, largest" in capsys.readouterr().out
 
     _, config = load_model(tmp_path / "ours")
     run = {
@@ -107,6 +110,36 @@ def test_there_and_back_and_trained_in_between(tmp_path, capsys):
     tokens = random_tokens(1, LONG)
     with torch.no_grad():
         assert (back(tokens).logits - theirs(tokens).logits).abs().max() < 1e-4
+
+
+def test_an_imported_folder_is_evaluated_and_generates(tmp_path):
+    """from-hf, and then the two scripts on the folder that it wrote, with the tokenizer that came along."""
+    tokenizer = train_bpe(KINDS.values(), 400)
+    sizes = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    theirs = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=128, max_position_embeddings=32)).eval()
+    theirs.save_pretrained(tmp_path / "pythia")
+    tokenizer.save(str(tmp_path / "pythia" / "tokenizer.json"))
+    convert.main(["from-hf", str(tmp_path / "pythia"), str(tmp_path / "ours")])
+    assert find_damage(tmp_path / "ours" / "global_step0") is None
+    assert read_manifest(tmp_path / "ours" / "global_step0") is not None
+
+    folder = ["--checkpoint", str(tmp_path / "ours")]
+    prompts, texts = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    prompts.write_text("def main(\n")
+    generate_main([*folder, "-i", str(prompts), "-o", str(texts), "--set", "maximum_tokens=8"])
+    prompt = tokenizer.encode("def main(").ids
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert json.loads(texts.read_text())["text"] == tokenizer.decode(expected[0, len(prompt) :].tolist())
+
+    corpus = [f"data_path={write_corpus(tmp_path)}", "split=8,1,1"]
+    evaluate_main([*folder, "--output", str(tmp_path / "report"), "--lengths", "32", "128", "--set", *corpus])
+    rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
+    assert [(row["pos_emb"], row["length"]) for row in rows] == [("rotary", 32), ("rotary", 128)]
 
 
 def test_errors_of_the_tool_are_one_line(tmp_path):
@@ -130,6 +163,7 @@ def test_a_released_archive(tmp_path):
     """The report, as JSON, of an archive of the release's own files; the folder is then loaded from where it says."""
     archive = zipped(checkpoints("kerple_log"), tmp_path / "log.zip")
     report = json.loads(tool("import_release.py", archive, "-o", tmp_path / "log", "--json"))
+    assert read_manifest(Path(report["load"]) / "global_step300") is not None
     model, _ = load_model(report["load"])
     assert report["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert report["positional_parameters"] == 8

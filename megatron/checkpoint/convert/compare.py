@@ -3,6 +3,7 @@
 Legend: b batch, s tokens, v padded vocabulary.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
+from megatron.model.gpt import GPT
+from megatron.model.positional.angles import Angles
 
 TOLERANCE = 1e-4
 # Lengths compared are at most so long, and so far beyond the training length.
 LONGEST, BEYOND = 512, 512
-# Up to this position an angle rounded to float32 is off by less than 8e-6.
-EXACT_ANGLES = 128
 
 Model = Callable[[Tensor], Tensor]
 
@@ -26,6 +27,14 @@ def lengths_to_compare(config: Config) -> tuple[int, ...]:
     if config.model.pos_emb == "learned":
         return (min(table, LONGEST),)
     return min(trained, LONGEST), min(4 * trained, trained + BEYOND)
+
+
+def with_float32_angles(model: GPT) -> GPT:
+    """A copy of a rotary model whose angles are float32, as transformers computes them."""
+    copied = copy.deepcopy(model)
+    for method in copied.positional_methods().values():
+        method.angles = Angles(method.angles.size, method.angles.base, torch.float32)
+    return copied
 
 
 @torch.no_grad()
@@ -52,16 +61,9 @@ def check_same_logits(
     config: Config,
     what: str,
     report: Callable[[str], None],
-    *,
-    single_precision_angles: bool = False,
 ) -> None:
-    """Raises CheckpointError if the logits of two models differ by more than 1e-4.
-
-    single_precision_angles: one of them is transformers' rotary model, whose angles are float32. Their rounding grows
-    with the position, so the proof is by positions where it is small, and `report` is told what it makes beyond them.
-    """
-    asked = lengths_to_compare(config)
-    lengths = tuple(dict.fromkeys(min(length, EXACT_ANGLES) for length in asked)) if single_precision_angles else asked
+    """Raises CheckpointError if the logits of two models differ by more than 1e-4."""
+    lengths = lengths_to_compare(config)
     difference = largest_difference(source, written, vocabulary, lengths)
     listed = " and ".join(map(str, lengths))
     if not difference <= TOLERANCE:
@@ -70,6 +72,15 @@ def check_same_logits(
             f"{difference:.2e} at length {listed}; more than {TOLERANCE:g} is not rounding"
         )
     report(f"{what}: logits compared at length {listed}, largest difference {difference:.1e}")
-    if lengths != asked:
-        rounding = largest_difference(source, written, vocabulary, asked[-1:])
-        report(f"{what}: transformers rounds angles to float32, which makes {rounding:.1e} at length {asked[-1]}")
+
+
+def check_same_rotary_logits(
+    ours: GPT, theirs: Model, vocabulary: int, config: Config, what: str, report: Callable[[str], None]
+) -> None:
+    """`check_same_logits` of a rotary model and transformers', whose angles are float32: for the proof ours are too.
+    `report` is then told what that rounding makes of the logits.
+    """
+    check_same_logits(with_float32_angles(ours), theirs, vocabulary, config, what, report)
+    longest = lengths_to_compare(config)[-1]
+    rounding = largest_difference(ours, theirs, vocabulary, (longest,))
+    report(f"{what}: transformers' angles are float32, not float64, which makes {rounding:.1e} at length {longest}")

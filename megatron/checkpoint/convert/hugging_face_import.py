@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.compare import check_same_logits
+from megatron.checkpoint.convert.compare import check_same_logits, check_same_rotary_logits
 from megatron.checkpoint.convert.folder import new_folder
 from megatron.checkpoint.convert.hugging_face_config import keys_from
 from megatron.checkpoint.convert.layout import write_checkpoint
@@ -63,14 +63,14 @@ def from_hugging_face(
         if dtype is not None:
             reference = reference.to(dtype).float()
         load_layers(layers_with_weights(written), step)
-        check_same_logits(
-            lambda tokens: reference(tokens, use_cache=False).logits,
+        check = check_same_rotary_logits if theirs["model_type"] == "gpt_neox" else check_same_logits
+        check(
             written,
+            lambda tokens: reference(tokens, use_cache=False).logits,
             settings.padded_vocab_size,
             config,
             f"{output}: checkpoint from {source}",
             report,
-            single_precision_angles=theirs["model_type"] == "gpt_neox",
         )
 
 
