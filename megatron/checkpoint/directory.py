@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.checkpoint.manifest import find_damage
-from megatron.checkpoint.storage import CheckpointError, sync_folder, write_text
+from megatron.checkpoint.storage import CheckpointError, write_text
+from megatron.files import sync_folder
 
 STEP = re.compile(r"global_step(\d+)")
 UNFINISHED = re.compile(r"global_step\d+\.unfinished")
 REPLACED = re.compile(r"\.(global_step\d+)\.replaced")
 DELETED = re.compile(r"\.global_step\d+\.deleted")
-HALF_WRITTEN = re.compile(r"\.latest\.\d+\.tmp")
+HALF_WRITTEN = re.compile(r"latest\.partial-\d+")
 
 
 def tag_for(iteration: int) -> str:

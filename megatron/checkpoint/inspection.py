@@ -8,9 +8,10 @@ from typing import Any
 
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.description import describe, differences
-from megatron.checkpoint.directory import STEP, find_step
+from megatron.checkpoint.directory import STEP, find_step, iteration_of
 from megatron.checkpoint.layers import layer_files
-from megatron.checkpoint.storage import CheckpointError, load_tensors
+from megatron.checkpoint.manifest import MANIFEST, find_damage, write_manifest_of_folder
+from megatron.checkpoint.storage import CheckpointError, load_file, load_tensors
 from megatron.model.settings import ModelSettings
 
 
@@ -23,7 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="compare with this one")
     parser.add_argument("--iteration", type=int, help="step to look at; default: the one named in `latest`")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--accept",
+        action="store_true",
+        help=f"write a {MANIFEST} of the files as they are, for a checkpoint that has none",
+    )
     options = parser.parse_args(arguments)
+    if options.accept:
+        _accept(_step(options.directory, options.iteration))
     steps = [_step(folder, options.iteration) for folder in (options.directory, options.other) if folder is not None]
     described = [_describe(step) for step in steps]
     report: dict[str, Any] = described[0]
@@ -35,6 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _step(folder: Path, iteration: int | None) -> Path:
     return folder if STEP.fullmatch(folder.resolve().name) else find_step(folder, iteration)
+
+
+def _accept(step: Path) -> None:
+    """Write a manifest of the files as they are. Raises CheckpointError if there is one, or a file cannot be read."""
+    if (step / MANIFEST).exists():
+        damage = find_damage(step)
+        state = f"it says: {damage}" if damage else "and all files are as it says"
+        raise CheckpointError(f"{step}: --accept is for a checkpoint that lost its {MANIFEST}; this has it, {state}")
+    for path in sorted(step.glob("*.pt")):
+        load_file(path)
+    write_manifest_of_folder(step, iteration_of(step))
 
 
 def _describe(step: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+FILES = "random_rank_*.pt"
+
 
 def rank_file(rank: int) -> str:
     return f"random_rank_{rank:05d}.pt"

@@ -17,8 +17,9 @@ from megatron.checkpoint.directory import publish, remove_older, tag_for, tidy
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.optimizer import FILES as OPTIMIZER_FILES
 from megatron.checkpoint.state import TrainingState
-from megatron.checkpoint.storage import CheckpointError, FileRecord, record_of, save_file, sync_folder, write_bytes
-from megatron.config import Config
+from megatron.checkpoint.storage import CheckpointError, FileRecord, record_of, save_file
+from megatron.config import Config, UserError
+from megatron.files import sync_folder, write_atomically
 
 # (file name -> record, or None if this rank failed; the error)
 Written = tuple[dict[str, FileRecord] | None, str | None]
@@ -106,7 +107,7 @@ class Checkpointer:
         if self.engine.layout.is_main:
             try:
                 action()
-            except CheckpointError as error:
+            except UserError as error:
                 outcome[0] = str(error)
             except OSError as error:
                 outcome[0] = f"{error.filename or 'checkpoint'}: {error.strerror}"
@@ -132,7 +133,7 @@ def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> Written:
             if failure is None:
                 try:
                     records[name] = _write_file(folder, name, value, sync)
-                except (OSError, RuntimeError) as error:
+                except (OSError, RuntimeError, UserError) as error:
                     failure = _first_line(error)
         for future in pending:
             if (error := future.exception()) is not None and failure is None:
@@ -148,7 +149,7 @@ def _write_file(folder: Path, name: str, value: Any, sync: Callable[[int], None]
     if path.parent != folder:
         path.parent.mkdir(exist_ok=True)
     if isinstance(value, bytes):
-        write_bytes(path, value)
+        write_atomically(path, value)
         return record_of(path)
     return save_file(path, value, zip_checksums=not fnmatch(name, OPTIMIZER_FILES), sync=sync)
 
@@ -161,7 +162,8 @@ def _sync_and_close(descriptor: int) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return text.splitlines()[0]
 
 
 def to_host(value: Any, old: Any = None) -> Any:

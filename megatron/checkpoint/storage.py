@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron.config import UserError
-from megatron.files import sync_folder
+from megatron.files import write_atomically
 
 
 class CheckpointError(UserError):
@@ -149,25 +149,11 @@ def _first_line(error: Exception) -> str:
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
 
 
-def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write through a temporary name in the same folder; the file appears whole or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
 def write_text(path: str | Path, text: str) -> None:
-    write_bytes(path, text.encode("utf-8"))
+    """Whole or not at all, as `write_atomically`. Raises UserError."""
+    write_atomically(path, text.encode("utf-8"))
 
 
 def write_json(path: str | Path, value: Any) -> None:
+    """Whole or not at all, as `write_atomically`. Raises UserError."""
     write_text(path, json.dumps(value, indent=2) + "\n")

@@ -1,5 +1,6 @@
 """tools/ckpts/inspect.py, as it is started, and the description it prints."""
 
+import inspect as standard
 import json
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from megatron.training.loop import train
 from tests.support.checkpoints import write_corpus
 from tests.support.release import METHODS, checkpoints
 from tests.support.runs import ROOT, environment, training_settings
+
+TOOLS = ROOT / "tools" / "ckpts"
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +80,36 @@ def test_comparison_names_the_tensors_that_differ(ours, tmp_path, capsys):
     state = torch.load(file, weights_only=True)
     state["mlp.dense_4h_to_h.bias"][5] += 0.25
     torch.save(state, file)
-    (file.parent / "manifest.json").unlink()
     found = inspect(capsys, ours, tmp_path / "copy")[1]["differences"]
     assert set(found["tensors"]) == {"layer_03-model_00-model_states.pt/mlp.dense_4h_to_h.bias"}
     assert next(iter(found["tensors"].values())) == pytest.approx(0.25)
-    assert found["values"]["manifest"] == ["whole", "none"]
+    assert file.name in found["values"]["manifest"][1]
     other = inspect(capsys, ours, checkpoints("kerple_log"))[1]["differences"]
     assert other["tensors"]["layer_00-model_00-model_states.pt/word_embeddings.weight"] == (
         "shapes (512, 32) and (128, 32)"
     )
+
+
+def test_a_lost_manifest_is_told_and_written_anew_when_asked(ours, tmp_path, capsys):
+    shutil.copytree(ours, tmp_path / "copy")
+    step = tmp_path / "copy/global_step6"
+    (step / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is missing.*--accept.*iteration 3: take it"):
+        load_model(tmp_path / "copy")
+    status, found = inspect(capsys, tmp_path / "copy")
+    assert status == 1
+    assert "manifest.json: is missing" in found["manifest"]
+    # Of a run that saves neither optimizer nor random states, too.
+    for file in [*step.glob("optimizer_*"), *step.glob("random_*")]:
+        file.unlink()
+    assert inspect(capsys, tmp_path / "copy")[0] == 1
+    assert inspect(capsys, tmp_path / "copy", "--accept")[1]["manifest"] == "whole"
+    load_model(tmp_path / "copy")
+    (step / "optimizer_rank_00000.pt").write_bytes(b"of another run")
+    with pytest.raises(CheckpointError, match=r"optimizer_rank_00000\.pt: is not in the manifest"):
+        load_model(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=r"this has it, it says: .*is not in the manifest"):
+        inspect(capsys, tmp_path / "copy", "--accept")
 
 
 def test_what_is_no_checkpoint(tmp_path):
@@ -93,18 +117,24 @@ def test_what_is_no_checkpoint(tmp_path):
         main([str(tmp_path / "nowhere")])
 
 
-def test_script_prints_a_table_and_leaves_its_neighbours_alone(ours):
-    """Its name is that of a module of the standard library, which the other tools of its folder must still find."""
-    tools = ROOT / "tools" / "ckpts"
+def test_script_prints_a_table(ours):
     done = subprocess.run(
-        [sys.executable, str(tools / "inspect.py"), str(ours)], env=environment(), capture_output=True, text=True
+        [sys.executable, str(TOOLS / "inspect.py"), str(ours)], env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     for part in ("manifest        whole", "1 tensor parallel", "bias_p", "effective_length", "samples read    48"):
         assert part in done.stdout
-    code = "import inspect; print(inspect.signature(lambda a: a), inspect.__file__)"
-    (neighbour,) = [path for path in (ours / "neighbour.py",) if path.write_text(code)]
-    shutil.copy(tools / "inspect.py", ours / "inspect.py")
-    done = subprocess.run([sys.executable, str(neighbour)], capture_output=True, text=True)
-    assert done.stdout.startswith("(a) "), done.stderr
-    assert str(ours) not in done.stdout
+
+
+@pytest.mark.parametrize("tool", sorted(path.name for path in TOOLS.glob("*.py")))
+def test_no_tool_takes_its_neighbour_for_the_standard_librarys(tool):
+    """Python looks for modules in the folder of the script that it runs, and one here is called inspect."""
+    done = subprocess.run(
+        [sys.executable, "-i", str(TOOLS / tool), "--help"],
+        input="import inspect, sys; print('found', inspect.__file__, sys.path[0])",
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    (found,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert found.split() == ["found", standard.__file__, str(ROOT)]

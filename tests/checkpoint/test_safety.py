@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.contents import without_secrets
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, load_file, load_tensors
 from megatron.config import Config
 from megatron.inference import load_model
@@ -85,12 +86,12 @@ def test_exploit_is_refused(form, read, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_refuses_a_malicious_file_by_name(kind, run, tmp_path, data_path):
-    """Without a manifest, which an attacker would bring up to date."""
+    """With a manifest that the attacker has brought up to date."""
     shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
     step = tmp_path / "checkpoints" / "global_step2"
-    (step / "manifest.json").unlink()
     content = load_file(step / kind)
     torch.save({**content, "extra": Exploit(tmp_path / "written")}, step / kind)
+    write_manifest_of_folder(step, 2)
     with pytest.raises(CheckpointError, match=rf"{kind}: refused.*exec"):
         train(Config.from_flat(settings(tmp_path, data_path) | {"train_iters": 3}))
     assert not (tmp_path / "written").exists()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.convert import to_release
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import CheckpointError
 from megatron.inference import load_model
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
@@ -24,6 +25,7 @@ def test_the_releases_own_files_come_out(pos_emb, tmp_path):
     to_release(model, config, tmp_path / "out", iteration=300, report=quiet)
     original = layer_tensors(checkpoints(pos_emb) / "global_step300")
     written = layer_tensors(tmp_path / "out" / "global_step300")
+    assert "layer_00-model_00-model_states.pt" in read_manifest(tmp_path / "out" / "global_step300")
     assert written.keys() == original.keys()
     for name, tensor in original.items():
         # The release's frequencies are float32 powers; the last bit depends on who computes them.

@@ -9,7 +9,7 @@ import torch
 
 from megatron.checkpoint import saving
 from megatron.checkpoint.directory import saved_iterations
-from megatron.checkpoint.manifest import find_damage
+from megatron.checkpoint.manifest import find_damage, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.evaluation.command import main as evaluate
@@ -140,8 +140,8 @@ def test_forward_pass_is_compared_after_loading(layout, tmp_path, data_path):
     # The same sizes, and another model: weights whose file was exchanged.
     step = tmp_path / "checkpoints/global_step6"
     (tmp_path / "checkpoints/latest").write_text("global_step6")
-    (step / "manifest.json").unlink()
     shutil.copy(step / "layer_02-model_00-model_states.pt", step / "layer_03-model_00-model_states.pt")
+    write_manifest_of_folder(step, 6)
     with pytest.raises(CheckpointError, match=r"forward_pass\.pt: .*differ .* by \d"):
         trained(tmp_path, data_path, **{**keys, "train_iters": 8})
 

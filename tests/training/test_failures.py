@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.directory import saved_iterations
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.training.loop import train
@@ -95,7 +96,7 @@ def test_loss_that_is_not_finite_stops_the_run(how, tmp_path, data_path):
         state = torch.load(file, weights_only=True)
         state["final_linear.weight"][7, 7] = float("nan")
         torch.save(state, file)
-        (file.parent / "manifest.json").unlink()
+        write_manifest_of_folder(file.parent, 3)
     with pytest.raises(UserError, match=r"not finite.*iteration \d+.*last good checkpoint"):
         trained(tmp_path, data_path, train_iters=9, log_interval=100, **keys)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step3"

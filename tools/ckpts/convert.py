@@ -91,7 +91,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    # In place of this script's folder, whose inspect.py is not the standard library's.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     from megatron.config.arguments import run_main
 
     sys.exit(run_main(main))

@@ -4,7 +4,7 @@ python tools/ckpts/import_release.py ARCHIVE [-o DIR] [--json]
 
 ARCHIVE is a zip or tar file (plain, gz, bz2, xz) that holds a folder with `latest` and global_stepN. Nothing is kept of
 an archive that is refused: names that lead out of its folder, links, files that are no tensors, weights that are not
-finite or of other sizes than its configuration says.
+finite or of other sizes than its configuration says. What is kept gets a manifest, so that later damage is noticed.
 """
 
 import argparse
@@ -64,7 +64,8 @@ def _find_root(folder: Path, archive: Path) -> Path:
 def _verify(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The report on a checkpoint folder. Raises CheckpointError for whatever is wrong with it."""
     from megatron.checkpoint.convert.summary import check_finite, describe
-    from megatron.checkpoint.directory import find_step
+    from megatron.checkpoint.directory import find_step, saved_iterations, step_folder, tag_for
+    from megatron.checkpoint.manifest import read_manifest, write_manifest_of_folder
     from megatron.checkpoint.storage import load_file
     from megatron.inference import load_model
 
@@ -77,6 +78,10 @@ def _verify(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "optimizer": any(state.get("optimizer") is not None for state in states),
         **check_finite(step),
     }
+    for iteration in saved_iterations(root):
+        folder = step_folder(root, tag_for(iteration))
+        if read_manifest(folder) is None:
+            write_manifest_of_folder(folder, iteration)
     model, config = load_model(root)
     return {**found, **describe(model, config), "sample": _sample(model, config, options)}
 
@@ -132,7 +137,8 @@ def _number(value: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    # In place of this script's folder, whose inspect.py is not the standard library's.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     from megatron.config.arguments import run_main
 
     sys.exit(run_main(main))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.checkpoint.directory import point_latest, tag_for
 from megatron.checkpoint.layers import layer_file
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import write_text
 from megatron.model.settings import ModelSettings
 
@@ -21,7 +22,7 @@ def write_checkpoint(
     keys: Mapping[str, Any],
     settings: ModelSettings,
 ) -> Path:
-    """Weights without an optimizer, as global_stepN in `folder`; returns its path.
+    """Weights without an optimizer, as global_stepN in `folder`, with a manifest; returns its path.
 
     layers: (layer index, the state for each tensor-parallel rank). keys: the run's configuration.
     """
@@ -43,5 +44,6 @@ def write_checkpoint(
     for rank in range(ranks):
         torch.save({"iteration": iteration, "args": sizes}, step / f"mp_rank_{rank:02d}_model_states.pt")
     write_text(step / "configs" / "config.yml", json.dumps(dict(keys), indent=2) + "\n")
+    write_manifest_of_folder(step, iteration)
     point_latest(folder, step.name)
     return step
