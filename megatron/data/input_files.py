@@ -8,11 +8,14 @@
     .tar .zip              members of the kinds above, in the order of the archive
     .gz .zst .xz           around any of the above but .zip and .parquet
 
+In folders and archives hidden files and lm-dataformat's unfinished ones are passed over; in folders also files of
+unknown kinds, and those that preprocessing itself leaves there.
+
 With `suffixes` (a tree of source files) the files of these endings are one document each, and no other is read.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -132,7 +135,9 @@ def _choose(folder: str, names: Iterable[str], suffixes: Sequence[str]) -> list[
         chosen.sort(key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
         what = f"whose name ends in {' or '.join(suffixes)}"
     else:
-        chosen = sorted(filter(_is_corpus_file, names), key=lambda name: PurePosixPath(name).parts)
+        present = set(names)
+        wanted = (name for name in present if _is_corpus_file(name) and not _is_of_a_dataset(name, present))
+        chosen = sorted(wanted, key=lambda name: PurePosixPath(name).parts)
         what = f"of a kind read here: {READABLE}; for a tree of source files pass --suffixes"
     if not chosen:
         raise UserError(f"{folder} holds no file {what}")
@@ -141,9 +146,18 @@ def _choose(folder: str, names: Iterable[str], suffixes: Sequence[str]) -> list[
 
 def _is_corpus_file(name: str) -> bool:
     path = PurePosixPath(name)
+    return bool(path.suffix) and not is_hidden(path.name) and kind_of(path.name) is not None
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file of this name is not meant to be read, whatever its kind."""
     # lm-dataformat keeps the archive it is still writing under a name that begins with this word.
-    hidden = path.name.startswith(".") or "current_chunk" in path.name
-    return bool(path.suffix) and not hidden and kind_of(path.name) is not None
+    return name.startswith((".", "current_chunk"))
+
+
+def _is_of_a_dataset(name: str, present: Container[str]) -> bool:
+    """Whether preprocessing or a download left this file in the folder: a manifest, or notes on what is unfinished."""
+    return name.endswith((".progress.json", ".partial.json")) or f"{name.removesuffix('.json')}.idx" in present
 
 
 def _check_kind(name: str, suffixes: Sequence[str]) -> None:

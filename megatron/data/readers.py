@@ -22,7 +22,7 @@ import zstandard
 from megatron.config.errors import UserError
 from megatron.data.chunks import START, Chunk, Position
 from megatron.data.decompression import decompressed
-from megatron.data.input_files import READABLE, SEEKING, InputFile, kind_of
+from megatron.data.input_files import READABLE, SEEKING, InputFile, is_hidden, kind_of
 
 # How much is read at a time. Which chunks come out of a file, and so what a Position means, depends on it.
 BLOCK = 1 << 20
@@ -111,8 +111,8 @@ class Corpus:
             yield from _line_blocks(stream, source, may_be_list=kind == "json")
 
     def _is_passed_over(self, name: str) -> bool:
-        """With suffixes, an archive's other members are; without, an unknown one is an error."""
-        return bool(self._suffixes) and kind_of(name, self._suffixes) is None
+        """With suffixes, an archive's other members are; without, hidden ones, and an unknown one is an error."""
+        return kind_of(name, self._suffixes) is None if self._suffixes else is_hidden(name)
 
     def _tar_members(self, stream: BinaryIO, source: str) -> Iterator[Chunk]:
         # "r|": one pass without seeking, so that a compressed archive is never held in memory. Nothing is extracted:

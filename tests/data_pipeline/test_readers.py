@@ -211,6 +211,16 @@ def test_parquet_and_zip_in_a_tar(tmp_path):
         read(tmp_path / "b.tar")
 
 
+def test_hidden_members(tmp_path):
+    """macOS's tar writes `._NAME` beside NAME; lm-dataformat's unfinished archive is in the folder of the others."""
+    members = {"x/._a.jsonl": b"\0\5\x16\7", "x/current_chunk_incomplete": b"\x28\xb5", "x/a.jsonl": lines_of("one")}
+    (tmp_path / "a.tar").write_bytes(tar_of(members))
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    assert read(tmp_path / "a.tar") == read(tmp_path / "b.zip") == ["one"]
+
+
 def test_unknown_member(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of({"b.png": b"\x89PNG"}))
     with pytest.raises(UserError, match=r"a.tar:b.png is of no kind read here"):

@@ -210,6 +210,15 @@ def test_a_changed_input_or_option_starts_anew(tmp_path, folder, small_tasks, mo
     assert "of another append_eod; starting anew" in capsys.readouterr().out
 
 
+def test_output_in_the_folder_of_the_input(folder, small_tasks, monkeypatch, capsys):
+    """Neither the unfinished output nor the finished one is taken for input."""
+    output = folder / "out"
+    interrupted(folder, output, monkeypatch)
+    made = make(folder, output)
+    assert "going on behind the " in capsys.readouterr().out
+    assert make(folder, output) == made
+
+
 def test_skipping_can_be_asked_for_after_the_fact(tmp_path, folder, small_tasks, capsys):
     """The documents before the bad one are not tokenized again; but those without a bad one left out would be."""
     strict = DocumentOptions(keys=("text", "title"), append_eod=True)
