@@ -11,6 +11,8 @@ INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
 
 def run_tool(main: Callable[[], int | None]) -> int:
     """`run_main`, with one line instead of a traceback on Ctrl-C too."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # names of files, which messages tell, need not be UTF-8
     try:
         return run_main(main)
     except KeyboardInterrupt as interruption:

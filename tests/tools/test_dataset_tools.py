@@ -1,6 +1,7 @@
 """tools/datasets/*.py as users start them."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from tests.support.texts import KINDS
 ROOT = Path(__file__).parents[2]
 
 
-def run(script, *arguments, cwd=ROOT) -> subprocess.CompletedProcess:
+def run(script, *arguments, cwd=ROOT, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "tools" / "datasets" / script), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,15 @@ def test_options_that_cannot_be(tmp_path, tool, arguments, message):
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_name_that_is_not_utf8(tmp_path):
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")).write_text('{"text": "a"}\n{broken\n')
+    arguments = ["--input", tmp_path, "--output-prefix", "x", "--tokenizer-type", "CharLevelTokenizer"]
+    arguments += ["--bad-documents", "skip"]
+    result = run("preprocess_data.py", *arguments, cwd=tmp_path, PYTHONIOENCODING="utf-8:strict")
+    assert result.returncode == 0
+    assert r"\udcff.jsonl, line 2: not JSON" in result.stdout
 
 
 def test_vocabulary_that_cannot_be_reached(tmp_path):
