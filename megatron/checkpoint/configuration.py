@@ -53,8 +53,12 @@ def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) ->
         raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
 
 
-def model_differences(saved: Config, given: Config) -> list[str]:
-    """What the two configurations compute differently with the same weights, each as one phrase; empty if nothing."""
+def model_differences(saved: Config, given: Config, *, evaluation: bool = False) -> list[str]:
+    """What the two configurations compute differently with the same weights, each as one phrase; empty if nothing.
+
+    evaluation: leave out the options of the positional method that change no weight (its `evaluation_options`), which
+    a trained model may be evaluated with: interpolated rotary positions are such.
+    """
     ours, theirs = (ModelSettings.from_config(config, padded_vocab_size=1) for config in (saved, given))
     found = []
     if method_class(ours.pos_emb) is not method_class(theirs.pos_emb):
@@ -64,7 +68,23 @@ def model_differences(saved: Config, given: Config) -> list[str]:
         if field == "pos_emb_options":
             if found:
                 continue  # another method has other options
-            was, now = dict(was), dict(now)
+            was, now = (_options(ours.pos_emb, options, evaluation) for options in (was, now))
         if was != now:
             found.append(f"{key} {was} in the checkpoint, {now} here")
     return found
+
+
+def _options(pos_emb: str, options: tuple[tuple[str, object], ...], evaluation: bool) -> dict[str, object]:
+    """A method's options with their defaults, without those that may differ."""
+    method = method_class(pos_emb)
+    left_out = method.evaluation_options if evaluation else ()
+    everything = {**method.default_options(), **dict(options)}
+    return {name: value for name, value in everything.items() if name not in left_out}
+
+
+def evaluated_method(config: Config) -> str:
+    """The positional method with the evaluation-time options that are set: "rotary (scaling linear, factor 4)"."""
+    model = config.model
+    names = method_class(model.pos_emb).evaluation_options
+    chosen = [f"{name} {model.pos_emb_options[name]}" for name in names if model.pos_emb_options.get(name) is not None]
+    return f"{model.pos_emb} ({', '.join(chosen)})" if chosen else model.pos_emb

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.checkpoint.configuration import evaluated_method
 from megatron.config import Config, UserError
 from megatron.data.streams import evaluation_tokens
 from megatron.evaluation import tasks
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             query_chunk=options.query_chunk,
             batch_tokens=options.batch_tokens,
             vocab_size=model.settings.padded_vocab_size,
-            pos_emb=saved.model.pos_emb,
+            pos_emb=evaluated_method(saved),
             seed=saved.training.seed,
             train_length=saved.model.seq_length,
         )

@@ -8,7 +8,7 @@ The model is what the checkpoint's own configuration says; the files given here 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,16 @@ from typing import Any
 import torch
 import yaml
 
-from megatron.checkpoint.configuration import checkpoint_config, model_differences
+from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
 from megatron.checkpoint.directory import find_step, find_whole_step, has_checkpoint, iteration_of
 from megatron.config import Config, UserError
 from megatron.config.arguments import parse
 from megatron.config.command_line import MERGED_OPTION, take_overrides
+from megatron.config.declared import canonical_path
 from megatron.config.yaml_files import parse_value
 from megatron.inference.loading import load_model
 from megatron.model.gpt import GPT
+from megatron.model.positional import method_class
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,7 +78,8 @@ def parse_with_checkpoint(
         if options.checkpoint and not unknown:
             options.own = True
             config = checkpoint_config(_step(options.checkpoint[0], options.iteration, options.fallback))
-            return config.updated(**dict(map(_read_override, overrides))), options
+            options.overrides = dict(map(_read_override, overrides))
+            return config.updated(**options.overrides), options
     return parse(description, words, add_options)
 
 
@@ -116,18 +119,20 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
     step = chosen_step(folder, config, options)
     device = choose_device(options.device)
     given = config.to_flat()
+    overrides = {key: given[key] for key in HOW_TO_RUN if key in given}
+    overrides.update(_positional_options(step, config, options, overrides))
     model, saved = load_model(
         folder,
         iteration=iteration_of(step),
         device=device,
         dtype=PRECISIONS[options.precision],
-        overrides={key: given[key] for key in HOW_TO_RUN if key in given},
+        overrides=overrides,
     )
     if check:
         _check_same_model(folder, saved, config)
     attention = model.blocks[0].attention.attention.choice(device)
     print(
-        f"loaded {step}: {saved.model.pos_emb}, {saved.model.num_layers} layers of "
+        f"loaded {step}: {evaluated_method(saved)}, {saved.model.num_layers} layers of "
         f"{saved.model.hidden_size}, {options.precision} on {device}, attention {attention}",
         file=sys.stderr,
         flush=True,
@@ -146,6 +151,37 @@ def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
             "give the tokenizer-type, vocab-file and merge-file it was trained with"
         )
     return tokenizer
+
+
+def _positional_options(
+    step: Path, config: Config, options: argparse.Namespace, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`pos_emb_options` as the checkpoint has them, but for the evaluation-time ones, which are those asked for: the
+    configuration's or, where that is the checkpoint's own, --set's. Empty where nothing is asked.
+
+    Raises UserError for a --set of what the checkpoint's method has not, or what changes with its weights.
+    """
+    saved = checkpoint_config(step, overrides).model
+    method = method_class(saved.pos_emb)
+    at_evaluation = method.evaluation_options
+    trained = saved.pos_emb_options
+    if not options.own:
+        asked = config.model.pos_emb_options if method_class(config.model.pos_emb) is method else trained
+    else:
+        asked = dict(trained)
+        for key, value in options.overrides.items():
+            first, *rest = canonical_path(key)
+            if first == "pos_emb_options":
+                asked = {**asked, rest[0]: value} if rest else dict(value)
+        for name in asked.keys() | trained.keys():
+            if name not in at_evaluation and asked.get(name) != trained.get(name):
+                raise UserError(
+                    f"--set pos-emb-options: {step} was trained with pos_emb {saved.pos_emb}, of which only "
+                    f"{', '.join(at_evaluation) or 'nothing'} can be chosen at evaluation, not {name}"
+                )
+    merged = {name: value for name, value in trained.items() if name not in at_evaluation}
+    merged |= {name: value for name, value in asked.items() if name in at_evaluation and value is not None}
+    return {"pos_emb_options": merged} if merged != trained else {}
 
 
 def _step(folder: str | Path, iteration: int | None, fallback: bool) -> Path:
@@ -194,7 +230,7 @@ def _check_same_model(folder: Path, saved: Config, config: Config) -> None:
         for key in SIZES
         if key in given and getattr(saved.model, key) != getattr(config.model, key)
     )
-    differences = [*sizes, *model_differences(saved, config)]
+    differences = [*sizes, *model_differences(saved, config, evaluation=True)]
     if differences:
         raise UserError(
             f"{folder}: was trained with another configuration ({'; '.join(dict.fromkeys(differences))}); give the "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM
 
-from megatron.checkpoint.convert import to_hugging_face
+from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
 from megatron.checkpoint.convert.compare import with_float32_angles
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.storage import CheckpointError
@@ -105,6 +105,35 @@ def test_partial_rotary_with_another_base(tmp_path):
     to_hugging_face(model, config, tmp_path / "hf", report=quiet)
     tokens = random_tokens(1, LONG)
     assert (load(tmp_path / "hf")(tokens).logits - model(tokens)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "stock"),
+    [
+        ({"scaling": "linear", "factor": 4.0}, True),
+        ({"scaling": "yarn", "factor": 4.0, "beta_fast": 16}, True),
+        ({"scaling": "ntk", "factor": 4.0}, False),
+    ],
+)
+@torch.no_grad()
+def test_interpolated_rotary(options, stock, tmp_path):
+    model, config = make_model("rotary", pos_emb_options=options)
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    theirs = load(tmp_path / "hf")
+    assert isinstance(theirs, GPTNeoXForCausalLM) == stock
+    tokens = random_tokens(1, LONG)
+    assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
+    assert (make_model("rotary")[0](tokens) - model(tokens)).abs().max() > 1e-2
+    from_hugging_face(tmp_path / "hf", tmp_path / "back", with_tokenizer=False, report=quiet)
+    back, config = load_model(tmp_path / "back")
+    assert torch.equal(back(tokens), model(tokens))
+    assert config.model.pos_emb_options["scaling"] == options["scaling"]
+
+
+def test_random_positions_are_not_handed_on(tmp_path):
+    model, config = make_model("rotary", pos_emb_options={"scaling": "random", "random_range": 256})
+    with pytest.raises(CheckpointError, match="pos_emb rotary with scaling random"):
+        to_hugging_face(model, config, tmp_path / "hf", report=quiet)
 
 
 @torch.no_grad()

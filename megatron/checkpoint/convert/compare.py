@@ -33,7 +33,8 @@ def with_float32_angles(model: GPT) -> GPT:
     """A copy of a rotary model whose angles are float32, as transformers computes them."""
     copied = copy.deepcopy(model)
     for method in copied.positional_methods().values():
-        method.angles = Angles(method.angles.size, method.angles.base, torch.float32)
+        angles = method.angles
+        method.angles = Angles(angles.size, angles.base, torch.float32, angles.own, angles.scale)
     return copied
 
 

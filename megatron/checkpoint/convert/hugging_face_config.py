@@ -26,6 +26,18 @@ ROTARY = {
     "rotary_emb_base": ("rope_theta", "rotary_emb_base", 10_000),
 }
 
+# Scalings of rotary positions that transformers has: ours -> inside rope_parameters, name by name.
+SCALINGS = {
+    "linear": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "trained_length": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
+}
+
 # (activation, bias_gelu_fusion) -> hidden_act. The fused GELU is the tanh form, which has several names there.
 ACTIVATIONS = {
     ("gelu", False): ("gelu",),
@@ -51,8 +63,12 @@ NEOX_DEFAULTS = {
 
 
 def is_stock(config: Config) -> bool:
-    """Whether transformers' own GPTNeoXForCausalLM is this model: rotary positions and LayerNorm."""
-    return config.model.pos_emb == "rotary" and config.model.norm == "layernorm"
+    """Whether transformers' own GPTNeoXForCausalLM is this model: LayerNorm, and rotary positions, plain or with a
+    scaling that it has too.
+    """
+    scaling = config.model.pos_emb_options.get("scaling")
+    plain = scaling is None or scaling in SCALINGS
+    return config.model.pos_emb == "rotary" and config.model.norm == "layernorm" and plain
 
 
 def common_keys(config: Config, settings: ModelSettings) -> dict[str, Any]:
@@ -81,11 +97,21 @@ def stock_keys(config: Config, settings: ModelSettings) -> dict[str, Any]:
         **REQUIRED,
         "intermediate_size": 4 * settings.hidden_size,
         "rope_parameters": {
-            "rope_type": "default",
+            **_scaling_keys(options, config),
             **{inside: values[ours] for ours, (inside, _, _) in ROTARY.items()},
         },
         **{top: values[ours] for ours, (_, top, _) in ROTARY.items()},
     }
+
+
+def _scaling_keys(options: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    scaling = options.get("scaling")
+    if scaling is None:
+        return {"rope_type": "default"}
+    given = {name: options[name] for name in SCALINGS[scaling] if options.get(name) is not None}
+    if "trained_length" in SCALINGS[scaling]:
+        given.setdefault("trained_length", config.model.max_position_embeddings)
+    return {"rope_type": scaling, **{SCALINGS[scaling][name]: value for name, value in given.items()}}
 
 
 def self_contained_keys(config: Config, settings: ModelSettings) -> dict[str, Any]:
@@ -161,6 +187,14 @@ def _activation(name: str, where: str) -> dict[str, Any]:
 def _rotary(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
     inside = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     kind = inside.get("rope_type", inside.get("type", "default"))
-    if kind != "default":
-        raise CheckpointError(f"{where}: rope_type {kind!r} is not supported; only plain rotary positions are")
-    return {ours: inside.get(name, theirs.get(top, default)) for ours, (name, top, default) in ROTARY.items()}
+    keys = {ours: inside.get(name, theirs.get(top, default)) for ours, (name, top, default) in ROTARY.items()}
+    if kind == "default":
+        return keys
+    if kind not in SCALINGS:
+        raise CheckpointError(f"{where}: rope_type {kind!r} is not supported; default, {', '.join(SCALINGS)} are")
+    known = {"rope_type", "type", *SCALINGS[kind].values(), *(name for name, _, _ in ROTARY.values())}
+    for name, value in inside.items():
+        if name not in known and value is not None:
+            raise CheckpointError(f"{where}: {name} {value!r} of rope_type {kind!r} is not supported")
+    options = {ours: inside[name] for ours, name in SCALINGS[kind].items() if inside.get(name) is not None}
+    return {**keys, "pos_emb_options": {"scaling": kind, **options}}

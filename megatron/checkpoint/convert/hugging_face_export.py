@@ -20,7 +20,7 @@ from megatron.checkpoint.convert.names import POSITIONAL_TARGET
 from megatron.checkpoint.convert.sources import load_package, self_contained_files, unload_package
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, special_ids, write_tokenizer
 from megatron.checkpoint.convert.weights import SAFETENSORS, cast, hugging_face_tensors, import_transformers, rounded
-from megatron.checkpoint.storage import write_json, write_text
+from megatron.checkpoint.storage import CheckpointError, write_json, write_text
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.positional import method_class
@@ -42,6 +42,11 @@ def to_hugging_face(
     Raises CheckpointError, and writes nothing, if the folder that was written does not give the model's logits, in
     float32, to 1e-4; UserError for a tokenizer that is missing or does not fit.
     """
+    if config.model.pos_emb_options.get("scaling") == "random":
+        raise CheckpointError(
+            "pos_emb rotary with scaling random: the random positions are not part of a model to hand on; export it "
+            "without the scaling"
+        )
     import_transformers()
     settings, stock = model.settings, is_stock(config)
     what = "GPTNeoXForCausalLM" if stock else f"self-contained model ({config.model.pos_emb})"

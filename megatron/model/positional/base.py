@@ -43,17 +43,33 @@ class PositionalMethod(nn.Module):
     Attributes:
         shared: one instance serves all layers; False where each layer has its own.
         computed: names of tensors that older checkpoints hold for this method and that it computes itself.
+        evaluation_options: options that change no weight, so that a trained model may be evaluated with others.
     """
 
     shared: bool = True
     computed: tuple[str, ...] = ()
+    evaluation_options: tuple[str, ...] = ()
+
+    @classmethod
+    def _arguments(cls) -> dict[str, inspect.Parameter]:
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = inspect.signature(cls.__init__).parameters
+        return {name: one for name, one in parameters.items() if one.kind in named and name != "self"}
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Option -> its default, of those that have one."""
+        sizes = {field.name for field in fields(ModelShape)}
+        return {
+            name: one.default
+            for name, one in cls._arguments().items()
+            if name not in sizes and one.default is not inspect.Parameter.empty
+        }
 
     @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
         """Build the method for a model of this shape. Raises ValueError for an option the method does not have."""
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        parameters = inspect.signature(cls.__init__).parameters
-        arguments = {name for name, parameter in parameters.items() if parameter.kind in named} - {"self"}
+        arguments = set(cls._arguments())
         sizes = {field.name for field in fields(ModelShape)}
         valid = arguments - sizes
         for name in options:

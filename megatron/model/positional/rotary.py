@@ -8,6 +8,14 @@ from torch import Tensor
 
 from megatron.model.positional.angles import Angles
 from megatron.model.positional.base import PositionalMethod
+from megatron.model.positional.interpolation import (
+    RandomPositions,
+    check_options,
+    linear,
+    ntk,
+    yarn,
+    yarn_attention_factor,
+)
 from megatron.model.positional.registry import register
 
 
@@ -16,10 +24,35 @@ class Rotary(PositionalMethod):
     """Turn dimensions (i, i + r/2) of queries and keys by position * base^(-2i/r).
 
     `fraction` (GPT-NeoX's rotary_pct) of the head's dimensions are turned, the first ones. Any position will do, also
-    beyond those of training.
+    beyond those of training. `scaling` and its options, described in `interpolation.py`, change frequencies or
+    positions but no weight, so that a trained model can be evaluated with others:
+
+        linear, ntk, yarn: factor
+        yarn: trained_length (default: max_positions), beta_fast 32, beta_slow 1, attention_factor 0.1 ln(factor) + 1
+        random: random_range, random_length (default: trained_length), random_seed 0
     """
 
-    def __init__(self, head_size: int, base: float = 10_000.0, fraction: float = 1.0):
+    evaluation_options = (
+        *("scaling", "factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
+        *("random_range", "random_length", "random_seed"),
+    )
+
+    def __init__(
+        self,
+        head_size: int,
+        max_positions: int | None = None,
+        base: float = 10_000.0,
+        fraction: float = 1.0,
+        scaling: str | None = None,
+        factor: float | None = None,
+        trained_length: int | None = None,
+        beta_fast: float | None = None,
+        beta_slow: float | None = None,
+        attention_factor: float | None = None,
+        random_range: int | None = None,
+        random_length: int | None = None,
+        random_seed: int | None = None,
+    ):
         super().__init__()
         self.rotated = int(head_size * fraction)
         if not 0 < self.rotated <= head_size or self.rotated % 2:
@@ -27,12 +60,52 @@ class Rotary(PositionalMethod):
                 f"rotary turns pairs of dimensions: head size {head_size} times fraction {fraction} gives "
                 f"{self.rotated}, not an even number in 2 ... {head_size}"
             )
-        self.angles = Angles(self.rotated, base)
+        check_options(
+            scaling,
+            {
+                "factor": factor,
+                "trained_length": trained_length,
+                "beta_fast": beta_fast,
+                "beta_slow": beta_slow,
+                "attention_factor": attention_factor,
+                "random_range": random_range,
+                "random_length": random_length,
+                "random_seed": random_seed,
+            },
+        )
+        trained = max_positions if trained_length is None else trained_length
+        if scaling in ("yarn", "random") and (trained is None or trained < 1):
+            raise ValueError(f"scaling {scaling} needs trained_length, the length of training, at least 1")
+        own, scale, self.random = None, 1.0, None
+        if scaling == "linear":
+            own = linear(self.rotated, base, factor)
+        elif scaling == "ntk":
+            own = ntk(self.rotated, base, factor)
+        elif scaling == "yarn":
+            fast, slow = 32.0 if beta_fast is None else beta_fast, 1.0 if beta_slow is None else beta_slow
+            own = yarn(self.rotated, base, factor, trained, fast, slow)
+            scale = yarn_attention_factor(factor) if attention_factor is None else attention_factor
+        elif scaling == "random":
+            if random_range is None:
+                raise ValueError("scaling random needs random_range, the number of positions to draw from")
+            length = trained if random_length is None else random_length
+            self.random = RandomPositions(random_range, length, random_seed or 0)
+        self.angles = Angles(self.rotated, base, own, scale)
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
+        if self.random is not None:
+            query_positions, key_positions = self._random(query_positions, key_positions)
         return self._turn(query, query_positions), self._turn(key, key_positions)
+
+    def _random(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.training:
+            return self.random.fixed(query), self.random.fixed(key)
+        if not torch.equal(query, key):
+            raise ValueError("random positions are drawn in training for whole texts; with a cache, call eval() first")
+        drawn = self.random.drawn(len(query)).to(query.device)
+        return drawn, drawn
 
     def _turn(self, states: Tensor, positions: Tensor) -> Tensor:
         cosine, sine = self.angles(positions, states.device)
