@@ -90,7 +90,7 @@ class Rotary(PositionalMethod):
                 raise ValueError("scaling random needs random_range, the number of positions to draw from")
             length = trained if random_length is None else random_length
             self.random = RandomPositions(random_range, length, random_seed or 0)
-        self.angles = Angles(self.rotated, base, own, scale)
+        self.angles = Angles(self.rotated, base, own=own, scale=scale)
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
