@@ -92,7 +92,7 @@ def test_score_mod_in_flex_attention(name, queries):
 
 
 def test_methods_without_tables_have_no_score_mod():
-    with pytest.raises(ValueError, match="Rotary has neither .*turn queries and keys by its `rotate`"):
+    with pytest.raises(ValueError, match=r"Rotary has neither .*turn queries and keys by its `rotate`"):
         score_mod(Rotary(8), 16)
     with pytest.raises(ValueError, match="NoPositions has neither bias nor weight"):
         score_mod(NoPositions(), 16)
