@@ -3,6 +3,7 @@
 Legend: h heads.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,24 +93,31 @@ def _optimizer(step: Path, saved: dict[str, Any]) -> str:
     return "none"
 
 
-def _kernels(files: dict[int, list[Path]], settings: ModelSettings) -> dict[str, dict[str, list[float]]]:
-    found: dict[str, dict[str, list[float]]] = {}
+def positional_methods(files: dict[int, list[Path]], settings: ModelSettings) -> Iterator[tuple[str, PositionalMethod]]:
+    """The positional methods of a checkpoint's blocks with their parameters, nothing else of the model being read:
+    ("all layers", method) where the layers share one, or ("layer I", method) for each.
+    """
     for index, (path, *_) in files.items():
-        state = load_tensors(path, mapped=True)
-        method = _method(settings)
-        parameters = _positional(state, method)
-        if not parameters and list(method.parameters()):
+        if not 2 <= index < settings.num_layers + 2:
             continue
-        if method.embeds or not 2 <= index < settings.num_layers + 2:
+        method = _method(settings)
+        parameters = _positional(load_tensors(path, mapped=True), method)
+        if method.embeds or (not parameters and list(method.parameters())):
             continue
         method.load_state_dict({**method.state_dict(), **parameters})
+        yield ("all layers" if method.shared else f"layer {index - 2}"), method
+        if method.shared:
+            break
+
+
+def _kernels(files: dict[int, list[Path]], settings: ModelSettings) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {}
+    for place, method in positional_methods(files, settings):
         values = {name: values.tolist() for name, values in method.statistics().items()}
         if method.has_bias:
             values["effective_length"] = method.effective_length(LIMIT).tolist()
         if values:
-            found["all layers" if method.shared else f"layer {index - 2}"] = values
-        if method.shared:
-            break
+            found[place] = values
     return found
 
 

@@ -25,6 +25,13 @@ HOLDING_RATIO = 1.5
 
 def draw(rows: Sequence[Row], title: str) -> bytes:
     """The plot as a PNG."""
+    image = io.BytesIO()
+    figure(rows, title).savefig(image, format="png")
+    return image.getvalue()
+
+
+def figure(rows: Sequence[Row], title: str) -> Figure:
+    """The plot, with a second panel for the lowest curves where the others leave them no room."""
     series = [one for one in group(rows) if one.lengths]
     means = [one.mean(length) for one in series for length in one.lengths]
     low, high = (min(means), max(means)) if means else (1.0, 1.0)
@@ -32,9 +39,9 @@ def draw(rows: Sequence[Row], title: str) -> bytes:
     holding = [one for one in series if max(map(one.mean, one.lengths)) <= HOLDING_RATIO * low]
     panels = 2 if logarithmic and len(holding) > 1 else 1
 
-    figure = Figure(figsize=(8.0, 4.6 if panels == 1 else 7.4), layout="constrained", dpi=160)
-    FigureCanvasAgg(figure)
-    every = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+    drawn = Figure(figsize=(8.0, 4.6 if panels == 1 else 7.4), layout="constrained", dpi=160)
+    FigureCanvasAgg(drawn)
+    every = drawn.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
     for axes in every:
         _lines(axes, series)
         _axes(axes, rows)
@@ -47,12 +54,10 @@ def draw(rows: Sequence[Row], title: str) -> bytes:
         every[1].set_ylim(*_limits(holding))
         every[1].set_title("the lowest, enlarged on a linear axis", loc="left", fontsize=9.5, color="#444444")
     if means:
-        _legend(figure, every[0], series)
+        _legend(drawn, every[0], series)
     else:
         every[0].text(0.5, 0.5, "no perplexity to show", transform=every[0].transAxes, ha="center", va="center")
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    return drawn
 
 
 def _lines(axes: Axes, series: Sequence[Series]) -> None:

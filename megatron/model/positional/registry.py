@@ -44,6 +44,11 @@ def registered_names() -> tuple[str, ...]:
     return tuple(sorted(_METHODS))
 
 
+def canonical_name(name: str) -> str:
+    """The first of the names of a method; the name itself where no method has it."""
+    return next((first for first, method in _METHODS.items() if method is _METHODS.get(name)), name)
+
+
 def method_class(name: str) -> type[PositionalMethod]:
     """The class behind a `pos-emb` name. Raises ValueError, with the nearest known names, when there is none."""
     if name in _METHODS:

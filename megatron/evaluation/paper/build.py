@@ -1,0 +1,212 @@
+"""Stored results -> tables/, figures/ and report.html in one folder."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.storage import CheckpointError
+from megatron.config.errors import UserError
+from megatron.evaluation import plots
+from megatron.evaluation.paper import figures, speed
+from megatron.evaluation.paper.drawing import PaperFigure
+from megatron.evaluation.paper.kernels import Kernel, kernels_of
+from megatron.evaluation.paper.page import Chapter, page
+from megatron.evaluation.paper.published import published
+from megatron.evaluation.paper.rendering import comma_separated, latex, markdown
+from megatron.evaluation.paper.results import Method, Setting, method_of, setting_of
+from megatron.evaluation.paper.tables import CORPORA, REFERENCE, perplexity_tables, resolution_tables
+from megatron.files import write_atomically
+
+TITLE = "Length extrapolation"
+
+
+@dataclass
+class Sources:
+    """What a report is made from: records of results, and whatever else is to be drawn.
+
+    checkpoints: further ones whose kernels are drawn, each a folder. benchmarks: files of benchmarks/train_step.py.
+    """
+
+    records: Sequence[Mapping[str, Any]]
+    checkpoints: Sequence[Path] = ()
+    benchmarks: Sequence[Path] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+def write_paper_report(
+    sources: Sources, directory: str | os.PathLike[str], title: str = TITLE, reference: Method = REFERENCE
+) -> Path:
+    """Write `report.html`, `tables/NAME.{md,csv,tex}` and `figures/NAME.{png,pdf}`; returns the path of the first.
+
+    Raises UserError when there is nothing to report, or the folder cannot be written to.
+    """
+    chapters = report_chapters(sources, reference)
+    if all(chapter.empty for chapter in chapters):
+        raise UserError("there are no results to report")
+    folder = Path(directory)
+    try:
+        for name in ("tables", "figures"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
+    for chapter in chapters:
+        for table in chapter.tables:
+            for ending, render in (("md", markdown), ("csv", comma_separated), ("tex", latex)):
+                write_atomically(folder / "tables" / f"{table.name}.{ending}", render(table).encode())
+        for figure in chapter.figures:
+            write_atomically(folder / "figures" / f"{figure.name}.png", figure.png())
+            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf())
+    provenance = Chapter("sources", "Where the numbers come from", sentences=_provenance(sources))
+    path = folder / "report.html"
+    write_atomically(path, page(title, _lead(sources.records), [*chapters, provenance]).encode())
+    return path
+
+
+def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:
+    """Everything the sources fill; what is missing on the way is added to `sources.notes`."""
+    records = sources.records
+    kernels, lengths = _kernels(sources)
+    speeds = speed.speeds(records)
+    timing = speed.speed_tables(speeds)
+    for path in sources.benchmarks:
+        timing += speed.benchmark_tables(path)
+    return [
+        Chapter(
+            "perplexity",
+            "Perplexity by length",
+            "What the models reach on texts as long as those they were trained on, and longer. Lower is better.",
+            tables=perplexity_tables(records, reference),
+            figures=curves(records),
+        ),
+        Chapter("positions", "Perplexity by position", figures=figures.position_figures(records)),
+        Chapter("resolution", "Attention resolution", "Higher is better.", tables=resolution_tables(records)),
+        Chapter("kernels", "Kernels", "What each head adds to the scores, or multiplies them by.", figures=kernels),
+        Chapter("effective-lengths", "Effective lengths", figures=lengths),
+        Chapter("speed", "Training time", tables=timing),
+    ]
+
+
+def curves(records: Sequence[Mapping[str, Any]]) -> list[PaperFigure]:
+    """Perplexity over length with a band of a standard deviation, a figure per corpus, training length, protocol."""
+    by_setting: dict[Setting, list[Mapping[str, Any]]] = {}
+    for record in records:
+        if record["kind"] == "extrapolation":
+            by_setting.setdefault(setting_of(record), []).append(record)
+    found = []
+    for setting, rows in by_setting.items():
+        corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
+        title = f"{corpus}, trained at length {setting.train_length}" if setting.train_length else corpus
+        name = f"extrapolation-{setting.corpus}-{setting.train_length}-{setting.protocol}".lower().replace("@", "-")
+        seeds = len({row.get("seed") for row in rows})
+        caption = f"Perplexity over the length of the text, protocol {setting.protocol}." + (
+            f" Lines: means; bands: a standard deviation to each side, over {seeds} seeds." if seeds > 1 else ""
+        )
+        methods = dict.fromkeys(" ".join(method_of(row)) for row in rows)
+        found.append(
+            PaperFigure(
+                name,
+                title,
+                caption,
+                f"Lines of the perplexity over the length for {', '.join(methods)}.",
+                plots.figure(rows, ""),
+            )
+        )
+    return found
+
+
+def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
+    """Kernels of one seed per method, corpus and training length; effective lengths of these, all methods of a corpus
+    and training length in one figure; then those of the checkpoints that were named.
+    """
+    drawn: list[PaperFigure] = []
+    lengths: dict[tuple[str, int | None], dict[str, list[int]]] = {}
+    names = published("kerple-3")
+    for (setting, pos_emb), record in _one_seed(sources.records).items():
+        origin = (record.get("checkpoint") or {}).get("path")
+        corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
+        found = _try_kernels(origin, (record.get("checkpoint") or {}).get("iteration"), sources)
+        if found:
+            name = names.name((pos_emb, "full"))
+            of = f"{name}, {corpus}" + (f", seed {record['seed']}" if record.get("seed") is not None else "")
+            drawn += figures.kernel_figures(found, of=of, name=f"{setting.corpus}-{setting.train_length}-{pos_emb}")
+            ends = _ends(found)
+            if ends:
+                lengths.setdefault((setting.corpus, setting.train_length), {})[name] = ends
+    together = [
+        figures.effective_length_figure(found, of=CORPORA.get(corpus.lower(), corpus), name=f"{corpus}-{trained}")
+        for (corpus, trained), found in lengths.items()
+    ]
+    named: dict[str, list[int]] = {}
+    for folder in sources.checkpoints:
+        found = kernels_of(folder)
+        if not found:
+            raise UserError(f"{folder}: its positional method is no function of the distance, so there is no kernel")
+        label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
+        of = f"{names.name((found[0].pos_emb, 'full'))}, {label}"
+        drawn += figures.kernel_figures(found, of=of, name=label)
+        named |= {of: ends} if (ends := _ends(found)) else {}
+    if named:
+        together.append(figures.effective_length_figure(named, of="named checkpoints", name="named"))
+    return drawn, together
+
+
+def _ends(kernels: Sequence[Kernel]) -> list[int]:
+    """The effective lengths of all heads, of all layers where each has its own."""
+    return [end for one in kernels if one.effective_lengths is not None for end in one.effective_lengths.tolist()]
+
+
+def _one_seed(records: Iterable[Mapping[str, Any]]) -> dict[tuple[Setting, str], Mapping[str, Any]]:
+    """The record of the lowest seed for each (corpus, training length) and method."""
+    found: dict[tuple[Setting, str], Mapping[str, Any]] = {}
+    for record in records:
+        if record["kind"] != "extrapolation":
+            continue
+        setting = setting_of(record)
+        key = Setting(setting.corpus, setting.train_length, ""), method_of(record)[0]
+        if key not in found or (record.get("seed") or 0) < (found[key].get("seed") or 0):
+            found[key] = record
+    return found
+
+
+def _try_kernels(origin: str | None, iteration: int | None, sources: Sources) -> list[Kernel]:
+    if origin is None:
+        return []
+    try:
+        return kernels_of(origin, iteration)
+    except (CheckpointError, OSError) as error:
+        sources.notes.append(f"No kernels are drawn of a checkpoint that cannot be read: {error}.")
+        return []
+
+
+def _lead(records: Sequence[Mapping[str, Any]]) -> str:
+    scored = [record for record in records if record["kind"] == "extrapolation"]
+    if not scored:
+        return "Kernels and timing."
+    methods = len({record["pos_emb"] for record in scored})
+    corpora = list(dict.fromkeys(CORPORA.get(s.corpus.lower(), s.corpus) for s in map(setting_of, scored)))
+    seeds = len({record.get("seed") for record in scored})
+    lengths = sorted({record["length"] for record in scored})
+    return (
+        f"{_count(methods, 'positional method')} on {', '.join(corpora)}, {_count(seeds, 'seed')}, "
+        f"at {lengths[0]:,} to {lengths[-1]:,} tokens."
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _provenance(sources: Sources) -> list[str]:
+    """One sentence per checkpoint, then what could not be shown."""
+    found = {}
+    for record in sources.records:
+        checkpoint = record.get("checkpoint") or {}
+        if checkpoint.get("path"):
+            label = f"{record.get('pos_emb')}, {setting_of(record).corpus}, seed {record.get('seed')}"
+            fingerprint = f", fingerprint {checkpoint['fingerprint']}" if checkpoint.get("fingerprint") else ""
+            found[checkpoint["path"]] = (
+                f"{label}: {checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
+            )
+    return [*found.values(), *(f"Kernels of {folder}." for folder in sources.checkpoints), *sources.notes]

@@ -1,0 +1,51 @@
+"""tools/report.py: tables and figures from folders of results."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.evaluation.paper.build import TITLE, Sources, write_paper_report
+from megatron.evaluation.paper.stored import RESULTS, collect
+from megatron.evaluation.paper.tables import REFERENCE
+
+DESCRIPTION = "The tables and figures of the KERPLE, DAPE and LEX papers, and an HTML report, from stored results."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read, write, print where the report is. Raises UserError."""
+    parser = argparse.ArgumentParser(prog="report.py", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        metavar="RESULTS",
+        help=f"folders of evaluations, or folders that hold such anywhere below them (each has a {RESULTS})",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report")
+    parser.add_argument(
+        "--checkpoint",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="further checkpoints whose kernels are drawn, the release's among them",
+    )
+    parser.add_argument(
+        "--benchmark", nargs="+", type=Path, default=[], metavar="FILE", help="JSON of benchmarks/train_step.py"
+    )
+    parser.add_argument(
+        "--reference",
+        default=REFERENCE[0],
+        metavar="POS_EMB",
+        help="the method that the others are tested against: † marks where it is significantly better (%(default)s)",
+    )
+    parser.add_argument("--title", default=TITLE, help="of the report (%(default)s)")
+    options = parser.parse_args(argv)
+    if not (options.results or options.checkpoint or options.benchmark):
+        raise UserError("nothing to report: give folders of results, or --checkpoint, or --benchmark")
+    sources = Sources(collect(options.results), options.checkpoint, options.benchmark)
+    path = write_paper_report(sources, options.output, options.title, (options.reference, "full"))
+    for note in sources.notes:
+        print(f"note: {note}", flush=True)
+    print(path, flush=True)

@@ -1,0 +1,96 @@
+"""The numbers that the papers report, from `published.yml`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron.config.yaml_files import read_file
+from megatron.evaluation.paper.results import Method, kind_of
+
+FILE = Path(__file__).with_name("published.yml")
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One table. Methods are (pos-emb, mode); `mode` may be the name of a kind of mode, `window` for any window@W.
+
+    `methods` gives their names in the paper, in its order; `values[corpus][method]` the texts in the order of
+    `lengths` (a single text where there are none). `protocols`: kinds of protocol, `last` for any last-K. `model`: keys
+    of the configuration, for what depends on the model's size alone.
+    """
+
+    source: str
+    title: str
+    measure: str
+    protocols: tuple[str, ...]
+    train_length: int
+    lengths: tuple[int, ...]
+    methods: Mapping[Method, str]
+    values: Mapping[str, Mapping[Method, tuple[str, ...]]]
+    model: Mapping[str, int] | None
+    note: str | None
+
+    def serves(self, protocol: str) -> bool:
+        """Whether the paper's numbers may stand beside those of a protocol."""
+        return any(protocol == kind or protocol.startswith((f"{kind}-", f"{kind}@")) for kind in self.protocols)
+
+    def value(self, corpus: str, method: Method, length: int | None) -> str | None:
+        """The text for this setting; None where the paper has none."""
+        texts = self.values.get(corpus.lower(), {}).get(kind_of(method))
+        if texts is None or (length is not None and length not in self.lengths):
+            return None
+        return texts[self.lengths.index(length) if length is not None else 0]
+
+    def name(self, method: Method) -> str:
+        """The method as the paper calls it, a mode that the paper does not have behind it."""
+        pos_emb, mode = method
+        if kind_of(method) in self.methods:
+            name = self.methods[kind_of(method)]
+            return name if mode == kind_of(method)[1] else f"{name}, {mode}"
+        known = self.methods.get((pos_emb, FULL), pos_emb)
+        return known if mode == FULL else f"{known}, {mode}"
+
+
+@cache
+def published(name: str) -> Published:
+    """The table of that name in the file."""
+    return _read()[name]
+
+
+@cache
+def _read() -> dict[str, Published]:
+    tables = {}
+    for entry in read_file(FILE):
+        value = entry.value
+        tables[entry.key] = Published(
+            source=value["source"],
+            title=value["title"],
+            measure=value["measure"],
+            protocols=tuple(value.get("protocols", ())),
+            train_length=value["train_length"],
+            lengths=tuple(value.get("lengths", ())),
+            methods={_method(key): text for key, text in value["methods"].items()},
+            values={
+                corpus: {_method(key): _texts(found) for key, found in methods.items()}
+                for corpus, methods in value["values"].items()
+            },
+            model=value.get("model"),
+            note=value.get("note"),
+        )
+    return tables
+
+
+def names() -> tuple[str, ...]:
+    """Of all tables in the file."""
+    return tuple(_read())
+
+
+def _method(key: str) -> Method:
+    pos_emb, _, mode = key.partition(" ")
+    return pos_emb, mode or FULL
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(str(one) for one in (value if isinstance(value, list) else [value]))

@@ -1,0 +1,28 @@
+"""Records of results, as evaluations store them."""
+
+import math
+
+
+def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None = 1, **keys: object) -> dict:
+    """One of kind `extrapolation`; `keys` replace its fields."""
+    return {
+        "kind": "extrapolation",
+        "corpus": "github",
+        "pos_emb": pos_emb,
+        "mode": "full",
+        "seed": seed,
+        "train_length": 512,
+        "protocol": "non-overlapping",
+        "length": length,
+        "tokens": 1000,
+        "loss": math.log(perplexity) if perplexity else None,
+        "perplexity": perplexity,
+        "note": None if perplexity else "out of memory",
+        "checkpoint": {"path": f"nowhere/{pos_emb}/{seed}", "iteration": 10, "fingerprint": "ab12"},
+        **keys,
+    }
+
+
+def seeds(pos_emb: str, length: int, values: list[float], **keys: object) -> list[dict]:
+    """One record per value, seeds 1, 2 ..."""
+    return [record(pos_emb, length, value, seed, **keys) for seed, value in enumerate(values, start=1)]

@@ -1,0 +1,12 @@
+"""Tables, figures and an HTML report from stored results: python tools/report.py RESULTS... --output DIR"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.arguments import run_main
+from megatron.evaluation.paper.command import main
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
