@@ -65,6 +65,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(path, flush=True)
 
 
+def check_options(words: Sequence[str], place: str) -> None:
+    """Raises UserError, naming the place they stand in, if evaluate.py would not take these words."""
+    parser = argparse.ArgumentParser(prog=place, allow_abbrev=False, exit_on_error=False, add_help=False)
+    _options(parser)
+    try:
+        options, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{place}: {error}") from None
+    if unknown:
+        raise UserError(f"{place}: evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
+    for name in options.modes:
+        parse_mode(name)
+
+
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",

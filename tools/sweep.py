@@ -1,0 +1,13 @@
+"""An experiment of many runs from one file: python tools/sweep.py SWEEP.yml [--dry-run]"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.config.arguments import run_main  # noqa: E402
+from megatron.sweep.command import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(run_main(lambda: main(ROOT)))
