@@ -47,7 +47,7 @@ def test_the_demo_loads(method):
 def test_every_file_is_covered():
     known = {"small_bf16", "1-3B", "demo", "local_setup"}
     assert {path.stem for path in CONFIGS.glob("*.yml")} == known
-    assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == {"pos_emb", "datasets", "seeds"}
+    assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == {"pos_emb", "datasets", "seeds", "sweeps"}
 
 
 def test_the_paper_s_model_and_training():
