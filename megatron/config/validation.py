@@ -59,7 +59,7 @@ def _check_positions(config: "Config") -> None:
         near = difflib.get_close_matches(model.pos_emb, names, n=3, cutoff=0.4)
         hint = f"nearest: {', '.join(near)}; known: " if near else "known: "
         raise UserError(f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}')
-    _check_method(model)
+    _check_method(model, config.parallel.model_parallel_size)
     rows = model.max_position_embeddings
     for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
         if model.pos_emb == "learned" and length is not None and length > rows:
@@ -69,8 +69,8 @@ def _check_positions(config: "Config") -> None:
             )
 
 
-def _check_method(model: "ModelConfig") -> None:
-    """The method takes its options, and the attention backend serves it: tried on tensors without memory."""
+def _check_method(model: "ModelConfig", tensor_parallel_size: int) -> None:
+    """The method takes its options, and backend and layout serve it: tried on tensors without memory."""
     import torch
 
     from megatron.model.attention import check_backend
@@ -86,9 +86,14 @@ def _check_method(model: "ModelConfig") -> None:
     try:
         with torch.device("meta"):
             method = build(model.pos_emb, shape, **model.positional_options)
-        check_backend(model.attention_backend, bias=method.has_bias, weight=method.has_weight)
+        check_backend(model.attention_backend, bias=method.has_bias, weight=method.has_weight, adapt=method.adapts)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"pos_emb {model.pos_emb}: {error}") from error
+    if method.adapts and tensor_parallel_size > 1:
+        raise UserError(
+            f"pos_emb {model.pos_emb} makes the scores of all heads at once, and with model_parallel_size "
+            f"{tensor_parallel_size} no process has them all; use model_parallel_size 1 (pipeline and ZeRO are served)"
+        )
 
 
 def _check_parallel(config: "Config") -> None:

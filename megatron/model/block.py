@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.attention import FULL, Attention, Span, tables
+from megatron.model.attention import FULL, Attention, Span, adapt_table, tables
 from megatron.model.cache import LayerCache
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
 from megatron.model.positional import PositionalMethod
@@ -45,6 +45,7 @@ class SelfAttention(nn.Module):
         self.rotates = positional.rotates
         self.rounded = settings.release_bf16_distances
         self.has_table = positional.has_bias or positional.has_weight
+        self.adapts = positional.adapts
         self.dropout = settings.attention_dropout
         self.attention = Attention(settings.attention_backend, positional)
         self.dense = row_linear(hidden, hidden, bias=True, tp=tp)
@@ -61,13 +62,15 @@ class SelfAttention(nn.Module):
             query, key = self.rpe.rotate(query, key, positions, positions)
         if cache is not None:
             key, value = cache.append(key, value)
-        bias, weight = self._tables(span.reach(key.shape[2]))
+        reach = span.reach(key.shape[2])
+        bias, weight = self._tables(reach)
         context = self.attention(
             query,
             key,
             value,
             bias_table=bias,
             weight_table=weight,
+            table=adapt_table(self.rpe, reach, query.device) if self.adapts else None,
             window=span.window,
             block=span.block,
             dropout_p=self.dropout if self.training else 0.0,

@@ -18,7 +18,7 @@ from megatron.model.embedding import Embedding
 from megatron.model.initialization import initialize_layer, initializer
 from megatron.model.output import FinalNorm, Output
 from megatron.model.parallel import gather_vocabulary, mean_loss
-from megatron.model.positional import PositionalMethod, build
+from megatron.model.positional import PositionalMethod, build, outermost
 from megatron.model.settings import ModelSettings
 
 
@@ -148,7 +148,7 @@ def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMeth
     """
     found: dict[int, PositionalMethod] = {}
     for index, layer in layers.items():
-        for module in layer.modules():
-            if isinstance(module, PositionalMethod) and all(module is not other for other in found.values()):
-                found[index] = module
+        for _, method in outermost(layer):
+            if all(method is not other for other in found.values()):
+                found[index] = method
     return found

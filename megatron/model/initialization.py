@@ -78,15 +78,14 @@ def initialize_layer(
 
     Parameters owned by a positional method are filled by the method itself (`reset_parameters`).
     """
-    from megatron.model.positional import PositionalMethod
+    from megatron.model.positional import outermost
 
     owned: set[int] = set()
-    for name, module in layer.named_modules():
-        if isinstance(module, PositionalMethod):
-            # One shared instance sits in every block: it is drawn once, whatever block asks.
-            index = -1 if module.shared else layer_index
-            module.reset_parameters(generator_for(seed, index, "positional" if module.shared else name))
-            owned.update(id(parameter) for parameter in module.parameters())
+    for name, method in outermost(layer):
+        # One shared instance sits in every block: it is drawn once, whatever block asks.
+        index = -1 if method.shared else layer_index
+        method.reset_parameters(generator_for(seed, index, "positional" if method.shared else name))
+        owned.update(id(parameter) for parameter in method.parameters())
 
     for name, parameter in layer.named_parameters():
         if id(parameter) in owned:

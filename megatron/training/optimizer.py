@@ -10,16 +10,19 @@ from megatron.model.positional import PositionalMethod
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: what decays, and what does not (norms, biases, and all positional parameters).
+    """Two groups: what decays, and what does not (norms, biases, and positional parameters).
 
-    Decay would pull a kernel's parameters to its bounds, so they are exempt whatever their shape.
+    Decay would pull a kernel's parameters to its bounds, so they are exempt whatever their shape. The matrices of a
+    method's linear layers and convolutions (DAPE's and FIRE's MLPs) are matrices like any other, and decay.
     """
-    exempt = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, PositionalMethod)
-        for parameter in module.parameters()
+    methods = [module for module in model.modules() if isinstance(module, PositionalMethod)]
+    matrices = {
+        id(module.weight)
+        for method in methods
+        for module in method.modules()
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
     }
+    exempt = {id(parameter) for method in methods for parameter in method.parameters()} - matrices
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for parameter in model.parameters():

@@ -3,6 +3,16 @@
 from megatron.model.attention.score_mod import score_mod
 from megatron.model.attention.select import Attention, attend, backend_names, check_backend
 from megatron.model.attention.span import FULL, Span
-from megatron.model.attention.tables import tables
+from megatron.model.attention.tables import adapt_table, tables
 
-__all__ = ["FULL", "Attention", "Span", "attend", "backend_names", "check_backend", "score_mod", "tables"]
+__all__ = [
+    "FULL",
+    "Attention",
+    "Span",
+    "adapt_table",
+    "attend",
+    "backend_names",
+    "check_backend",
+    "score_mod",
+    "tables",
+]

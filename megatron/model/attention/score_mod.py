@@ -29,6 +29,8 @@ def score_mod(method, length: int, *, offset: int = 0, device: torch.device | No
     name = type(method).__name__
     if not (method.has_bias or method.has_weight):
         extra = "; turn queries and keys by its `rotate` before attention" if method.rotates else ""
+        if method.adapts:
+            extra = "; it makes the scores from those of other heads or keys, which a score_mod does not see"
         raise ValueError(f"{name} has neither bias nor weight of the distance, so it has no score_mod{extra}")
     bias, weight = tables(method, length, device)
 

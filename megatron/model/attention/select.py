@@ -10,7 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron.model.attention.adaptive import adaptive_attention
 from megatron.model.attention.chunked import chunked_attention
+from megatron.model.attention.decay import decayed
 from megatron.model.attention.precision import no_autocast
 from megatron.model.attention.reference import reference_attention
 from megatron.model.attention.sdpa import sdpa_attention
@@ -23,12 +25,13 @@ class Backend:
 
     run: Callable[..., Tensor]
     weight: bool = True
+    adapt: bool = False
 
 
 BACKENDS: dict[str, Backend] = {
-    "reference": Backend(reference_attention),
+    "reference": Backend(reference_attention, adapt=True),
     "sdpa": Backend(sdpa_attention, weight=False),
-    "chunked": Backend(chunked_attention),
+    "chunked": Backend(chunked_attention, adapt=True),
 }
 
 
@@ -37,7 +40,7 @@ def backend_names() -> tuple[str, ...]:
     return ("auto", *BACKENDS)
 
 
-def check_backend(backend: str, *, bias: bool, weight: bool) -> None:
+def check_backend(backend: str, *, bias: bool, weight: bool, adapt: bool = False) -> None:
     """Raise ValueError for an unknown name, NotImplementedError for a backend that cannot serve such a method."""
     if backend not in backend_names():
         raise ValueError(f"attention-backend {backend!r} is not known; choose one of {', '.join(backend_names())}")
@@ -45,6 +48,11 @@ def check_backend(backend: str, *, bias: bool, weight: bool) -> None:
         raise NotImplementedError(
             f"attention-backend {backend!r} cannot multiply scores by a weight, which this positional method needs; "
             f"use auto, or one of {', '.join(name for name, known in BACKENDS.items() if known.weight)}"
+        )
+    if backend != "auto" and adapt and not BACKENDS[backend].adapt:
+        raise NotImplementedError(
+            f"attention-backend {backend!r} cannot hand scores to the positional method, which makes the final ones "
+            f"here; use auto, or one of {', '.join(name for name, known in BACKENDS.items() if known.adapt)}"
         )
 
 
@@ -59,19 +67,25 @@ class Attention:
     """Attention for one positional method, by a backend that is checked when this is made."""
 
     def __init__(self, backend: str = "auto", positional=None):
-        """`positional` needs `has_bias` and `has_weight`; None means neither.
+        """`positional` is a method, as in `megatron.model.positional`; None means none.
 
         Raises ValueError for an unknown backend and NotImplementedError for one that cannot serve the method.
         """
         self.backend = backend
         self.bias = positional is not None and positional.has_bias
         self.weight = positional is not None and positional.has_weight
-        check_backend(backend, bias=self.bias, weight=self.weight)
+        self.adapting = positional if positional is not None and positional.adapts else None
+        self.decaying = positional if positional is not None and positional.decays else None
+        if self.adapting is not None and (self.bias or self.weight):
+            raise ValueError(f"{type(positional).__name__} has `adapt`, so it may have neither `bias` nor `weight`")
+        check_backend(backend, bias=self.bias, weight=self.weight, adapt=self.adapting is not None)
 
     def choice(self, device: torch.device | str) -> str:
         """The backend that runs on a device, and what chose it: to be printed once."""
         if self.backend != "auto":
             return f"{self.backend} (as configured)"
+        if self.adapting is not None:
+            return "chunked (auto: the only one but reference for a method that makes the scores itself)"
         tables = self.bias or self.weight
         plain, other = (fastest_backend(torch.device(device), tables=tables, plain=case) for case in (True, False))
         if plain == other:
@@ -86,17 +100,31 @@ class Attention:
         *,
         bias_table: Tensor | None = None,
         weight_table: Tensor | None = None,
+        window: int | None = None,
+        block: int | None = None,
         **options,
     ) -> Tensor:
-        """As `attend`. Raises ValueError also when a table is missing that the positional method has."""
+        """As `attend`, for queries and keys that the method's `rotate` has turned. Raises ValueError also when a
+        table is missing that the positional method has.
+        """
         if self.bias != (bias_table is not None) or self.weight != (weight_table is not None):
             raise ValueError(
                 f"the positional method has bias: {self.bias}, weight: {self.weight}; but the tables given are "
                 f"bias: {bias_table is not None}, weight: {weight_table is not None}"
             )
-        return attend(
-            query, key, value, bias_table=bias_table, weight_table=weight_table, backend=self.backend, **options
+        attention = partial(
+            attend,
+            bias_table=bias_table,
+            weight_table=weight_table,
+            window=window,
+            block=block,
+            adapt=None if self.adapting is None else self.adapting.adapt,
+            backend=self.backend,
+            **options,
         )
+        if self.decaying is not None:
+            return decayed(attention, self.decaying, query, key, value, Span(window, block))
+        return attention(query, key, value)
 
 
 def attend(
@@ -106,6 +134,8 @@ def attend(
     *,
     bias_table: Tensor | None = None,
     weight_table: Tensor | None = None,
+    adapt: Callable[..., Tensor] | None = None,
+    table: Tensor | None = None,
     window: int | None = None,
     block: int | None = None,
     dropout_p: float = 0.0,
@@ -117,13 +147,28 @@ def attend(
     The queries are the last s of the t positions: query i stands at t - s + i, and sees the keys up to its own. With
     a window it sees the last `window` of them, itself included; with a block those of its own block of positions and
     of the block before (see `Span`). Tables are over distance, float32 `[h, >= Span.reach(t)]`, and get their exact
-    gradients. `scale` is 1 / sqrt(d) unless given; `dropout_p` drops probabilities.
+    gradients. `scale` is 1 / sqrt(d) unless given; `dropout_p` drops probabilities. A method that makes the final
+    scores gives its `adapt` instead of these tables, and what its `table` has for the distances below Span.reach(t).
 
     Raises ValueError for shapes that do not fit and NotImplementedError for a backend that cannot serve.
     """
     span = Span(window, block)
     _check_shapes(query, key, value, bias_table, weight_table, span, dropout_p)
-    check_backend(backend, bias=bias_table is not None, weight=weight_table is not None)
+    check_backend(backend, bias=bias_table is not None, weight=weight_table is not None, adapt=adapt is not None)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    if adapt is not None:
+        with no_autocast(query.device):
+            return adaptive_attention(
+                query,
+                key,
+                value,
+                adapt=adapt,
+                table=table,
+                span=span,
+                dropout_p=dropout_p,
+                scale=scale,
+                whole=backend == "reference",
+            )
     if block is not None and key.shape[2] > 2 * block:
         # Every part is a call of its own, for which `auto` takes the fastest.
         causal = partial(
@@ -148,7 +193,7 @@ def attend(
             weight_table=weight_table,
             window=window,
             dropout_p=dropout_p,
-            scale=query.shape[3] ** -0.5 if scale is None else scale,
+            scale=scale,
         )
 
 

@@ -30,6 +30,11 @@ def tables(
     return tuple(_nearest_bfloat16(table) if rounded and table is not None else table for table in found)
 
 
+def adapt_table(method, length: int, device: torch.device | None = None) -> Tensor | None:
+    """What the method's `adapt` needs at distances 0 ... length-1, `[..., length]`; None where it needs nothing."""
+    return method.table(torch.arange(length, dtype=torch.float32, device=device))
+
+
 def _nearest_bfloat16(values: Tensor) -> Tensor:
     return values.bfloat16().float()
 

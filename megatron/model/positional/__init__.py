@@ -6,7 +6,7 @@ Every module of this folder is imported here, so a new file with a `@register`ed
 import importlib
 import pkgutil
 
-from megatron.model.positional.base import ModelShape, PositionalMethod, PositionsExceeded
+from megatron.model.positional.base import ModelShape, PositionalMethod, PositionsExceeded, outermost
 from megatron.model.positional.registry import build, load_plugin, method_class, register, registered_names
 
 for _module in pkgutil.iter_modules(__path__):
@@ -14,7 +14,11 @@ for _module in pkgutil.iter_modules(__path__):
 
 from megatron.model.positional.absolute import Learned, Sinusoidal  # noqa: E402
 from megatron.model.positional.alibi import Alibi, KerplePowerOriginal  # noqa: E402
+from megatron.model.positional.cope import Cope  # noqa: E402
 from megatron.model.positional.cpd import is_cpd, lemma_constant  # noqa: E402
+from megatron.model.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple  # noqa: E402
+from megatron.model.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple  # noqa: E402
+from megatron.model.positional.fire import Fire  # noqa: E402
 from megatron.model.positional.kerple import (  # noqa: E402
     KerpleBiasWeight,
     KerpleGaussian,
@@ -30,10 +34,22 @@ from megatron.model.positional.none import NoPositions  # noqa: E402
 from megatron.model.positional.rotary import Rotary  # noqa: E402
 from megatron.model.positional.sandwich import Sandwich  # noqa: E402
 from megatron.model.positional.t5 import T5  # noqa: E402
+from megatron.model.positional.transformer_xl import TransformerXL  # noqa: E402
+from megatron.model.positional.xpos import XPos  # noqa: E402
 
 __all__ = [
     "T5",
     "Alibi",
+    "Cope",
+    "Dape",
+    "DapeAlibi",
+    "DapeFire",
+    "DapeKerple",
+    "DapeV2",
+    "DapeV2Alibi",
+    "DapeV2Fire",
+    "DapeV2Kerple",
+    "Fire",
     "KerpleBiasWeight",
     "KerpleGaussian",
     "KerpleGaussian3",
@@ -52,11 +68,14 @@ __all__ = [
     "Rotary",
     "Sandwich",
     "Sinusoidal",
+    "TransformerXL",
+    "XPos",
     "build",
     "is_cpd",
     "lemma_constant",
     "load_plugin",
     "method_class",
+    "outermost",
     "register",
     "registered_names",
 ]

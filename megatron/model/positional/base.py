@@ -4,6 +4,7 @@ Legend: b batch, s query length, t key length, h heads, d head size, e hidden si
 """
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,15 +34,20 @@ class PositionalMethod(nn.Module):
         rotate(query, key, query_positions, key_positions)   turns queries and keys
         bias(distance)                                       is added to the scaled scores
         weight(distance)                                     multiplies the scaled scores
+        adapt(scores, query, positions, unseen, table)       makes the final scores, of all heads at once
+        table(distance)                                      what `adapt` needs of distances, once for all queries
+        decay(query, key, query_positions, key_positions)    scales turned queries and keys, segment by segment
 
     `bias` and `weight` take float32 distances >= 0 of any shape and give float32 `[h, *distance.shape]`, whatever the
-    parameters' dtype. Attention computes softmax(weight * q.k / sqrt(d) + bias) over the keys that a query may see.
+    parameters' dtype. Attention computes softmax(weight * q.k / sqrt(d) + bias) over the keys that a query may see; for
+    a method that has `adapt`, which then has neither of these, softmax(adapt(q.k / sqrt(d), ...)).
 
     A constructor names the `ModelShape` fields it needs among its arguments; the others are the method's options. A
     method imports torch alone and nothing else of this project, so that it serves in any model.
 
     Attributes:
         shared: one instance serves all layers; False where each layer has its own.
+        segment: for a method with `decay`, the most queries that it scales at once.
         computed: names of tensors that older checkpoints hold for this method and that it computes itself.
         evaluation_options: options that change no weight, so that a trained model may be evaluated with others.
     """
@@ -97,6 +103,14 @@ class PositionalMethod(nn.Module):
     def has_weight(self) -> bool:
         return callable(getattr(type(self), "weight", None))
 
+    @property
+    def adapts(self) -> bool:
+        return callable(getattr(type(self), "adapt", None))
+
+    @property
+    def decays(self) -> bool:
+        return callable(getattr(type(self), "decay", None))
+
     # Hooks.
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -114,6 +128,22 @@ class PositionalMethod(nn.Module):
 
     # `bias` and `weight` are not defined here: checkpoints call T5's table `weight`, and a module cannot hold a
     # parameter under the name of a method.
+
+    def table(self, distance: Tensor) -> Tensor | None:
+        """For `adapt`: values at each of the float32 distances `[n]`, any shape that ends in n; None: it needs none."""
+        return None
+
+    # Nor are `adapt` and `decay`, by which a method is known:
+    #
+    # adapt(scores, query, query_positions, key_positions, unseen, table) -> the final scores, [b, h, c, l] float32
+    #     (float64 in float64), of c queries and l keys of all heads: scores [b, h, c, l] q.k / sqrt(d); query [b, h, c,
+    #     d] as `rotate` left it; int64 positions [c] and [l], each consecutive, on the CPU; unseen bool [c, l], True
+    #     where the query does not see the key: such scores do not count, and what is there must not reach others; table
+    #     what `table` gave for distances from 0 on, or None. Called for any part of the queries, and again in the
+    #     backward pass: it must give each query what it would give it among all.
+    #
+    # decay(query, key, query_positions, key_positions) -> both scaled, [b, h, s, d] and [b, h, t, d], such that their
+    #     products depend on the positions through their differences alone; keys are cached unscaled. s <= `segment`.
 
     # Parameters.
 
@@ -146,6 +176,22 @@ def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:
     raw = parameter.float()
     # raw - raw.detach() is exactly zero, so the value is exactly the clamped one.
     return raw.detach().clamp(low, high) + (raw - raw.detach())
+
+
+def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, "PositionalMethod"]]:
+    """(name, method) of the positional methods in a module that are not part of another one."""
+    if isinstance(module, PositionalMethod):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from outermost(child, f"{name}.{child_name}" if name else child_name)
+
+
+def draw_layer(layer: nn.Module, generator: torch.Generator | None) -> None:
+    """Weight and bias of a linear layer or a convolution by PyTorch's default: U(-1, 1) / sqrt(inputs of an output)."""
+    bound = layer.weight[0].numel() ** -0.5
+    for parameter in (layer.weight, layer.bias):
+        draw(parameter, "uniform", -bound, bound, generator)
 
 
 @torch.no_grad()

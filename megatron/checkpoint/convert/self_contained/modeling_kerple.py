@@ -5,6 +5,8 @@ The positional method is in the files `positional_*.py` beside this one, as the 
 Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, v vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,7 +56,7 @@ class Padding:
     """Which keys are padding, and each row's positions; made from the attention mask of a call.
 
     Padding stands before a row's text or after it. Distances between a row's tokens are then the same as without
-    padding, and only methods that add to the embeddings need the row's own positions.
+    padding, and only methods that add to the embeddings or make the scores need the row's own positions.
     """
 
     def __init__(self, mask: Tensor, new: int):
@@ -64,6 +66,7 @@ class Padding:
         if (beginnings > 1).any():
             raise ValueError("attention_mask has padding inside a text; put all padding before the text")
         self.padded = ~text
+        self.beginnings = text.int().argmax(dim=1).tolist()
         self.positions = (text.long().cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
 
     @classmethod
@@ -79,43 +82,87 @@ class Padding:
         return None if mask.bool().all() else cls(mask, new)
 
 
+class Tables(NamedTuple):
+    """What a method has for distances 0 ... t-1: `bias` and `weight` `[h, t]` float32, and what its `adapt` needs."""
+
+    bias: Tensor | None
+    weight: Tensor | None
+    adapt: Tensor | None
+
+    @classmethod
+    def of(cls, method: nn.Module, length: int, device: torch.device) -> "Tables":
+        distance = torch.arange(length, dtype=torch.float32, device=device)
+        return cls(
+            method.bias(distance) if method.has_bias else None,
+            method.weight(distance) if method.has_weight else None,
+            method.table(distance) if method.adapts else None,
+        )
+
+
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
+    method: nn.Module,
+    tables: Tables,
     padding: Padding | None,
     dropout: float,
 ) -> Tensor:
-    """softmax(weight * q.k / sqrt(d) + bias) v, causal, the queries being the last of the keys' positions.
+    """softmax(weight * q.k / sqrt(d) + bias) v, or with the method's own scores, causal, the queries being the last of
+    the keys' positions: query `[b, h, s, d]`, key and value `[b, h, t, d]`.
 
-    query `[b, h, s, d]`, key and value `[b, h, t, d]`; bias and weight are tables over distance, `[h, t]` float32. The
-    scores are float32 (float64 for float64 states), of a few queries at a time: memory grows linearly with t.
+    The scores are float32 (float64 for float64 states), of a few queries at a time: memory grows linearly with t.
     """
     s, t = query.shape[2], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys, values = key.to(dtype), value.to(dtype)
+    rows = min(CHUNK, method.segment) if method.decays else CHUNK
     contexts = []
-    for first in range(0, s, CHUNK):
-        last = min(first + CHUNK, s)
+    for first in range(0, s, rows):
+        last = min(first + rows, s)
         end = t - s + last
-        distance = torch.arange(t - s + first, end, device=query.device)[:, None] - torch.arange(
-            end, device=query.device
-        )
+        query_positions, key_positions = torch.arange(t - s + first, end), torch.arange(end)
+        distance = (query_positions[:, None] - key_positions).to(query.device)
         unseen = (distance < 0)[None, None]
         if padding is not None:
             # A padded query sees itself, so that it has something to see.
             unseen = unseen | (padding.padded[:, None, None, :end] & (distance != 0))
         distance = distance.clamp(min=0)
-        scores = query[:, :, first:last].to(dtype) @ keys[:, :, :end].transpose(-1, -2) * query.shape[3] ** -0.5
-        if weight is not None:
-            scores = scores * weight[:, distance]
-        if bias is not None:
-            scores = scores + bias[:, distance]
+        queries, seen_keys = query[:, :, first:last], keys[:, :, :end]
+        if method.decays:
+            queries, seen_keys = method.decay(queries, seen_keys, query_positions, key_positions)
+        scores = queries.to(dtype) @ seen_keys.transpose(-1, -2) * query.shape[3] ** -0.5
+        if tables.weight is not None:
+            scores = scores * tables.weight[:, distance]
+        if tables.bias is not None:
+            scores = scores + tables.bias[:, distance]
+        if method.adapts:
+            scores = adapted(method, tables.adapt, scores, queries, query_positions, key_positions, unseen, padding)
         probabilities = F.dropout(scores.masked_fill(unseen, float("-inf")).softmax(dim=-1), dropout)
         contexts.append((probabilities @ values[:, :, :end]).to(query.dtype))
     return torch.cat(contexts, dim=2)
+
+
+def adapted(
+    method: nn.Module,
+    table: Tensor | None,
+    scores: Tensor,
+    query: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    unseen: Tensor,
+    padding: Padding | None,
+) -> Tensor:
+    """The scores that the method makes of scores `[b, h, c, l]`; row by row where rows have positions of their own."""
+    if padding is None:
+        return method.adapt(scores, query, query_positions, key_positions, unseen[0, 0], table)
+    rows = zip(scores.split(1), query.split(1), unseen[:, 0], padding.beginnings, strict=True)
+    return torch.cat(
+        [
+            method.adapt(row, queries, query_positions - begin, key_positions - begin, hidden, table)
+            for row, queries, hidden, begin in rows
+        ]
+    )
 
 
 class KerpleAttention(nn.Module):
@@ -140,7 +187,7 @@ class KerpleAttention(nn.Module):
             query, key = method.rotate(query, key, positions, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.index)
-        context = attend(query, key, value, *tables, padding, self.dropout if self.training else 0.0)
+        context = attend(query, key, value, method, tables, padding, self.dropout if self.training else 0.0)
         return self.dense(context.transpose(1, 2).reshape(batch, new, -1))
 
 
@@ -210,7 +257,7 @@ class KerpleModel(KerplePreTrainedModel):
         held = past_key_values.get_seq_length() if past_key_values is not None else 0
         padding = Padding.of(attention_mask, held + new, new)
         hidden = self.emb_dropout(self._embed(hidden, held, padding))
-        tables = [self._tables(method, held + new, hidden.device) for method in self.positional]
+        tables = [Tables.of(method, held + new, hidden.device) for method in self.positional]
         states = [hidden]
         for index, layer in enumerate(self.layers):
             which = index if len(self.positional) > 1 else 0
@@ -226,14 +273,6 @@ class KerpleModel(KerplePreTrainedModel):
             return method.embed(hidden, torch.arange(held, held + hidden.shape[1]))
         rows = zip(hidden.split(1), padding.positions, strict=True)
         return torch.cat([method.embed(row, positions) for row, positions in rows])
-
-    @staticmethod
-    def _tables(method, length, device):
-        distance = torch.arange(length, dtype=torch.float32, device=device)
-        return (
-            method.bias(distance) if method.has_bias else None,
-            method.weight(distance) if method.has_weight else None,
-        )
 
 
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
