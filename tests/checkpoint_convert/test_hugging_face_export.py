@@ -53,7 +53,10 @@ def test_every_method(pos_emb, tmp_path):
     assert torch.equal(load(tmp_path / "again")(tokens).logits, theirs(tokens).logits)
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_power__ap", "sinusoidal", "learned", "rpe"])
+@pytest.mark.parametrize(
+    "pos_emb",
+    ["kerple_log", "kerple_power__ap", "sinusoidal", "learned", "rpe", "xpos", "fire", "dape_kerple", "dape_v2", "cope"],
+)
 @torch.no_grad()
 def test_left_padding_changes_nothing(pos_emb, tmp_path):
     model, config = make_model(pos_emb)

@@ -45,7 +45,9 @@ class ModelConfig(Group):
         "learned",
         """Positional method: none, learned, sinusoidal, rotary, rpe (T5), alibi, sandwich, kerple_log, kerple_log3,
         kerple_power_ap_, kerple_power__ap, kerple_power_ap_ap, kerple_power_original, kerple_gaussian,
-        kerple_gaussian3, kerple_square__a, kerple (an expression), or a method registered by pos_emb_module.""",
+        kerple_gaussian3, kerple_square__a, kerple (an expression), xpos, fire, cope, transformer_xl, dape, dape_kerple,
+        dape_alibi, dape_fire, dape_v2, dape_v2_kerple, dape_v2_alibi, dape_v2_fire, or a method registered by
+        pos_emb_module.""",
     )
     pos_emb_options: dict[str, Any] = key(
         {}, "Options handed to the positional method by name; an unknown one is refused with the known ones."

@@ -38,6 +38,21 @@ METHODS = {
     "kerple_1_para_wht": ("KerpleSquareWeight", {"has_weight"}),
     "kerple_2_para_wht": ("KerpleWeight", {"has_weight"}),
     "sandwich": ("Sandwich", {"has_bias"}),
+    "xpos": ("XPos", {"rotates", "decays"}),
+    "fire": ("Fire", {"adapts"}),
+    "cope": ("Cope", {"adapts"}),
+    "transformer_xl": ("TransformerXL", {"rotates", "adapts"}),
+    "dape": ("Dape", {"adapts"}),
+    "dape_kerple": ("DapeKerple", {"adapts"}),
+    "kerple_c": ("DapeKerple", {"adapts"}),
+    "dape_alibi": ("DapeAlibi", {"adapts"}),
+    "alibi_c": ("DapeAlibi", {"adapts"}),
+    "dape_fire": ("DapeFire", {"adapts"}),
+    "fire_c": ("DapeFire", {"adapts"}),
+    "dape_v2": ("DapeV2", {"adapts"}),
+    "dape_v2_kerple": ("DapeV2Kerple", {"adapts"}),
+    "dape_v2_alibi": ("DapeV2Alibi", {"adapts"}),
+    "dape_v2_fire": ("DapeV2Fire", {"adapts"}),
 }
 
 
@@ -51,8 +66,9 @@ def test_every_name_builds_its_method(name):
     cls, hooks = METHODS[name]
     method = build(name, SHAPE)
     assert type(method) is getattr(positional, cls)
-    assert {hook for hook in ("embeds", "rotates", "has_bias", "has_weight") if getattr(method, hook)} == hooks
-    assert method.shared
+    known = ("embeds", "rotates", "has_bias", "has_weight", "adapts", "decays")
+    assert {hook for hook in known if getattr(method, hook)} == hooks
+    assert method.shared == ("adapts" not in hooks)
     assert all(value.shape == (4,) and not value.requires_grad for value in method.statistics().values())
 
 
