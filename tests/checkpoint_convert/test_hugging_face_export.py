@@ -55,7 +55,7 @@ def test_every_method(pos_emb, tmp_path):
 
 @pytest.mark.parametrize(
     "pos_emb",
-    ["kerple_log", "kerple_power__ap", "sinusoidal", "learned", "rpe", "xpos", "fire", "dape_kerple", "dape_v2", "cope"],
+    ["kerple_log", "kerple_power__ap", "sinusoidal", "learned", "rpe", "xpos", "fire", "dape_kerple", "dape_v2"],
 )
 @torch.no_grad()
 def test_left_padding_changes_nothing(pos_emb, tmp_path):
