@@ -46,15 +46,20 @@ def test_marked_commands_run(checkout):
     assert "iteration 20" in resumed
     assert "window@128" in outputs["window@128"]
     assert "kerple_log" in outputs["load_model"]
+    assert "all weights are finite" in outputs["runs/small"]
+    released = outputs["train-iters=30"]
+    assert "global_step25: not written by this project; weights and iteration are taken" in released
+    assert "iteration 30/30" in released
 
 
 def test_configurations_of_the_other_commands_load():
     lines = [line.split("#")[0] for line in commands(run=False)]
     trainings = [shlex.split(line) for line in lines if "train.py" in line]
-    assert len(trainings) == 3
+    assert len(trainings) == 4
     for words in trainings:
         assert words[:5] == ["python", "deepy.py", "train.py", "-d", "configs"]
-        assert load_config(words[5:], "configs").model.num_layers == 12
+        files, _, overrides = (" ".join(words[5:])).partition(" --set ")
+        assert load_config(files.split(), "configs", overrides.split()).model.num_layers == 12
     targets = [line.split()[1] for line in lines if line.startswith("make ")]
     makefile = (ROOT / "Makefile").read_text()
     assert targets

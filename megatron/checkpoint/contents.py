@@ -20,11 +20,16 @@ from torch import nn
 from megatron.checkpoint import forward_pass, optimizer, random_state
 from megatron.checkpoint.layers import layer_file, layer_state, load_layers
 from megatron.checkpoint.state import STATE_FILE, TrainingState
+from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 
 CONFIG_FILE = "configs/config.yml"
 
-SECRET = re.compile(r"(api|access|auth|private|secret)_?(key|token)|password|passwd|credential|(^|_)secrets?($|_)")
+SECRET = re.compile(
+    r"(api|access|auth|private|secret)_?(key|token)|password|passwd|credential|(^|_)secrets?($|_)|(^|_)(hf|hub|bearer)_token"
+)
+# In a text: NAME=VALUE of such a name, and the user and password of an address.
+SECRET_TEXT = re.compile(r"(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
 
 # What DeepSpeed's engine and its loss scaler count; the rest of them follows from the configuration.
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -110,6 +115,27 @@ def run_state(engine, config: Config, state: TrainingState) -> dict[str, Any]:
     }
 
 
+# Of what `run_state` gives: the types that reading it relies on.
+RUN_STATE = {
+    "training": dict,
+    "shape": dict,
+    "global_batch": int,
+    "optimizer_left_out": bool,
+    "counters": dict,
+    "loss_scaler": dict,
+}
+
+
+def check_run_state(saved: dict[str, Any], path: Path) -> None:
+    """Raises CheckpointError, naming `path`, for what `run_state` has not given."""
+    for name, kind in RUN_STATE.items():
+        if not isinstance(saved.get(name), kind):
+            raise CheckpointError(f"{path}: its {name} is missing or is no {kind.__name__}; the file is damaged")
+    missing = [name for name in COUNTERS if name not in saved["counters"]]
+    if missing:
+        raise CheckpointError(f"{path}: lacks the counter {missing[0]}; the file is damaged")
+
+
 def restore_counters(engine, saved: dict[str, Any], *, loss_scale: bool) -> None:
     """Put back what `run_state` took of DeepSpeed's engine; the loss scale only if `loss_scale`."""
     for name in COUNTERS:
@@ -121,13 +147,23 @@ def restore_counters(engine, saved: dict[str, Any], *, loss_scale: bool) -> None
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of nested plain values without the keys that name a secret (api_key, access_token, password ...)."""
+    """A copy of nested plain values without the keys that name a secret (api_key, access_token, password ...) or whose
+    text holds one (WANDB_API_KEY=..., https://user:password@host).
+    """
     if isinstance(value, dict):
         return {
             name: without_secrets(item)
             for name, item in value.items()
-            if not SECRET.search(str(name).lower().replace("-", "_"))
+            if not (_names_secret(str(name)) or (isinstance(item, str) and _holds_secret(item)))
         }
     if isinstance(value, list | tuple):
         return [without_secrets(item) for item in value]
     return value
+
+
+def _names_secret(name: str) -> bool:
+    return SECRET.search(name.lower().replace("-", "_")) is not None
+
+
+def _holds_secret(text: str) -> bool:
+    return any(found["name"] is None or _names_secret(found["name"]) for found in SECRET_TEXT.finditer(text))

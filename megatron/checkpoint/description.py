@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.directory import iteration_of
-from megatron.checkpoint.layers import COMPUTED_BUFFERS, layer_files
+from megatron.checkpoint.layers import COMPUTED_BUFFERS, layer_files, load_layer_file
 from megatron.checkpoint.manifest import find_damage, read_manifest
 from megatron.checkpoint.optimizer import FILES as OPTIMIZER_FILES
 from megatron.checkpoint.state import STATE_FILE
-from megatron.checkpoint.storage import CheckpointError, load_file, load_tensors
+from megatron.checkpoint.storage import load_file
 from megatron.model.positional import PositionalMethod, build
 from megatron.model.settings import ModelSettings
 
@@ -68,10 +68,8 @@ def _tensors(files: dict[int, list[Path]], *, per_layer: bool) -> tuple[dict[str
     counts: dict[str, int] = {}
     dtypes: set[str] = set()
     for index, paths in files.items():
-        shards = [load_tensors(path, mapped=True) for path in paths]
+        shards = [load_layer_file(path) for path in paths]
         for name, tensor in shards[0].items():
-            if not torch.is_tensor(tensor):
-                raise CheckpointError(f"{paths[0]}: {name} is a {type(tensor).__name__}, not a tensor")
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
             if name in COMPUTED_BUFFERS:
                 continue
@@ -101,7 +99,7 @@ def positional_methods(files: dict[int, list[Path]], settings: ModelSettings) ->
         if not 2 <= index < settings.num_layers + 2:
             continue
         method = _method(settings)
-        parameters = _positional(load_tensors(path, mapped=True), method)
+        parameters = _positional(load_layer_file(path), method)
         if method.embeds or (not parameters and list(method.parameters())):
             continue
         method.load_state_dict({**method.state_dict(), **parameters})
@@ -152,7 +150,7 @@ def differences(first: dict[str, Any], second: dict[str, Any], first_step: Path,
             tensors[f"layer {index}"] = f"{len(pairs[0])} and {len(pairs[1])} tensor-parallel shards"
             continue
         for left_path, right_path in zip(*pairs, strict=True):
-            left, right = (load_tensors(path, mapped=True) for path in (left_path, right_path))
+            left, right = (load_layer_file(path) for path in (left_path, right_path))
             for name in sorted(left.keys() | right.keys()):
                 difference = _difference(left.get(name), right.get(name))
                 if difference:

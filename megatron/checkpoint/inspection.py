@@ -9,9 +9,9 @@ from typing import Any
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.description import describe, differences
 from megatron.checkpoint.directory import STEP, find_step, iteration_of
-from megatron.checkpoint.layers import layer_files
+from megatron.checkpoint.layers import layer_files, load_layer_file
 from megatron.checkpoint.manifest import MANIFEST, find_damage, write_manifest_of_folder
-from megatron.checkpoint.storage import CheckpointError, load_file, load_tensors
+from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.model.settings import ModelSettings
 
 
@@ -61,7 +61,7 @@ def _describe(step: Path) -> dict[str, Any]:
         config = checkpoint_config(step)
     except CheckpointError as error:
         return {**describe(step), "configuration": str(error)}
-    rows = sum(load_tensors(path, mapped=True)["word_embeddings.weight"].shape[0] for path in layer_files(step)[0])
+    rows = sum(load_layer_file(path)["word_embeddings.weight"].shape[0] for path in layer_files(step)[0])
     return describe(step, ModelSettings.from_config(config, rows))
 
 

@@ -101,7 +101,7 @@ def read_layer(
 
     Raises CheckpointError for a tensor that the model lacks or the file lacks, or of another shape.
     """
-    shards = [load_tensors(path, mapped=True) for path in files]
+    shards = [load_layer_file(path) for path in files]
     if shapes_only:
         shards = [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
     where = files[0]
@@ -117,6 +117,17 @@ def read_layer(
     return {
         name: merge_shards(name, [shard[name] for shard in shards], shape, where) for name, shape in expected.items()
     }
+
+
+def load_layer_file(path: Path) -> dict[str, Tensor]:
+    """Name -> tensor, mapped. Raises CheckpointError for a file that holds anything else."""
+    state = load_tensors(path, mapped=True)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__} instead of named tensors")
+    for name, value in state.items():
+        if not torch.is_tensor(value):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor")
+    return state
 
 
 def full_shapes(layer: nn.Module, tensor_size: int) -> dict[str, torch.Size]:

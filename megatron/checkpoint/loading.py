@@ -13,7 +13,7 @@ from megatron.checkpoint import contents, forward_pass, random_state, release
 from megatron.checkpoint.configuration import checkpoint_config, model_differences
 from megatron.checkpoint.directory import find_whole_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import read_tensor
-from megatron.checkpoint.manifest import find_damage
+from megatron.checkpoint.manifest import find_damage, saved_by_this_project
 from megatron.checkpoint.optimizer import SavedState, full_shape, slice_parameter
 from megatron.checkpoint.sizes import check_sizes
 from megatron.checkpoint.state import STATE_FILE, TrainingState
@@ -111,7 +111,10 @@ def _go_on(engine, config: Config, step: Path, report: Report) -> TrainingState:
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: holds a {type(saved).__name__} instead of a dictionary; the file is damaged")
     if "training" not in saved:
+        if saved_by_this_project(step):
+            raise CheckpointError(f"{path}: does not say where the run stands; the checkpoint is not whole")
         return _go_on_from_release(engine, config, step, saved, report)
+    contents.check_run_state(saved, path)
     state = TrainingState.from_dict(saved["training"])
     if saved["global_batch"] != engine.global_batch:
         report(
@@ -172,7 +175,10 @@ def _restore_random_states(engine, saved: dict[str, Any], step: Path, report: Re
     elif any(saved["shape"][size] != engine.shape()[size] for size in parallel):
         report(f"{step}: its random states are of other ranks than these; they are seeded anew")
     else:
-        random_state.restore(load_file(file))
+        try:
+            random_state.restore(load_file(file))
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {error}; the file is damaged") from error
 
 
 def _go_on_from_release(engine, config: Config, step: Path, saved: dict, report: Report) -> TrainingState:

@@ -173,6 +173,13 @@ def _zero3_piece(wrapper: Any, base: torch.optim.Optimizer, parameter: nn.Parame
     return Piece(parameter.ds_shape, start, flat.detach().narrow(0, offset, numel), group, flat, offset)
 
 
+def _check_entry(name: str, entry: dict[str, Any]) -> None:
+    """Raises ValueError, or KeyError, for what is not a piece of a parameter."""
+    end = int(entry["start"]) + max((tensor.numel() for tensor in entry.values() if torch.is_tensor(tensor)), default=0)
+    if int(entry["step"]) < 0 or int(entry["start"]) < 0 or end > torch.Size(entry["shape"]).numel():
+        raise ValueError(f"{name}: its piece does not fit its shape {tuple(entry['shape'])}")
+
+
 class SavedState:
     """The optimizer's files of a checkpoint, read by parameter."""
 
@@ -184,9 +191,12 @@ class SavedState:
             content = load_tensors(path, mapped=True)
             try:
                 for name, entry in content["parameters"].items():
+                    _check_entry(name, entry)
                     self._entries.setdefault(name, {}).setdefault(int(content["tensor_rank"]), []).append(entry)
-            except (KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{path}: is not an optimizer's file; the checkpoint is damaged") from error
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path}: is not an optimizer's file ({error}); the checkpoint is damaged"
+                ) from error
 
     def __bool__(self) -> bool:
         return bool(self._entries)

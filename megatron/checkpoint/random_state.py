@@ -26,7 +26,14 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what `capture` took."""
+    """Put back what `capture` took. Raises ValueError for anything else."""
+    try:
+        _restore(state)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"these are not random states ({error})") from error
+
+
+def _restore(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

@@ -8,9 +8,9 @@ import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_whole_step
-from megatron.checkpoint.layers import layer_files, load_layers
+from megatron.checkpoint.layers import layer_files, load_layer_file, load_layers
 from megatron.checkpoint.sizes import check_sizes
-from megatron.checkpoint.storage import CheckpointError, load_tensors
+from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -59,7 +59,7 @@ def _embedding_rows(files: dict[int, list[Path]]) -> int:
         raise CheckpointError(f"{next(iter(files.values()))[0].parent}: has no file of layer 0 (the embedding)")
     rows = 0
     for path in files[0]:
-        state = load_tensors(path, mapped=True)
+        state = load_layer_file(path)
         if EMBEDDING not in state:
             raise CheckpointError(f"{path}: holds no {EMBEDDING}")
         rows += state[EMBEDDING].shape[0]

@@ -112,6 +112,43 @@ def test_released_checkpoint_with_a_malicious_file(kind, tmp_path):
     assert not (tmp_path / "written").exists()
 
 
+def without(name):
+    return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("layer_02-model_00-model_states.pt", lambda _: [1], "holds a list instead of named tensors"),
+        ("layer_00-model_00-model_states.pt", lambda _: {"word_embeddings.weight": 3}, "weight is a int, not a tensor"),
+        (
+            "random_rank_00000.pt",
+            lambda state: {**state, "torch": torch.zeros(3, dtype=torch.uint8)},
+            "not random",
+        ),
+        ("mp_rank_00_model_states.pt", without("shape"), "shape is missing"),
+        ("mp_rank_00_model_states.pt", without("training"), "does not say where the run stands"),
+        ("optimizer_rank_00000.pt", without("parameters"), "is not an optimizer's file"),
+        (
+            "optimizer_rank_00000.pt",
+            lambda state: {
+                **state,
+                "parameters": {name: {**entry, "shape": (3,)} for name, entry in state["parameters"].items()},
+            },
+            "is not an optimizer's file .*does not fit its shape",
+        ),
+    ],
+)
+def test_data_of_another_form_is_named(kind, change, message, run, tmp_path, data_path):
+    """Nothing of it can run, and it is no reason for a traceback either."""
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    step = tmp_path / "checkpoints" / "global_step2"
+    torch.save(change(load_file(step / kind)), step / kind)
+    write_manifest_of_folder(step, 2)
+    with pytest.raises(CheckpointError, match=rf"{kind}: .*{message}"):
+        train(Config.from_flat(settings(tmp_path, data_path) | {"train_iters": 3}))
+
+
 def test_own_checkpoints_hold_no_secrets(run):
     step = run / "checkpoints" / "global_step2"
     for path in step.rglob("*"):
@@ -124,5 +161,7 @@ def test_own_checkpoints_hold_no_secrets(run):
 
 def test_what_counts_as_a_secret():
     keys = {"api_key": 1, "WANDB-API-KEY": 1, "access_token": 1, "password": 1, "client_secret": 1, "private_key": 1}
+    keys |= {"hf_token": "x", "launcher_args": "--export WANDB_API_KEY=x", "data_path": "https://me:word@host/data"}
     kept = {"tokenizer_type": "x", "eval_tokens": 3, "seed": 1, "key": 2, "nested": [{"maximum_tokens": 1}]}
+    kept |= {"eos_token": "<|endoftext|>", "comment": "a key=1", "url": "https://host:8080/data"}
     assert without_secrets({**keys, **kept}) == kept

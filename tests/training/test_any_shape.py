@@ -1,11 +1,12 @@
 """Saved in one parallel layout, resumed in any other: the losses of the unbroken run, optimizer's state included."""
 
 import pytest
+import torch
 
 from megatron.config import Config
 from megatron.training.loop import train
 from tests.support.ranks import Ranks
-from tests.support.runs import go_back, metrics, training_settings
+from tests.support.runs import go_back, metrics, training_settings, weights
 
 LAYOUTS = {
     "one": {},
@@ -85,3 +86,14 @@ def test_resumed_in_another_layout(source, target, ranks, saved, tmp_path, data_
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_every_layout_resumes_every_other(source, target, ranks, saved, tmp_path, data_path):
     resume(ranks, saved, source, target, tmp_path, data_path)
+
+
+def test_zero_3_gathers_the_kernels_it_has_cut(ranks, saved, tmp_path, data_path):
+    """By default parameters of a few elements are left whole; at a threshold of 0 each rank holds half of every one."""
+    cut = {"num_gpus": 2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    trained(ranks, "zero-3", training_settings(tmp_path, data_path, **cut))
+    for name in ("train/loss", "kernel/bias_p/mean", "kernel/bias_a/max"):
+        assert metrics(tmp_path, name) == pytest.approx(metrics(saved("one"), name), abs=1e-4), name
+    whole, gathered = (weights(folder, 6) for folder in (saved("one"), tmp_path))
+    assert whole.keys() == gathered.keys()
+    assert all(torch.allclose(gathered[name], tensor, atol=1e-3) for name, tensor in whole.items())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.layers import layer_file
 from megatron.checkpoint.storage import CheckpointError, load_file
@@ -136,3 +137,27 @@ def test_another_size_names_both_sides_before_a_model_is_built(keys, message, co
     monkeypatch.setattr("megatron.training.loop.Engine", build)
     with pytest.raises(CheckpointError, match=message):
         train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches what is computed: the most elements of a tensor that has memory."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(tensor) and not tensor.is_meta:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "learned", "rpe"])
+def test_a_hundred_billion_parameters_are_refused_without_their_memory(method, corpus, tmp_path):
+    sizes = {"num_layers": 96, "hidden_size": 9216, "num_attention_heads": 72, "max_position_embeddings": 131_072}
+    with (
+        LargestTensor() as watched,
+        pytest.raises(CheckpointError, match=r"index 6.*would have 100"),
+    ):
+        train(Config.from_flat(released_settings(tmp_path, corpus, method, **sizes)))
+    assert 0 < watched.elements < 10_000

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.layers import layer_files
-from megatron.checkpoint.storage import CheckpointError, load_tensors
+from megatron.checkpoint.layers import layer_files, load_layer_file
+from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.gpt import GPT
 
@@ -43,9 +43,7 @@ def check_finite(step: Path) -> dict[str, Any]:
     dtypes: set[str] = set()
     for paths in files.values():
         for path in paths:
-            for name, tensor in load_tensors(path).items():
-                if not torch.is_tensor(tensor):
-                    raise CheckpointError(f"{path}: {name} is not a tensor")
+            for name, tensor in load_layer_file(path).items():
                 dtypes.add(str(tensor.dtype).removeprefix("torch."))
                 bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
                 if bad:

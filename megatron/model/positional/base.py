@@ -196,7 +196,12 @@ def draw_layer(layer: nn.Module, generator: torch.Generator | None) -> None:
 
 @torch.no_grad()
 def draw(parameter: Tensor, kind: str, first: float, second: float, generator: torch.Generator | None) -> None:
-    """Fill a parameter with `uniform` (low, high) or `normal` (mean, std) float32 draws, on the generator's device."""
+    """Fill a parameter with `uniform` (low, high) or `normal` (mean, std) float32 draws, on the generator's device.
+
+    Nothing is drawn for a parameter on the meta device, which has a shape and no memory.
+    """
+    if parameter.is_meta:
+        return
     drawn = torch.empty(
         parameter.shape, dtype=torch.float32, device=generator.device if generator is not None else "cpu"
     )
