@@ -25,7 +25,7 @@ from megatron.model.gpt import GPT
 from megatron.model.positional import method_class
 from megatron.model.settings import ModelSettings
 
-# Methods of the release, under its names.
+# Methods of the release, under its names: a fact about its code, which the registry, where more are added, cannot tell.
 METHODS = (
     "none",
     "learned",
