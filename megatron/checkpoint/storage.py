@@ -54,11 +54,16 @@ class _Recorded:
     def __init__(self, handle: BinaryIO):
         self._handle = handle
         self.size = self.crc32 = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
         self.size += memoryview(data).nbytes
-        return self._handle.write(data)
+        try:
+            return self._handle.write(data)
+        except OSError as error:
+            self.error = error  # torch.save raises another in its place
+            raise
 
     def flush(self) -> None:
         self._handle.flush()
@@ -75,7 +80,10 @@ def save_file(
     """
     with open(path, "wb") as handle, _zip_checksums(zip_checksums):
         recorded = _Recorded(handle)
-        torch.save(value, recorded)
+        try:
+            torch.save(value, recorded)
+        except RuntimeError as error:
+            raise recorded.error or error from error
         handle.flush()
         sync(handle.fileno())
     return FileRecord(recorded.size, recorded.crc32)

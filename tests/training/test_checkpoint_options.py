@@ -1,6 +1,7 @@
 """Keys about checkpoints: fallback, async-save, checkpoint-validation-with-forward-pass, another precision."""
 
 import json
+import resource
 import shutil
 import threading
 
@@ -126,6 +127,22 @@ def test_error_in_the_background_is_told_and_keeps_the_last_checkpoint(tmp_path,
         trained(tmp_path, data_path, train_iters=12, async_save=True)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["global_step3", "global_step6", "latest"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_full_disk_is_told_and_keeps_the_last_checkpoint(asynchronous, tmp_path, data_path):
+    """A real one: the system refuses to make files longer than 60 kB."""
+    trained(tmp_path, data_path, train_iters=3)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"global_step6.*OSError: .*File too large.*saved before are untouched"
+        ):
+            trained(tmp_path, data_path, async_save=asynchronous)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["global_step3", "latest"]
 
 
 @pytest.mark.parametrize("layout", [{}, {"num_gpus": 2, "pipe_parallel_size": 2}], ids=["one", "pipeline"])
