@@ -1,6 +1,7 @@
 """Checks that look at more than one key. They run before anything is started."""
 
 import difflib
+import math
 from typing import TYPE_CHECKING
 
 from megatron.config.data_split import split_shares
@@ -17,6 +18,7 @@ def check_groups(config: "Config") -> None:
     _check_positions(config)
     _check_parallel(config)
     _check_optimization(config)
+    _check_extrapolation(config)
     _check_data(config)
     _check_runs(config)
 
@@ -61,7 +63,9 @@ def _check_positions(config: "Config") -> None:
         raise UserError(f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}')
     _check_method(model, config.parallel.model_parallel_size)
     rows = model.max_position_embeddings
-    for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
+    lengths = [("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)]
+    lengths += [("extrapolation_lengths", length) for length in config.training.extrapolation_lengths or ()]
+    for name, length in lengths:
         if model.pos_emb == "learned" and length is not None and length > rows:
             raise UserError(
                 f"{name} {length} is more than max_position_embeddings {rows}: pos_emb learned has a row for every "
@@ -119,6 +123,32 @@ def _check_optimization(config: "Config") -> None:
     optimizer, schedule = config.optimizer, config.schedule
     if schedule.min_lr > optimizer.lr:
         raise UserError(f"min_lr {schedule.min_lr} is more than optimizer.params.lr {optimizer.lr}")
+
+
+def _check_extrapolation(config: "Config") -> None:
+    training, parallel = config.training, config.parallel
+    lengths = training.extrapolation_lengths
+    if lengths is None:
+        if training.extrapolation_tokens is not None:
+            raise UserError("extrapolation_tokens is set, but extrapolation_lengths is not")
+        return
+    for unserved, key in (
+        (parallel.pipe_parallel_size > 1, f"pipe_parallel_size {parallel.pipe_parallel_size}"),
+        (parallel.model_parallel_size > 1, f"model_parallel_size {parallel.model_parallel_size}"),
+        (config.optimizer.zero_stage == 3, "zero_optimization.stage 3"),
+    ):
+        if unserved:
+            raise UserError(
+                f"extrapolation_lengths with {key} is not supported: long texts need the whole model on each rank; "
+                "leave it out, and evaluate the checkpoints with evaluate.py"
+            )
+    common, budget = math.lcm(*lengths), training.extrapolation_budget
+    if common > budget:
+        raise UserError(
+            f"extrapolation_lengths {', '.join(map(str, lengths))} must score the same tokens, so their least common "
+            f"multiple, {common:,}, must not be more than extrapolation_tokens, {budget:,}; choose lengths that divide "
+            "the longest, or raise extrapolation_tokens"
+        )
 
 
 def _check_data(config: "Config") -> None:

@@ -180,7 +180,7 @@ class Engine:
             self.engine.backward(loss)
             self.engine.step()
             total += loss.detach()
-        return self._mean_over_replicas(total / self.accumulation)
+        return self.mean_over_replicas(total / self.accumulation)
 
     @torch.no_grad()
     def validate(self, batches: Iterator[Batch], count: int) -> float:
@@ -196,7 +196,7 @@ class Engine:
             batch = self._to_device(next(batches))
             total += self.model.loss(batch["tokens"], batch["labels"], batch.get("loss_mask"))
         self.model.train()
-        return float(self._mean_over_replicas(total / count))
+        return float(self.mean_over_replicas(total / count))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -270,7 +270,8 @@ class Engine:
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def _mean_over_replicas(self, value: Tensor) -> Tensor:
+    def mean_over_replicas(self, value: Tensor) -> Tensor:
+        """The mean over data-parallel replicas, in place; every rank calls it together."""
         if self.layout.data_size > 1:
             from megatron.core import parallel_state
 

@@ -17,6 +17,7 @@ from megatron.data import build_datasets, build_loader, document_lengths
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training import distributed, metrics
 from megatron.training.engine import Batch, Engine
+from megatron.training.extrapolation import ExtrapolationCurves
 from megatron.training.logging import Reporter, Trackers, readable_time
 from megatron.training.schedule import Schedule
 from megatron.training.signals import StopRequest
@@ -35,6 +36,7 @@ class Run:
     report: Reporter
     trackers: Trackers
     checkpointer: Checkpointer | None
+    curves: ExtrapolationCurves | None
     flops_per_token: float
     train_batches: Iterator[Batch] | None
     valid_dataset: object | None
@@ -92,6 +94,7 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
         raise UserError(f"{where}; train-iters is 0, which evaluates a trained model")
     _note_save_folder(config, report)
     datasets = _datasets(config, tokenizer, layout, report)
+    curves = ExtrapolationCurves(config, layout, report) if config.training.extrapolation_lengths else None
     engine = Engine(config, vocabulary, layout, report)
     counts = engine.count_parameters()
     report(f"attention: {engine.attention_choice()}")
@@ -113,6 +116,7 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
         report=report,
         trackers=Trackers(config, layout),
         checkpointer=Checkpointer(engine, config, report) if config.checkpoint.save else None,
+        curves=curves,
         flops_per_token=metrics.flops_per_token(counts["outside_embedding"], engine.settings, config.model.seq_length),
         train_batches=train_batches,
         valid_dataset=datasets.valid,
@@ -213,9 +217,9 @@ def _steps(run: Run, stop: StopRequest) -> str | None:
         leave = _reason_to_leave(stop, training.exit_interval, state.iteration) if not last else None
         if _due(state.iteration, training.log_interval) or last or leave:
             log.write(rate)
-        if _due(state.iteration, training.eval_interval) and training.eval_iters and not leave:
+        if _due(state.iteration, training.eval_interval) and not leave:
             with log.paused():
-                _validate(run)
+                _evaluate(run)
         if run.checkpointer is not None and (_due(state.iteration, config.checkpoint.save_interval) or last or leave):
             with log.paused():
                 log.check()
@@ -248,6 +252,14 @@ def _due(iteration: int, every: int | None) -> bool:
 # -- validation -------------------------------------------------------------------------------------------------------
 
 
+def _evaluate(run: Run) -> None:
+    """What is due every `eval-interval`: a validation, and the curves of extrapolation."""
+    if run.config.training.eval_iters:
+        _validate(run)
+    if run.curves is not None:
+        run.curves.measure(run)
+
+
 def _validate(run: Run, dataset: str = "valid") -> float | None:
     """Mean loss over the next `eval-iters` batches of the validation samples, printed and tracked."""
     source = run.valid_dataset if dataset == "valid" else run.test_dataset
@@ -273,7 +285,9 @@ def _validate(run: Run, dataset: str = "valid") -> float | None:
 
 
 def _final_evaluation(run: Run) -> None:
-    """Validation and test at the end; all there is when `train-iters` is 0."""
+    """Validation, curves and test at the end; all there is when `train-iters` is 0."""
+    if run.curves is not None and run.curves.measured_at != run.state.iteration:
+        run.curves.measure(run)
     if not run.config.training.eval_iters:
         return
     if run.valid_dataset is None and run.config.schedule.train_iters == 0:

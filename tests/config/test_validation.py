@@ -38,6 +38,28 @@ from megatron.config import Config, UserError
             "zero_optimization.stage 3 with model_parallel_size 2 is not supported",
         ),
         ({"min_lr": 1.0}, "min_lr 1.0 is more than optimizer.params.lr 0.001"),
+        ({"extrapolation-tokens": 64}, "extrapolation_tokens is set, but extrapolation_lengths is not"),
+        (
+            {"extrapolation-lengths": [16, 32], "pipe-parallel-size": 2},
+            "extrapolation_lengths with pipe_parallel_size 2 is not supported",
+        ),
+        (
+            {"extrapolation-lengths": [16, 32], "model-parallel-size": 2},
+            "extrapolation_lengths with model_parallel_size 2 is not supported",
+        ),
+        (
+            {"extrapolation-lengths": [16, 32], "zero_optimization": {"stage": 3}},
+            "extrapolation_lengths with zero_optimization.stage 3 is not supported",
+        ),
+        (
+            {"extrapolation-lengths": [16, 48], "extrapolation-tokens": 40},
+            "16, 48 must score the same tokens, so their least common multiple, 48, .* extrapolation_tokens, 40",
+        ),
+        ({"extrapolation-lengths": [256, 257]}, "least common multiple, 65,792, must not be more .* 65,536"),
+        (
+            {"extrapolation-lengths": [16, 32], "pos-emb": "learned"},
+            "extrapolation_lengths 32 is more than max_position_embeddings 16",
+        ),
         ({"data-path": "a", "train-data-paths": ["b"]}, "data_path and train_data_paths are both given"),
         (
             {"train-data-paths": ["a", "b"], "train-data-weights": [1.0]},
@@ -67,6 +89,7 @@ def test_what_looks_alike_and_is_fine(flat):
     Config.from_flat({**flat, "zero_optimization": {"stage": 1}, "pipe-parallel-size": 2})
     Config.from_flat({**flat, "zero_optimization": {"stage": 3}})
     Config.from_flat({**flat, "pos-emb": "alibi", "max-position-embeddings": 8})
+    Config.from_flat({**flat, "extrapolation-lengths": [131_072], "pipe-parallel-size": 1})
     Config.from_flat({**flat, "finetune": True, "load": "somewhere", "iteration": 0})
 
 

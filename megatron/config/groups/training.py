@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from megatron.config.groups.base import Group, Int, key
+from megatron.config.groups.base import Group, Int, Ints, key
+
+EXTRAPOLATION_TOKENS = 65_536
 
 
 class TrainingConfig(Group):
@@ -12,6 +14,18 @@ class TrainingConfig(Group):
     eval_interval: Int = key(1000, "Optimizer steps between validations.", ge=1)
     eval_iters: Int = key(100, "Batches per validation. 0: no validation.", ge=0)
     seq_length_val: Int | None = key(None, "Validation length, in tokens. Default: seq_length.", ge=1)
+    extrapolation_lengths: Ints | None = key(
+        None,
+        """Lengths, in tokens, at which the loss of the validation text is measured at every eval_interval, a curve for
+        each. Default: none. Not with a pipeline, tensor parallelism or ZeRO 3.""",
+        min_length=1,
+    )
+    extrapolation_tokens: Int | None = key(
+        None,
+        f"""Tokens of the validation text to score for that, the same ones at every length. Default:
+        {EXTRAPOLATION_TOKENS:,}, or one segment of the longest length.""",
+        ge=1,
+    )
     log_interval: Int = key(100, "Optimizer steps between two lines of the log.", ge=1)
     checkpoint_activations: bool = key(
         False, "True: activations inside the blocks are computed again in the backward pass, to save memory."
@@ -23,6 +37,11 @@ class TrainingConfig(Group):
     deepspeed_extra_args: dict[str, Any] = key(
         {}, "Further keys of DeepSpeed's configuration, handed over as they are; those set from other keys are refused."
     )
+
+    @property
+    def extrapolation_budget(self) -> int:
+        """The most tokens to score at each of `extrapolation_lengths`."""
+        return self.extrapolation_tokens or max(EXTRAPOLATION_TOKENS, *self.extrapolation_lengths)
 
 
 class LoggingConfig(Group):
