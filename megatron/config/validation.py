@@ -63,9 +63,7 @@ def _check_positions(config: "Config") -> None:
         raise UserError(f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}')
     _check_method(model, config.parallel.model_parallel_size)
     rows = model.max_position_embeddings
-    lengths = [("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)]
-    lengths += [("extrapolation_lengths", length) for length in config.training.extrapolation_lengths or ()]
-    for name, length in lengths:
+    for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
         if model.pos_emb == "learned" and length is not None and length > rows:
             raise UserError(
                 f"{name} {length} is more than max_position_embeddings {rows}: pos_emb learned has a row for every "

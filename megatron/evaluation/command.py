@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, evaluate every checkpoint on the same text, write one report. Raises UserError."""
     config, options = parse_with_checkpoint(DESCRIPTION, argv, _options, several=True)
     request = tasks.Request.of(config, options)
-    if request is not None and (options.lengths or options.tokens):
-        raise UserError("eval_tasks: tasks have texts of their own; measure --lengths and --tokens in another run")
+    if request is not None and (options.lengths or options.tokens or options.modes != ["full"]):
+        raise UserError("eval_tasks: --lengths, --tokens and --modes are not about tasks; give them in another run")
     for name in options.modes:
         parse_mode(name, config.model.seq_length)
     if not first_process():

@@ -17,12 +17,13 @@ class ExtrapolationCurves:
     """Measures `extrapolation-lengths` on the same tokens each time, the same ones at every length.
 
     The replicas share the text. Nothing random is drawn, and the weights are only read: a run's losses are the same
-    without it. Raises UserError, before anything is built, for a text that is too short.
+    without it. A length that the positional method does not know has no curve. Raises UserError, before anything is
+    built, for a text that is too short.
     """
 
     def __init__(self, config: Config, layout: Layout, report: Reporter):
         training = config.training
-        self.lengths = training.extrapolation_lengths
+        self.lengths = tuple(dict.fromkeys(training.extrapolation_lengths))
         self.measured_at: int | None = None
         unit = math.lcm(*self.lengths)
         tokens = evaluation_tokens(config, "valid", training.extrapolation_budget + 1)
@@ -33,7 +34,8 @@ class ExtrapolationCurves:
                 f"tokens, and one more than {unit:,} are needed; choose shorter lengths, or give it more of split"
             )
         self.tokens = units * unit
-        first, last = (rank * units // layout.data_size for rank in (layout.data_rank, layout.data_rank + 1))
+        # Rounded up, so that where replicas have nothing to do, the first, which prints, is not one of them.
+        first, last = (-(-rank * units // layout.data_size) for rank in (layout.data_rank, layout.data_rank + 1))
         self._share = tokens[first * unit : last * unit + 1]
         report(
             f"extrapolation: {self.tokens:,} validation tokens at each of {len(self.lengths)} lengths, every "
@@ -57,13 +59,15 @@ class ExtrapolationCurves:
                 progress=False,
             )
             for place, row in enumerate(rows):
+                if row["note"] and self.measured_at is None:
+                    run.report(f"extrapolation at length {row['length']:,}: n/a: {row['note']}")
                 totals[place] = math.nan if row["loss"] is None else row["loss"] * scored
         means = engine.mean_over_replicas(totals) * engine.layout.data_size / self.tokens
         self.measured_at = iteration
         values, texts = {}, []
         for length, loss in zip(self.lengths, means.tolist(), strict=True):
             if not math.isfinite(loss):
-                texts.append(f"{length:,}: not finite")
+                texts.append(f"{length:,}: n/a")
                 continue
             perplexity = math.exp(min(loss, 700.0))
             texts.append(f"{length:,}: {perplexity:.3f}")

@@ -286,17 +286,16 @@ def _validate(run: Run, dataset: str = "valid") -> float | None:
 
 def _final_evaluation(run: Run) -> None:
     """Validation, curves and test at the end; all there is when `train-iters` is 0."""
-    if run.curves is not None and run.curves.measured_at != run.state.iteration:
-        run.curves.measure(run)
-    if not run.config.training.eval_iters:
-        return
-    if run.valid_dataset is None and run.config.schedule.train_iters == 0:
+    validated, trained = run.config.training.eval_iters > 0, run.config.schedule.train_iters > 0
+    if validated and run.valid_dataset is None and not trained:
         raise UserError(
             "train-iters is 0 and there are no validation documents: nothing to do. Check data-path and split"
         )
-    if run.validated_at != run.state.iteration:
+    if validated and run.validated_at != run.state.iteration:
         _validate(run)
-    if run.config.schedule.train_iters > 0:
+    if run.curves is not None and run.curves.measured_at != run.state.iteration:
+        run.curves.measure(run)
+    if validated and trained:
         _validate(run, "test")
 
 

@@ -56,10 +56,6 @@ from megatron.config import Config, UserError
             "16, 48 must score the same tokens, so their least common multiple, 48, .* extrapolation_tokens, 40",
         ),
         ({"extrapolation-lengths": [256, 257]}, "least common multiple, 65,792, must not be more .* 65,536"),
-        (
-            {"extrapolation-lengths": [16, 32], "pos-emb": "learned"},
-            "extrapolation_lengths 32 is more than max_position_embeddings 16",
-        ),
         ({"data-path": "a", "train-data-paths": ["b"]}, "data_path and train_data_paths are both given"),
         (
             {"train-data-paths": ["a", "b"], "train-data-weights": [1.0]},

@@ -176,7 +176,11 @@ def test_other_processes_of_a_launch_leave_the_work_to_the_first(tmp_path, confi
         ({}, ["--lengths", "64", "--tokens", "63"], "a budget of 63 tokens holds no segment of 64"),
         ({}, ["--modes", "full", "sliding"], "'sliding' is not known"),
         ({}, ["--modes", "blockwise@33"], "33 is odd"),
-        ({"eval_tasks": ["lambada_openai"]}, ["--lengths", "32"], "eval_tasks: tasks have texts of their own"),
+        (
+            {"eval_tasks": ["lambada_openai"]},
+            ["--lengths", "32"],
+            "eval_tasks: --lengths, --tokens and --modes are not about tasks",
+        ),
         ({"pos_emb": "alibi"}, [], "pos_emb kerple_log in the checkpoint, alibi here"),
         ({"data_path": "nodata"}, ["--lengths", "32"], "nodata"),
         ({"data_path": None}, ["--lengths", "32"], "data-path"),

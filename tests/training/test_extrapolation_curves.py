@@ -100,6 +100,17 @@ def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_pa
     assert "validation at" not in capsys.readouterr().out
 
 
+def test_a_length_beyond_a_table_has_no_curve(tmp_path, data_path, capsys):
+    """So that one file serves all methods."""
+    keys = {"pos_emb": "learned", "train_iters": 4, "save": None, "load": None, **CURVES}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert list(metrics(tmp_path, "extrapolation/loss/32")) == [3, 4]
+    assert not metrics(tmp_path, "extrapolation/loss/128")
+    console = capsys.readouterr().out
+    assert console.count("extrapolation at length 128: n/a: learned positions end at 31") == 1
+    assert console.count(" | 128: n/a | ") == 2
+
+
 def test_a_text_that_is_too_short_is_refused_before_training(tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, extrapolation_lengths=[32, 4096])
     with pytest.raises(UserError, match=r"32, 4096: the validation text has 1,608 tokens, and one more than 4,096"):
