@@ -88,5 +88,5 @@ def test_evaluation_as_in_the_release():
 
 
 def test_two_of_a_kind_do_not_mix():
-    with pytest.raises(UserError, match=r'rotary\.yml:2: "pos-emb" was given before, as "pos-emb" at .*alibi\.yml:2'):
+    with pytest.raises(UserError, match=r'rotary\.yml:4: "pos-emb" was given before, as "pos-emb" at .*alibi\.yml:2'):
         load_config(["small_bf16", "pos_emb/alibi", "pos_emb/rotary"], CONFIGS)
