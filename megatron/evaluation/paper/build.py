@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.storage import CheckpointError
 from megatron.config.errors import UserError
 from megatron.evaluation import plots
-from megatron.evaluation.paper import figures, speed
+from megatron.evaluation.paper import adaptive, figures, speed
 from megatron.evaluation.paper.drawing import PaperFigure
 from megatron.evaluation.paper.kernels import Kernel, kernels_of
 from megatron.evaluation.paper.page import Chapter, page
@@ -124,13 +123,13 @@ def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
     lengths: dict[tuple[str, int | None], dict[str, list[int]]] = {}
     names = published("kerple-3")
     for (setting, pos_emb), record in _one_seed(sources.records).items():
-        origin = (record.get("checkpoint") or {}).get("path")
         corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
-        found = _try_kernels(origin, (record.get("checkpoint") or {}).get("iteration"), sources)
+        name, file = names.name((pos_emb, "full")), f"{setting.corpus}-{setting.train_length}-{pos_emb}"
+        of = f"{name}, {corpus}" + (f", seed {record['seed']}" if record.get("seed") is not None else "")
+        found, adapted = _try_checkpoint(record.get("checkpoint") or {}, sources, of, file)
+        drawn += adapted
         if found:
-            name = names.name((pos_emb, "full"))
-            of = f"{name}, {corpus}" + (f", seed {record['seed']}" if record.get("seed") is not None else "")
-            drawn += figures.kernel_figures(found, of=of, name=f"{setting.corpus}-{setting.train_length}-{pos_emb}")
+            drawn += figures.kernel_figures(found, of=of, name=file)
             ends = _ends(found)
             if ends:
                 lengths.setdefault((setting.corpus, setting.train_length), {})[name] = ends
@@ -140,10 +139,13 @@ def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
     ]
     named: dict[str, list[int]] = {}
     for folder in sources.checkpoints:
-        found = kernels_of(folder)
+        label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
+        found, adapted = kernels_of(folder), adaptive.figure_of(folder, of=label, name=label)
+        if adapted is not None:
+            drawn.append(adapted)
+            continue
         if not found:
             raise UserError(f"{folder}: its positional method is no function of the distance, so there is no kernel")
-        label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
         of = f"{names.name((found[0].pos_emb, 'full'))}, {label}"
         drawn += figures.kernel_figures(found, of=of, name=label)
         named |= {of: ends} if (ends := _ends(found)) else {}
@@ -170,14 +172,19 @@ def _one_seed(records: Iterable[Mapping[str, Any]]) -> dict[tuple[Setting, str],
     return found
 
 
-def _try_kernels(origin: str | None, iteration: int | None, sources: Sources) -> list[Kernel]:
+def _try_checkpoint(
+    checkpoint: Mapping[str, Any], sources: Sources, of: str, name: str
+) -> tuple[list[Kernel], list[PaperFigure]]:
+    """The kernels of a checkpoint that a record names, and DAPE's figure; a note where it cannot be read."""
+    origin, iteration = checkpoint.get("path"), checkpoint.get("iteration")
     if origin is None:
-        return []
+        return [], []
     try:
-        return kernels_of(origin, iteration)
-    except (CheckpointError, OSError) as error:
+        figure = adaptive.figure_of(origin, iteration, of=of, name=name)
+        return kernels_of(origin, iteration), [figure] if figure is not None else []
+    except (UserError, OSError) as error:
         sources.notes.append(f"No kernels are drawn of a checkpoint that cannot be read: {error}.")
-        return []
+        return [], []
 
 
 def _lead(records: Sequence[Mapping[str, Any]]) -> str:
