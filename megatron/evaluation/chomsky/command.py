@@ -18,7 +18,7 @@ from megatron.evaluation.chomsky.tasks import TASKS
 from megatron.files import write_atomically
 
 DESCRIPTION = "Train small transformers on the tasks of the Chomsky hierarchy, and test them on longer inputs."
-METHODS = ("none", "sinusoidal", "rotary", "alibi", "kerple_log")
+METHODS = ("none", "sinusoidal", "rotary", "alibi", "kerple_log", "fire", "dape_kerple")
 HELP = {
     "steps": "optimizer steps of each run",
     "batch": "samples in a batch",

@@ -1,7 +1,8 @@
 """The small transformer of the benchmark: an encoder, in which every position sees every other.
 
 A relative method is asked for the distance between query and key whichever comes first: its bias and weight become
-symmetric. Rotary and absolute positions tell the direction too.
+symmetric, and what DAPE or FIRE makes of a pair that looks ahead is what it makes of the pair seen from the other end.
+Rotary and absolute positions tell the direction too.
 
 Legend: b samples, s positions, h heads, d head size, e hidden size.
 """
@@ -88,15 +89,28 @@ class EncoderLayer(nn.Module):
         split = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4)
         query, key = positional.rotate(query, key, positions, positions)
-        if not (positional.has_bias or positional.has_weight):
+        if not (positional.has_bias or positional.has_weight or positional.adapts):
             context = F.scaled_dot_product_attention(query, key, value)
         else:
-            distance = (positions[:, None] - positions).abs().to(hidden.device)
-            bias, weight = (
-                None if table is None else table[:, distance] for table in tables(positional, length, hidden.device)
-            )
-            scores = (query @ key.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
-            scores = scores if weight is None else scores * weight
-            scores = scores if bias is None else scores + bias
-            context = scores.softmax(dim=-1).to(value.dtype) @ value
+            scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+            place = _adapted if positional.adapts else _placed
+            context = place(scores, query, positional, positions).softmax(dim=-1).to(value.dtype) @ value
         return context.transpose(1, 2).reshape(batch, length, size)
+
+
+def _placed(scores: Tensor, query: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+    """Scores `[b, h, s, s]` with the method's weight and bias."""
+    distance = (positions[:, None] - positions).abs().to(scores.device)
+    bias, weight = tables(positional, len(positions), scores.device)
+    scores = scores if weight is None else scores * weight[:, distance]
+    return scores if bias is None else scores + bias[:, distance]
+
+
+def _adapted(scores: Tensor, query: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+    """Scores `[b, h, s, s]` as the method's `adapt` makes them, which looks back from each end of a pair."""
+    ahead = torch.ones(len(positions), len(positions), dtype=torch.bool, device=scores.device).triu(1)
+    table = positional.table(positions.to(scores.device, torch.float32))
+    back, forth = (
+        positional.adapt(side, query, positions, positions, ahead, table) for side in (scores, scores.transpose(-1, -2))
+    )
+    return torch.where(ahead, forth.transpose(-1, -2), back)

@@ -48,11 +48,13 @@ class PositionalMethod(nn.Module):
     Attributes:
         shared: one instance serves all layers; False where each layer has its own.
         segment: for a method with `decay`, the most queries that it scales at once.
+        per_pair: for a method with `adapt`, what it makes of a pair depends on that pair's scores and positions alone.
         computed: names of tensors that older checkpoints hold for this method and that it computes itself.
         evaluation_options: options that change no weight, so that a trained model may be evaluated with others.
     """
 
     shared: bool = True
+    per_pair: bool = False
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
 

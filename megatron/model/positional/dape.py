@@ -125,6 +125,8 @@ class Adaptive(PositionalMethod):
 class PerPair(Adaptive):
     """Version 1: f sees one pair of query and key at a time."""
 
+    per_pair = True
+
     def layers(self, inputs: int, width: int, outputs: int) -> tuple[nn.Module, nn.Module]:
         return nn.Linear(inputs, width), nn.Linear(width, outputs)
 

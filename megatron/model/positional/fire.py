@@ -28,6 +28,7 @@ class Fire(PositionalMethod):
     """
 
     shared = False
+    per_pair = True
 
     def __init__(self, num_heads: int, mlp_width: int = 32, threshold: float = 512.0):
         super().__init__()

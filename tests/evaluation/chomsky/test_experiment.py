@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.config.errors import UserError
-from megatron.evaluation.chomsky.encoder import Encoder
+from megatron.evaluation.chomsky.encoder import Encoder, _adapted
 from megatron.evaluation.chomsky.experiment import Run, Settings
+from megatron.model.positional import ModelShape, build
 from tests.support.runs import ROOT, environment
 
 TINY = {
@@ -51,6 +54,34 @@ def test_encoder_attends_to_both_sides(pos_emb):
     hidden = hidden + layer.projection(context.reshape(2, 7, 16))
     hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
     torch.testing.assert_close(model(symbols), model.output(model.norm(hidden)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pos_emb", ["dape_kerple", "dape_alibi", "fire", "dape"])
+def test_adaptive_methods_look_ahead_as_they_look_back(pos_emb):
+    torch.manual_seed(1)
+    method = build(pos_emb, ModelShape(2, 8, 16, 1, 64)).double()
+    scores, positions = torch.randn(3, 2, 6, 6, dtype=torch.float64), torch.arange(6)
+    found = _adapted(scores, None, method, positions)
+
+    def static(distance, farther):
+        if pos_emb == "dape":
+            return None
+        if pos_emb == "fire":
+            length = max(abs(method.m.item() * 512.0), farther)
+            x = np.log(0.1 * distance + 1) / (np.log(0.1 * length + 1) + 1e-6)
+            return method.second(method.first(torch.tensor([x], dtype=torch.float64)).relu())
+        return method.static.bias(torch.tensor(float(distance))).double()
+
+    for m in range(6):
+        for n in range(6):
+            score, bias = scores[:, :, m, n], static(abs(m - n), max(m, n))
+            if pos_emb == "fire":
+                expected = score + bias
+            else:
+                inputs = score if bias is None else torch.cat((score, bias.expand(3, 2)), dim=1)
+                expected = score + method.second(F.leaky_relu(method.first(inputs), 0.01))
+                expected = expected if bias is None else expected + bias
+            torch.testing.assert_close(found[:, :, m, n], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_run_that_was_interrupted_ends_as_the_unbroken_one(tmp_path, monkeypatch):
@@ -123,6 +154,8 @@ def test_command_runs_what_is_missing_and_reports(tmp_path):
     ("words", "message"),
     [
         (("--methods", "kerple_lgo"), "did you mean kerple_log"),
+        (("--methods", "dape_v2"), "dape_v2 is defined over the keys before a query"),
+        (("--methods", "xpos"), "xpos is defined over the keys before a query"),
         (("--tasks", "sorting"), "invalid choice: 'sorting'"),
         (("--test_longest", "6"), "test_longest (6) must be beyond train_longest (6)"),
         (("--num_heads", "3"), "hidden_size 16 is no multiple of num_heads 3"),
