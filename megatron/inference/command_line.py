@@ -77,8 +77,11 @@ def parse_with_checkpoint(
         options, unknown = alone.parse_known_args(rest)
         if options.checkpoint and not unknown:
             options.own = True
-            config = checkpoint_config(_step(options.checkpoint[0], options.iteration, options.fallback))
             options.overrides = dict(map(_read_override, overrides))
+            step = _step(options.checkpoint[0], options.iteration, options.fallback)
+            # The module of a method from outside must be known before the checkpoint's configuration can be read.
+            module = {k: v for k, v in options.overrides.items() if canonical_path(k) == ("pos_emb_module",)}
+            config = checkpoint_config(step, module)
             return config.updated(**options.overrides), options
     return parse(description, words, add_options)
 

@@ -11,10 +11,9 @@ from megatron.checkpoint.convert.compare import with_float32_angles
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.storage import CheckpointError
 from megatron.inference import load_model
-from megatron.model.positional import registry
+from megatron.model.positional import primary_names, registry
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
-from tests.support.methods import one_name_each
 from tests.support.release import checkpoints
 
 CHARACTERS = TokenizerFiles("CharLevelTokenizer")
@@ -28,7 +27,7 @@ def longest(pos_emb: str) -> int:
     return TRAIN_LENGTH if pos_emb == "learned" else LONG
 
 
-@pytest.mark.parametrize("pos_emb", one_name_each())
+@pytest.mark.parametrize("pos_emb", primary_names())
 @torch.no_grad()
 def test_every_method(pos_emb, tmp_path):
     model, config = make_model(pos_emb)

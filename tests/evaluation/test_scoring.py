@@ -11,8 +11,8 @@ from megatron.evaluation.protocols import Segments, plan
 from megatron.evaluation.scoring import score
 from megatron.inference.decoder import as_decoder
 from megatron.model.attention import FULL, Span
+from megatron.model.positional import primary_names
 from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
-from tests.support.methods import one_name_each
 
 STREAM = random_tokens(400)
 
@@ -54,7 +54,7 @@ def test_callable_equals_the_definition(sizes):
 
 
 @pytest.mark.parametrize("span", [FULL, Span(window=1), Span(window=5), Span(window=24), Span(block=12)])
-@pytest.mark.parametrize("method", one_name_each())
+@pytest.mark.parametrize("method", primary_names())
 def test_chunks_equal_the_whole_for_every_method(method, span):
     """50 tokens in chunks of 16, three segments at once and one left over, float32 against float64 at once."""
     model = small_gpt(method)

@@ -7,8 +7,8 @@ import torch
 from megatron.config.errors import UserError
 from megatron.inference.generation import generate
 from megatron.inference.sampling import Sampling
+from megatron.model.positional import primary_names
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
-from tests.support.methods import one_name_each
 
 # Two of the same length, a single token, a long one.
 PROMPTS = [random_tokens(length, seed=seed).tolist() for seed, length in enumerate((5, 1, 9, 5, 23))]
@@ -28,7 +28,7 @@ def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, 
 
 
 @pytest.mark.parametrize("choice", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", one_name_each())
+@pytest.mark.parametrize("method", primary_names())
 def test_batches_with_a_cache_give_what_each_text_alone_gives(method, choice):
     model = small_gpt(method).double()
     expected = [one_by_one(model, prompt, row, maximum_tokens=30, **choice) for row, prompt in enumerate(PROMPTS)]

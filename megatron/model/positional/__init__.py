@@ -7,7 +7,14 @@ import importlib
 import pkgutil
 
 from megatron.model.positional.base import ModelShape, PositionalMethod, PositionsExceeded, outermost
-from megatron.model.positional.registry import build, load_plugin, method_class, register, registered_names
+from megatron.model.positional.registry import (
+    build,
+    load_plugin,
+    method_class,
+    primary_names,
+    register,
+    registered_names,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -76,6 +83,7 @@ __all__ = [
     "load_plugin",
     "method_class",
     "outermost",
+    "primary_names",
     "register",
     "registered_names",
 ]

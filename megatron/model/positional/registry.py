@@ -49,6 +49,11 @@ def canonical_name(name: str) -> str:
     return next((first for first, method in _METHODS.items() if method is _METHODS.get(name)), name)
 
 
+def primary_names() -> tuple[str, ...]:
+    """The `pos-emb` names without aliases, sorted: of each method the one it was registered under first."""
+    return tuple(sorted({canonical_name(name) for name in _METHODS}))
+
+
 def method_class(name: str) -> type[PositionalMethod]:
     """The class behind a `pos-emb` name. Raises ValueError, with the nearest known names, when there is none."""
     if name in _METHODS:

@@ -10,8 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.model.attention import attend, score_mod, tables
-from megatron.model.positional import KerpleLog, ModelShape, NoPositions, Rotary, build
-from tests.support.methods import one_name_each
+from megatron.model.positional import KerpleLog, ModelShape, NoPositions, Rotary, build, primary_names
 
 ROOT = Path(__file__).resolve().parents[3]
 SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
@@ -49,7 +48,7 @@ def in_a_process(code: str) -> str:
 
 
 def test_every_method_needs_torch_alone():
-    assert set(one_name_each()) <= set(in_a_process(WITHOUT + USE).split())
+    assert set(primary_names()) <= set(in_a_process(WITHOUT + USE).split())
 
 
 def test_the_example_of_the_documentation():
@@ -64,7 +63,7 @@ def test_the_example_of_the_documentation():
 
 
 def distance_methods() -> list[str]:
-    built = {name: build(name, SHAPE) for name in one_name_each()}
+    built = {name: build(name, SHAPE) for name in primary_names()}
     return [name for name, method in built.items() if method.has_bias or method.has_weight]
 
 
