@@ -23,7 +23,7 @@ for name in ("deepspeed", "megatron.core", "pydantic", "numpy", "transformers", 
 
 USE = """
 import torch
-from megatron.model.attention import attend, tables
+from megatron.model.attention import Attention, adapt_table, tables
 from megatron.model.positional import ModelShape, build, registered_names
 
 shape = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
@@ -33,7 +33,9 @@ for name in registered_names():
     states = hidden.view(2, 16, 4, 8).transpose(1, 2)
     query, key = method.rotate(states, states, torch.arange(16), torch.arange(16))
     bias, weight = tables(method, 16)
-    attend(query, key, states, bias_table=bias, weight_table=weight).square().sum().backward()
+    table = adapt_table(method, 16, states.device) if method.adapts else None
+    attention = Attention(positional=method)
+    attention(query, key, states, bias_table=bias, weight_table=weight, table=table).square().sum().backward()
     assert all(parameter.grad is not None for parameter in method.parameters()), name
     print(name)
 """
