@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.layers import merge_shards
 from megatron.checkpoint.storage import CheckpointError, load_tensors
-from megatron.model.positional import PositionalMethod
+from megatron.model.positional import outermost
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FILES = "optimizer_rank_*.pt"
@@ -43,8 +43,8 @@ def parameter_names(layers: dict[int, nn.Module], tied_output: int | None) -> di
     for index, layer in layers.items():
         shared = {
             id(parameter): f"positional.{name}"
-            for method in layer.modules()
-            if isinstance(method, PositionalMethod) and method.shared
+            for _, method in outermost(layer)
+            if method.shared
             for name, parameter in method.named_parameters()
         }
         for name, parameter in layer.named_parameters():
