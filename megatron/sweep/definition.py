@@ -159,5 +159,5 @@ def _words(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
         values = [] if value is True else value if isinstance(value, list) else [value]
         if not all(isinstance(one, str | int | float) for one in values):
             raise UserError(f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}")
-        words += [f"--{name.replace('-', '_')}", *map(str, values)]
+        words += [f"--{name}", *map(str, values)]
     return tuple(words)

@@ -12,7 +12,7 @@ from megatron.evaluation.paper import adaptive, figures, speed
 from megatron.evaluation.paper.drawing import PaperFigure
 from megatron.evaluation.paper.kernels import Kernel, kernels_of
 from megatron.evaluation.paper.page import Chapter, page
-from megatron.evaluation.paper.published import published
+from megatron.evaluation.paper.published import display_name
 from megatron.evaluation.paper.rendering import comma_separated, latex, markdown
 from megatron.evaluation.paper.results import Method, Setting, method_of, setting_of
 from megatron.evaluation.paper.tables import CORPORA, REFERENCE, perplexity_tables, resolution_tables
@@ -121,10 +121,9 @@ def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
     """
     drawn: list[PaperFigure] = []
     lengths: dict[tuple[str, int | None], dict[str, list[int]]] = {}
-    names = published("kerple-3")
     for (setting, pos_emb), record in _one_seed(sources.records).items():
         corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
-        name, file = names.name((pos_emb, "full")), f"{setting.corpus}-{setting.train_length}-{pos_emb}"
+        name, file = display_name((pos_emb, "full")), f"{setting.corpus}-{setting.train_length}-{pos_emb}"
         of = f"{name}, {corpus}" + (f", seed {record['seed']}" if record.get("seed") is not None else "")
         found, adapted = _try_checkpoint(record.get("checkpoint") or {}, sources, of, file)
         drawn += adapted
@@ -146,7 +145,7 @@ def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
             continue
         if not found:
             raise UserError(f"{folder}: its positional method is no function of the distance, so there is no kernel")
-        of = f"{names.name((found[0].pos_emb, 'full'))}, {label}"
+        of = f"{display_name((found[0].pos_emb, 'full'))}, {label}"
         drawn += figures.kernel_figures(found, of=of, name=label)
         named |= {of: ends} if (ends := _ends(found)) else {}
     if named:

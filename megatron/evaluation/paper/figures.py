@@ -25,7 +25,7 @@ from megatron.evaluation.paper.drawing import (
     thousands,
 )
 from megatron.evaluation.paper.kernels import Kernel
-from megatron.evaluation.paper.published import published
+from megatron.evaluation.paper.published import display_name, published
 from megatron.evaluation.paper.results import Method, Setting, in_order, method_of, setting_of
 from megatron.evaluation.paper.tables import CORPORA
 
@@ -51,11 +51,9 @@ def kernel_figures(kernels: Sequence[Kernel], *, of: str, name: str) -> list[Pap
             f"The {log_name} of every head over distance (KERPLE, Figures 2 to 4), dark to light from the head that "
             "falls fastest to the flattest."
         )
-        if len(shown) == 1 and hook == "bias":
-            caption += (
-                f" Right: the same down to {LOWEST_OF_INTEREST:g} on a logarithmic distance, which is what the softmax "
-                "sees."
-            )
+        if len(shown) == 1:
+            caption += " Right: the same on a logarithmic distance"
+            caption += f", down to {LOWEST_OF_INTEREST:g}: what the softmax sees." if hook == "bias" else "."
         left_out = len(kernels) - len(shown)
         if left_out > 0 and len(shown) == LAYERS_SHOWN:
             caption += f" The first {LAYERS_SHOWN} of {len(kernels)} layers."
@@ -80,16 +78,15 @@ def _order(values: Tensor) -> list[int]:
 def _shared_kernel(kernels: Sequence[Kernel], hook: str):
     kernel = kernels[0]
     values = getattr(kernel, hook)
-    panels = 2 if hook == "bias" else 1
-    figure, axes = new_figure(1, panels, width=9.6 if panels == 2 else 7.2, height=4.2)
-    _heads(axes[0], kernel, values)
+    figure, axes = new_figure(1, 2, width=9.6, height=4.2)
+    for one in axes:
+        _heads(one, kernel, values)
     axes[0].set_ylabel(hook)
-    if panels == 2:
-        _heads(axes[1], kernel, values)
-        axes[1].set_xscale("symlog", linthresh=1)
-        axes[1].xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1))
+    axes[1].set_xscale("symlog", linthresh=1)
+    axes[1].xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1))
+    thousands(axes[1])
+    if hook == "bias":
         axes[1].set_ylim(LOWEST_OF_INTEREST, 0.02 * -LOWEST_OF_INTEREST)
-        thousands(axes[1])
     outside_legend(figure, axes[0], columns=1 + (len(values) > 16))
     return figure
 
@@ -174,10 +171,9 @@ def position_figures(records: Sequence[Mapping[str, Any]]) -> list[PaperFigure]:
 
 
 def _positions(setting: Setting, length: int, curves: Mapping[Method, list]) -> PaperFigure:
-    names = published("kerple-3")
     corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
     figure, (axes,) = new_figure(height=4.8)
-    methods = in_order(list(curves), names.methods)
+    methods = in_order(list(curves), published("kerple-3").methods)
     pos_embs = list(dict.fromkeys(pos_emb for pos_emb, _ in methods))
     lowest, highest = [], []
     for method in methods:
@@ -186,7 +182,7 @@ def _positions(setting: Setting, length: int, curves: Mapping[Method, list]) -> 
         style |= {"markevery": 0.1, "markersize": 5}
         if method[1] != "full":
             style |= {"markerfacecolor": "white", "markeredgecolor": style["color"], "linestyle": (0, (1, 1.2))}
-        axes.plot(middles, perplexities, label=names.name(method), **style)
+        axes.plot(middles, perplexities, label=display_name(method), **style)
         kept = [one for one in perplexities if math.isfinite(one)]
         lowest += [min(kept)] if kept else []
         highest += [statistics.median(kept)] if kept else []
@@ -220,7 +216,7 @@ def _positions(setting: Setting, length: int, curves: Mapping[Method, list]) -> 
         f"Perplexity by position in texts of {length:,} tokens (KERPLE, Figures 5 and 7)"
         + (f", mean over {seeds} seeds." if seeds > 1 else ".")
         + " Hollow marks: an inference mode other than full.",
-        "Lines of the perplexity over the position for " + ", ".join(names.name(method) for method in methods) + ".",
+        "Lines of the perplexity over the position for " + ", ".join(display_name(method) for method in methods) + ".",
         figure,
     )
 

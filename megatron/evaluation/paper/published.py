@@ -59,6 +59,12 @@ def published(name: str) -> Published:
     return _read()[name]
 
 
+def display_name(method: Method) -> str:
+    """The method as the first table that has it calls it."""
+    tables = _read().values()
+    return next((one for one in tables if (method[0], FULL) in one.methods), published("kerple-3")).name(method)
+
+
 @cache
 def _read() -> dict[str, Published]:
     tables = {}

@@ -62,7 +62,7 @@ def test_kernels_of_released_checkpoints(method):
     (figure,) = figures.kernel_figures(kernels, of="a model", name="x")
     assert figure.name == f"kernels-x-{hook}"
     panels = figure.figure.axes
-    assert len(panels) == (2 if hook == "bias" else 1)
+    assert len(panels) == 2
     distances = np.arange(LONGEST, dtype=np.float64)
     expected = formula(distances)
     for axes in panels:
