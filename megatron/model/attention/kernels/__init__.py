@@ -1,0 +1,1 @@
+"""Triton kernels of the fused backend; imported when it first runs, so that nothing else needs Triton."""

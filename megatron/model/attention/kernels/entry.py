@@ -1,0 +1,22 @@
+"""All kernels, for the one module that launches them."""
+
+import triton
+
+from megatron.model.attention.kernels.backward import key_value_kernel, query_kernel, row_products_kernel
+from megatron.model.attention.kernels.forward import forward_kernel
+from megatron.model.attention.kernels.table_gradient import sum_diagonals_kernel, sum_tiles_kernel
+from megatron.model.attention.kernels.tiles import MARGIN
+
+# Triton's decorator decides, when a kernel is defined, whether it is compiled or interpreted.
+INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+
+__all__ = [
+    "INTERPRETED",
+    "MARGIN",
+    "forward_kernel",
+    "key_value_kernel",
+    "query_kernel",
+    "row_products_kernel",
+    "sum_diagonals_kernel",
+    "sum_tiles_kernel",
+]

@@ -1,0 +1,88 @@
+"""What the kernels share: tiles of states, and the scores of a tile.
+
+Positions: query i of the s stands at `offset + i` of the t positions, `offset` being t - s. Pointers to a tile are
+int64 from its first row on, so that no product of a row and a stride overflows; within a tile int32 is enough.
+
+Tables are `[h, MARGIN + reach + MARGIN]` float32, zero in the margins: a tile reaches at most two tiles' sides beyond
+the distances that are seen, and so looks up every pair without a mask. The bias is in units of log2.
+
+Legend: m rows of queries, n rows of keys, d head size (SIZE; BLOCK_D is the power of two that holds it).
+"""
+
+import triton
+import triton.language as tl
+
+MARGIN = 256
+
+
+@triton.jit
+def load_rows(base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """`[ROWS, BLOCK_D]` from row `first` on, zero beyond the head's size and, where MASKED, outside 0 ... rows-1."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    if MASKED:
+        inside = (first + row >= 0) & (first + row < rows)
+        if SIZE == BLOCK_D:
+            tile = tl.load(pointers, mask=inside[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=inside[:, None] & (column[None, :] < SIZE), other=0.0)
+    elif SIZE == BLOCK_D:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=column[None, :] < SIZE, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The opposite of `load_rows`: what lies inside is written."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    inside = (first + row < rows)[:, None] & (column[None, :] < SIZE)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_scores(products, distance, bias, weight, scale_log2, window,
+                HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr):
+    """Scores in units of log2 from q.k, -inf where MASKED finds a pair unseen; and the weights, 1 where there are none.
+
+    `bias` and `weight` point to their head's entry for distance 0.
+    """
+    scores = products * scale_log2
+    factors = 1.0
+    if HAS_WEIGHT:
+        factors = tl.load(weight + distance)
+        scores = scores * factors
+    if HAS_BIAS:
+        scores = scores + tl.load(bias + distance)
+    if MASKED:
+        seen = distance >= 0
+        if HAS_WINDOW:
+            seen = seen & (distance < window)
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores, factors
+
+
+@triton.jit
+def round_up(number, multiple: tl.constexpr):
+    """The next multiple of a number >= 0."""
+    return (number + multiple - 1) // multiple * multiple
+
+
+@triton.jit
+def key_ranges(first, offset, t, window, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(begin, full, part, end) of the keys of a tile of queries: in [full, part) every query sees every key."""
+    nearest = offset + first
+    farthest = nearest + BLOCK_M - 1
+    end = tl.minimum(t, farthest + 1)
+    begin = 0
+    full = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(nearest - window + 1, 0) // BLOCK_N * BLOCK_N
+        full = round_up(tl.maximum(farthest - window + 1, 0), BLOCK_N)
+    part = tl.maximum((nearest + 1) // BLOCK_N * BLOCK_N, begin)
+    full = tl.minimum(full, part)
+    return begin, full, part, end
