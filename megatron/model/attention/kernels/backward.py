@@ -37,7 +37,6 @@ def _take_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Queries begin ... end-1 into the gradients of a tile of keys; tiles of scores are `[n, m]`."""
-    positions = first + tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         queries = load_rows(query, start, query_stride, s, SIZE, BLOCK_M, BLOCK_D, MASKED)
@@ -48,11 +47,11 @@ def _take_queries(
         else:
             denominator = tl.load(log_sum + rows)
             expected = tl.load(row_products + rows)
-        distance = (offset + rows)[None, :] - positions[:, None]
         products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
         scores, factors = tile_scores(
-            products, distance, bias, weight, scale_log2, window, HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, MASKED
-        )
+            products, offset + start - first, bias, weight, scale_log2, window,
+            HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, MASKED, BLOCK_N, BLOCK_M, True,
+        )  # fmt: skip
         probabilities = tl.exp2(scores - denominator[None, :])
         upstreams = load_rows(upstream, start, upstream_stride, s, SIZE, BLOCK_M, BLOCK_D, MASKED)
         value_gradient = tl.dot(
@@ -135,15 +134,14 @@ def _take_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys begin ... end-1 into the gradient of a tile of queries."""
-    positions = offset + first + tl.arange(0, BLOCK_M)
     for start in range(begin, end, BLOCK_N):
         keys = load_rows(key, start, key_stride, t, SIZE, BLOCK_N, BLOCK_D, MASKED)
         values = load_rows(value, start, value_stride, t, SIZE, BLOCK_N, BLOCK_D, MASKED)
-        distance = positions[:, None] - (start + tl.arange(0, BLOCK_N))[None, :]
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores, factors = tile_scores(
-            products, distance, bias, weight, scale_log2, window, HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, MASKED
-        )
+            products, offset + first - start, bias, weight, scale_log2, window,
+            HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, MASKED, BLOCK_M, BLOCK_N, False,
+        )  # fmt: skip
         probabilities = tl.exp2(scores - denominator[:, None])
         gradient = tl.dot(upstreams, tl.trans(values), input_precision=PRECISION)
         gradient = probabilities * (gradient - expected[:, None])

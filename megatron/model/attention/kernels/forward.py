@@ -17,14 +17,13 @@ def _take_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys begin ... end-1 into the running softmax of a tile of queries."""
-    positions = offset + first + tl.arange(0, BLOCK_M)
     for start in range(begin, end, BLOCK_N):
         keys = load_rows(key, start, key_stride, t, SIZE, BLOCK_N, BLOCK_D, MASKED)
-        distance = positions[:, None] - (start + tl.arange(0, BLOCK_N))[None, :]
         products = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         scores, _ = tile_scores(
-            products, distance, bias, weight, scale_log2, window, HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, MASKED
-        )
+            products, offset + first - start, bias, weight, scale_log2, window,
+            HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, MASKED, BLOCK_M, BLOCK_N, False,
+        )  # fmt: skip
         raised = tl.maximum(highest, tl.max(scores, 1))
         # A row that has seen no key yet, at a window's far edge, has no highest score to subtract.
         reference = tl.where(raised == float("-inf"), 0.0, raised) if MASKED else raised

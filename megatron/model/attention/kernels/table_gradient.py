@@ -58,8 +58,9 @@ def sum_tiles_kernel(
         keys = load_rows(key + sample * key_b, first_key, key_t, t, SIZE, BLOCK, BLOCK_D, True)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores, _ = tile_scores(
-            products, distance, bias, weight, scale_log2, window, HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, False
-        )
+            products, apart * BLOCK, bias, weight, scale_log2, window,
+            HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, False, BLOCK, BLOCK, False,
+        )  # fmt: skip
         there = seen & (first_key + row >= 0)[None, :]
         probabilities = tl.exp2(tl.where(there, scores, float("-inf")) - denominator[:, None])
         upstreams = load_rows(upstream + sample * upstream_b, first, upstream_s, s, SIZE, BLOCK, BLOCK_D, True)

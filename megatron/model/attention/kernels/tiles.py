@@ -44,21 +44,57 @@ def store_rows(base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.con
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
 
 
+# Whether kernels are compiled here, or run by Triton's interpreter, which knows no assembly.
+COMPILED = tl.constexpr(isinstance(store_rows, triton.JITFunction))
+
+
 @triton.jit
-def tile_scores(products, distance, bias, weight, scale_log2, window,
-                HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr):
+def look_up(table, nearest, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
+    """The table's entries `[ROWS, COLUMNS]` for a tile of pairs; `nearest` is the distance of its first pair.
+
+    The distance grows by 1 from row to row and falls by 1 from column to column; ACROSS, it is the other way around.
+
+    Written as `tl.load`, the loads would be taken for operands of the matrix products and staged through shared memory
+    one word at a time, a stage or two ahead. And with 64-bit offsets, all but one address of a thread fold into
+    constants.
+    """
+    row = tl.arange(0, ROWS).to(tl.int64)
+    column = tl.arange(0, COLUMNS).to(tl.int64)
+    if ACROSS:
+        pointers = (table + nearest) + (column[None, :] - row[:, None])
+    else:
+        pointers = (table + nearest) + (row[:, None] - column[None, :])
+    if COMPILED:
+        entries = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        entries = tl.load(pointers)
+    return entries
+
+
+@triton.jit
+def tile_scores(
+    products, nearest, bias, weight, scale_log2, window,
+    HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
     """Scores in units of log2 from q.k, -inf where MASKED finds a pair unseen; and the weights, 1 where there are none.
 
-    `bias` and `weight` point to their head's entry for distance 0.
+    `bias` and `weight` point to their head's entry for distance 0; `nearest` and ACROSS are as in `look_up`.
     """
     scores = products * scale_log2
     factors = 1.0
     if HAS_WEIGHT:
-        factors = tl.load(weight + distance)
+        factors = look_up(weight, nearest, ROWS, COLUMNS, ACROSS)
         scores = scores * factors
     if HAS_BIAS:
-        scores = scores + tl.load(bias + distance)
+        scores = scores + look_up(bias, nearest, ROWS, COLUMNS, ACROSS)
     if MASKED:
+        if ACROSS:
+            distance = nearest + tl.arange(0, COLUMNS)[None, :] - tl.arange(0, ROWS)[:, None]
+        else:
+            distance = nearest + tl.arange(0, ROWS)[:, None] - tl.arange(0, COLUMNS)[None, :]
         seen = distance >= 0
         if HAS_WINDOW:
             seen = seen & (distance < window)
