@@ -69,10 +69,10 @@ def tiles_for(dtype: torch.dtype, size: int, *, weight: bool) -> Tiles:
     """Tile sizes for states of a dtype and head size: they depend on nothing else, so that sums keep their order."""
     if dtype == torch.float32:
         return Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
-    tables = Tile(64, 64, 4, 2) if weight or size > 64 else Tile(128, 128, 8, 2)
     if size <= 64:
-        return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), tables)
-    return Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), tables)
+        warps = 8 if weight else 4
+        return Tiles(Tile(128, 64, warps, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
+    return Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2))
 
 
 def refusal(device: torch.device, dtype: torch.dtype, size: int, dropout_p: float) -> str | None:
@@ -85,6 +85,8 @@ def refusal(device: torch.device, dtype: torch.dtype, size: int, dropout_p: floa
         return f"takes head sizes up to {LARGEST_HEAD}, not {size}"
     if _kernels() is None:
         return "needs Triton, which is not installed"
+    if torch.version.hip:
+        return "runs on NVIDIA's GPUs alone"
     if device.type != "cuda" and not _kernels().INTERPRETED:
         return f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for tests)"
     return None

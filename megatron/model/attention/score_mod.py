@@ -32,7 +32,11 @@ def score_mod(method, length: int, *, offset: int = 0, device: torch.device | No
         if method.adapts:
             extra = "; it makes the scores from those of other heads or keys, which a score_mod does not see"
         raise ValueError(f"{name} has neither bias nor weight of the distance, so it has no score_mod{extra}")
-    bias, weight = tables(method, length, device)
+    return table_score_mod(*tables(method, length, device), offset)
+
+
+def table_score_mod(bias: Tensor | None, weight: Tensor | None, offset: int) -> ScoreMod:
+    """weight(δ) * score + bias(δ) by tables over distance, `[h, length]`; see `score_mod`."""
 
     def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = (query + offset - key).clamp(min=0)

@@ -13,6 +13,8 @@ from torch import Tensor
 from megatron.model.attention.adaptive import adaptive_attention
 from megatron.model.attention.chunked import chunked_attention
 from megatron.model.attention.decay import decayed
+from megatron.model.attention.flex import flex_attention
+from megatron.model.attention.fused import fused_attention, refusal
 from megatron.model.attention.precision import no_autocast
 from megatron.model.attention.reference import reference_attention
 from megatron.model.attention.sdpa import sdpa_attention
@@ -32,6 +34,8 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference_attention, adapt=True),
     "sdpa": Backend(sdpa_attention, weight=False),
     "chunked": Backend(chunked_attention, adapt=True),
+    "flex": Backend(flex_attention),
+    "fused": Backend(fused_attention),
 }
 
 
@@ -56,8 +60,12 @@ def check_backend(backend: str, *, bias: bool, weight: bool, adapt: bool = False
         )
 
 
-def fastest_backend(device: torch.device, *, tables: bool, plain: bool) -> str:
-    """What `auto` takes for a call with or without tables, `plain` being as many queries as keys and no window."""
+def fastest_backend(device: torch.device, *, tables: bool, plain: bool, fused: bool) -> str:
+    """What `auto` takes for a call with or without tables, `plain` being as many queries as keys and no window, and
+    `fused` whether that backend serves.
+    """
+    if fused and (tables or not plain):
+        return "fused"
     if tables:
         return "chunked"
     return "sdpa" if plain or device.type != "cpu" else "chunked"
@@ -86,10 +94,16 @@ class Attention:
             return f"{self.backend} (as configured)"
         if self.adapting is not None:
             return "chunked (auto: the only one but reference for a method that makes the scores itself)"
-        tables = self.bias or self.weight
-        plain, other = (fastest_backend(torch.device(device), tables=tables, plain=case) for case in (True, False))
+        device, tables = torch.device(device), self.bias or self.weight
+        fused = device.type == "cuda" and refusal(device, torch.bfloat16, 64, 0.0) is None
+        plain, other = (fastest_backend(device, tables=tables, plain=case, fused=fused) for case in (True, False))
+        if plain == other == "fused":
+            return (
+                "fused (auto: the fastest on cuda for this method; chunked where it does not serve: "
+                "attention dropout, float64, heads beyond 128, and a query alone)"
+            )
         if plain == other:
-            return f"{plain} (auto: the fastest on {torch.device(device).type} for this method)"
+            return f"{plain} (auto: the fastest on {device.type} for this method)"
         return f"{plain}, and {other} for windows and for fewer queries than keys (auto: the fastest of each)"
 
     def __call__(
@@ -183,7 +197,10 @@ def attend(
     if backend == "auto":
         tables = bias_table is not None or weight_table is not None
         plain = window is None and query.shape[2] == key.shape[2]
-        backend = fastest_backend(query.device, tables=tables, plain=plain)
+        # On a CPU it is for tests alone; a query alone would leave all but one row of a tile idle.
+        fused = query.device.type == "cuda" and query.shape[2] > 1
+        fused = fused and refusal(query.device, query.dtype, query.shape[3], dropout_p) is None
+        backend = fastest_backend(query.device, tables=tables, plain=plain, fused=fused)
     with no_autocast(query.device):
         return BACKENDS[backend].run(
             query,
