@@ -1,10 +1,13 @@
 """What the layers need to know, taken from the configuration once."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron.config import Config
 from megatron.model.parallel import ONE_RANK, TensorParallel
 from megatron.model.positional import ModelShape
+
+if TYPE_CHECKING:  # the model itself needs torch alone
+    from megatron.config import Config
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class ModelSettings:
         )
 
     @classmethod
-    def from_config(cls, config: Config, padded_vocab_size: int, tp: TensorParallel = ONE_RANK) -> "ModelSettings":
+    def from_config(cls, config: "Config", padded_vocab_size: int, tp: TensorParallel = ONE_RANK) -> "ModelSettings":
         model = config.model
         return cls(
             num_layers=model.num_layers,

@@ -83,11 +83,13 @@ class ModelConfig(Group):
     padded_vocab_size: Int | None = key(
         None, "Vocabulary size after padding. Default: computed from the tokenizer; must not be smaller.", ge=1
     )
-    attention_backend: Annotated[Literal["auto", "reference", "sdpa", "chunked", "flex", "fused"], CaseInsensitive] = key(
-        "auto",
-        """How attention is computed: reference keeps the whole score matrix, sdpa uses PyTorch's fused kernels, chunked
-        takes the queries in blocks, in memory linear in the length, fused is our Triton kernel for GPUs, flex PyTorch's
-        FlexAttention. auto takes the fastest that serves the method.""",
+    attention_backend: Annotated[Literal["auto", "reference", "sdpa", "chunked", "flex", "fused"], CaseInsensitive] = (
+        key(
+            "auto",
+            """How attention is computed: reference keeps the whole score matrix, sdpa uses PyTorch's fused kernels, chunked
+        takes the queries in blocks, in memory linear in the length, flex is PyTorch's FlexAttention, fused our Triton
+        kernels for GPUs. auto takes the fastest that serves the method.""",
+        )
     )
     gpt_j_residual: bool = key(
         False, "True: x + attention(norm1(x)) + mlp(norm2(x)). False: the MLP sees the attention's output."

@@ -4,10 +4,10 @@ An online softmax as in FlashAttention (arXiv 2205.14135, 2307.08691), with bias
 
 - **Tables, not formulas.** A tile of 128 queries and 64 keys has 8,192 pairs and 191 distances. Each pair loads its
   own from the table `[h, length]`: the 32 lanes of a warp then read a few neighbouring words, one request of the
-  first-level cache, which stands idle beside the tensor cores. On Hopper that is 256 requests for a tile with 512 cycles
-  of matrix products (head size 64) and 512 of exponentials. A closed form costs more: a logarithm per pair is another
-  512 cycles of the special-function unit, the one that is full already. Toeplitz bands in memory would turn into 32 KiB
-  of second-level traffic per tile, beside 16 KiB for its keys and values.
+  first-level cache, which stands idle beside the tensor cores. On Hopper that is 256 requests for a tile with 512
+  cycles of matrix products (head size 64) and 512 of exponentials. A closed form costs more: a logarithm per pair is
+  another 512 cycles of the special-function unit, the one that is full already. Toeplitz bands in memory would turn
+  into 32 KiB of second-level traffic per tile, beside 16 KiB for its keys and values.
 - **Gradients of tables without atomics.** A sum along diagonals is awkward within a tile, but all tiles at one block
   distance have the same distances at the same places. A third kernel owns block distances, recomputes scores and their
   gradient (two matrix products more than the seven of the backward pass), and adds whole tiles up in registers; only
@@ -284,10 +284,9 @@ class _Call:
         parts = max(1, min(pairs, ENOUGH_PROGRAMS // (count * self.heads)))
         together = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
         tables = [
-            table if wanted else None
-            for table, wanted in ((self.bias_table, of_bias), (self.weight_table, of_weight))
+            table if wanted else None for table, wanted in ((self.bias_table, of_bias), (self.weight_table, of_weight))
         ]
-        gradients = [None if table is None else torch.zeros_like(table, dtype=torch.float32) for table in tables]
+        gradients = [None if table is None else table.new_zeros(table.shape, dtype=torch.float32) for table in tables]
         workspaces = [
             self.query.new_empty((together, parts, count, side, side) if exists else (1,), dtype=torch.float32)
             for exists in (self.bias is not None, self.weight is not None)

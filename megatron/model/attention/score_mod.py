@@ -36,10 +36,14 @@ def score_mod(method, length: int, *, offset: int = 0, device: torch.device | No
 
 
 def table_score_mod(bias: Tensor | None, weight: Tensor | None, offset: int) -> ScoreMod:
-    """weight(δ) * score + bias(δ) by tables over distance, `[h, length]`; see `score_mod`."""
+    """weight(δ) * score + bias(δ) by tables over distance, `[h, length]`; see `score_mod`.
+
+    Keys beyond the tables, which a mask leaves out, get the values of their last distance.
+    """
+    last = min(table.shape[1] for table in (bias, weight) if table is not None) - 1
 
     def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = (query + offset - key).clamp(min=0)
+        distance = (query + offset - key).clamp(min=0, max=last)
         if weight is not None:
             score = score * weight[head, distance]
         if bias is not None:

@@ -37,13 +37,14 @@ def test_auto_takes_the_fastest_for_each_call_and_says_so(ran):
         plain.choice("cpu")
         == "sdpa, and chunked for windows and for fewer queries than keys (auto: the fastest of each)"
     )
-    assert plain.choice("cuda").startswith("sdpa (auto")
+    assert plain.choice("cuda").startswith("sdpa, and fused for windows")
 
     ran.clear()
     method = build("kerple_log", SHAPE)
     biased = Attention("auto", method)
     biased(*states(), bias_table=tables(method, 6)[0])
     assert ran == ["chunked"]
+    assert biased.choice("cuda").startswith("fused (auto")
     assert biased.choice("cpu") == "chunked (auto: the fastest on cpu for this method)"
 
 
@@ -65,7 +66,7 @@ def test_a_backend_that_cannot_serve_is_refused_by_name():
 
 
 def test_an_unknown_backend_is_refused():
-    assert backend_names() == ("auto", "reference", "sdpa", "chunked")
+    assert backend_names() == ("auto", "reference", "sdpa", "chunked", "flex", "fused")
     with pytest.raises(
         ValueError, match="attention-backend 'flash' is not known; choose one of auto, reference, sdpa, chunked"
     ):
@@ -109,3 +110,11 @@ def test_tables_cover_the_distances():
     assert (bias[:, 0] == 0).all()
     assert (weight[:, 0] == 1).all()
     assert tables(build("rotary", SHAPE), 5) == (None, None)
+
+
+def test_on_a_gpu_auto_takes_the_fused_kernels_where_they_serve():
+    cuda = torch.device("cuda")
+    assert select.fastest_backend(cuda, tables=True, plain=True, fused=True) == "fused"
+    assert select.fastest_backend(cuda, tables=False, plain=False, fused=True) == "fused"
+    assert select.fastest_backend(cuda, tables=False, plain=True, fused=True) == "sdpa"
+    assert select.fastest_backend(cuda, tables=True, plain=True, fused=False) == "chunked"

@@ -54,9 +54,7 @@ def _take_queries(
         )  # fmt: skip
         probabilities = tl.exp2(scores - denominator[None, :])
         upstreams = load_rows(upstream, start, upstream_stride, s, SIZE, BLOCK_M, BLOCK_D, MASKED)
-        value_gradient = tl.dot(
-            probabilities.to(upstreams.dtype), upstreams, value_gradient, input_precision=PRECISION
-        )
+        value_gradient = tl.dot(probabilities.to(upstreams.dtype), upstreams, value_gradient, input_precision=PRECISION)
         gradient = tl.dot(values, tl.trans(upstreams), input_precision=PRECISION)
         gradient = probabilities * (gradient - expected[None, :])
         if HAS_WEIGHT:

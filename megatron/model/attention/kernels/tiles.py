@@ -16,7 +16,9 @@ MARGIN = 256
 
 
 @triton.jit
-def load_rows(base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def load_rows(
+    base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):
     """`[ROWS, BLOCK_D]` from row `first` on, zero beyond the head's size and, where MASKED, outside 0 ... rows-1."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)

@@ -1,0 +1,91 @@
+"""Evaluation on a GPU at the paper's six lengths: tokens/s and peak memory of one sequence, method by method.
+
+    python benchmarks/evaluation_gpu.py [--check] [--seconds 90] [--json FILE] [--dry-run]
+
+The recipe's model (162M parameters) in bfloat16, its hidden states by the backend that `auto` takes against attention
+materialised as the original does it; logits and losses 1,024 tokens at a time, as evaluation takes them.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu import Bench, close_enough
+from benchmarks.materialised import materialised_attention
+from benchmarks.train_step_gpu import our_model, settings_of
+from megatron.model.attention import select
+from megatron.model.gpt import GPT
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
+ROWS = 1024
+CASES = (
+    ("none", "auto"),
+    ("kerple_log", "auto"),
+    ("kerple_bias_wht", "auto"),
+    ("alibi", "auto"),
+    ("rpe", "auto"),
+    ("rotary", "auto"),
+    ("kerple_log", "materialised"),
+    ("kerple_bias_wht", "materialised"),
+)
+
+
+@torch.no_grad()
+def losses(model: GPT, text: Tensor) -> Tensor:
+    """Nats of each token of `[1, s + 1]`, float32 `[s]`."""
+    hidden, labels = model.hidden(text[:, :-1])[0], text[0, 1:]
+    return torch.cat(
+        [
+            F.cross_entropy(model.logits(part[None])[0].float(), wanted, reduction="none")
+            for part, wanted in zip(hidden.split(ROWS), labels.split(ROWS), strict=True)
+        ]
+    )
+
+
+def check(bench: Bench) -> bool:
+    """Losses of a small model by the fused kernels in float32 against float64 materialised."""
+    passed = True
+    for pos_emb in ("kerple_log", "kerple_bias_wht"):
+        found = []
+        for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
+            settings = settings_of(pos_emb, backend, dry=True)
+            torch.manual_seed(0)
+            text = torch.randint(settings.padded_vocab_size, (1, 50)).to(bench.device)
+            found.append(losses(our_model(settings, bench.device).to(dtype), text))
+        good, error = close_enough(found[0], found[1].double(), 1e-5)
+        passed &= good
+        bench.attempt({"check": pos_emb}, lambda error=error: {"error": error})
+    bench.note(check_passed=passed)
+    print(f"check: {'passed' if passed else 'FAILED'}", flush=True)
+    return passed
+
+
+def main() -> int:
+    bench = Bench(__doc__, "evaluation_gpu.json")
+    if bench.options.check and not check(bench):
+        return 1
+    select.BACKENDS["materialised"] = select.Backend(materialised_attention)
+    for pos_emb, backend in CASES[: 2 if bench.dry else None]:
+        model = our_model(settings_of(pos_emb, backend, bench.dry), bench.device).eval()
+        if not bench.dry:
+            model.bfloat16()
+        for length in (16, 32) if bench.dry else LENGTHS:
+            torch.manual_seed(0)
+            text = torch.randint(90, (1, length + 1)).to(bench.device)
+
+            def measured(model=model, text=text, length=length) -> dict[str, object]:
+                seconds, peak = bench.measure(lambda: losses(model, text))
+                return {"ms": seconds * 1e3, "tokens_per_second": length / seconds, "peak_mib": peak / 2**20}
+
+            bench.attempt({"name": pos_emb, "backend": backend, "length": length}, measured)
+        del model
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

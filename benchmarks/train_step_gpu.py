@@ -1,0 +1,140 @@
+"""The recipe's training step on a GPU (the KERPLE paper's Table 4): seconds, tokens/s, MFU and peak memory.
+
+    python benchmarks/train_step_gpu.py [--check] [--seconds 180] [--json FILE] [--dry-run]
+
+162M parameters (12 layers, hidden 768, 12 heads, vocabulary 50,304), length 512, micro-batch 32, bfloat16 weights with
+float32 masters, gradient clipping at 1.0, fused AdamW; a plain loop, which needs PyTorch and Triton alone. Every method
+by the backend that `auto` takes, two of them with attention materialised as the original does it, and a plain GPT of
+the same size without positions. MFU counts 6 x parameters outside the input embedding + 6 x layers x hidden x length
+per token, of the dense bf16 peak; recomputation is not counted.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu import Bench, close_enough
+from benchmarks.materialised import materialised_attention
+from benchmarks.plain_decoder import PlainDecoder
+from megatron.model.attention import select
+from megatron.model.gpt import GPT, initialize
+from megatron.model.settings import ModelSettings
+from megatron.training.metrics import count_parameters, device_peak, flops_per_token
+
+METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
+MATERIALISED = ("kerple_log", "kerple_bias_wht")
+
+
+def settings_of(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
+    layers, hidden, heads, vocabulary, length = (1, 32, 2, 96, 16) if dry else (12, 768, 12, 50_304, 512)
+    return ModelSettings(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        padded_vocab_size=vocabulary,
+        max_positions=length,
+        pos_emb=pos_emb,
+        attention_backend=backend,
+    )
+
+
+def our_model(settings: ModelSettings, device: torch.device) -> GPT:
+    model = GPT(settings)
+    initialize(model.layers(), settings, seed=1234, init_method="normal", output_init_method="scaled_normal", std=0.02)
+    return model.to(device)
+
+
+def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Mixed precision as training has it: float32 masters of bfloat16 weights; no step waits for the device."""
+    model.bfloat16()
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters = [weight.detach().float() for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=6e-4, weight_decay=0.0, fused=True)
+
+    def step() -> torch.Tensor:
+        loss = model.loss(tokens, labels)
+        loss.backward()
+        gradients = [weight.grad.float() for weight in weights]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def check(bench: Bench) -> bool:
+    """One layer of the recipe: the loss's gradient by the fused kernels in float32, against float64 materialised."""
+    passed = True
+    for pos_emb in ("kerple_log", "kerple_bias_wht", "rpe"):
+        gradients = []
+        for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
+            settings = settings_of(pos_emb, backend, dry=True)
+            model = our_model(settings, bench.device).to(dtype)
+            torch.manual_seed(0)
+            text = torch.randint(settings.padded_vocab_size, (2, 17)).to(bench.device)
+            loss = model.loss(text[:, :-1], text[:, 1:].contiguous())
+            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        results = [close_enough(found, exact.double(), 1e-3) for found, exact in zip(*gradients, strict=True)]
+        passed &= all(good for good, _ in results)
+        bench.attempt({"check": pos_emb}, lambda results=results: {"largest_error": max(error for _, error in results)})
+    bench.note(check_passed=passed)
+    print(f"check: {'passed' if passed else 'FAILED'}", flush=True)
+    return passed
+
+
+def main() -> int:
+    bench = Bench(__doc__, "train_step_gpu.json")
+    if bench.options.check and not check(bench):
+        return 1
+    select.BACKENDS["materialised"] = select.Backend(materialised_attention)
+    cases = [("plain GPT", None), *((method, "auto") for method in METHODS)]
+    cases += [(method, "materialised") for method in MATERIALISED]
+    first: dict[str, float] = {}
+    for name, backend in cases[: 3 if bench.dry else None]:
+        settings = settings_of("none" if backend is None else name, backend or "auto", bench.dry)
+        batch = 2 if bench.dry else 32
+
+        def measured(settings=settings, name=name, backend=backend, batch=batch) -> dict[str, object]:
+            torch.manual_seed(1234)
+            length = settings.max_positions
+            text = torch.randint(settings.padded_vocab_size, (batch, length + 1)).to(bench.device)
+            sizes = (settings.padded_vocab_size, settings.num_layers, settings.hidden_size, settings.num_heads)
+            if backend is None:
+                model = PlainDecoder(*sizes).to(bench.device)
+                outside = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("embedding"))
+            else:
+                model = our_model(settings, bench.device)
+                outside = count_parameters(model.layers(), settings)["outside_embedding"]
+            seconds, _ = bench.measure(
+                training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous()), seconds=3
+            )
+            per_second = batch * length / seconds
+            peak = device_peak(bench.device)
+            first.setdefault("plain", seconds)
+            return {
+                "seconds_per_step": seconds,
+                "tokens_per_second": per_second,
+                "mfu": None if peak is None else per_second * flops_per_token(outside, settings, length) / peak,
+                "peak_gib": None if bench.dry else torch.cuda.max_memory_allocated() / 2**30,
+                "ratio_to_plain": seconds / first["plain"],
+            }
+
+        bench.attempt({"name": name, "backend": backend or "sdpa"}, measured)
+        if not bench.dry:
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
