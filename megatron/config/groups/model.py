@@ -86,9 +86,9 @@ class ModelConfig(Group):
     attention_backend: Annotated[Literal["auto", "reference", "sdpa", "chunked", "flex", "fused"], CaseInsensitive] = (
         key(
             "auto",
-            """How attention is computed: reference keeps the whole score matrix, sdpa uses PyTorch's fused kernels, chunked
-        takes the queries in blocks, in memory linear in the length, flex is PyTorch's FlexAttention, fused our Triton
-        kernels for GPUs. auto takes the fastest that serves the method.""",
+            """How attention is computed: reference keeps the whole score matrix, sdpa uses PyTorch's fused kernels,
+            chunked takes the queries in blocks, in memory linear in the length, flex is PyTorch's FlexAttention, fused
+            our own kernels for GPUs. auto takes the fastest that serves the method.""",
         )
     )
     gpt_j_residual: bool = key(
