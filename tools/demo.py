@@ -112,7 +112,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     folders = [str(options.output / method / "checkpoints") for method in options.methods]
     command = ["evaluate.py", "--checkpoint", *folders, "--lengths", *LENGTHS, "--tokens", str(options.tokens)]
     heading = "Trained at length 128, tested beyond it"
-    status = _run(title, [*command, "--output", str(report), "--title", heading])
+    status = _run(title, [*command, "--output", str(report), "--replace", "--title", heading])
     if status == 0:
         _write_stamp(report, stamp)
     return status

@@ -1,130 +1,170 @@
 """evaluate.py: how the perplexity of checkpoints changes with the length of the text."""
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from megatron.checkpoint.configuration import evaluated_method
+from megatron.checkpoint.directory import iteration_of
+from megatron.checkpoint.fingerprint import weights_fingerprint
 from megatron.config import Config, UserError
-from megatron.data.streams import evaluation_tokens
 from megatron.evaluation import tasks
-from megatron.evaluation.extrapolation import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK, evaluate_extrapolation
-from megatron.evaluation.modes import parse_mode
-from megatron.evaluation.protocols import PROTOCOLS
-from megatron.evaluation.report import TITLE, print_report, write_report
-from megatron.evaluation.rows import Row
-from megatron.inference.command_line import checkpoint_folders, first_process, load, parse_with_checkpoint
+from megatron.evaluation.extrapolation import Origin, Work, check_lengths, measure, plan_work
+from megatron.evaluation.options import LONGEST_DEFAULT, add_options, check_chosen
+from megatron.evaluation.protocols import Protocol, parse_protocol
+from megatron.evaluation.ranks import Ranks, joined
+from megatron.evaluation.report import print_report, write_report
+from megatron.evaluation.results import Results
+from megatron.evaluation.rows import Checkpoint, rows_of
+from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
+from megatron.inference.command_line import (
+    checkpoint_folders,
+    chosen_step,
+    first_process,
+    load,
+    parse_with_checkpoint,
+    saved_config,
+)
+from megatron.tokenizer import build_tokenizer
 
 DESCRIPTION = "Measure the perplexity of checkpoints on texts as long as those they were trained on, and longer."
-LONGEST_DEFAULT = 16  # times the training length
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, evaluate every checkpoint on the same text, write one report. Raises UserError."""
-    config, options = parse_with_checkpoint(DESCRIPTION, argv, _options, several=True)
+    config, options = parse_with_checkpoint(DESCRIPTION, argv, add_options, several=True)
     request = tasks.Request.of(config, options)
     if request is not None and (options.lengths or options.tokens or options.modes != ["full"]):
         raise UserError("eval_tasks: --lengths, --tokens and --modes are not about tasks; give them in another run")
-    for name in options.modes:
-        parse_mode(name, config.model.seq_length)
-    if not first_process():
+    check_chosen(options, config.model.seq_length)
+    if request is not None and not first_process():
         return
     folders = checkpoint_folders(config, options)
     output = _output(folders, options.output or (config and config.evaluation.eval_results_prefix))
     if request is not None:
         return tasks.run_tasks(request, folders, config, options, output)
-    task = _task(config, options)
-    rows: list[Row] = []
-    first: Config | None = None
+    with joined() as ranks:
+        _evaluate(folders, output, config, options, ranks)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint to measure."""
+
+    folder: Path
+    saved: Config
+    origin: Origin
+
+
+def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, ranks: Ranks) -> None:
+    models = _models(folders, config, options)
+    lengths = check_lengths(options.lengths or config.evaluation.lengths or _doubled(config.model.seq_length))
+    if not options.lengths:
+        _say(ranks, f"lengths: {' '.join(map(str, lengths))}")
+    budget = options.tokens or config.evaluation.tokens
+    protocols = [parse_protocol(name) for name in options.protocol]
+    for protocol in protocols:
+        if budget is not None and not protocol.kind.budgeted:
+            _say(ranks, f"protocol {protocol.name} scores as many segments as it says, whatever the number of tokens")
+    text = _text(config, options, ranks, lengths, protocols, budget)
+    planned = [
+        plan_work(text, lengths, options.modes, protocols, budget, model.origin, options.by_position)
+        for model in models
+    ]
+    fingerprints = [model.origin.checkpoint["fingerprint"] for model in models]
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(Results(output, fingerprints, replace=options.replace)) if ranks.is_main else None
+        for model, works in zip(models, planned, strict=True):
+            _measure(model, works, store, config, options, ranks, check=len(models) == 1)
+        if store is None:
+            return
+        rows = rows_of(store.records)
+        print_report(rows, options.title, compare_with=options.compare_with)
+        for path in write_report(rows, output, options.title, compare_with=options.compare_with):
+            print(path, flush=True)
+
+
+def _measure(
+    model: Model,
+    works: list[Work],
+    store: Results | None,
+    config: Config,
+    options: argparse.Namespace,
+    ranks: Ranks,
+    *,
+    check: bool,
+) -> None:
+    """What is missing of one model's results; the model is not loaded for nothing."""
+    missing = [i for i, work in enumerate(works) if store and not all(map(store.find, work.wanted))]
+    missing = ranks.broadcast(missing)
+    done = len(works) - len(missing)
+    if done:
+        _say(ranks, f"{model.folder}: {done} of {len(works)} results are there from an earlier run")
+    if not missing:
+        return
+    loaded, _ = load(model.folder, config, options, check=check)
+    check_ids(works[0].text.tokens, loaded.settings.padded_vocab_size)
+    measure(
+        loaded,
+        [works[i] for i in missing],
+        query_chunk=options.query_chunk,
+        batch_tokens=options.batch_tokens,
+        ranks=ranks,
+        on_record=store.add if store else None,
+    )
+
+
+def _models(folders: Sequence[Path], config: Config, options: argparse.Namespace) -> list[Model]:
+    """What is in the folders. Raises UserError for one that cannot be measured together with the others."""
+    models: list[Model] = []
     for folder in folders:
+        step = chosen_step(folder, config, options)
         # One checkpoint must be the configuration's; of several, the configuration tells the text and the lengths.
-        model, saved = load(folder, config, options, check=len(folders) == 1)
-        first = first or saved
+        saved = saved_config(folder, config, options, check=len(folders) == 1)
         if options.own:
-            _check_text(saved, first, config, folder)
-        rows += evaluate_extrapolation(
-            model,
-            task.tokens,
-            task.lengths,
-            modes=options.modes,
-            protocol=options.protocol,
-            token_budget=task.budget,
-            query_chunk=options.query_chunk,
-            batch_tokens=options.batch_tokens,
-            vocab_size=model.settings.padded_vocab_size,
-            pos_emb=evaluated_method(saved),
-            seed=saved.training.seed,
-            train_length=saved.model.seq_length,
+            _check_text(saved, models[0].saved if models else saved, config, folder)
+        settings = (options.precision, saved.model.release_bf16_distances, sorted(saved.model.pos_emb_options.items()))
+        origin = Origin(
+            Checkpoint(path=str(folder), iteration=iteration_of(step), fingerprint=weights_fingerprint(step)),
+            evaluated_method(saved),
+            saved.training.seed,
+            saved.model.seq_length,
+            repr(settings),
         )
-        del model  # before the next one is loaded
-    print_report(rows, options.title)
-    for path in write_report(rows, output, options.title):
-        print(path, flush=True)
+        models.append(Model(folder, saved, origin))
+    return models
 
 
-def check_options(words: Sequence[str], place: str) -> None:
-    """Raises UserError, naming the place they stand in, if evaluate.py would not take these words."""
-    parser = argparse.ArgumentParser(prog=place, allow_abbrev=False, exit_on_error=False, add_help=False)
-    _options(parser)
+def _text(
+    config: Config,
+    options: argparse.Namespace,
+    ranks: Ranks,
+    lengths: list[int],
+    protocols: Sequence[Protocol],
+    budget: int | None,
+) -> Text:
+    """The validation text, as much of it as the protocols read."""
+    token_bytes = None
     try:
-        options, unknown = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{place}: {error}") from None
-    if unknown:
-        raise UserError(f"{place}: evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
-    for name in options.modes:
-        parse_mode(name)
+        token_bytes = build_tokenizer(
+            config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file
+        ).byte_lengths()
+    except UserError as error:
+        _say(ranks, f"bits per byte are not measured: {error}")
+    longest = max(lengths)
+    if options.document_aware:
+        scored = min(protocol.size or longest for protocol in protocols)  # targets of a row, at least
+        most = None if budget is None else max(budget // scored, 1) * longest
+        return text_by_document(config, longest, most, token_bytes, quiet=not ranks.is_main)
+    needed = [protocol.needed(lengths, budget) for protocol in protocols]
+    return validation_text(config, None if None in needed else max(needed), token_bytes)
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=_positive,
-        metavar="N",
-        help=f"in tokens; default: evaluation_lengths, or the training length doubled up to {LONGEST_DEFAULT} times it",
-    )
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        default=["full"],
-        metavar="MODE",
-        help="full, window@W (each query sees W keys), blockwise (blockwise causal attention of half the training "
-        "length), blockwise@L (of L / 2)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=_positive,
-        metavar="N",
-        help="tokens to score, the same at every length; default: eval_tokens, or the whole validation split",
-    )
-    parser.add_argument("--protocol", choices=PROTOCOLS, default=next(iter(PROTOCOLS)), help="default: %(default)s")
-    parser.add_argument(
-        "--output",
-        "--eval_results_prefix",
-        metavar="DIR",
-        help="folder of the report; default: eval_results_prefix, or `evaluation` in the checkpoint's",
-    )
-    parser.add_argument("--title", default=TITLE, help="of the report (%(default)s)")
-    parser.add_argument(
-        "--query_chunk", type=_positive, default=QUERY_CHUNK, metavar="N", help="queries at once (%(default)s)"
-    )
-    parser.add_argument(
-        "--batch_tokens",
-        type=_positive,
-        metavar="N",
-        help=f"tokens of short texts computed together (CPU: {BATCH_TOKENS_CPU}, GPU: {BATCH_TOKENS_GPU})",
-    )
-    tasks.add_options(parser)
-
-
-def _positive(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {word!r}")
-    return int(word)
+def _say(ranks: Ranks, line: str) -> None:
+    if ranks.is_main:
+        print(line, flush=True)
 
 
 def _output(folders: Sequence[Path], output: str | None) -> Path:
@@ -135,26 +175,6 @@ def _output(folders: Sequence[Path], output: str | None) -> Path:
     folder = folders[0] / "evaluation"
     print(f"the report goes to {folder} (--output)", flush=True)
     return folder
-
-
-@dataclass(frozen=True)
-class Task:
-    """What all checkpoints are measured on: int64 tokens `[n]`, how many of them to score, in which lengths."""
-
-    tokens: np.ndarray
-    budget: int | None
-    lengths: list[int]
-
-
-def _task(config: Config, options: argparse.Namespace) -> Task:
-    """Options first, then the configuration, then what it implies."""
-    budget = options.tokens or config.evaluation.tokens
-    lengths = list(options.lengths or config.evaluation.lengths or _doubled(config.model.seq_length))
-    if not options.lengths:
-        print(f"lengths: {' '.join(map(str, lengths))}", flush=True)
-    # Of n tokens n - 1 are targets. Too small a budget is for evaluate_extrapolation to tell from too short a text.
-    tokens = evaluation_tokens(config, "valid", None if budget is None else max(budget, *lengths) + 1)
-    return Task(tokens, budget, lengths)
 
 
 def _check_text(saved: Config, first: Config, config: Config, folder: Path) -> None:

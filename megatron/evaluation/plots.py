@@ -63,9 +63,10 @@ def figure(rows: Sequence[Row], title: str) -> Figure:
 def _lines(axes: Axes, series: Sequence[Series]) -> None:
     """A colour and a marker for each method; line style and filling for the mode, or the style for the method too."""
     methods = list(dict.fromkeys((one.pos_emb, one.train_length) for one in series))
-    modes = list(dict.fromkeys(one.mode for one in series))
+    modes = list(dict.fromkeys((one.mode, one.protocol, one.corpus) for one in series))
     for one in series:
-        method, mode = methods.index((one.pos_emb, one.train_length)), modes.index(one.mode)
+        method = methods.index((one.pos_emb, one.train_length))
+        mode = modes.index((one.mode, one.protocol, one.corpus))
         colour, (marker, size) = COLOURS[method % len(COLOURS)], MARKERS[method % len(MARKERS)]
         means = [one.mean(length) for length in one.lengths]
         axes.plot(
@@ -95,7 +96,12 @@ def _label(series: Series, every: Sequence[Series]) -> str:
         parts.append(series.mode)
     if len({one.train_length for one in every}) > 1 and series.train_length is not None:
         parts.append(f"trained at {series.train_length:,}")
+    parts += [getattr(series, name) or "unknown" for name in ("protocol", "corpus") if len(_all(every, name)) > 1]
     return ", ".join(parts)
+
+
+def _all(every: Sequence[Series], name: str) -> set[object]:
+    return {getattr(one, name) for one in every}
 
 
 def _legend(figure: Figure, axes: Axes, series: Sequence[Series]) -> None:

@@ -21,12 +21,13 @@ KEYS_PER_UNIT = 4096
 class Progress:
     """Shows the work list of (mode, segments) pairs being done, on the standard error stream.
 
-    Use as a context manager: `start` a pair, `advance` by scored tokens, `finish` it with its row.
+    Use as a context manager: `start` a pair, `advance` by scored tokens, `finish` it with its row. Of several ranks one
+    shows its own share, which is done when all are; `ranks` makes its tokens/s those of all.
     """
 
-    def __init__(self, name: str, work: Sequence[tuple[Mode, Segments]], *, enabled: bool = True):
-        self._enabled = enabled
+    def __init__(self, name: str, work: Sequence[tuple[Mode, Segments]], *, enabled: bool = True, ranks: int = 1):
         self._name = name
+        self._ranks = ranks
         self._done = 0.0
         console = Console(stderr=True, quiet=not enabled)
         self._console = console
@@ -80,8 +81,11 @@ class Progress:
                 f"perplexity {value} (loss {row['loss']:.4f}, {row['tokens']:,} tokens, {self._rate():,.0f} tokens/s)"
             )
         self._console.print(
-            f"{self._name} {row['mode']} at {row['length']:,}: {result}", highlight=False, markup=False, soft_wrap=True
+            f"{self._name} {row['mode']} {row['protocol']} at {row['length']:,}: {result}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
 
     def _rate(self) -> float:
-        return self._tokens / max(time.perf_counter() - self._begun, 1e-9)
+        return self._ranks * self._tokens / max(time.perf_counter() - self._begun, 1e-9)

@@ -17,18 +17,24 @@ TITLE = "Length extrapolation"
 UNBOUNDED_WIDTH = 200
 
 
-def write_report(rows: Sequence[Row], directory: str | os.PathLike[str], title: str = TITLE) -> list[Path]:
+def write_report(
+    rows: Sequence[Row],
+    directory: str | os.PathLike[str],
+    title: str = TITLE,
+    *,
+    compare_with: str | None = None,
+) -> list[Path]:
     """Write the rows, of one run or of several, as JSON `{"rows": [...]}`, a Markdown table and a plot.
 
-    Each file is replaced only when its successor is whole. Returns their paths. Raises UserError when there is nothing
-    to report or the folder cannot be written to.
+    compare_with: as of `tables.table`. Each file is replaced only when its successor is whole. Returns their paths.
+    Raises UserError when there is nothing to report or the folder cannot be written to.
     """
     if not rows:
         raise UserError("there are no results to report")
     folder = Path(directory)
     contents = {
         "extrapolation.json": (json.dumps({"rows": list(rows)}, indent=1, allow_nan=False) + "\n").encode(),
-        "extrapolation.md": markdown(rows, title).encode(),
+        "extrapolation.md": markdown(rows, title, compare_with).encode(),
         "extrapolation.png": draw(rows, title),
     }
     try:
@@ -40,12 +46,14 @@ def write_report(rows: Sequence[Row], directory: str | os.PathLike[str], title: 
     return [folder / name for name in contents]
 
 
-def print_report(rows: Sequence[Row], title: str = TITLE, console: Console | None = None) -> None:
+def print_report(
+    rows: Sequence[Row], title: str = TITLE, console: Console | None = None, *, compare_with: str | None = None
+) -> None:
     """The table on the screen, with what its numbers are."""
     if console is None:
         console = Console()
         if not console.is_terminal:  # a file or a pipe has no width to fit
             console = Console(width=UNBOUNDED_WIDTH)
-    console.print(rich_table(rows, title))
-    for sentence in explanation(rows):
+    console.print(rich_table(rows, title, compare_with))
+    for sentence in explanation(rows, compare_with):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)

@@ -7,19 +7,36 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from megatron.config.errors import UserError
 from megatron.evaluation.rows import Row
+from megatron.evaluation.statistics import ALPHA, p_value
 
 NOT_AVAILABLE = "n/a"
+SIGNIFICANT = "†"
 
 
 @dataclass(frozen=True)
 class Series:
-    """What one method reached in one mode; `perplexities[length]` holds a value for each seed that has one."""
+    """What one method reached in one mode; `by_seed[length]` holds the perplexity of each seed that has one (of each
+    checkpoint, where seeds are not known or the same).
+    """
 
     pos_emb: str
     mode: str
     train_length: int | None
-    perplexities: dict[int, list[float]]
+    protocol: str
+    corpus: str | None
+    by_seed: dict[int, dict[object, float]]
+
+    @property
+    def perplexities(self) -> dict[int, list[float]]:
+        """Length -> the values of all seeds."""
+        return {length: list(values.values()) for length, values in self.by_seed.items()}
+
+    @property
+    def setting(self) -> tuple[str, int | None, str, str | None]:
+        """What is the same where two methods can be compared."""
+        return self.mode, self.train_length, self.protocol, self.corpus
 
     @property
     def lengths(self) -> list[int]:
@@ -38,14 +55,15 @@ class Series:
 
 
 def group(rows: Sequence[Row]) -> list[Series]:
-    """Rows by method, mode and training length, in the order in which they first appear."""
-    found: dict[tuple[str, str, int | None], Series] = {}
+    """Rows by method, mode, training length, protocol and corpus, in the order in which they first appear."""
+    found: dict[tuple, Series] = {}
     for row in rows:
-        key = (_name(row), row["mode"], row["train_length"])
+        key = (_name(row), row["mode"], row["train_length"], row["protocol"], row.get("corpus"))
         series = found.setdefault(key, Series(*key, {}))
-        values = series.perplexities.setdefault(row["length"], [])
+        values = series.by_seed.setdefault(row["length"], {})
         if row["perplexity"] is not None:
-            values.append(row["perplexity"])
+            seed = row["seed"] if row["seed"] not in values else (row["seed"], len(values))
+            values[seed] = row["perplexity"]
     return list(found.values())
 
 
@@ -78,31 +96,56 @@ def cell(series: Series, length: int) -> str:
     return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
 
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], int]:
+def differs(series: Series, reference: Series | None, length: int) -> bool:
+    """Whether the paired two-sided t-test over the seeds of both rejects, at the length, that they are equal."""
+    if reference is None or reference is series:
+        return False
+    p = p_value(series.by_seed.get(length, {}), reference.by_seed.get(length, {}))
+    return p is not None and p < ALPHA
+
+
+def _reference(series: Series, every: Sequence[Series], compare_with: str | None) -> Series | None:
+    """The series of the method to compare with, in the same setting."""
+    return next((one for one in every if one.pos_emb == compare_with and one.setting == series.setting), None)
+
+
+def table(rows: Sequence[Row], compare_with: str | None = None) -> tuple[list[str], list[list[str]], int]:
     """Column titles, lines of cells, and how many columns hold names rather than numbers.
 
-    The mode is a column where it is not `full` throughout, the training length where it differs. Where it does not, its
-    column carries a star and the last column compares the longest length with it.
+    The mode is a column where it is not `full` throughout, the training length, the protocol and the corpus where they
+    differ. Where the training length does not, its column carries a star and the last column compares the longest
+    length with it. compare_with: a method; what differs from it significantly is marked. Raises UserError where there
+    are no results of it.
     """
     lengths, trained = lengths_of(rows), common_train_length(rows)
     several_modes = any(row["mode"] != "full" for row in rows)
     several_trained = len({row["train_length"] for row in rows}) > 1
+    every = group(rows)
+    if compare_with is not None and all(one.pos_emb != compare_with for one in every):
+        raise UserError(
+            f"--compare-with {compare_with}: there are no results of it; choose one of "
+            f"{', '.join(dict.fromkeys(one.pos_emb for one in every))}"
+        )
+    several = [name for name in ("corpus", "protocol") if len({getattr(one, name) for one in every}) > 1]
     compared = trained in lengths and lengths[-1] > trained
-    titles = ["method", *(["mode"] if several_modes else []), *(["trained at"] if several_trained else [])]
+    titles = ["method", *(["mode"] if several_modes else []), *(["trained at"] if several_trained else []), *several]
     names = len(titles)
     titles += [f"{length:,}*" if length == trained else f"{length:,}" for length in lengths]
     titles += [f"{lengths[-1]:,} / {trained:,}"] if compared else []
     lines = []
-    for series in group(rows):
+    for series in every:
+        reference = _reference(series, every, compare_with)
         cells = [series.pos_emb, *([series.mode] if several_modes else [])]
         cells += [f"{series.train_length:,}" if series.train_length else "unknown"] if several_trained else []
-        cells += [cell(series, length) for length in lengths]
+        cells += [getattr(series, name) or "unknown" for name in several]
+        for length in lengths:
+            cells.append(cell(series, length) + SIGNIFICANT * differs(series, reference, length))
         cells += [_ratio(series, lengths[-1], trained)] if compared else []
         lines.append(cells)
     return titles, lines, names
 
 
-def explanation(rows: Sequence[Row]) -> list[str]:
+def explanation(rows: Sequence[Row], compare_with: str | None = None) -> list[str]:
     """What the numbers are and why some are missing, one sentence each, for below the table."""
     sentences = ["Perplexity by length of the text in tokens; lower is better."]
     trained = common_train_length(rows)
@@ -117,6 +160,12 @@ def explanation(rows: Sequence[Row]) -> list[str]:
     seeds = {row["seed"] for row in rows}
     if len(seeds) > 1:
         sentences.append(f"Mean ± standard deviation over {len(seeds)} seeds.")
+    if compare_with is not None:
+        sentences.append(
+            f"{SIGNIFICANT}: differs from {compare_with} (paired two-sided t-test over seeds, p < {ALPHA:g})."
+            if len(seeds) > 1
+            else f"One seed: whether a difference from {compare_with} is chance cannot be tested."
+        )
     missing: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["perplexity"] is None:
@@ -128,19 +177,22 @@ def explanation(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def markdown(rows: Sequence[Row], title: str) -> str:
+def markdown(rows: Sequence[Row], title: str, compare_with: str | None = None) -> str:
     """A Markdown document: title, table, what the numbers are."""
-    titles, lines, names = table(rows)
+    titles, lines, names = table(rows, compare_with)
     rule = [":--"] * names + ["--:"] * (len(titles) - names)
     # A star at the end of a title would otherwise begin emphasis that runs to the next one.
     titles = [title.replace("*", "\\*") for title in titles]
     written = [f"| {' | '.join(cells)} |" for cells in (titles, rule, *lines)]
-    return "\n".join([f"# {title}", "", *written, "", *(f"- {sentence}" for sentence in explanation(rows))]) + "\n"
+    return (
+        "\n".join([f"# {title}", "", *written, "", *(f"- {sentence}" for sentence in explanation(rows, compare_with))])
+        + "\n"
+    )
 
 
-def rich_table(rows: Sequence[Row], title: str) -> Table:
+def rich_table(rows: Sequence[Row], title: str, compare_with: str | None = None) -> Table:
     """The same table for the terminal."""
-    titles, lines, names = table(rows)
+    titles, lines, names = table(rows, compare_with)
     result = Table(title=title, title_justify="left")
     for index, column in enumerate(titles):
         result.add_column(column, justify="left" if index < names else "right")

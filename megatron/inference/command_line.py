@@ -121,18 +121,17 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
     """
     step = chosen_step(folder, config, options)
     device = choose_device(options.device)
-    given = config.to_flat()
-    overrides = {key: given[key] for key in HOW_TO_RUN if key in given}
-    overrides.update(_positional_options(step, config, options, overrides))
     model, saved = load_model(
         folder,
         iteration=iteration_of(step),
         device=device,
         dtype=PRECISIONS[options.precision],
-        overrides=overrides,
+        overrides=_overrides(step, config, options),
     )
     if check:
         _check_same_model(folder, saved, config)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return model, saved  # one rank says what all have loaded
     attention = model.blocks[0].attention.attention.choice(device)
     print(
         f"loaded {step}: {evaluated_method(saved)}, {saved.model.num_layers} layers of "
@@ -141,6 +140,22 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
         flush=True,
     )
     return model, saved
+
+
+def saved_config(folder: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> Config:
+    """The configuration that `load` returns, without the model. Raises UserError as it does."""
+    step = chosen_step(folder, config, options)
+    saved = checkpoint_config(step, _overrides(step, config, options))
+    if check:
+        _check_same_model(folder, saved, config)
+    return saved
+
+
+def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """The keys of the checkpoint's configuration that whoever runs it decides."""
+    given = config.to_flat()
+    overrides = {key: given[key] for key in HOW_TO_RUN if key in given}
+    return {**overrides, **_positional_options(step, config, options, overrides)}
 
 
 def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:

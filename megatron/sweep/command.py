@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.config import UserError
-from megatron.evaluation.command import check_options
+from megatron.evaluation.options import check_options
 from megatron.evaluation.paper.build import Sources, write_paper_report
 from megatron.evaluation.paper.stored import collect
 from megatron.sweep.definition import Sweep, read_sweep

@@ -134,7 +134,14 @@ class Runner:
         config = str(run.write_config())
         if run.trained():
             job.work = "evaluating"
-            words = [str(self._root / "evaluate.py"), config, "--output", str(run.results), *run.evaluation]
+            words = [
+                str(self._root / "evaluate.py"),
+                config,
+                "--output",
+                str(run.results),
+                "--replace",
+                *run.evaluation,
+            ]
         else:
             job.work = "training"
             words = [str(self._root / "deepy.py"), str(self._root / "train.py"), config]

@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron.config.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -37,6 +39,12 @@ class Tokenizer(ABC):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`tokenize` of every text; tokenizers that have a faster way for many texts use it."""
         return [self.tokenize(text) for text in texts]
+
+    def byte_lengths(self) -> np.ndarray | None:
+        """Bytes of text that each id stands for, int64 [vocab_size], 0 for the end of a document and for ids without a
+        token: what bits per byte needs. None where a token's bytes depend on its neighbours.
+        """
+        return None
 
 
 def padded_vocab_size(vocab_size: int, divisor: int = 128, model_parallel_size: int = 1) -> int:

@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron.tokenizer.base import Tokenizer
 
 
@@ -24,3 +26,7 @@ class CharLevelTokenizer(Tokenizer):
         # Ids above 255 stand for nothing (an untrained model may sample one): 0xFF is never part of UTF-8, so they
         # come out as U+FFFD.
         return bytes(min(int(token), 255) for token in ids).decode("utf-8", errors="replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        ids = np.arange(self.vocab_size)
+        return ((ids != self.eod) & (ids < 256)).astype(np.int64)

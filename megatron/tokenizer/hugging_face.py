@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 
 from megatron.config.errors import UserError
@@ -42,6 +43,18 @@ class _LibraryTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def byte_lengths(self) -> np.ndarray | None:
+        """Known for byte-level vocabularies, in which each character of a token is one byte."""
+        if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
+            return None
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            lengths[number] = len(token)
+        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+            lengths[number] = len(added.content.encode("utf-8"))
+        lengths[self.eod] = 0
+        return lengths
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):

@@ -137,7 +137,7 @@ def test_rows_are_given_out_as_they_come():
         return torch.zeros(*tokens.shape, VOCABULARY)
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate_extrapolation(model, STREAM, [4, 8, 16], progress=False, on_row=seen.append)
+        evaluate_extrapolation(model, STREAM, [4, 8, 16], progress=False, on_record=seen.append)
     assert [row["length"] for row in seen] == [4, 8]
 
 
@@ -179,7 +179,7 @@ def test_a_perplexity_beyond_a_float_keeps_its_loss():
         ({"modes": ["blockwise@8"]}, "blockwise@8 needs a model with a `block` argument; uniform has none"),
         ({"modes": ["blockwise"]}, "blockwise takes its blocks from the training length, which is not known here"),
         ({"modes": ["sliding"]}, "'sliding' is not known"),
-        ({"protocol": "sliding"}, "'sliding' is not known"),
+        ({"protocols": ["everything"]}, "'everything' is not known"),
         ({"query_chunk": 0}, "query_chunk must be at least 1"),
         ({"batch_tokens": -1}, "batch_tokens must be at least 1"),
         ({"token_budget": 0}, "token_budget must be at least 1"),
@@ -207,6 +207,6 @@ def test_progress_is_one_line_per_row_where_there_is_no_terminal(capfd):
     evaluate_extrapolation(small_gpt("learned", max_positions=16), STREAM, [16, 32], pos_emb="learned")
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("learned full at 16: perplexity ")
+    assert lines[0].startswith("learned full non-overlapping at 16: perplexity ")
     assert "tokens/s" in lines[0]
-    assert lines[1].startswith("learned full at 32: n/a: ")
+    assert lines[1].startswith("learned full non-overlapping at 32: n/a: ")

@@ -52,5 +52,5 @@ def test_too_small_a_budget_is_told_from_too_little_text():
 
 
 def test_unknown_protocol():
-    with pytest.raises(UserError, match="'overlapping' is not known; choose non-overlapping"):
+    with pytest.raises(UserError, match="'overlapping' is not known; choose non-overlapping, kerple"):
         plan("overlapping", 100, [4], None)

@@ -173,3 +173,25 @@ def test_lines_differ_in_marker_and_style_not_in_colour_alone():
     assert len({line.get_marker() for line in axes.lines}) == 7
     assert len({line.get_color() for line in axes.lines}) == 7
     assert [line.get_linestyle() for line in axes.lines] == ["-", "--", "--", "--", "-", "--", "--"]
+
+
+def test_a_dagger_where_the_paired_t_test_rejects():
+    log, other = (23.1, 24.2, 23.9), (23.6, 24.8, 24.4)
+    rows = [row("kerple_log", 128, value, seed=seed) for seed, value in enumerate(log)]
+    rows += [row("alibi", 128, value, seed=seed) for seed, value in reversed(list(enumerate(other)))]
+    rows += [row("rotary", 128, value, seed=seed) for seed, value in enumerate((23.0, 24.3, 23.8))]
+    _, lines, _ = table(rows, "kerple_log")
+    assert [line[1].endswith("†") for line in lines] == [False, True, False]
+    assert "†: differs from kerple_log (paired two-sided t-test" in markdown(rows, "T", "kerple_log")
+    with pytest.raises(UserError, match="--compare-with t5: there are no results of it"):
+        table(rows, "t5")
+
+
+def test_protocols_and_corpora_are_columns_where_they_differ():
+    rows = [row("alibi", 128, 20.0), {**row("alibi", 128, 21.0), "protocol": "last-k@256", "corpus": "books"}]
+    titles, lines, names = table(rows)
+    assert titles[:names] == ["method", "corpus", "protocol"]
+    assert [line[:names] for line in lines] == [
+        ["alibi", "unknown", "non-overlapping"],
+        ["alibi", "books", "last-k@256"],
+    ]

@@ -1,24 +1,9 @@
 """The dagger of KERPLE's Table 3: is the reference method significantly better?"""
 
-import math
 import statistics
-import warnings
 from collections.abc import Mapping
 
-from scipy.stats import ttest_rel
-
-ALPHA = 0.05
-
-
-def p_value(first: Mapping[object, float], second: Mapping[object, float]) -> float | None:
-    """Paired two-sided t-test over the seeds that both have; None with fewer than two, or where all pairs are equal."""
-    seeds = [seed for seed in first if seed in second]
-    if len(seeds) < 2:
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # differences that are equal to the last digits
-        p = float(ttest_rel([first[seed] for seed in seeds], [second[seed] for seed in seeds]).pvalue)
-    return None if math.isnan(p) else p
+from megatron.evaluation.statistics import ALPHA, p_value
 
 
 def significantly_better(first: Mapping[object, float], second: Mapping[object, float]) -> bool:

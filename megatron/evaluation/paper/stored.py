@@ -13,8 +13,8 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of
 from megatron.config import Config
 from megatron.config.errors import UserError
+from megatron.evaluation.results import RESULTS, latest
 
-RESULTS = "results.jsonl"
 ROWS = "extrapolation.json"
 
 
@@ -40,9 +40,11 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     path = folder / (RESULTS if (folder / RESULTS).is_file() else ROWS)
     try:
         text = path.read_text(encoding="utf-8")
-        records = list(map(json.loads, text.splitlines())) if path.name == RESULTS else _rows(folder, json.loads(text))
-        for record in records:
-            record["kind"]
+        if path.name == RESULTS:
+            # What follows the last end of a line is what a killed run left of a record.
+            records = latest(list(map(json.loads, text.split("\n")[:-1])))
+        else:
+            records = _rows(folder, json.loads(text))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: does not hold the results of evaluate.py ({error!r})") from error
     return records

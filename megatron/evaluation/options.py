@@ -1,0 +1,122 @@
+"""The options of evaluate.py, in groups."""
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.config.errors import UserError
+from megatron.evaluation import tasks
+from megatron.evaluation.extrapolation import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
+from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.protocols import PROTOCOLS, parse_protocol
+from megatron.evaluation.report import TITLE
+
+LONGEST_DEFAULT = 16  # times the training length
+POSITION_BINS = 64
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What evaluate.py takes beside the configuration and the checkpoint."""
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help=f"in tokens; default: evaluation_lengths, or the training length doubled up to {LONGEST_DEFAULT} times it",
+    )
+    what.add_argument(
+        "--modes",
+        nargs="+",
+        default=["full"],
+        metavar="MODE",
+        help="full, window@W (each query sees W keys), blockwise (blockwise causal attention of half the training "
+        "length), blockwise@L (of L / 2)",
+    )
+    what.add_argument(
+        "--protocol",
+        nargs="+",
+        default=[next(iter(PROTOCOLS))],
+        metavar="PROTOCOL",
+        help="any of non-overlapping (default), kerple, last-k, sliding, or with sizes kerple@SEGMENTS, last-k@K, "
+        "sliding@STRIDE",
+    )
+    what.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="tokens to score, the same at every length; default: eval_tokens, or the whole validation split",
+    )
+    what.add_argument(
+        "--document-aware",
+        action="store_true",
+        help="texts of the longest length that are each from one document, where documents are long enough",
+    )
+    more = parser.add_argument_group("further measures")
+    more.add_argument(
+        "--by-position",
+        nargs="?",
+        type=positive,
+        const=POSITION_BINS,
+        metavar="BINS",
+        help=f"also the loss by position in the text, in so many bins ({POSITION_BINS})",
+    )
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--output",
+        "--eval_results_prefix",
+        metavar="DIR",
+        help="folder of the report; default: eval_results_prefix, or `evaluation` in the checkpoint's. What it already "
+        "holds of these models is not measured again",
+    )
+    report.add_argument("--replace", action="store_true", help="drop results of other models that the folder holds")
+    report.add_argument("--title", default=TITLE, help="of the report (%(default)s)")
+    report.add_argument(
+        "--compare-with",
+        metavar="POS_EMB",
+        help="mark what differs from this method (paired two-sided t-test over seeds, p < .05) with †",
+    )
+    speed = parser.add_argument_group("memory and speed")
+    speed.add_argument(
+        "--query_chunk", type=positive, default=QUERY_CHUNK, metavar="N", help="queries at once (%(default)s)"
+    )
+    speed.add_argument(
+        "--batch_tokens",
+        type=positive,
+        metavar="N",
+        help=f"tokens of short texts computed together (CPU: {BATCH_TOKENS_CPU}, GPU: {BATCH_TOKENS_GPU})",
+    )
+    tasks.add_options(parser)
+
+
+def check_options(words: Sequence[str], place: str) -> None:
+    """Raises UserError, naming the place they stand in, if evaluate.py would not take these words."""
+    parser = argparse.ArgumentParser(prog=place, allow_abbrev=False, exit_on_error=False, add_help=False)
+    add_options(parser)
+    try:
+        options, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{place}: {error}") from None
+    if unknown:
+        raise UserError(f"{place}: evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
+    for name in options.modes:
+        parse_mode(name)
+    for name in options.protocol:
+        parse_protocol(name)
+
+
+def check_chosen(options: argparse.Namespace, train_length: int | None) -> None:
+    """Raises UserError for modes and protocols that there are not, or that do not go together."""
+    for name in options.modes:
+        parse_mode(name, train_length)
+    for protocol in map(parse_protocol, options.protocol):
+        if options.document_aware and not protocol.kind.by_document:
+            raise UserError(
+                f"--document-aware: protocol {protocol.name} reads one stream; choose non-overlapping or last-k"
+            )
+
+
+def positive(word: str) -> int:
+    """An argument that is a whole number from 1 on."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {word!r}")
+    return int(word)
