@@ -28,9 +28,9 @@ LIMITS = {"none": 1.10, "rotary": 1.10, "alibi": 1.25, "rpe": 1.25, "kerple_log"
 PLAIN = "plain PyTorch"
 
 
-def our_model(pos_emb: str) -> GPT:
+def our_model(pos_emb: str, layers: int = LAYERS) -> GPT:
     settings = ModelSettings(
-        num_layers=LAYERS,
+        num_layers=layers,
         hidden_size=HIDDEN,
         num_heads=HEADS,
         padded_vocab_size=VOCABULARY,
