@@ -17,7 +17,7 @@ from megatron.checkpoint.manifest import find_damage
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file
 from megatron.evaluation.paper.speed import METRICS, read_log
-from megatron.evaluation.paper.stored import has_results
+from megatron.evaluation.results import has_results
 from megatron.files import write_atomically
 from megatron.sweep.definition import Choice, Sweep, run_name
 

@@ -81,6 +81,7 @@ def test_kerple_s_experiment(monkeypatch):
     words = " ".join(sweep.evaluation)
     assert "--lengths 512 1024 2048 4096 8192 16384" in words
     assert "--modes full window@512" in words
+    assert words.endswith("--by-position"), "Figures 5 and 7"
 
 
 def test_the_small_experiment(monkeypatch):

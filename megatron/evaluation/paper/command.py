@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megatron.config.errors import UserError
 from megatron.evaluation.paper.build import TITLE, Sources, write_paper_report
-from megatron.evaluation.paper.stored import RESULTS, collect
+from megatron.evaluation.paper.stored import collect
 from megatron.evaluation.paper.tables import REFERENCE
+from megatron.evaluation.results import RESULTS
 
 DESCRIPTION = "The tables and figures of the KERPLE, DAPE and LEX papers, and an HTML report, from stored results."
 
