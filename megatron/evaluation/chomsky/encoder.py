@@ -22,7 +22,8 @@ def check_method(name: str) -> None:
         method = method_class(name)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if getattr(method, "adapt", None) is not None or getattr(method, "decay", None) is not None:
+    looks_back = getattr(method, "adapt", None) is not None and not method.per_pair
+    if looks_back or getattr(method, "decay", None) is not None:
         raise UserError(
             f"{name} is defined over the keys before a query; the benchmark's encoder sees those after it too"
         )

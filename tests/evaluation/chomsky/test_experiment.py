@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config.errors import UserError
-from megatron.evaluation.chomsky.encoder import Encoder, _adapted
+from megatron.evaluation.chomsky.command import METHODS
+from megatron.evaluation.chomsky.encoder import Encoder, _adapted, check_method
 from megatron.evaluation.chomsky.experiment import Run, Settings
 from megatron.model.positional import ModelShape, build
 from tests.support.runs import ROOT, environment
@@ -126,7 +127,7 @@ def chomsky(folder, *words, **settings):
 
 
 def test_command_runs_what_is_missing_and_reports(tmp_path):
-    words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "kerple_log", "--seeds", "0", "1")
+    words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "dape_kerple", "--seeds", "0", "1")
     first = chomsky(tmp_path, *words)
     assert first.returncode == 0, first.stderr
     assert "8 runs on cpu, 0 of them done before" in first.stdout
@@ -136,7 +137,7 @@ def test_command_runs_what_is_missing_and_reports(tmp_path):
         assert list(one["accuracies"]) == ["7", "8", "9"]
         assert one["score"] == pytest.approx(sum(one["accuracies"].values()) / 3)
     text = (tmp_path / "chomsky.md").read_text()
-    assert "| level | task | none | kerple_log |" in text
+    assert "| level | task | none | dape_kerple |" in text
     assert "| context-sensitive | binary addition |" in text
     assert (tmp_path / "chomsky.png").read_bytes()[:4] == b"\x89PNG"
     assert not list((tmp_path / "unfinished").iterdir())
@@ -148,6 +149,11 @@ def test_command_runs_what_is_missing_and_reports(tmp_path):
     other = chomsky(tmp_path, *words, steps=7)
     assert other.returncode != 0
     assert "other settings (steps 6, not 7)" in " ".join(other.stderr.split())
+
+
+def test_its_own_methods_are_not_refused():
+    for name in METHODS:
+        check_method(name)
 
 
 @pytest.mark.parametrize(
