@@ -211,9 +211,9 @@ def _positions(setting: Setting, length: int, curves: Mapping[Method, list]) -> 
     outside_legend(figure, axes)
     seeds = max(map(len, curves.values()))
     return PaperFigure(
-        f"positions-{setting.corpus}-{setting.train_length}-{length}".lower(),
+        f"positions-{setting.corpus}-{setting.train_length}-{setting.protocol}-{length}".lower().replace("@", "-"),
         f"Perplexity by position at length {length:,}: {corpus}",
-        f"Perplexity by position in texts of {length:,} tokens (KERPLE, Figures 5 and 7)"
+        f"Perplexity by position in texts of {length:,} tokens, protocol {setting.protocol} (KERPLE, Figures 5 and 7)"
         + (f", mean over {seeds} seeds." if seeds > 1 else ".")
         + " Hollow marks: an inference mode other than full.",
         "Lines of the perplexity over the position for " + ", ".join(display_name(method) for method in methods) + ".",
