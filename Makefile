@@ -3,13 +3,14 @@
 # make test    all tests
 # make lint    ruff
 # make bench   benchmarks: ratios measured side by side
+# make bench-gpu   those that need an NVIDIA GPU (and PyTorch for it, under PYTHON)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench bench-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -32,6 +33,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/run.py
+
+bench-gpu:
+	PYTHON=$(PYTHON) bash benchmarks/gpu.sh
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache

@@ -91,6 +91,11 @@ def _check_method(model: "ModelConfig", tensor_parallel_size: int) -> None:
         check_backend(model.attention_backend, bias=method.has_bias, weight=method.has_weight, adapt=method.adapts)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"pos_emb {model.pos_emb}: {error}") from error
+    if model.attention_dropout > 0 and model.attention_backend in ("flex", "fused"):
+        raise UserError(
+            f"attention_backend {model.attention_backend} has no attention_dropout ({model.attention_dropout} is set); "
+            "use auto or chunked"
+        )
     if method.adapts and tensor_parallel_size > 1:
         raise UserError(
             f"pos_emb {model.pos_emb} makes the scores of all heads at once, and with model_parallel_size "
