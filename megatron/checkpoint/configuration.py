@@ -83,8 +83,12 @@ def _options(pos_emb: str, options: tuple[tuple[str, object], ...], evaluation: 
 
 
 def evaluated_method(config: Config) -> str:
-    """The positional method with the evaluation-time options that are set: "rotary (scaling linear, factor 4)"."""
+    """The positional method and those of its options that are not the defaults: "rotary (scaling linear, factor 4)"."""
     model = config.model
-    names = method_class(model.pos_emb).evaluation_options
-    chosen = [f"{name} {model.pos_emb_options[name]}" for name in names if model.pos_emb_options.get(name) is not None]
+    defaults = method_class(model.pos_emb).default_options()
+    chosen = [
+        f"{name} {value}"
+        for name, value in model.positional_options.items()
+        if value is not None and value != defaults.get(name)
+    ]
     return f"{model.pos_emb} ({', '.join(chosen)})" if chosen else model.pos_emb

@@ -119,6 +119,9 @@ def _measure(
 def _models(folders: Sequence[Path], config: Config, options: argparse.Namespace) -> list[Model]:
     """What is in the folders. Raises UserError for one that cannot be measured together with the others."""
     models: list[Model] = []
+    labels = options.label
+    if labels and len(labels) != len(folders):
+        raise UserError(f"--label: {len(labels)} given for {len(folders)} checkpoints; give one for each")
     for folder in folders:
         step = chosen_step(folder, config, options)
         # One checkpoint must be the configuration's; of several, the configuration tells the text and the lengths.
@@ -127,8 +130,14 @@ def _models(folders: Sequence[Path], config: Config, options: argparse.Namespace
             _check_text(saved, models[0].saved if models else saved, config, folder)
         settings = (options.precision, saved.model.release_bf16_distances, sorted(saved.model.pos_emb_options.items()))
         origin = Origin(
-            Checkpoint(path=str(folder), iteration=iteration_of(step), fingerprint=weights_fingerprint(step)),
-            evaluated_method(saved),
+            Checkpoint(
+                path=str(folder),
+                iteration=iteration_of(step),
+                fingerprint=weights_fingerprint(step),
+                layers=saved.model.num_layers,
+                hidden_size=saved.model.hidden_size,
+            ),
+            evaluated_method(saved) + (f" ({labels[len(models)]})" if labels else ""),
             saved.training.seed,
             saved.model.seq_length,
             repr(settings),

@@ -69,11 +69,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "holds of these models is not measured again",
     )
     report.add_argument("--replace", action="store_true", help="drop results of other models that the folder holds")
+    report.add_argument(
+        "--label",
+        nargs="+",
+        metavar="TEXT",
+        help="stored and shown behind the method, one for each checkpoint: tells models apart that differ in neither "
+        "method nor seed",
+    )
     report.add_argument("--title", default=TITLE, help="of the report (%(default)s)")
     report.add_argument(
         "--compare-with",
         metavar="POS_EMB",
-        help="mark what differs from this method (paired two-sided t-test over seeds, p < .05) with †",
+        help="mark with † what this method is significantly better than (paired two-sided t-test over seeds, p < .05)",
     )
     speed = parser.add_argument_group("memory and speed")
     speed.add_argument(

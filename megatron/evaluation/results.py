@@ -10,9 +10,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from megatron.config.errors import UserError
 from megatron.evaluation.rows import KINDS, Record
+from megatron.files import write_atomically
 
 RESULTS = "results.jsonl"
 
@@ -63,27 +65,17 @@ class Results:
         self.records: list[Record] = []
 
     def __enter__(self) -> "Results":
-        path = self.folder / RESULTS
         if has_results(self.folder):
             self._check_models(read_results(self.folder))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a+b", buffering=0)
+            self._file = self._locked()
         except OSError as error:
             raise UserError(f"cannot write the report to {self.folder}: {error.strerror or error}") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise UserError(
-                f"{path}: another evaluation is writing to it; let it end, or give another --output"
-            ) from None
         self._drop_torn_line()
         self.records = [record for record in read_results(self.folder) if _fingerprint(record) in self._checkpoints]
-        if self._replace:
-            kept = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)
-            self._file.truncate(0)
-            self._file.write(kept)
+        if self._replace and len(self.records) < len(read_results(self.folder)):
+            self._rewrite()
         return self
 
     def __exit__(
@@ -117,6 +109,26 @@ class Results:
                     f"{origin.get('fingerprint')}); give another --output, evaluate that model too (--checkpoint A B), "
                     "or drop its results with --replace"
                 )
+
+    def _locked(self) -> BinaryIO:
+        """The file, open to append; the lock ends with the process that holds it."""
+        path = self.folder / RESULTS
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError:
+            pass
+        file.close()
+        raise UserError(f"{path}: another evaluation is writing to it; let it end, or give another --output")
+
+    def _rewrite(self) -> None:
+        """The file with `records` alone, in one step: what is stored outlives a process that is killed here."""
+        content = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)
+        write_atomically(self.folder / RESULTS, content)
+        self._file.close()
+        self._file = self._locked()
 
     def _drop_torn_line(self) -> None:
         self._file.seek(0)

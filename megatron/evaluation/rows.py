@@ -9,11 +9,13 @@ from typing import TypedDict
 
 
 class Checkpoint(TypedDict):
-    """The weights that were measured: the folder that holds `latest`, the step, and the weights' digest."""
+    """The weights measured: the folder that holds `latest`, the step, a digest of the weights, and their sizes."""
 
     path: str | None
     iteration: int | None
     fingerprint: str
+    layers: int
+    hidden_size: int
 
 
 class Record(TypedDict):

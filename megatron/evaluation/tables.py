@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron.config.errors import UserError
 from megatron.evaluation.rows import Row
-from megatron.evaluation.statistics import ALPHA, p_value
+from megatron.evaluation.statistics import ALPHA, significantly_better
 
 NOT_AVAILABLE = "n/a"
 SIGNIFICANT = "†"
@@ -55,16 +55,34 @@ class Series:
 
 
 def group(rows: Sequence[Row]) -> list[Series]:
-    """Rows by method, mode, training length, protocol and corpus, in the order in which they first appear."""
+    """Rows by method, mode, training length, protocol and corpus, in the order in which they first appear; by
+    checkpoint, too, where a method has two with the same seed.
+    """
     found: dict[tuple, Series] = {}
+    several = _ambiguous(rows)
     for row in rows:
-        key = (_name(row), row["mode"], row["train_length"], row["protocol"], row.get("corpus"))
+        name = _name(row)
+        if name in several:
+            name += " ({path} at {iteration})".format(**row["checkpoint"])
+        key = (name, row["mode"], row["train_length"], row["protocol"], row.get("corpus"))
         series = found.setdefault(key, Series(*key, {}))
         values = series.by_seed.setdefault(row["length"], {})
         if row["perplexity"] is not None:
             seed = row["seed"] if row["seed"] not in values else (row["seed"], len(values))
             values[seed] = row["perplexity"]
     return list(found.values())
+
+
+def _ambiguous(rows: Sequence[Row]) -> set[str]:
+    """Methods of which two checkpoints have the same seed: their mean would be one over no seeds."""
+    first: dict[tuple, Row] = {}
+    keys = ("pos_emb", "seed", "mode", "train_length", "protocol", "corpus", "length")
+    return {
+        _name(row)
+        for row in rows
+        if row.get("checkpoint")
+        and first.setdefault(tuple(row.get(key) for key in keys), row).get("checkpoint") != row["checkpoint"]
+    }
 
 
 def lengths_of(rows: Sequence[Row]) -> list[int]:
@@ -96,12 +114,11 @@ def cell(series: Series, length: int) -> str:
     return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
 
-def differs(series: Series, reference: Series | None, length: int) -> bool:
-    """Whether the paired two-sided t-test over the seeds of both rejects, at the length, that they are equal."""
+def worse(series: Series, reference: Series | None, length: int) -> bool:
+    """Whether the reference is significantly better at the length, over the seeds of both (KERPLE's Table 3)."""
     if reference is None or reference is series:
         return False
-    p = p_value(series.by_seed.get(length, {}), reference.by_seed.get(length, {}))
-    return p is not None and p < ALPHA
+    return significantly_better(reference.by_seed.get(length, {}), series.by_seed.get(length, {}))
 
 
 def _reference(series: Series, every: Sequence[Series], compare_with: str | None) -> Series | None:
@@ -114,8 +131,8 @@ def table(rows: Sequence[Row], compare_with: str | None = None) -> tuple[list[st
 
     The mode is a column where it is not `full` throughout, the training length, the protocol and the corpus where they
     differ. Where the training length does not, its column carries a star and the last column compares the longest
-    length with it. compare_with: a method; what differs from it significantly is marked. Raises UserError where there
-    are no results of it.
+    length with it. compare_with: a method; what it is significantly better than is marked. Raises UserError where
+    there are no results of it.
     """
     lengths, trained = lengths_of(rows), common_train_length(rows)
     several_modes = any(row["mode"] != "full" for row in rows)
@@ -139,7 +156,7 @@ def table(rows: Sequence[Row], compare_with: str | None = None) -> tuple[list[st
         cells += [f"{series.train_length:,}" if series.train_length else "unknown"] if several_trained else []
         cells += [getattr(series, name) or "unknown" for name in several]
         for length in lengths:
-            cells.append(cell(series, length) + SIGNIFICANT * differs(series, reference, length))
+            cells.append(cell(series, length) + SIGNIFICANT * worse(series, reference, length))
         cells += [_ratio(series, lengths[-1], trained)] if compared else []
         lines.append(cells)
     return titles, lines, names
@@ -162,7 +179,8 @@ def explanation(rows: Sequence[Row], compare_with: str | None = None) -> list[st
         sentences.append(f"Mean ± standard deviation over {len(seeds)} seeds.")
     if compare_with is not None:
         sentences.append(
-            f"{SIGNIFICANT}: differs from {compare_with} (paired two-sided t-test over seeds, p < {ALPHA:g})."
+            f"{SIGNIFICANT}: {compare_with} is significantly better (paired two-sided t-test over the seeds, "
+            f"p < {ALPHA:g})."
             if len(seeds) > 1
             else f"One seed: whether a difference from {compare_with} is chance cannot be tested."
         )

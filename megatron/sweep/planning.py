@@ -6,12 +6,13 @@ printed), and `evaluation/` with the results and `evaluated.json`: of which chec
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of, tag_for
 from megatron.checkpoint.manifest import find_damage
 from megatron.config import Config, UserError
@@ -137,10 +138,32 @@ class Run:
 
 def plan(sweep: Sweep) -> list[Run]:
     """Every run of the sweep. Raises UserError if one cannot be, or its folder holds a run of another configuration."""
-    runs = [_run(sweep, choices) for choices in sweep.combinations()]
+    combinations = list(sweep.combinations())
+    runs = [_run(sweep, choices) for choices in combinations]
     for run in runs:
         _check_folder(run)
-    return runs
+    told_by = _told_apart_by(runs, combinations)
+    if not told_by or "--label" in sweep.evaluation:
+        return runs
+    labels = [", ".join(choices[axis].label for axis in told_by) for choices in combinations]
+    return [
+        replace(run, evaluation=(*run.evaluation, "--label", label)) for run, label in zip(runs, labels, strict=True)
+    ]
+
+
+def _told_apart_by(runs: Sequence[Run], combinations: Sequence[tuple[Choice, ...]]) -> list[int]:
+    """The axes, by number, in which runs differ that a table would take for the same method and seed."""
+    alike: dict[tuple, list[tuple[Choice, ...]]] = {}
+    for run, choices in zip(runs, combinations, strict=True):
+        model, data = run.config.model, run.config.data
+        corpora = (data.data_path, data.train_data_paths, data.valid_data_paths, data.split)
+        key = (evaluated_method(run.config), model.num_layers, model.hidden_size, model.seq_length, corpora)
+        alike.setdefault((*map(repr, key), run.config.training.seed), []).append(choices)
+    return [
+        axis
+        for axis in range(len(combinations[0]))
+        if any(len({choices[axis].label for choices in group}) > 1 for group in alike.values())
+    ]
 
 
 def _run(sweep: Sweep, choices: tuple[Choice, ...]) -> Run:

@@ -329,3 +329,14 @@ def test_what_differs_from_a_method_is_marked(tmp_path, checkpoints):
         main([*words, "--compare-with", "rotary"])
     main([*words, "--compare-with", "kerple_log"])
     assert "One seed" in (tmp_path / "extrapolation.md").read_text()
+
+
+def test_labels_and_sizes_are_stored(tmp_path, checkpoints):
+    folder = str(checkpoints["alibi"][0])
+    words = ["--checkpoint", folder, "--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
+    with pytest.raises(UserError, match="--label: 2 given for 1 checkpoints"):
+        main([*words, "--label", "a", "b"])
+    main([*words, "--label", "slow"])
+    (row,) = rows_in(tmp_path)
+    assert row["pos_emb"] == "alibi (slow)"
+    assert (row["checkpoint"]["layers"], row["checkpoint"]["hidden_size"]) == (2, 32)

@@ -180,11 +180,21 @@ def test_a_dagger_where_the_paired_t_test_rejects():
     rows = [row("kerple_log", 128, value, seed=seed) for seed, value in enumerate(log)]
     rows += [row("alibi", 128, value, seed=seed) for seed, value in reversed(list(enumerate(other)))]
     rows += [row("rotary", 128, value, seed=seed) for seed, value in enumerate((23.0, 24.3, 23.8))]
+    rows += [row("rpe", 128, value, seed=seed) for seed, value in enumerate((22.6, 23.6, 23.4))]
     _, lines, _ = table(rows, "kerple_log")
-    assert [line[1].endswith("†") for line in lines] == [False, True, False]
-    assert "†: differs from kerple_log (paired two-sided t-test" in markdown(rows, "T", "kerple_log")
+    assert [line[1].endswith("†") for line in lines] == [False, True, False, False], "not what is better, as the paper"
+    assert "†: kerple_log is significantly better (paired two-sided t-test" in markdown(rows, "T", "kerple_log")
     with pytest.raises(UserError, match="--compare-with t5: there are no results of it"):
         table(rows, "t5")
+
+
+def test_two_checkpoints_of_one_seed_are_not_averaged():
+    origins = [{"path": "runs/a", "iteration": step, "fingerprint": f"{step}"} for step in (10, 20)]
+    rows = [{**row("alibi", 128, 20.0 + place), "checkpoint": origin} for place, origin in enumerate(origins)]
+    _, lines, _ = table(rows)
+    assert lines == [["alibi (runs/a at 10)", "20.00"], ["alibi (runs/a at 20)", "21.00"]]
+    _, lines, _ = table([rows[0], {**rows[1], "seed": 2}])
+    assert lines == [["alibi", "20.50 ± 0.71"]]
 
 
 def test_protocols_and_corpora_are_columns_where_they_differ():

@@ -63,7 +63,25 @@ def test_results_of_another_model_are_refused_by_name(tmp_path):
         store.add(record(fingerprint="bb"))
     with Results(tmp_path, ["bb"], replace=True) as store:
         assert store.records == [record(fingerprint="bb")]
-    assert read_results(tmp_path) == [record(fingerprint="bb")]
+        with pytest.raises(UserError, match="another evaluation is writing"):
+            Results(tmp_path, ["bb"]).__enter__()
+        store.add(record(32, fingerprint="bb"))
+    assert read_results(tmp_path) == [record(fingerprint="bb"), record(32, fingerprint="bb")]
+
+
+def test_dropping_results_loses_none_when_the_disk_is_full(tmp_path, monkeypatch):
+    with Results(tmp_path, ["aa", "bb"]) as store:
+        store.add(record())
+        store.add(record(fingerprint="bb"))
+    before = (tmp_path / RESULTS).read_bytes()
+
+    def disk_full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", disk_full)
+    with pytest.raises(UserError, match="No space left"):
+        Results(tmp_path, ["bb"], replace=True).__enter__()
+    assert (tmp_path / RESULTS).read_bytes() == before
 
 
 def test_two_writers_are_refused(tmp_path):

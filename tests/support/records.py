@@ -18,7 +18,13 @@ def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None
         "loss": math.log(perplexity) if perplexity else None,
         "perplexity": perplexity,
         "note": None if perplexity else "out of memory",
-        "checkpoint": {"path": f"nowhere/{pos_emb}/{seed}", "iteration": 10, "fingerprint": "ab12"},
+        "checkpoint": {
+            "path": f"nowhere/{pos_emb}/{seed}",
+            "iteration": 10,
+            "fingerprint": f"{pos_emb}{seed}",
+            "layers": 12,
+            "hidden_size": 768,
+        },
         **keys,
     }
 

@@ -31,6 +31,22 @@ def test_runs_are_all_combinations_in_order(tmp_path):
     assert sweep.evaluation == ("--lengths", "32", "64", "--tokens", "128")
 
 
+def test_runs_of_one_method_and_seed_are_told_apart_in_the_tables(tmp_path):
+    methods = ["kerple_log.yml", "alibi.yml"]
+    rates = [{"optimizer.params.lr": 0.1}, {"optimizer.params.lr": 0.2, "name": "fast"}]
+    seeds = [{"seed": 1}, {"seed": 2}]
+    runs = plan(read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates, "seed": seeds})))
+    assert [run.evaluation[-2:] for run in runs[:4]] == [
+        ("--label", "0.1"),
+        ("--label", "0.1"),
+        ("--label", "fast"),
+        ("--label", "fast"),
+    ]
+    for axes in ({"pos_emb": methods, "seed": seeds}, {"length": [{"seq-length": 16}, {"seq-length": 32}]}):
+        runs = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"} if len(axes) == 1 else {})))
+        assert not any("--label" in run.evaluation for run in runs)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

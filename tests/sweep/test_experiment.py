@@ -57,7 +57,7 @@ def test_killed_half_way_and_resumed(tmp_path):
     assert logged[-1] == STEPS
     assert logged.count(SAVED_EVERY) == 1, "it began anew"
 
-    table = (tmp_path / "out" / "report" / "tables" / "kerple-3-128-non-overlapping.md").read_text()
+    table = (tmp_path / "out" / "report" / "tables" / "kerple-3-4x128-128-non-overlapping.md").read_text()
     rows = [line for line in table.splitlines() if line.startswith(("| 128 ", "| 256 ", "| 512 ", "| 1024 "))]
     assert len(rows) == 4
     assert all(row.count("±") == 6 for row in rows), "3 methods in 2 modes, over 2 seeds"

@@ -215,9 +215,9 @@ def test_a_small_sweep_for_real(tmp_path):
     for name in ("kerple_log/7", "alibi/7"):
         assert iterations_logged(tmp_path / "out" / "runs" / name) == [1, 2, 3, 4, 5, 6]
     tables = tmp_path / "out" / "report" / "tables"
-    rows = (tables / "kerple-3-32-non-overlapping.csv").read_text().splitlines()
+    rows = (tables / "kerple-3-2x32-32-non-overlapping.csv").read_text().splitlines()
     assert rows[0] == "section,Extrp.,published,KERPLE (log),ALiBi"
     assert [row.split(",")[1] for row in rows[1:]] == ["32", "64"]
     assert all(1 < float(value) < 1000 for row in rows[1:] for value in row.split(",")[3:])
     assert any(path.name.startswith("kerple-4") for path in tables.iterdir())
-    assert (tmp_path / "out" / "report" / "figures" / "kernels-text-32-kerple_log-bias.png").is_file()
+    assert (tmp_path / "out" / "report" / "figures" / "kernels-text-2x32-32-kerple_log-bias.png").is_file()

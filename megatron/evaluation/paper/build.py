@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron.evaluation.paper.kernels import Kernel, kernels_of
 from megatron.evaluation.paper.page import Chapter, page
 from megatron.evaluation.paper.published import display_name
 from megatron.evaluation.paper.rendering import comma_separated, latex, markdown
-from megatron.evaluation.paper.results import Method, Setting, method_of, setting_of
+from megatron.evaluation.paper.results import Method, Setting, method_of, setting_of, slug
 from megatron.evaluation.paper.tables import CORPORA, REFERENCE, perplexity_tables, resolution_tables
 from megatron.files import write_atomically
 
@@ -97,19 +97,19 @@ def curves(records: Sequence[Mapping[str, Any]]) -> list[PaperFigure]:
     for setting, rows in by_setting.items():
         corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
         title = f"{corpus}, trained at length {setting.train_length}" if setting.train_length else corpus
-        name = f"extrapolation-{setting.corpus}-{setting.train_length}-{setting.protocol}".lower().replace("@", "-")
         seeds = len({row.get("seed") for row in rows})
         caption = f"Perplexity over the length of the text, protocol {setting.protocol}." + (
             f" Lines: means; bands: a standard deviation to each side, over {seeds} seeds." if seeds > 1 else ""
         )
-        methods = dict.fromkeys(" ".join(method_of(row)) for row in rows)
+        methods = dict.fromkeys(display_name(method_of(row)) for row in rows)
+        named = [{**row, "pos_emb": display_name((method_of(row)[0], "full"))} for row in rows]
         found.append(
             PaperFigure(
-                name,
+                f"extrapolation-{setting.name}",
                 title,
                 caption,
                 f"Lines of the perplexity over the length for {', '.join(methods)}.",
-                plots.figure(rows, ""),
+                plots.figure(named, ""),
             )
         )
     return found
@@ -120,10 +120,10 @@ def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
     and training length in one figure; then those of the checkpoints that were named.
     """
     drawn: list[PaperFigure] = []
-    lengths: dict[tuple[str, int | None], dict[str, list[int]]] = {}
+    lengths: dict[Setting, dict[str, list[int]]] = {}
     for (setting, pos_emb), record in _one_seed(sources.records).items():
         corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
-        name, file = display_name((pos_emb, "full")), f"{setting.corpus}-{setting.train_length}-{pos_emb}"
+        name, file = display_name((pos_emb, "full")), f"{setting.name}-{slug(pos_emb)}"
         of = f"{name}, {corpus}" + (f", seed {record['seed']}" if record.get("seed") is not None else "")
         found, adapted = _try_checkpoint(record.get("checkpoint") or {}, sources, of, file)
         drawn += adapted
@@ -131,10 +131,12 @@ def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
             drawn += figures.kernel_figures(found, of=of, name=file)
             ends = _ends(found)
             if ends:
-                lengths.setdefault((setting.corpus, setting.train_length), {})[name] = ends
+                lengths.setdefault(setting, {})[name] = ends
     together = [
-        figures.effective_length_figure(found, of=CORPORA.get(corpus.lower(), corpus), name=f"{corpus}-{trained}")
-        for (corpus, trained), found in lengths.items()
+        figures.effective_length_figure(
+            found, of=CORPORA.get(setting.corpus.lower(), setting.corpus), name=setting.name
+        )
+        for setting, found in lengths.items()
     ]
     named: dict[str, list[int]] = {}
     for folder in sources.checkpoints:
@@ -159,13 +161,13 @@ def _ends(kernels: Sequence[Kernel]) -> list[int]:
 
 
 def _one_seed(records: Iterable[Mapping[str, Any]]) -> dict[tuple[Setting, str], Mapping[str, Any]]:
-    """The record of the lowest seed for each (corpus, training length) and method."""
+    """The record of the lowest seed for each (corpus, training length, size of model) and method."""
     found: dict[tuple[Setting, str], Mapping[str, Any]] = {}
     for record in records:
         if record["kind"] != "extrapolation":
             continue
         setting = setting_of(record)
-        key = Setting(setting.corpus, setting.train_length, ""), method_of(record)[0]
+        key = replace(setting, protocol=""), method_of(record)[0]
         if key not in found or (record.get("seed") or 0) < (found[key].get("seed") or 0):
             found[key] = record
     return found

@@ -211,7 +211,7 @@ def _positions(setting: Setting, length: int, curves: Mapping[Method, list]) -> 
     outside_legend(figure, axes)
     seeds = max(map(len, curves.values()))
     return PaperFigure(
-        f"positions-{setting.corpus}-{setting.train_length}-{setting.protocol}-{length}".lower().replace("@", "-"),
+        f"positions-{setting.name}-{length}",
         f"Perplexity by position at length {length:,}: {corpus}",
         f"Perplexity by position in texts of {length:,} tokens, protocol {setting.protocol} (KERPLE, Figures 5 and 7)"
         + (f", mean over {seeds} seeds." if seeds > 1 else ".")

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron.config.yaml_files import read_file
-from megatron.evaluation.paper.results import Method, kind_of
+from megatron.evaluation.paper.results import Method, Setting, kind_of
 
 FILE = Path(__file__).with_name("published.yml")
 FULL = "full"
@@ -17,8 +17,7 @@ class Published:
     """One table. Methods are (pos-emb, mode); `mode` may be the name of a kind of mode, `window` for any window@W.
 
     `methods` gives their names in the paper, in its order; `values[corpus][method]` the texts in the order of
-    `lengths` (a single text where there are none). `protocols`: kinds of protocol, `last` for any last-K. `model`: keys
-    of the configuration, for what depends on the model's size alone.
+    `lengths` (a single text where there are none). `model`: (layers, hidden size).
     """
 
     source: str
@@ -29,12 +28,13 @@ class Published:
     lengths: tuple[int, ...]
     methods: Mapping[Method, str]
     values: Mapping[str, Mapping[Method, tuple[str, ...]]]
-    model: Mapping[str, int] | None
+    model: tuple[int, int]
     note: str | None
 
-    def serves(self, protocol: str) -> bool:
-        """Whether the paper's numbers may stand beside those of a protocol."""
-        return any(protocol == kind or protocol.startswith((f"{kind}-", f"{kind}@")) for kind in self.protocols)
+    def serves(self, setting: Setting) -> bool:
+        """Whether the paper's numbers may stand beside those of a setting, the corpus left aside."""
+        ours = (setting.protocol in self.protocols, setting.train_length, setting.model)
+        return ours == (True, self.train_length, self.model)
 
     def value(self, corpus: str, method: Method, length: int | None) -> str | None:
         """The text for this setting; None where the paper has none."""
@@ -44,12 +44,15 @@ class Published:
         return texts[self.lengths.index(length) if length is not None else 0]
 
     def name(self, method: Method) -> str:
-        """The method as the paper calls it, a mode that the paper does not have behind it."""
+        """The method as the paper calls it, or another paper where this one does not have it; what the paper does not
+        have of its options and mode behind it.
+        """
         pos_emb, mode = method
         if kind_of(method) in self.methods:
             name = self.methods[kind_of(method)]
             return name if mode == kind_of(method)[1] else f"{name}, {mode}"
-        known = self.methods.get((pos_emb, FULL), pos_emb)
+        plain, bracket, options = pos_emb.partition(" (")
+        known = (self.methods.get((plain, FULL)) or _names().get(plain, plain)) + bracket + options
         return known if mode == FULL else f"{known}, {mode}"
 
 
@@ -61,8 +64,21 @@ def published(name: str) -> Published:
 
 def display_name(method: Method) -> str:
     """The method as the first table that has it calls it."""
-    tables = _read().values()
-    return next((one for one in tables if (method[0], FULL) in one.methods), published("kerple-3")).name(method)
+    pos_emb, mode = method
+    plain, bracket, options = pos_emb.partition(" (")
+    name = _names().get(plain, plain) + bracket + options
+    return name if mode == FULL else f"{name}, {mode}"
+
+
+@cache
+def _names() -> dict[str, str]:
+    """`pos-emb` -> its name in the first table that has it."""
+    found: dict[str, str] = {}
+    for table in _read().values():
+        for (pos_emb, mode), name in table.methods.items():
+            if mode == FULL:
+                found.setdefault(pos_emb, name)
+    return found
 
 
 @cache
@@ -82,7 +98,7 @@ def _read() -> dict[str, Published]:
                 corpus: {_method(key): _texts(found) for key, found in methods.items()}
                 for corpus, methods in value["values"].items()
             },
-            model=value.get("model"),
+            model=tuple(value["model"]),
             note=value.get("note"),
         )
     return tables

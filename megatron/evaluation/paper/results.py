@@ -1,5 +1,6 @@
 """What stored results say, sorted for tables and figures: one value per setting and seed."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +16,38 @@ NO_NAME = "text"
 
 @dataclass(frozen=True)
 class Setting:
-    """What the numbers of one table row or column have in common."""
+    """What the numbers of one table row or column have in common. `model`: (layers, hidden size)."""
 
     corpus: str
     train_length: int | None
     protocol: str
+    model: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """For files: what is known of it, the corpus apart from the rest by its place."""
+        return slug(self.corpus, self.size, self.train_length, self.protocol)
+
+    @property
+    def size(self) -> str:
+        """12x768: 12 layers of 768; empty where that is not known."""
+        return f"{self.model[0]}x{self.model[1]}" if self.model else ""
+
+
+def slug(*parts: object) -> str:
+    """Parts of a file's name, those that are empty left out."""
+    return re.sub(r"[^\w.+-]+", "-", "-".join(str(part) for part in parts if part).lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """`values[setting][method][length][seed]`: a number, or None where there is none; `reasons` says why, by method and
-    length.
+    """`values[setting][method][length][seed]`: a number, or None where there is none; `reasons` says why, by setting,
+    method and length. `tokens`: how many were scored, by setting and length; several numbers where texts differed.
     """
 
     values: Mapping[Setting, Mapping[Method, Mapping[int, Mapping[int | None, float | None]]]]
-    reasons: Mapping[tuple[Method, int], str]
+    reasons: Mapping[tuple[Setting, Method, int], str]
+    tokens: Mapping[tuple[Setting, int], set[int]]
 
     def methods(self, settings: Iterable[Setting] | None = None) -> list[Method]:
         """Every method of these settings, in the order of the records."""
@@ -57,32 +75,44 @@ def measurements(records: Iterable[Mapping[str, Any]], kind: str, value: str) ->
     a table should show is not for this to guess.
     """
     values: dict[Setting, dict[Method, dict[int, dict[int | None, float | None]]]] = {}
-    reasons: dict[tuple[Method, int], str] = {}
-    origins: dict[tuple, str] = {}
+    reasons: dict[tuple[Setting, Method, int], str] = {}
+    tokens: dict[tuple[Setting, int], set[int]] = {}
+    origins: dict[tuple, Mapping[str, Any]] = {}
     for record in records:
         if record["kind"] != kind:
             continue
         setting, method = setting_of(record), method_of(record)
         length, seed = record["length"], record.get("seed")
-        key, origin = (setting, method, length, seed), _origin(record)
-        if origins.setdefault(key, origin) != origin:
+        first = origins.setdefault((setting, method, length, seed), record)
+        if _weights(first) != _weights(record):
             raise UserError(
                 f"two checkpoints give results for {method[0]} ({method[1]}), seed {seed}, length {length:,} on "
-                f"{setting.corpus}: {origins[key]} and {origin}; leave out the results of one of them"
+                f"{setting.corpus}: {_origin(first)} and {_origin(record)}; leave out the results of one of them, or "
+                "evaluate them again under different names (evaluate.py --label)"
             )
         by_length = values.setdefault(setting, {}).setdefault(method, {})
         by_length.setdefault(length, {})[seed] = record[value]
         if record[value] is None:
-            reasons[method, length] = record.get("note") or "no float holds it"
-    return Measurements(values, reasons)
+            reasons[setting, method, length] = record.get("note") or "no float holds it"
+        if record.get("tokens"):
+            tokens.setdefault((setting, length), set()).add(record["tokens"])
+    return Measurements(values, reasons, tokens)
 
 
 def setting_of(record: Mapping[str, Any]) -> Setting:
-    return Setting(record.get("corpus") or NO_NAME, record.get("train_length"), record.get("protocol") or "")
+    checkpoint = record.get("checkpoint") or {}
+    model = (checkpoint["layers"], checkpoint["hidden_size"]) if checkpoint.get("layers") else None
+    return Setting(record.get("corpus") or NO_NAME, record.get("train_length"), record.get("protocol") or "", model)
 
 
 def method_of(record: Mapping[str, Any]) -> Method:
-    return canonical_name(record.get("pos_emb") or "model"), record.get("mode") or "full"
+    pos_emb, bracket, options = (record.get("pos_emb") or "model").partition(" (")
+    return canonical_name(pos_emb) + bracket + options, record.get("mode") or "full"
+
+
+def _weights(record: Mapping[str, Any]) -> str:
+    """Alike for the same weights, wherever they lie."""
+    return (record.get("checkpoint") or {}).get("fingerprint") or _origin(record)
 
 
 def _origin(record: Mapping[str, Any]) -> str:

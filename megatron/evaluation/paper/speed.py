@@ -153,4 +153,4 @@ def _table(sizes: tuple[int, int, int], group: list[Speed]) -> PaperTable:
 
 
 def _same_model(paper: Published, sizes: tuple[int, int, int]) -> bool:
-    return (paper.model["num_layers"], paper.model["hidden_size"], paper.train_length) == sizes
+    return (*paper.model, paper.train_length) == sizes

@@ -10,20 +10,20 @@ from typing import Any
 
 from megatron.evaluation.paper.layout import NOT_AVAILABLE, NOT_MEASURED, Cell, PaperTable, Row, Section, written
 from megatron.evaluation.paper.published import Published, published
-from megatron.evaluation.paper.results import Measurements, Method, Setting, in_order, kind_of, measurements
-from megatron.evaluation.paper.significance import ALPHA, significantly_better
+from megatron.evaluation.paper.results import Measurements, Method, Setting, in_order, kind_of, measurements, slug
+from megatron.evaluation.statistics import ALPHA, significantly_better
 
 REFERENCE: Method = ("kerple_log", "full")
 CORPORA = {"openwebtext2": "OpenWebText2", "github": "GitHub", "arxiv": "ArXiv", "pg22": "PG22", "books3": "Books3"}
 
 
 def perplexity_tables(records: Sequence[Mapping[str, Any]], reference: Method = REFERENCE) -> list[PaperTable]:
-    """Every table of perplexities that the records fill, for each training length and protocol."""
+    """Every table of perplexities that the records fill, for each size of model, training length and protocol."""
     found = measurements(records, "extrapolation", "perplexity")
     tables: list[PaperTable] = []
-    for (train_length, protocol), settings in _groups(found.values).items():
-        group = _Group(found, settings, train_length, protocol, reference)
-        if published("dape").serves(protocol):
+    for settings in _groups(found.values):
+        group = _Group(found, settings, reference)
+        if settings[0].protocol.startswith("last-k"):
             tables.append(group.by_method("dape", found.methods(settings)))
             continue
         tables += _kerple(group, found.methods(settings)) + _lex(group, found.methods(settings))
@@ -31,22 +31,22 @@ def perplexity_tables(records: Sequence[Mapping[str, Any]], reference: Method = 
 
 
 def resolution_tables(records: Sequence[Mapping[str, Any]], value: str = "resolution") -> list[PaperTable]:
-    """LEX's table of attention resolutions, for each training length."""
+    """LEX's table of attention resolutions, for each size of model and training length."""
     found = measurements(records, "resolution", value)
     tables = []
-    for (train_length, protocol), settings in _groups(found.values).items():
-        group = _Group(found, settings, train_length, protocol, REFERENCE, best=max)
+    for settings in _groups(found.values):
+        group = _Group(found, settings, REFERENCE, best=max)
         tables.append(group.by_method("lex-resolution", found.methods(settings)))
     return tables
 
 
-def _groups(settings: Mapping[Setting, Any]) -> dict[tuple[int | None, str], list[Setting]]:
-    """Settings by (training length, protocol), corpora in the papers' order."""
+def _groups(settings: Mapping[Setting, Any]) -> list[list[Setting]]:
+    """Settings that differ in the corpus alone, corpora in the papers' order."""
     places = {corpus: place for place, corpus in enumerate(CORPORA)}
-    groups: dict[tuple[int | None, str], list[Setting]] = {}
+    groups: dict[tuple, list[Setting]] = {}
     for setting in sorted(settings, key=lambda one: places.get(one.corpus.lower(), len(places))):
-        groups.setdefault((setting.train_length, setting.protocol), []).append(setting)
-    return groups
+        groups.setdefault((setting.model, setting.train_length, setting.protocol), []).append(setting)
+    return list(groups.values())
 
 
 def _kerple(group: "_Group", methods: Sequence[Method]) -> list[PaperTable]:
@@ -69,21 +69,13 @@ def _lex(group: "_Group", methods: Sequence[Method]) -> list[PaperTable]:
 
 
 class _Group:
-    """The measurements of one training length and protocol, one setting per corpus."""
+    """The measurements of one size of model, training length and protocol, one setting per corpus."""
 
     def __init__(
-        self,
-        found: Measurements,
-        settings: Sequence[Setting],
-        train_length: int | None,
-        protocol: str,
-        reference: Method,
-        best: Callable[..., Any] = min,
+        self, found: Measurements, settings: Sequence[Setting], reference: Method, best: Callable[..., Any] = min
     ):
         self.found = found
         self.settings = settings
-        self.train_length = train_length
-        self.protocol = protocol
         self.reference = reference
         self.best = best
 
@@ -144,7 +136,7 @@ class _Group:
         self, paper: Published, setting: Setting, places: Sequence[tuple[Method, int]], stub: str
     ) -> list[Row]:
         """The published numbers of the same setting, if there are any."""
-        if setting.train_length != paper.train_length or (paper.protocols and not paper.serves(setting.protocol)):
+        if not paper.serves(setting):
             return []
         texts = [paper.value(setting.corpus, method, length) for method, length in places]
         return [Row(stub, tuple(_published_cell(text) for text in texts), published=True)] if any(texts) else []
@@ -158,11 +150,13 @@ class _Group:
         lines: Sequence[Row | Section],
         methods: Sequence[Method],
     ) -> PaperTable:
-        trained = f"trained at length {self.train_length}" if self.train_length else "training length unknown"
-        kind = f", protocol {self.protocol}" if self.protocol else ""
+        common = self.settings[0]
+        trained = f"trained at length {common.train_length}" if common.train_length else "training length unknown"
+        size = f"{common.model[0]} layers of {common.model[1]}, " if common.model else ""
+        kind = f", protocol {common.protocol}" if common.protocol else ""
         return PaperTable(
-            name="-".join(str(part) for part in (name, self.train_length, self.protocol.replace("@", "-")) if part),
-            title=f"{paper.title}, {trained}{kind}",
+            name=slug(name, common.size, common.train_length, common.protocol),
+            title=f"{paper.title}, {size}{trained}{kind}",
             corner=corner,
             columns=columns,
             lines=tuple(lines),
@@ -182,6 +176,7 @@ class _Group:
         if len(seeds) > 1:
             notes.append(f"Mean ± standard deviation over {len(seeds)} seeds.")
         notes.append(f"Bold: the {'lowest' if self.best is min else 'highest'} value.")
+        notes += self._texts()
         if any(cell.worse for row in rows for cell in row.cells):
             name = published("kerple-3").name(self.reference)
             notes.append(
@@ -191,13 +186,28 @@ class _Group:
         if any(row.published for row in rows):
             notes.append(f"Rows marked paper: {paper.source}" + (f"; {paper.note}." if paper.note else "."))
         for method in methods:
-            missing: dict[str, list[int]] = {}
-            for (name, length), reason in self.found.reasons.items():
-                if name == method:
-                    missing.setdefault(reason, []).append(length)
+            missing: dict[str, set[int]] = {}
+            for (setting, name, length), reason in self.found.reasons.items():
+                if name == method and setting in self.settings:
+                    missing.setdefault(reason, set()).add(length)
             for reason, absent in missing.items():
                 where = ", ".join(map(str, sorted(absent)))
                 notes.append(f"{NOT_AVAILABLE}: {paper.name(method)} at {where}: {reason}.")
+        return notes
+
+    def _texts(self) -> list[str]:
+        """How many tokens are scored, and where numbers side by side are of different texts."""
+        counts = {place: count for place, count in self.found.tokens.items() if place[0] in self.settings}
+        if not counts:
+            return []
+        low, high = (extreme(extreme(found) for found in counts.values()) for extreme in (min, max))
+        notes = [f"{low:,} tokens are scored." if low == high else f"{low:,} to {high:,} tokens are scored."]
+        for (setting, length), found in counts.items():
+            if len(found) > 1:
+                notes.append(
+                    f"{_corpus(setting)} at {length}: not all are of the same text "
+                    f"({' or '.join(f'{one:,}' for one in sorted(found))} tokens), so they do not compare."
+                )
         return notes
 
 

@@ -1,11 +1,12 @@
 """The file of published numbers: complete, well-formed, and known methods."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from megatron.evaluation.paper.published import names, published
-from megatron.evaluation.paper.results import kind_of
+from megatron.evaluation.paper.results import Setting, kind_of
 from megatron.model.positional import registered_names
 
 NUMBER = r"\d+(\.\d+)?"
@@ -48,9 +49,13 @@ def test_some_numbers():
 
 
 def test_protocols_and_names():
-    assert published("kerple-3").serves("non-overlapping")
-    assert published("dape").serves("last-256")
-    assert not published("dape").serves("non-overlapping")
+    same = Setting("github", 512, "non-overlapping", (12, 768))
+    assert published("kerple-3").serves(same)
+    assert published("kerple-3").serves(replace(same, protocol="kerple@320"))
+    for other in ({"protocol": "kerple@8"}, {"train_length": 256}, {"model": (24, 1024)}, {"model": None}):
+        assert not published("kerple-3").serves(replace(same, **other))
+    assert published("dape").serves(replace(same, protocol="last-k@256"))
+    assert not published("dape").serves(replace(same, protocol="last-k@128"))
     three = published("kerple-3")
     assert three.name(("kerple_log", "full")) == "KERPLE (log)"
     assert three.name(("kerple_log", "window@512")) == "KERPLE (log), window@512"

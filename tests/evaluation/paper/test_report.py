@@ -86,19 +86,19 @@ def test_the_page_is_whole_and_needs_nothing_else(report):
 
 
 def test_files_of_tables_and_figures(report):
-    stems = {"kerple-3-512-non-overlapping"}
+    stems = {"kerple-3-12x768-512-non-overlapping"}
     assert {path.name for path in (report / "tables").iterdir()} == {
         f"{stem}.{ending}" for stem in stems for ending in ("md", "csv", "tex")
     }
     figures = {
-        "extrapolation-github-512-non-overlapping",
+        "extrapolation-github-12x768-512-non-overlapping",
         "kernels-kerple_log_checkpoints-bias",
         "effective-lengths-named",
     }
     assert {path.name for path in (report / "figures").iterdir()} == {
         f"{name}.{ending}" for name in figures for ending in ("png", "pdf")
     }
-    table = (report / "tables" / "kerple-3-512-non-overlapping.md").read_text()
+    table = (report / "tables" / "kerple-3-12x768-512-non-overlapping.md").read_text()
     assert "| 512 | **3.167 ± 0.153** | 3.267 ± 0.153 † | 5.167 ± 0.153 † |" in table
     assert "| *512, paper* | *3.40 ± 0.20* | *3.42 ± 0.21* | *3.44 ± 0.20 †* |" in table
 

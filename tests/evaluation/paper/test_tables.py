@@ -9,8 +9,8 @@ from scipy import stats
 from megatron.config import UserError
 from megatron.evaluation.paper.layout import Cell, PaperTable, Row, Section, written
 from megatron.evaluation.paper.rendering import comma_separated, latex, markdown, markup
-from megatron.evaluation.paper.significance import p_value, significantly_better
 from megatron.evaluation.paper.tables import perplexity_tables, resolution_tables
+from megatron.evaluation.statistics import p_value, significantly_better
 from tests.support.records import record, seeds
 
 LOG = [21.4, 21.9, 22.3, 20.8, 21.5]
@@ -144,7 +144,16 @@ def test_what_is_missing_says_why_and_published_rows_need_the_same_setting():
         ["–", "n/a"],
     ]
     assert "n/a: learned at 1024: positions end at 511." in table.notes
-    for keys in ({"train_length": 128}, {"protocol": "sliding"}, {"corpus": "python_stdlib"}):
+    small = {"path": "a", "iteration": 1, "fingerprint": "f", "layers": 4, "hidden_size": 128}
+    for keys in (
+        {"train_length": 128},
+        {"protocol": "sliding@256"},
+        {"protocol": "kerple@8"},
+        {"protocol": "non-overlapping by document"},
+        {"corpus": "python_stdlib"},
+        {"checkpoint": small},
+        {"checkpoint": None},
+    ):
         other = only(perplexity_tables([record("kerple_log", 512, 3.4, **keys)]), "kerple-3")
         assert not any(row.published for row in other.rows)
 
@@ -156,7 +165,7 @@ def test_modes_are_columns_behind_their_method():
 
 
 def test_dape_s_layout():
-    keys = {"protocol": "last-256", "corpus": "arxiv"}
+    keys = {"protocol": "last-k@256", "corpus": "arxiv"}
     records = [record("dape_kerple", length, 4.0 - length / 1e4, **keys) for length in (512, 8192)]
     records += [record("alibi", length, 4.6, **keys) for length in (512, 8192)]
     (table,) = perplexity_tables(records)
@@ -167,12 +176,14 @@ def test_dape_s_layout():
 
 
 def test_lex_s_layout_and_resolution():
-    keys = {"corpus": "arxiv", "train_length": 1024}
+    model = {"path": None, "iteration": 1, "fingerprint": "f", "layers": 24, "hidden_size": 1024}
+    keys = {"corpus": "arxiv", "train_length": 1024, "checkpoint": model}
     records = [record("xpos", 2048, 16.0, **keys), record("xpos", 2048, 15.5, mode="blockwise", **keys)]
     records += [record("alibi", 2048, 15.4, **keys)]
     tables = perplexity_tables(records)
-    lex = only(tables, "lex-1024")
+    lex = only(tables, "lex-24x1024-1024")
     assert [row.stub for row in lex.rows] == ["ALiBi", "ALiBi, paper", "xPos", "LEX", "LEX, paper"]
+    assert any("which protocol the paper used" in note for note in lex.notes)
     assert [row.stub for row in only(tables, "lex-modes").rows] == ["xPos", "xPos + BCA"]
     resolution = [
         {**one, "kind": "resolution", "resolution": value} for one, value in zip(records, (0.5, 1.1, 0.8), strict=True)
@@ -184,10 +195,34 @@ def test_lex_s_layout_and_resolution():
 
 
 def test_two_checkpoints_of_one_seed_are_refused():
-    records = [record("alibi", 512, 4.0), record("alibi", 512, 4.1, checkpoint={"path": "elsewhere", "iteration": 20})]
+    first = record("alibi", 512, 4.0)
+    there = {**first["checkpoint"], "path": "elsewhere"}
+    other = record("alibi", 512, 4.1, checkpoint={**there, "iteration": 20, "fingerprint": "others"})
     with pytest.raises(UserError, match=r"nowhere/alibi/1 at iteration 10 and elsewhere at iteration 20"):
-        perplexity_tables(records)
-    assert only(perplexity_tables([records[0]] * 2), "kerple-3").rows[0].cells[0].text == "4.000"
+        perplexity_tables([first, other])
+    again = record("alibi", 512, 4.0, checkpoint={**first["checkpoint"], "fingerprint": "trained again"})
+    with pytest.raises(UserError, match="two checkpoints give results for alibi"):
+        perplexity_tables([first, again])
+    moved = record("alibi", 512, 4.0, checkpoint=there)
+    assert only(perplexity_tables([first, moved]), "kerple-3").rows[0].cells[0].text == "4.000"
+
+
+def test_options_of_a_method_and_sizes_of_a_model_are_told_apart():
+    keys = {"protocol": "last-k@256", "corpus": "arxiv"}
+    records = [record(name, 512, 4.0, **keys) for name in ("dape_kerple", "dape_kerple (variant Concat)")]
+    (table,) = perplexity_tables(records)
+    assert [row.stub for row in table.rows] == ["DAPE-Kerple", "DAPE-Kerple, paper", "DAPE-Kerple (variant Concat)"]
+    large = {"path": "b", "iteration": 1, "fingerprint": "l", "layers": 24, "hidden_size": 1024}
+    tables = perplexity_tables([*records, record("dape_kerple", 512, 3.0, checkpoint=large, **keys)])
+    assert [table.name for table in tables] == ["dape-12x768-512-last-k-256", "dape-24x1024-512-last-k-256"]
+    assert [row.stub for row in tables[1].rows] == ["DAPE-Kerple"]
+
+
+def test_the_number_of_tokens_and_texts_that_differ():
+    records = seeds("kerple_log", 512, LOG) + seeds("alibi", 512, ALIBI)
+    assert "1,000 tokens are scored." in only(perplexity_tables(records), "kerple-3").notes
+    notes = only(perplexity_tables([*records, record("rpe", 512, 3.0, tokens=500)]), "kerple-3").notes
+    assert "GitHub at 512: not all are of the same text (500 or 1,000 tokens), so they do not compare." in notes
 
 
 @pytest.mark.parametrize(
