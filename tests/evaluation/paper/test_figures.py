@@ -135,8 +135,8 @@ def test_perplexity_by_position():
 def test_each_protocol_has_a_figure_of_its_own():
     records = [positions("full", 1, [3.0, 2.0, 1.0], protocol=name) for name in ("non-overlapping", "last-k@16")]
     assert [figure.name for figure in figures.position_figures(records)] == [
-        "positions-github-512-non-overlapping-40",
-        "positions-github-512-last-k-16-40",
+        "positions-github-12x768-512-non-overlapping-40",
+        "positions-github-12x768-512-last-k-16-40",
     ]
 
 
