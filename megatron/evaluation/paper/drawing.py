@@ -69,6 +69,11 @@ def method_style(index: int) -> dict[str, object]:
     }
 
 
+def mode_style(index: int) -> dict[str, object]:
+    """The line of the mode of that number, for methods that are told apart by colour and marker."""
+    return {"linestyle": STYLES[index % len(STYLES)]}
+
+
 def head_styles(order: Sequence[int]) -> dict[int, dict[str, object]]:
     """For lines of one kind: from dark to light in the given order (a scale that is even in grey), styles by turns."""
     scale = colormaps["cividis"]

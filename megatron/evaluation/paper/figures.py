@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, SymmetricalLogLocator
 from torch import Tensor
 
 from megatron.config.errors import UserError
@@ -20,6 +20,7 @@ from megatron.evaluation.paper.drawing import (
     PaperFigure,
     head_styles,
     method_style,
+    mode_style,
     new_figure,
     outside_legend,
     thousands,
@@ -175,25 +176,29 @@ def _positions(setting: Setting, length: int, curves: Mapping[Method, list]) -> 
     figure, (axes,) = new_figure(height=4.8)
     methods = in_order(list(curves), published("kerple-3").methods)
     pos_embs = list(dict.fromkeys(pos_emb for pos_emb, _ in methods))
+    modes = sorted(dict.fromkeys(mode for _, mode in methods), key=lambda mode: (mode != "full", mode))
     lowest, highest = [], []
     for method in methods:
         middles, perplexities = mean_curve(curves[method])
         style = method_style(pos_embs.index(method[0]))
         style |= {"markevery": 0.1, "markersize": 5}
+        if len(modes) > 1:  # the method is told by colour and marker, the mode by line and filling
+            style |= mode_style(modes.index(method[1]))
         if method[1] != "full":
-            style |= {"markerfacecolor": "white", "markeredgecolor": style["color"], "linestyle": (0, (1, 1.2))}
+            style |= {"markerfacecolor": "white", "markeredgecolor": style["color"]}
         axes.plot(middles, perplexities, label=display_name(method), **style)
         kept = [one for one in perplexities if math.isfinite(one)]
         lowest += [min(kept)] if kept else []
         highest += [statistics.median(kept)] if kept else []
     if lowest and max(highest) > 4 * min(lowest):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylabel("perplexity (logarithmic axis)")
     else:
         axes.set_ylabel("perplexity")
     thousands(axes, "y")
     thousands(axes)
-    axes.yaxis.set_minor_formatter("")
     axes.set_xlim(0, length)
     axes.set_xlabel("position in the text (tokens)")
     if setting.train_length and setting.train_length < length:

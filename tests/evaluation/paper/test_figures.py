@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config import UserError
-from megatron.evaluation.paper import figures
+from megatron.evaluation.paper import drawing, figures
 from megatron.evaluation.paper.kernels import kernels_of
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.records import record
@@ -119,7 +119,7 @@ def positions(mode: str, seed: int, losses: list[float], **keys: object) -> dict
 
 def test_perplexity_by_position():
     records = [positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.2, 2.2, 1.2])]
-    records += [positions("window@10", 1, [3.0, 2.1, None])]
+    records += [positions("window@10", 1, [3.0, 2.1, None]), positions("blockwise", 1, [3.0, 2.2, 1.5])]
     (figure,) = figures.position_figures(records)
     (axes,) = figure.figure.axes
     lines = {line.get_label(): line for line in axes.lines}
@@ -130,6 +130,7 @@ def test_perplexity_by_position():
     np.testing.assert_allclose(y, [math.exp(3.0), math.exp(2.1), math.nan])
     assert lines["KERPLE (log)"].get_color() == lines["KERPLE (log), window@10"].get_color()
     assert lines["KERPLE (log)"].get_linestyle() != lines["KERPLE (log), window@10"].get_linestyle()
+    assert len({str(drawing.mode_style(mode)) for mode in range(3)}) == 3
 
 
 def test_each_protocol_has_a_figure_of_its_own():
