@@ -75,7 +75,7 @@ def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: ar
     ]
     fingerprints = [model.origin.checkpoint["fingerprint"] for model in models]
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(Results(output, fingerprints, replace=options.replace)) if ranks.is_main else None
+        store = open_store(Results(output, fingerprints, replace=options.replace), stack, ranks)
         for model, works in zip(models, planned, strict=True):
             _measure(model, works, store, config, options, ranks, check=len(models) == 1)
         if store is None:
@@ -84,6 +84,22 @@ def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: ar
         print_report(rows, options.title, compare_with=options.compare_with)
         for path in write_report(rows, output, options.title, compare_with=options.compare_with):
             print(path, flush=True)
+
+
+def open_store(store: Results, stack: contextlib.ExitStack, ranks: Ranks) -> Results | None:
+    """The store on rank 0, None on the others. Raises UserError on every rank where rank 0 cannot open it: none waits
+    for one that has left.
+    """
+    problem = None
+    if ranks.is_main:
+        try:
+            stack.enter_context(store)
+        except UserError as error:
+            problem = str(error)
+    problem = ranks.broadcast(problem)
+    if problem is not None:
+        raise UserError(problem)
+    return store if ranks.is_main else None
 
 
 def _measure(

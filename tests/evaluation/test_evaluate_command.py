@@ -1,5 +1,6 @@
 """evaluate.py on real checkpoints and data: one report of one or several, and what it refuses."""
 
+import contextlib
 import json
 import os
 import socket
@@ -12,8 +13,9 @@ import torch
 
 from megatron.config.errors import UserError
 from megatron.data.streams import validation_stream
-from megatron.evaluation.command import main
-from megatron.evaluation.results import read_results
+from megatron.evaluation.command import main, open_store
+from megatron.evaluation.ranks import Ranks
+from megatron.evaluation.results import Results, read_results
 from megatron.model.attention import FULL, Span
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.language_models import direct_losses
@@ -297,6 +299,24 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, configuration, monkeypatch)
         assert one.keys() == two.keys()
         for key in one:
             assert one[key] == (pytest.approx(two[key], rel=1e-6) if key in MEASURED else two[key]), key
+
+
+def test_every_rank_ends_where_the_results_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    told = []
+
+    class Told(Ranks):
+        def broadcast(self, value):
+            told.extend([value] if self.is_main else [])
+            return told[0]
+
+    for rank in range(2):
+        with contextlib.ExitStack() as stack, pytest.raises(UserError, match="cannot write the report"):
+            open_store(Results(tmp_path / "file" / "x"), stack, Told(rank, 2))
+    told.clear()
+    with contextlib.ExitStack() as stack:
+        stores = [open_store(Results(tmp_path), stack, Told(rank, 2)) for rank in range(2)]
+        assert [store is None for store in stores] == [False, True]
 
 
 def test_by_document(tmp_path, configuration, checkpoints, data, capsys):
