@@ -63,7 +63,7 @@ def trained_engine(config: Config) -> Engine:
     layout = distributed.initialize(config)
     engine = Engine(config, config.model.padded_vocab_size, layout, lambda text: None)
     tokens = torch.randint(0, config.model.padded_vocab_size, (1, 129))
-    engine.train_step(iter([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]), 1e-4)
+    engine.train_step(iter([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]), 1e-4, 0)
     return engine
 
 

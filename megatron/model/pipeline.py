@@ -75,6 +75,12 @@ class GPTPipeline(PipelineModule):
         """Layer index -> layer, those of this stage only."""
         return {int(name): self.forward_funcs[local] for name, local in self.fwd_map.items()}
 
+    def of_all_stages(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The stages' values by name, in the order of the stages; every rank calls it together."""
+        stages: list[dict[str, Tensor]] = [{}] * self.num_stages
+        dist.all_gather_object(stages, values, group=self._grid.get_pipe_parallel_group())
+        return {name: value for stage in stages for name, value in stage.items()}
+
     def _find_shared(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Parameters of which other stages hold a copy, with the group over which their gradients are summed."""
         if self.num_stages == 1:

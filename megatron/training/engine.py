@@ -165,11 +165,13 @@ class Engine:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_step(self, batches: Iterator[Batch], learning_rate: float) -> Tensor:
-        """One optimizer step over `accumulation` micro-batches; returns the mean loss over the global batch, on the
-        device, not synchronized.
+    def train_step(self, batches: Iterator[Batch], learning_rate: float, iteration: int) -> Tensor:
+        """One optimizer step over `accumulation` micro-batches, `iteration` steps having been made before; returns the
+        mean loss over the global batch, on the device, not synchronized.
         """
         self._set_rate(learning_rate)
+        for method in positional_methods(self.model.layers()).values():
+            method.begin_step(iteration, self.config.training.seed)
         if self.is_pipeline:
             return self.engine.train_batch(_pipeline_batches(batches)).detach()
         self.engine.train()
@@ -234,11 +236,12 @@ class Engine:
         return metrics.count_parameters(self.model.layers(), self.settings, self.layout)
 
     def kernel_statistics(self) -> dict[str, Tensor]:
-        """Name -> values per head of the positional parameters of this rank. ZeRO 3: called by every rank together."""
+        """Name -> values per head of the positional parameters of all layers. Every rank calls it together."""
         layers = self.model.layers()
         parameters = [p for method in positional_methods(layers).values() for p in method.parameters()]
         with GatheredParameters(parameters, enabled=self.zero_stage == 3):
-            return metrics.kernel_statistics(layers)
+            found = metrics.kernel_statistics(layers)
+        return self.model.of_all_stages(found) if self.is_pipeline else found
 
     def attention_choice(self) -> str:
         """The attention backend, and what chose it; of a stage without blocks, nothing."""

@@ -207,7 +207,7 @@ def _steps(run: Run, stop: StopRequest) -> str | None:
     log = StepLog(run)
     while state.iteration < run.last_iteration:
         rate = run.schedule(state.iteration)
-        loss = engine.train_step(run.train_batches, rate)
+        loss = engine.train_step(run.train_batches, rate, state.iteration)
         state.iteration += 1
         state.consumed_samples += engine.global_batch
         state.tokens += engine.global_batch * config.model.seq_length

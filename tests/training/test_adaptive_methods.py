@@ -1,8 +1,10 @@
-"""Methods that make the scores, and xPos: trained, checkpointed, resumed, in the layouts that serve them."""
+"""Methods that make the scores, xPos, kernels per layer: trained, checkpointed, resumed, in all layouts they have."""
 
 import pytest
 import torch
 
+from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.description import describe
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -51,14 +53,46 @@ def test_a_resumed_run_equals_the_unbroken_one(tmp_path, data_path):
         assert torch.equal(weights(tmp_path / "resumed", 6)[name], tensor), name
 
 
+PER_LAYER = {"pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
+RANDOM = {"pos_emb_options": {"scaling": "random", "random_range": 128}}
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "keys", "logged"),
+    [
+        ("dape_kerple", {}, ["bias_p", "bias_a"]),
+        ("kerple", PER_LAYER, ["bias_1_log_a", "bias_2_power_p"]),
+        ("rotary", {**RANDOM, "checkpoint_activations": True, "checkpoint_num_layers": 1}, []),
+    ],
+    ids=["dape_kerple", "kerple per layer", "random rotary"],
+)
+def test_two_stages_of_a_pipeline_train_and_resume_as_one_rank(pos_emb, keys, logged, ranks, tmp_path, data_path):
+    """What belongs to a layer stays with it; what is drawn for a step is drawn alike for the layers of both."""
+    trained(tmp_path / "one", data_path, pos_emb, **keys)
+    stages = {"num_gpus": 2, "pipe_parallel_size": 2, "gradient_accumulation_steps": 2}
+    for name in ("two", "resumed"):
+        if name == "resumed":
+            go_back(tmp_path / "two", tmp_path / name, 3)
+        ranks.train(training_settings(tmp_path / name, data_path, pos_emb=pos_emb, **keys, **stages))
+    names = [f"kernel/layer_{layer:02d}/{name}/mean" for layer in (2, 3) for name in logged]
+    for name in ("train/loss", "train/grad_norm", "validation/loss", *names):
+        one, two, resumed = (metrics(tmp_path / folder, name) for folder in ("one", "two", "resumed"))
+        assert one
+        assert two == pytest.approx(one, abs=1e-4), name
+        assert resumed == {step: value for step, value in two.items() if step > 3}, name
+    ours, theirs = weights(tmp_path / "two", 6), weights(tmp_path / "one", 6)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize(
     ("pos_emb", "layout"),
     [
-        ("dape_v2_kerple", {"pipe_parallel_size": 2, "gradient_accumulation_steps": 2}),
         ("transformer_xl", {"zero_optimization": {"stage": 3}}),
         ("xpos", {"model_parallel_size": 2, "padded_vocab_size": 512}),
     ],
-    ids=["pipeline", "zero-3", "tensor"],
+    ids=["zero-3", "tensor"],
 )
 def test_two_ranks_train_as_one(pos_emb, layout, ranks, tmp_path, data_path):
     trained(tmp_path / "one", data_path, pos_emb)
@@ -70,6 +104,20 @@ def test_two_ranks_train_as_one(pos_emb, layout, ranks, tmp_path, data_path):
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=0, msg=name)
+
+
+def test_kernels_per_layer_in_slices_train_as_on_one_rank(ranks, tmp_path, data_path):
+    trained(tmp_path / "one", data_path, "kerple", **PER_LAYER)
+    slices = {"num_gpus": 2, "model_parallel_size": 2, "padded_vocab_size": 512}
+    ranks.train(training_settings(tmp_path / "two", data_path, pos_emb="kerple", **PER_LAYER, **slices))
+    kernels = ("kernel/layer_02/bias_1_log_a/mean", "kernel/layer_03/bias_2_power_p/max")
+    for name in ("train/loss", "train/grad_norm", *kernels):
+        assert metrics(tmp_path / "one", name)
+        assert metrics(tmp_path / "one", name) == pytest.approx(metrics(tmp_path / "two", name), abs=1e-4), name
+    step = tmp_path / "one" / "checkpoints" / "global_step6"
+    described = describe(step, ModelSettings.from_config(checkpoint_config(step), 512))
+    assert set(described["kernels"]) == {"layer 0", "layer 1"}
+    assert described["parameters"] == sum(tensor.numel() for tensor in weights(tmp_path / "one", 6).values())
 
 
 def test_weight_decay_spares_all_but_the_matrices_of_a_method():

@@ -6,9 +6,6 @@ import psutil
 import pytest
 import torch
 
-from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.description import describe
-from megatron.model.settings import ModelSettings
 from tests.support.runs import metrics, run, start, training_settings, weights
 
 LAYOUTS = {
@@ -64,24 +61,6 @@ def test_tied_embeddings_train_as_on_one_rank(tmp_path, data_path):
         run(tmp_path / name, training_settings(tmp_path / name, data_path, **layout, no_weight_tying=False))
         losses.append(metrics(tmp_path / name))
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-
-
-def test_kernels_per_layer_train_as_on_one_rank(tmp_path, data_path):
-    keys = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
-    for name, layout in (("one", {}), ("two", LAYOUTS["tensor"])):
-        run(tmp_path / name, training_settings(tmp_path / name, data_path, **layout, **keys))
-    for name in (
-        "train/loss",
-        "train/grad_norm",
-        "kernel/layer_02/bias_1_log_a/mean",
-        "kernel/layer_03/bias_2_power_p/max",
-    ):
-        assert metrics(tmp_path / "one", name)
-        assert metrics(tmp_path / "one", name) == pytest.approx(metrics(tmp_path / "two", name), abs=1e-4), name
-    step = tmp_path / "one" / "checkpoints" / "global_step6"
-    described = describe(step, ModelSettings.from_config(checkpoint_config(step), 512))
-    assert set(described["kernels"]) == {"layer 0", "layer 1"}
-    assert described["parameters"] == sum(tensor.numel() for tensor in weights(tmp_path / "one", 6).values())
 
 
 def test_ranks_that_do_not_fit_are_refused(tmp_path, data_path):

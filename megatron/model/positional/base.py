@@ -147,6 +147,13 @@ class PositionalMethod(nn.Module):
     # decay(query, key, query_positions, key_positions) -> both scaled, [b, h, s, d] and [b, h, t, d], such that their
     #     products depend on the positions through their differences alone; keys are cached unscaled. s <= `segment`.
 
+    # Training.
+
+    def begin_step(self, step: int, seed: int = 0) -> None:
+        """Called before each step of a training run, with the run's seed. What a method draws anew follows from these
+        two alone: then all processes draw the same, and so does a resumed run.
+        """
+
     # Parameters.
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -13,6 +13,7 @@ Legend: r rotated dimensions.
 """
 
 import functools
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -96,8 +97,8 @@ def yarn_attention_factor(factor: float) -> float:
 class RandomPositions:
     """Positions 0, 1, 2 ... taken to an increasing draw, without repetition, from `range` positions.
 
-    In training, each call draws as many as it has tokens, from PyTorch's generator (which recomputed activations find
-    as it was): every layer and every micro-batch has its own. In evaluation the draw is one, of `length` positions by
+    In training, each step draws as many as its texts have tokens, once for all layers and samples (and so for every
+    process, and for activations that are computed again). In evaluation the draw is one, of `length` positions by
     `seed`, and a text gets the first ones of it: so a key in a cache stays where it is.
     """
 
@@ -112,11 +113,12 @@ class RandomPositions:
                 f"{self.range}: it must be 1 to {self.range}"
             )
 
-    def drawn(self, count: int) -> Tensor:
-        """For a call in training: int64 `[count]`."""
+    def drawn(self, count: int, step: int, seed: int) -> Tensor:
+        """For a step of the training run with this seed: int64 `[count]`."""
         if count > self.range:
             raise PositionsExceeded(f"{count} tokens have no different positions in random_range {self.range}")
-        return torch.randperm(self.range)[:count].sort().values
+        digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
+        return _draw(self.range, count, int.from_bytes(digest[:7], "big"))
 
     def fixed(self, positions: Tensor) -> Tensor:
         """For evaluation: the positions `[s]` of the one draw. Raises PositionsExceeded beyond `length`."""

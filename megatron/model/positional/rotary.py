@@ -91,6 +91,10 @@ class Rotary(PositionalMethod):
             length = trained if random_length is None else random_length
             self.random = RandomPositions(random_range, length, random_seed or 0)
         self.angles = Angles(self.rotated, base, own=own, scale=scale)
+        self._step: tuple[int, int] | None = None
+
+    def begin_step(self, step: int, seed: int = 0) -> None:
+        self._step = step, seed
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
@@ -104,7 +108,12 @@ class Rotary(PositionalMethod):
             return self.random.fixed(query), self.random.fixed(key)
         if not torch.equal(query, key):
             raise ValueError("random positions are drawn in training for whole texts; with a cache, call eval() first")
-        drawn = self.random.drawn(len(query)).to(query.device)
+        if self._step is None:
+            raise ValueError(
+                "random positions are drawn for each step of training: call begin_step(step) before it, or eval() for "
+                "the positions of an evaluation"
+            )
+        drawn = self.random.drawn(len(query), *self._step).to(query.device)
         return drawn, drawn
 
     def _turn(self, states: Tensor, positions: Tensor) -> Tensor:

@@ -87,16 +87,22 @@ def test_random_positions_in_training():
     states = torch.ones(1, 1, 6, 8)
     positions = torch.arange(6)
 
-    def angles(seed):
-        torch.manual_seed(seed)
+    with pytest.raises(ValueError, match=r"call begin_step\(step\) before it, or eval\(\)"):
+        method.rotate(states, states, positions, positions)
+
+    def angles(step, seed=0):
+        method.begin_step(step, seed)
         query, key = method.rotate(states, states, positions, positions)
+        # The next layer, and the same one again, find the same draw.
+        for again in method.rotate(states, states, positions, positions):
+            assert torch.equal(again, query)
         assert torch.equal(query, key)
         return query
 
-    assert torch.equal(angles(1), angles(1))  # recomputed activations find the same draw
+    assert torch.equal(angles(1), angles(1))
     assert not torch.equal(angles(1), angles(2))
-    torch.manual_seed(1)
-    drawn = torch.stack([method.random.drawn(6) for _ in range(500)])
+    assert not torch.equal(angles(1), angles(1, seed=5))
+    drawn = torch.stack([method.random.drawn(6, step, 0) for step in range(500)])
     assert (drawn.diff(dim=1) > 0).all()
     assert drawn.min() == 0
     assert drawn.max() == 49
