@@ -4,13 +4,14 @@
 # make lint    ruff
 # make bench   benchmarks: ratios measured side by side
 # make bench-gpu   those that need an NVIDIA GPU (and PyTorch for it, under PYTHON)
+# make pictures   every method trained with the demonstration's settings, what is missing, and drawn
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
 
-.PHONY: setup demo test lint bench bench-gpu clean
+.PHONY: setup demo test lint bench bench-gpu pictures clean
 
 setup: $(VENV)/.installed
 
@@ -30,6 +31,13 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Of the others there is nothing to draw.
+DRAWN := $(filter-out learned none sinusoidal,$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
+
+pictures: setup
+	$(BIN)/python tools/demo.py --output runs/pictures --methods $(DRAWN)
+	$(BIN)/python tools/plot_kernels.py --checkpoint $(DRAWN:%=runs/pictures/%/checkpoints)
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

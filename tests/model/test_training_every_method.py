@@ -10,7 +10,7 @@ from megatron.model.positional import primary_names
 from megatron.model.settings import ModelSettings
 from tests.support.texts import PYTHON
 
-LENGTH, BATCH, STEPS = 48, 4, 200
+LENGTH, BATCH, STEPS = 48, 2, 200
 TEXT = torch.tensor(list(PYTHON.encode("ascii", "replace")))
 
 
@@ -40,6 +40,7 @@ def test_200_steps_lower_the_loss(pos_emb):
         losses.append(loss.item())
     share = TEXT.bincount().double() / len(TEXT)
     entropy = -(share * share.log().nan_to_num(neginf=0.0)).sum().item()
+    print("FINAL", pos_emb, sum(losses[-20:]) / 20, entropy)
     assert losses[0] > math.log(128) - 0.2
     assert sum(losses[-20:]) / 20 < entropy - 0.2
     for name, tensor in own.items():

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from megatron.config import UserError
 from megatron.evaluation.kernel_plots import curves, draw, initial_methods, write_page
-from megatron.model.positional import NoPositions, primary_names
+from megatron.model.positional import primary_names
 from tests.support.checkpoints import write_checkpoint
 from tests.support.runs import ROOT, environment
 
@@ -20,10 +22,10 @@ def width(png: bytes) -> int:
 
 
 def test_the_page_has_every_method(tmp_path):
-    for pos_emb in ("kerple_log", "rotary"):
+    for pos_emb in ("kerple_log", "dape_kerple"):
         write_checkpoint(tmp_path / pos_emb, pos_emb, "nowhere")
     command = [sys.executable, str(ROOT / "tools" / "plot_kernels.py"), "--output", str(tmp_path / "page.md")]
-    folders = [str(tmp_path / "kerple_log"), str(tmp_path / "rotary")]
+    folders = [str(tmp_path / "kerple_log"), str(tmp_path / "dape_kerple")]
     done = subprocess.run(
         [*command, "--checkpoint", *folders], env=environment(), capture_output=True, text=True, check=False
     )
@@ -31,22 +33,34 @@ def test_the_page_has_every_method(tmp_path):
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
     drawn = set(re.findall(r"\(pictures/(\w+)\.png\)", page))
     assert drawn == {path.stem for path in (tmp_path / "pictures").iterdir()}
-    assert {"kerple_log", "alibi", "sandwich", "kerple_square__a"} <= drawn
-    named = set(re.findall(r"^## (\w+)$|^- `(\w+)`:", page, flags=re.MULTILINE))
-    assert {a or b for a, b in named} == set(primary_names())
+    assert set(primary_names()) - drawn == {"none", "learned", "sinusoidal", "cope", "dape"}
+    named = re.findall(r"^### (\w+)$", page, flags=re.MULTILINE)
+    assert sorted(named) == list(primary_names())
+    assert named.index("kerple") < named.index("alibi") < named.index("rotary") < named.index("dape_kerple")
+    assert "DAPE on ALiBi's bias" in page
     pictures = {path.stem: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
     assert all(len(picture) < 80_000 for picture in pictures.values())
     # Two columns where there is a checkpoint, one elsewhere.
-    assert width(pictures["kerple_log"]) > 1.5 * width(pictures["alibi"])
+    for name in ("kerple_log", "dape_kerple"):
+        assert width(pictures[name]) > 1.5 * width(pictures["alibi"])
 
 
 def test_curves_are_those_of_the_method():
-    method = initial_methods()["kerple_power_ap_ap"]
-    found = curves(method)
+    methods = initial_methods()
+    found = curves(*methods["kerple_power_ap_ap"])
     assert set(found) == {"bias", "weight"}
     assert found["bias"].shape[0] == 4
     assert (found["weight"][:, 0] == 1).all()
-    assert draw("none", {"at initialization": NoPositions()}) is None
+    assert draw("none", {"at initialization": methods["none"]}) is None
+    # DAPE's static bias, and what its network makes of it beside a score of 0.
+    method = methods["dape_alibi"].method
+    static = method.static.bias(torch.tensor([700.0]))[:, 0]
+    mixed = method.second(F.leaky_relu(method.first(torch.cat((torch.zeros(4), static))), 0.01))
+    (row,) = curves(*methods["dape_alibi"]).values()
+    torch.testing.assert_close(row[:, 700], static + mixed)
+    (row,) = curves(*methods["rotary"]).values()
+    angles = 700.0 / 10_000 ** (torch.arange(0, 32, 2) / 32)
+    torch.testing.assert_close(row[0, 700], angles.cos().mean(), atol=1e-4, rtol=0)
 
 
 def test_two_checkpoints_of_one_method_are_refused(tmp_path):
@@ -54,14 +68,5 @@ def test_two_checkpoints_of_one_method_are_refused(tmp_path):
         write_checkpoint(tmp_path / folder, "alibi", "nowhere")
     with pytest.raises(UserError, match="two: a checkpoint of pos-emb alibi was given before"):
         write_page(tmp_path / "page.md", [tmp_path / "one", tmp_path / "two"])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "plot_kernels.py"), "--checkpoint", str(tmp_path / "none")],
-        env=environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "error: " in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(UserError, match="none"):
+        write_page(tmp_path / "page.md", [tmp_path / "none"])

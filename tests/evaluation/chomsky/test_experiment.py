@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config.errors import UserError
-from megatron.evaluation.chomsky.command import METHODS
+from megatron.evaluation.chomsky.command import METHODS, main
 from megatron.evaluation.chomsky.encoder import Encoder, _adapted, check_method
 from megatron.evaluation.chomsky.experiment import Run, Settings
 from megatron.model.positional import ModelShape, build
@@ -120,15 +120,19 @@ def test_training_teaches_the_task(tmp_path):
     assert run.accuracy(7) > untrained + 0.2
 
 
-def chomsky(folder, *words, **settings):
+def arguments(folder, *words, **settings):
     options = [word for name, value in {**TINY, **settings}.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "tools/chomsky.py", "--output", str(folder), *options, *words]
+    return ["--output", str(folder), *options, *words]
+
+
+def chomsky(*words):
+    command = [sys.executable, "tools/chomsky.py", *words]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
 
 
-def test_command_runs_what_is_missing_and_reports(tmp_path):
+def test_command_runs_what_is_missing_and_reports(tmp_path, capsys):
     words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "dape_kerple", "--seeds", "0", "1")
-    first = chomsky(tmp_path, *words)
+    first = chomsky(*arguments(tmp_path, *words))
     assert first.returncode == 0, first.stderr
     assert "8 runs on cpu, 0 of them done before" in first.stdout
     stored = json.loads((tmp_path / "chomsky.json").read_text())
@@ -142,13 +146,12 @@ def test_command_runs_what_is_missing_and_reports(tmp_path):
     assert (tmp_path / "chomsky.png").read_bytes()[:4] == b"\x89PNG"
     assert not list((tmp_path / "unfinished").iterdir())
 
-    again = chomsky(tmp_path, *words)
-    assert "8 of them done before" in again.stdout
+    main(arguments(tmp_path, *words))
+    assert "8 of them done before" in capsys.readouterr().out
     assert json.loads((tmp_path / "chomsky.json").read_text()) == stored
 
-    other = chomsky(tmp_path, *words, steps=7)
-    assert other.returncode != 0
-    assert "other settings (steps 6, not 7)" in " ".join(other.stderr.split())
+    with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):
+        main(arguments(tmp_path, *words, steps=7))
 
 
 def test_its_own_methods_are_not_refused():
@@ -159,16 +162,25 @@ def test_its_own_methods_are_not_refused():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--methods", "kerple_lgo"), "did you mean kerple_log"),
         (("--methods", "dape_v2"), "dape_v2 is defined over the keys before a query"),
         (("--methods", "xpos"), "xpos is defined over the keys before a query"),
-        (("--tasks", "sorting"), "invalid choice: 'sorting'"),
-        (("--test_longest", "6"), "test_longest (6) must be beyond train_longest (6)"),
+        (("--test_longest", "6"), r"test_longest \(6\) must be beyond train_longest \(6\)"),
         (("--num_heads", "3"), "hidden_size 16 is no multiple of num_heads 3"),
     ],
 )
 def test_bad_options_are_refused(words, message, tmp_path):
-    done = chomsky(tmp_path / "results", *words)
+    with pytest.raises(UserError, match=message):
+        main(arguments(tmp_path / "results", *words))
+
+
+def test_an_unknown_task_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments(tmp_path, "--tasks", "sorting"))
+    assert "invalid choice: 'sorting'" in capsys.readouterr().err
+
+
+def test_an_error_is_one_line(tmp_path):
+    done = chomsky(*arguments(tmp_path, "--methods", "kerple_lgo"))
     assert done.returncode != 0
-    assert message in " ".join(done.stderr.split())
+    assert "did you mean kerple_log" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

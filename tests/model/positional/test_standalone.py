@@ -50,18 +50,22 @@ def in_a_process(code: str) -> str:
 
 
 def test_every_method_needs_torch_alone():
-    assert set(primary_names()) <= set(in_a_process(WITHOUT + USE).split())
+    examples = documented()
+    output = in_a_process(WITHOUT + examples[0] + USE)
+    assert set(primary_names()) <= set(output.split())
+    assert "torch.Size([2, 100, 64])" in output
 
 
-def test_the_example_of_the_documentation():
+def test_the_examples_of_the_documentation():
+    """They go on from one another."""
+    assert "torch.Size([2, 100, 64])" in in_a_process("".join(documented()))
+
+
+def documented() -> list[str]:
     text = (ROOT / "docs" / "standalone.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(examples) == 3
-    first = in_a_process(WITHOUT + examples[0])
-    assert "torch.Size([2, 100, 64])" in first
-    # The others go on from the first.
-    for example in examples[1:]:
-        in_a_process(examples[0] + example)
+    return examples
 
 
 def distance_methods() -> list[str]:
