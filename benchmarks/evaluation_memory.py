@@ -1,6 +1,6 @@
 """Memory and time of evaluating one segment of 16,384 tokens, and of 65,536, beyond what the model's weights take.
 
-    python benchmarks/evaluation_memory.py [--threads 2] [--lengths 16384 65536] [--pos-emb NAME] [--json FILE]
+    python benchmarks/evaluation_memory.py [--threads 2] [--lengths 16384 65536] [--pos-emb NAME] [--layers N]
 
 The model of the training benchmark, with kerple_log unless said otherwise; from 65,536 tokens on two layers of it,
 since time grows with the square of the length and memory with the layers. What counts is the largest resident memory of
@@ -35,10 +35,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def measure(length: int, threads: int, pos_emb: str) -> dict[str, float]:
+def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict[str, float]:
     """Evaluate one segment in this process; bytes beyond those held before, and seconds."""
     torch.set_num_threads(threads)
-    model = our_model(pos_emb, LAYERS_WHEN_LONG if length >= LONG else LAYERS).eval()
+    model = our_model(pos_emb, layers or (LAYERS_WHEN_LONG if length >= LONG else LAYERS)).eval()
     tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=torch.Generator().manual_seed(1))
     held = resident_bytes()
     start = time.perf_counter()
@@ -71,17 +71,18 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, LONG])
     parser.add_argument("--pos-emb", default="kerple_log", metavar="NAME", help="positional method (%(default)s)")
+    parser.add_argument("--layers", type=int, metavar="N", help=f"instead of {LAYERS}, or {LAYERS_WHEN_LONG} when long")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.in_this_process:
-        print(json.dumps(measure(options.lengths[0], options.threads, options.pos_emb)))
+        print(json.dumps(measure(options.lengths[0], options.threads, options.pos_emb, options.layers)))
         return 0
     every = []
     for length in options.lengths:
         # A process of its own: what earlier work left behind would hide the peak.
         given = (f"--lengths={length}", f"--threads={options.threads}", f"--pos-emb={options.pos_emb}")
-        words = ["--in-this-process", *given]
+        words = ["--in-this-process", *given, *([f"--layers={options.layers}"] if options.layers else [])]
         output = subprocess.run(
             [sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True
         ).stdout

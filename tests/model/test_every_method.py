@@ -1,4 +1,4 @@
-"""Every positional method learns: 200 steps of a tiny model on the text of this Python's library."""
+"""Models with every positional method: they learn the text of this Python's library, and do not see the future."""
 
 import math
 
@@ -8,6 +8,7 @@ import torch
 from megatron.model.gpt import GPT, initialize
 from megatron.model.positional import primary_names
 from megatron.model.settings import ModelSettings
+from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 from tests.support.texts import PYTHON
 
 LENGTH, BATCH, STEPS = 48, 2, 200
@@ -40,8 +41,18 @@ def test_200_steps_lower_the_loss(pos_emb):
         losses.append(loss.item())
     share = TEXT.bincount().double() / len(TEXT)
     entropy = -(share * share.log().nan_to_num(neginf=0.0)).sum().item()
-    print("FINAL", pos_emb, sum(losses[-20:]) / 20, entropy)
     assert losses[0] > math.log(128) - 0.2
-    assert sum(losses[-20:]) / 20 < entropy - 0.2
+    assert sum(losses[-20:]) / 20 < entropy - 0.3
     for name, tensor in own.items():
         assert not torch.equal(tensor, model.state_dict()[name]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pos_emb", primary_names())
+def test_a_changed_future_changes_no_earlier_logit(pos_emb):
+    model, tokens = small_gpt(pos_emb), random_tokens(40)[None]
+    changed = tokens.clone()
+    changed[:, 25:] = (changed[:, 25:] + 7) % VOCABULARY
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :25], before[:, :25], rtol=0, atol=1e-5)
+    assert (after - before)[:, 25:].abs().amax(dim=-1).min() > 1e-2
