@@ -76,7 +76,8 @@ def _names() -> dict[str, str]:
     found: dict[str, str] = {}
     for table in _read().values():
         for (pos_emb, mode), name in table.methods.items():
-            if mode == FULL:
+            # "Absolute", as LEX calls learned positions, would mean sinusoidal ones as well elsewhere.
+            if mode == FULL and name != "Absolute":
                 found.setdefault(pos_emb, name)
     return found
 
@@ -115,4 +116,7 @@ def _method(key: str) -> Method:
 
 
 def _texts(value: object) -> tuple[str, ...]:
-    return tuple(str(one) for one in (value if isinstance(value, list) else [value]))
+    texts = tuple(value if isinstance(value, list) else [value])
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{FILE}: {texts}: a number without quotes may lose its last digits")
+    return texts

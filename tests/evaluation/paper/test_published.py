@@ -40,8 +40,9 @@ def test_kerple_s_tables_have_the_paper_s_size():
 def test_some_numbers():
     assert published("kerple-3").value("GitHub", ("kerple_log", "full"), 16384) == "2.75 ± 0.16"
     assert published("kerple-5").value("arxiv", ("kerple_log3", "full"), 8192) == "5.00 ± 0.11"
-    assert published("kerple-4").value("github", ("rpe", "full"), None) == "0.34"
+    assert published("kerple-4").value("github", ("rpe", "full"), None) == "0.340"
     assert published("dape").value("arxiv", ("dape_kerple", "full"), 8192) == "3.86"
+    assert published("dape").value("arxiv", ("rotary", "full"), 1024) == "45.20"
     assert published("lex").value("arxiv", ("xpos", "blockwise@1024"), 4096) == "15.19"
     assert published("lex-modes").value("pg22", ("xpos", "window@1024"), 8192) == "24.61"
     assert published("kerple-3").value("books3", ("kerple_log", "full"), 512) is None
