@@ -1,12 +1,19 @@
 """One thread, here as in the processes that tests start: sums in another order are not equal bit for bit.
 
-Without a GPU Triton's kernels are interpreted, which Triton must be told before they are defined.
+Without a GPU Triton's kernels are interpreted, which Triton must be told before they are defined. And transformers
+copies the code of models that it loads into one folder for all of a user's processes: those that run tests side by side
+each get their own.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import torch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="transformers_modules_")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
