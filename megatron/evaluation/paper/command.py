@@ -6,9 +6,11 @@ from pathlib import Path
 
 from megatron.config.errors import UserError
 from megatron.evaluation.paper.build import TITLE, Sources, write_paper_report
+from megatron.evaluation.paper.results import Method, method_of
 from megatron.evaluation.paper.stored import collect
 from megatron.evaluation.paper.tables import REFERENCE
 from megatron.evaluation.results import RESULTS
+from megatron.model.positional.registry import canonical_name
 
 DESCRIPTION = "The tables and figures of the KERPLE, DAPE and LEX papers, and an HTML report, from stored results."
 
@@ -37,16 +39,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--reference",
-        default=REFERENCE[0],
         metavar="POS_EMB",
-        help="the method that the others are tested against: † marks where it is significantly better (%(default)s)",
+        help=f"the method that others are tested against: † marks where it is significantly better ({REFERENCE[0]})",
     )
     parser.add_argument("--title", default=TITLE, help="of the report (%(default)s)")
     options = parser.parse_args(argv)
     if not (options.results or options.checkpoint or options.benchmark):
         raise UserError("nothing to report: give folders of results, or --checkpoint, or --benchmark")
     sources = Sources(collect(options.results), options.checkpoint, options.benchmark)
-    path = write_paper_report(sources, options.output, options.title, (options.reference, "full"))
+    path = write_paper_report(sources, options.output, options.title, _reference(options.reference, sources))
     for note in sources.notes:
         print(f"note: {note}", flush=True)
     print(path, flush=True)
+
+
+def _reference(name: str | None, sources: Sources) -> Method:
+    """Raises UserError for a method of which there are no results."""
+    if name is None:
+        return REFERENCE
+    method = canonical_name(name), "full"
+    known = dict.fromkeys(method_of(record)[0] for record in sources.records if record["kind"] == "extrapolation")
+    if method[0] not in known:
+        raise UserError(f"--reference {name}: there are no results of it; choose one of {', '.join(known) or 'none'}")
+    return method

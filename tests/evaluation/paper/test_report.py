@@ -120,6 +120,8 @@ def test_refusals(tmp_path):
     with pytest.raises(UserError, match=r"bench\.json: does not hold the numbers"):
         command.main(["--benchmark", str(tmp_path / "bench.json"), *output])
     write_results(tmp_path / "good", [record("alibi", 512, 3.0)])
+    with pytest.raises(UserError, match="--reference t5: there are no results of it; choose one of alibi"):
+        command.main([str(tmp_path / "good"), "--reference", "t5", *output])
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the report to .*file"):
         command.main([str(tmp_path / "good"), "--output", str(tmp_path / "file")])
