@@ -4,7 +4,7 @@
 # make lint    ruff
 # make bench   benchmarks: ratios measured side by side
 # make bench-gpu   those that need an NVIDIA GPU (and PyTorch for it, under PYTHON)
-# make pictures   every method trained with the demonstration's settings, what is missing, and drawn
+# make pictures   train every method that learns with the demonstration's settings (what is missing), and draw all
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -32,12 +32,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Of the others there is nothing to draw.
-DRAWN := $(filter-out learned none sinusoidal,$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
+# Of the others there is nothing to draw, or nothing that training would change.
+UNCHANGED := learned none sinusoidal cope dape alibi kerple_power_original rotary sandwich xpos
+TRAINED := $(filter-out $(UNCHANGED),$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
 
 pictures: setup
-	$(BIN)/python tools/demo.py --output runs/pictures --methods $(DRAWN)
-	$(BIN)/python tools/plot_kernels.py --checkpoint $(DRAWN:%=runs/pictures/%/checkpoints)
+	$(BIN)/python tools/demo.py --output runs/pictures --tokens 2048 --methods $(TRAINED)
+	$(BIN)/python tools/plot_kernels.py --checkpoint $(TRAINED:%=runs/pictures/%/checkpoints)
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

@@ -175,7 +175,7 @@ def write_page(output: str | Path, folders: Sequence[str | Path] = ()) -> list[P
     entries: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for name, placed in initial_methods().items():
         stages = {"at initialization": placed}
-        if name in trained:
+        if name in trained and next(trained[name].method.parameters(), None) is not None:
             stages["after training"] = trained[name]
         entry = f"### {name}\n\n{description(name)}\n"
         picture = draw(name, stages)
@@ -223,8 +223,9 @@ FAMILIES = {
 PAGE = """# Positional methods in pictures
 
 Attention computes softmax(weight * q.k / sqrt(d) + bias). Each line is one head of a model of the demonstration's size
-(`configs/demo.yml`: 4 heads, trained at length 128), at initialization and, where there is a second column, after that
-training. Where a bias falls below -40 the picture ends at -20: there a key is as good as unseen.
+(`configs/demo.yml`: 4 heads, trained at length 128), at initialization and, where something is learned and there is a
+second column, after that training. Where a bias falls below -40 the picture ends at -20: there a key is as good as
+unseen.
 
 `make pictures` trains what is missing and writes this page; `python tools/plot_kernels.py --checkpoint DIR ...` writes
 it from any checkpoints. The sentences are those of `configs/pos_emb/`.

@@ -22,10 +22,10 @@ def width(png: bytes) -> int:
 
 
 def test_the_page_has_every_method(tmp_path):
-    for pos_emb in ("kerple_log", "dape_kerple"):
+    for pos_emb in ("kerple_log", "dape_kerple", "alibi"):
         write_checkpoint(tmp_path / pos_emb, pos_emb, "nowhere")
     command = [sys.executable, str(ROOT / "tools" / "plot_kernels.py"), "--output", str(tmp_path / "page.md")]
-    folders = [str(tmp_path / "kerple_log"), str(tmp_path / "dape_kerple")]
+    folders = [str(tmp_path / name) for name in ("kerple_log", "dape_kerple", "alibi")]
     done = subprocess.run(
         [*command, "--checkpoint", *folders], env=environment(), capture_output=True, text=True, check=False
     )
@@ -40,7 +40,7 @@ def test_the_page_has_every_method(tmp_path):
     assert "DAPE on ALiBi's bias" in page
     pictures = {path.stem: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
     assert all(len(picture) < 80_000 for picture in pictures.values())
-    # Two columns where there is a checkpoint, one elsewhere.
+    # Two columns where there is a checkpoint and something learned, one elsewhere.
     for name in ("kerple_log", "dape_kerple"):
         assert width(pictures[name]) > 1.5 * width(pictures["alibi"])
 
