@@ -7,18 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.configuration import evaluated_method
+from megatron.checkpoint.description import positional_methods
 from megatron.checkpoint.directory import iteration_of
 from megatron.checkpoint.fingerprint import weights_fingerprint
+from megatron.checkpoint.layers import layer_files
 from megatron.config import Config, UserError
 from megatron.evaluation import tasks
-from megatron.evaluation.extrapolation import Origin, Work, check_lengths, measure, plan_work
+from megatron.evaluation.effective_length import effective_lengths, plan_effective_lengths
+from megatron.evaluation.extrapolation import check_lengths, plan_work
 from megatron.evaluation.options import LONGEST_DEFAULT, add_options, check_chosen
+from megatron.evaluation.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.protocols import Protocol, parse_protocol
 from megatron.evaluation.ranks import Ranks, joined
 from megatron.evaluation.report import print_report, write_report
+from megatron.evaluation.resolution import plan_resolution
 from megatron.evaluation.results import Results
 from megatron.evaluation.rows import Checkpoint, rows_of
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
+from megatron.evaluation.work import Origin, Work, measure
 from megatron.inference.command_line import (
     checkpoint_folders,
     chosen_step,
@@ -27,7 +33,8 @@ from megatron.inference.command_line import (
     parse_with_checkpoint,
     saved_config,
 )
-from megatron.tokenizer import build_tokenizer
+from megatron.model.settings import ModelSettings
+from megatron.tokenizer import Tokenizer, build_tokenizer
 
 DESCRIPTION = "Measure the perplexity of checkpoints on texts as long as those they were trained on, and longer."
 
@@ -36,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, evaluate every checkpoint on the same text, write one report. Raises UserError."""
     config, options = parse_with_checkpoint(DESCRIPTION, argv, add_options, several=True)
     request = tasks.Request.of(config, options)
-    if request is not None and (options.lengths or options.tokens or options.modes != ["full"]):
-        raise UserError("eval_tasks: --lengths, --tokens and --modes are not about tasks; give them in another run")
+    if request is not None:
+        _check_tasks_alone(options)
     check_chosen(options, config.model.seq_length)
     if request is not None and not first_process():
         return
@@ -51,15 +58,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint to measure."""
+    """A checkpoint to measure, and the folder of its step."""
 
     folder: Path
+    step: Path
     saved: Config
     origin: Origin
 
 
 def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, ranks: Ranks) -> None:
     models = _models(folders, config, options)
+    _check_compared(models, options.compare_with)
     lengths = check_lengths(options.lengths or config.evaluation.lengths or _doubled(config.model.seq_length))
     if not options.lengths:
         _say(ranks, f"lengths: {' '.join(map(str, lengths))}")
@@ -69,15 +78,15 @@ def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: ar
         if budget is not None and not protocol.kind.budgeted:
             _say(ranks, f"protocol {protocol.name} scores as many segments as it says, whatever the number of tokens")
     text = _text(config, options, ranks, lengths, protocols, budget)
-    planned = [
-        plan_work(text, lengths, options.modes, protocols, budget, model.origin, options.by_position)
-        for model in models
-    ]
+    prompts = Prompts(_tokenizer(config)) if options.passkey else None
+    planned = [_plan(text, prompts, lengths, protocols, budget, model.origin, options) for model in models]
     fingerprints = [model.origin.checkpoint["fingerprint"] for model in models]
     with contextlib.ExitStack() as stack:
         store = open_store(Results(output, fingerprints, replace=options.replace), stack, ranks)
         for model, works in zip(models, planned, strict=True):
-            _measure(model, works, store, config, options, ranks, check=len(models) == 1)
+            if options.effective_length and store is not None:
+                _effective_lengths(model, text.corpus, store)
+            _measure(model, works, text, prompts, store, config, options, ranks, check=len(models) == 1)
         if store is None:
             return
         rows = rows_of(store.records)
@@ -105,6 +114,8 @@ def open_store(store: Results, stack: contextlib.ExitStack, ranks: Ranks) -> Res
 def _measure(
     model: Model,
     works: list[Work],
+    text: Text,
+    prompts: Prompts | None,
     store: Results | None,
     config: Config,
     options: argparse.Namespace,
@@ -121,7 +132,9 @@ def _measure(
     if not missing:
         return
     loaded, _ = load(model.folder, config, options, check=check)
-    check_ids(works[0].text.tokens, loaded.settings.padded_vocab_size)
+    check_ids(text.tokens, loaded.settings.padded_vocab_size)
+    if prompts is not None:
+        check_ids(prompts.vocabulary, loaded.settings.padded_vocab_size)
     measure(
         loaded,
         [works[i] for i in missing],
@@ -130,6 +143,36 @@ def _measure(
         ranks=ranks,
         on_record=store.add if store else None,
     )
+
+
+def _plan(
+    text: Text,
+    prompts: Prompts | None,
+    lengths: Sequence[int],
+    protocols: Sequence[Protocol],
+    budget: int | None,
+    origin: Origin,
+    options: argparse.Namespace,
+) -> list[Work]:
+    """Everything to measure of one model by running it."""
+    works: list[Work] = [*plan_work(text, lengths, options.modes, protocols, budget, origin, options.by_position)]
+    if options.resolution is not None:
+        works += plan_resolution(text, lengths, options.modes, options.resolution, origin)
+    if prompts is not None:
+        depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
+        works += plan_passkey(prompts, lengths, options.modes, depths, trials, origin, text.corpus)
+    return works
+
+
+def _effective_lengths(model: Model, corpus: str | None, store: Results) -> None:
+    """From the positional parameters alone."""
+    wanted = plan_effective_lengths(model.origin, corpus)
+    if store.find(wanted) is None:
+        settings = ModelSettings.from_config(model.saved, padded_vocab_size=1)
+        record = effective_lengths(wanted, positional_methods(layer_files(model.step), settings))
+        store.add(record)
+        if record["note"] is not None:
+            print(f"{model.folder}: {record['note']}", flush=True)
 
 
 def _models(folders: Sequence[Path], config: Config, options: argparse.Namespace) -> list[Model]:
@@ -158,7 +201,7 @@ def _models(folders: Sequence[Path], config: Config, options: argparse.Namespace
             saved.model.seq_length,
             repr(settings),
         )
-        models.append(Model(folder, saved, origin))
+        models.append(Model(folder, step, saved, origin))
     return models
 
 
@@ -173,9 +216,7 @@ def _text(
     """The validation text, as much of it as the protocols read."""
     token_bytes = None
     try:
-        token_bytes = build_tokenizer(
-            config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file
-        ).byte_lengths()
+        token_bytes = _tokenizer(config).byte_lengths()
     except UserError as error:
         _say(ranks, f"bits per byte are not measured: {error}")
     longest = max(lengths)
@@ -185,6 +226,12 @@ def _text(
         return text_by_document(config, longest, most, token_bytes, quiet=not ranks.is_main)
     needed = [protocol.needed(lengths, budget) for protocol in protocols]
     return validation_text(config, None if None in needed else max(needed), token_bytes)
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    """Raises UserError where its files cannot be read."""
+    settings = config.tokenizer
+    return build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
 
 
 def _say(ranks: Ranks, line: str) -> None:
@@ -200,6 +247,25 @@ def _output(folders: Sequence[Path], output: str | None) -> Path:
     folder = folders[0] / "evaluation"
     print(f"the report goes to {folder} (--output)", flush=True)
     return folder
+
+
+def _check_compared(models: Sequence[Model], compare_with: str | None) -> None:
+    """Raises UserError when none of the models is of the method that the others are to be compared with."""
+    known = list(dict.fromkeys(model.origin.pos_emb for model in models))
+    if compare_with is not None and compare_with not in known:
+        raise UserError(
+            f"--compare-with {compare_with}: no checkpoint given is of it; choose one of {', '.join(known)}, or give "
+            "one to --checkpoint too"
+        )
+
+
+def _check_tasks_alone(options: argparse.Namespace) -> None:
+    """Raises UserError for options about measurements that tasks do not take."""
+    names = ("lengths", "tokens", "by_position", "resolution", "passkey", "effective_length")
+    given = [f"--{name}" for name in names if getattr(options, name)]
+    given += ["--modes"] if options.modes != ["full"] else []
+    if given:
+        raise UserError(f"eval_tasks: {', '.join(given)}: not about tasks; give them in another run")
 
 
 def _check_text(saved: Config, first: Config, config: Config, folder: Path) -> None:

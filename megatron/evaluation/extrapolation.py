@@ -1,6 +1,5 @@
 """Perplexity against length: how a language model fares on texts longer than those it was trained on."""
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,63 +10,58 @@ import torch
 from torch import Tensor
 
 from megatron.config.errors import UserError
-from megatron.evaluation.modes import Mode, parse_mode
-from megatron.evaluation.progress import Progress
+from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Protocol, Segments, parse_protocol
-from megatron.evaluation.ranks import ALONE, Ranks
-from megatron.evaluation.rows import Checkpoint, Positions, Record, Row, perplexity
+from megatron.evaluation.rows import Positions, Record, Row, perplexity
 from megatron.evaluation.scoring import score
 from megatron.evaluation.tally import Tally
 from megatron.evaluation.text import Text, as_text
-from megatron.inference.decoder import Decoder, as_decoder, inference, model_device
+from megatron.evaluation.work import QUERY_CHUNK, Origin, Run, Work, measure
 from megatron.model.positional import PositionsExceeded
 
-QUERY_CHUNK = 512
-# A processor's caches hold no more at once; a GPU is idle with less.
-BATCH_TOKENS_CPU, BATCH_TOKENS_GPU = 8192, 32768
-
 
 @dataclass(frozen=True)
-class Origin:
-    """What is measured, for the records. `settings`: whatever changes the numbers of the same weights, e.g. the
-    precision.
-    """
-
-    checkpoint: Checkpoint | None = None
-    pos_emb: str | None = None
-    seed: int | None = None
-    train_length: int | None = None
-    settings: str = ""
-
-    def record(
-        self, kind: str, *, corpus: str | None, mode: str, protocol: str, length: int, decided_by: object
-    ) -> Record:
-        """The record's keys, its values yet to come. `decided_by`: with `settings`, what the values follow from."""
-        digest = hashlib.sha256(repr((decided_by, self.settings)).encode()).hexdigest()[:16]
-        return Record(
-            kind=kind,
-            corpus=corpus,
-            checkpoint=self.checkpoint,
-            pos_emb=self.pos_emb,
-            seed=self.seed,
-            train_length=self.train_length,
-            mode=mode,
-            protocol=protocol,
-            length=length,
-            note=None,
-            measurement=digest,
-        )
-
-
-@dataclass(frozen=True)
-class Work:
-    """One measurement to make; `wanted` are its records, the values yet to come. bins: of the losses by position."""
+class Losses(Work):
+    """The loss of a text, and by position in so many bins."""
 
     text: Text
-    mode: Mode
-    segments: Segments
-    wanted: tuple[Record, ...]
     bins: int | None = None
+
+    def records(self, run: Run, share: Segments, advance: Callable[[int], None]) -> list[Record]:
+        """A length that the model has no positions for has no values, and a note."""
+        tally, note = Tally(self.text, self.segments, run.ranks), None
+        sizes = {"query_chunk": run.query_chunk, "batch_tokens": run.batch_tokens, "device": run.device}
+        try:
+            for scored in score(run.decoder, self.text.tokens, share, span=self.mode.span, **sizes):
+                tally.add(scored)
+                advance(scored.losses.numel())
+        except PositionsExceeded as exceeded:
+            note = str(exceeded)
+        note = run.ranks.first(note)
+        if note is None:
+            tally.gather()
+            if not math.isfinite(tally.loss):
+                note = f"the loss is {tally.loss}"
+        return [self._filled(record, tally, note) for record in self.wanted]
+
+    def _filled(self, record: Record, tally: Tally, note: str | None) -> Record:
+        """The record with its values; a loss that is no finite number is reported as such, not as a number."""
+        record, known = {**record, "note": note}, note is None
+        if record["kind"] == "positions":
+            if not known:
+                return Positions(**record, edges=[], losses=[], counts=[])
+            bins = tally.by_position(self.bins)
+            return Positions(**record, edges=bins.edges, losses=bins.losses, counts=bins.counts)
+        return Row(
+            **record,
+            tokens=tally.tokens if known else 0,
+            segments=len(self.segments.starts),
+            documents=tally.documents if known else None,
+            loss=tally.loss if known else None,
+            stderr=tally.stderr if known else None,
+            bits_per_byte=tally.bits_per_byte if known else None,
+            perplexity=perplexity(tally.loss) if known else None,
+        )
 
 
 def plan_work(
@@ -78,7 +72,7 @@ def plan_work(
     token_budget: int | None,
     origin: Origin,
     bins: int | None = None,
-) -> list[Work]:
+) -> list[Losses]:
     """Every protocol, mode and length, in that order. Raises UserError."""
     lengths = check_lengths(lengths)
     wanted = [parse_mode(name, origin.train_length) for name in dict.fromkeys(modes)]
@@ -97,7 +91,7 @@ def plan_work(
                 records = [origin.record("extrapolation", **about, decided_by=digest)]
                 if bins is not None:
                     records.append(origin.record("positions", **about, decided_by=(digest, bins)))
-                works.append(Work(text, mode, part, tuple(records), bins))
+                works.append(Losses(mode, part, tuple(records), text, bins))
     return works
 
 
@@ -157,89 +151,6 @@ def evaluate_extrapolation(
     return [record for record in records if record["kind"] == "extrapolation"]
 
 
-def measure(
-    model: Callable[[Tensor], Any],
-    works: Sequence[Work],
-    *,
-    query_chunk: int = QUERY_CHUNK,
-    batch_tokens: int | None = None,
-    device: torch.device | str | None = None,
-    progress: bool = True,
-    ranks: Ranks = ALONE,
-    on_record: Callable[[Record], None] | None = None,
-) -> list[Record]:
-    """The records of planned work, in its order. Of several ranks, all of which must call this, each computes its share
-    of every measurement's segments and gets all records. Arguments as of `evaluate_extrapolation`.
-    """
-    for name, value in (("query_chunk", query_chunk), ("batch_tokens", batch_tokens)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, not {value}")
-    decoder = as_decoder(model)
-    for work in works:
-        if not decoder.serves(work.mode.span):
-            needed = "window" if work.mode.span.block is None else "block"
-            raise UserError(
-                f"inference mode {work.mode.name} needs a model with a `{needed}` argument; {_name(model)} has none"
-            )
-    device = model_device(model) if device is None else torch.device(device)
-    if batch_tokens is None:
-        batch_tokens = BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
-    sizes = {"query_chunk": query_chunk, "batch_tokens": batch_tokens}
-    shares = [(work.mode, work.segments.share(ranks.rank, ranks.size)) for work in works]
-    name = (works[0].wanted[0]["pos_emb"] if works else None) or _name(model)
-    found: list[Record] = []
-    with inference(model), Progress(name, shares, enabled=progress and ranks.is_main, ranks=ranks.size) as bar:
-        for work, (mode, share) in zip(works, shares, strict=True):
-            bar.start(mode, share)
-            tally, note = _tally(decoder, work, share, device, bar, ranks, **sizes)
-            records = [_filled(record, work, tally, note) for record in work.wanted]
-            found += records
-            if on_record is not None:
-                for record in records:
-                    on_record(record)
-            bar.finish(records[0])  # what is printed is stored
-    return found
-
-
-def _tally(
-    decoder: Decoder, work: Work, share: Segments, device: torch.device, bar: Progress, ranks: Ranks, **sizes: int
-) -> tuple[Tally, str | None]:
-    """The sums over all ranks, and the reason where there are none."""
-    tally, note = Tally(work.text, work.segments, ranks), None
-    try:
-        for scored in score(decoder, work.text.tokens, share, span=work.mode.span, device=device, **sizes):
-            tally.add(scored)
-            bar.advance(scored.losses.numel())
-    except PositionsExceeded as exceeded:
-        note = str(exceeded)
-    note = ranks.first(note)
-    if note is None:
-        tally.gather()
-        if not math.isfinite(tally.loss):
-            note = f"the loss is {tally.loss}"
-    return tally, note
-
-
-def _filled(record: Record, work: Work, tally: Tally, note: str | None) -> Record:
-    """The record with its values; a loss that is no finite number is reported as such, not as a number."""
-    if record["kind"] == "positions":
-        if note is not None:
-            return Positions(**{**record, "note": note}, edges=[], losses=[], counts=[])
-        bins = tally.by_position(work.bins)
-        return Positions(**record, edges=bins.edges, losses=bins.losses, counts=bins.counts)
-    known = note is None
-    return Row(
-        **{**record, "note": note},
-        tokens=tally.tokens if known else 0,
-        segments=len(work.segments.starts),
-        documents=tally.documents if known else None,
-        loss=tally.loss if known else None,
-        stderr=tally.stderr if known else None,
-        bits_per_byte=tally.bits_per_byte if known else None,
-        perplexity=perplexity(tally.loss) if known else None,
-    )
-
-
 def check_lengths(lengths: Sequence[int]) -> list[int]:
     """Each length once. Raises UserError for none, or one below 1."""
     unique = list(dict.fromkeys(int(length) for length in lengths))
@@ -248,7 +159,3 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
     if min(unique) < 1:
         raise UserError(f"a length must be at least 1 token, not {min(unique)}")
     return unique
-
-
-def _name(model: Any) -> str:
-    return getattr(model, "__name__", type(model).__name__)

@@ -22,8 +22,8 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron.config.errors import UserError
-from megatron.evaluation.extrapolation import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
 from megatron.evaluation.scoring import LOGIT_POSITIONS
+from megatron.evaluation.work import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
 from megatron.inference.decoder import as_decoder, inference, model_device
 from megatron.inference.generation import generate
 from megatron.model.gpt import GPT

@@ -1,17 +1,20 @@
 """The options of evaluate.py, in groups."""
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from megatron.config.errors import UserError
 from megatron.evaluation import tasks
-from megatron.evaluation.extrapolation import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
 from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.passkey import DEPTHS, TRIALS
 from megatron.evaluation.protocols import PROTOCOLS, parse_protocol
 from megatron.evaluation.report import TITLE
+from megatron.evaluation.work import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
 
 LONGEST_DEFAULT = 16  # times the training length
 POSITION_BINS = 64
+RESOLUTION_TEXTS = 8
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +62,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=POSITION_BINS,
         metavar="BINS",
         help=f"also the loss by position in the text, in so many bins ({POSITION_BINS})",
+    )
+    more.add_argument(
+        "--resolution",
+        nargs="?",
+        type=positive,
+        const=RESOLUTION_TEXTS,
+        metavar="TEXTS",
+        help=f"also the attention resolution (LEX) on the first so many texts of each length ({RESOLUTION_TEXTS})",
+    )
+    more.add_argument(
+        "--effective_length", action="store_true", help="also the effective length of every head (KERPLE, Figure 6)"
+    )
+    more.add_argument(
+        "--passkey", action="store_true", help="also how often a number hidden in a text of each length is found again"
+    )
+    more.add_argument(
+        "--passkey_depths",
+        nargs="+",
+        type=share,
+        metavar="DEPTH",
+        help=f"where it is hidden, from 0, the beginning, to 1, the end ({' '.join(f'{depth:g}' for depth in DEPTHS)})",
+    )
+    more.add_argument(
+        "--passkey_trials", type=positive, metavar="N", help=f"prompts for each length and depth ({TRIALS})"
     )
     report = parser.add_argument_group("report")
     report.add_argument(
@@ -112,7 +139,10 @@ def check_options(words: Sequence[str], place: str) -> None:
 
 
 def check_chosen(options: argparse.Namespace, train_length: int | None) -> None:
-    """Raises UserError for modes and protocols that there are not, or that do not go together."""
+    """Raises UserError for modes and protocols that there are not, and for options that do not go together."""
+    for name in ("passkey_depths", "passkey_trials"):
+        if getattr(options, name) is not None and not options.passkey:
+            raise UserError(f"--{name}: pass keys are measured with --passkey only; give it too")
     for name in options.modes:
         parse_mode(name, train_length)
     for protocol in map(parse_protocol, options.protocol):
@@ -127,3 +157,14 @@ def positive(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {word!r}")
     return int(word)
+
+
+def share(word: str) -> float:
+    """An argument that is a number from 0 to 1."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {word!r}")
+    return value

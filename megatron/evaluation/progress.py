@@ -10,7 +10,7 @@ from rich.progress import Progress as RichProgress
 
 from megatron.evaluation.modes import Mode
 from megatron.evaluation.protocols import Segments
-from megatron.evaluation.rows import Row
+from megatron.evaluation.rows import Record
 
 # A token costs about 1 + keys / KEYS_PER_UNIT: attention over so many keys costs as much as the rest of a small model.
 # It weighs the bar, so that the time left does not assume long texts to be as cheap as short ones; nothing else depends
@@ -21,7 +21,7 @@ KEYS_PER_UNIT = 4096
 class Progress:
     """Shows the work list of (mode, segments) pairs being done, on the standard error stream.
 
-    Use as a context manager: `start` a pair, `advance` by scored tokens, `finish` it with its row. Of several ranks one
+    Use as a context manager: `start` a pair, `advance` by its tokens, `finish` it with its record. Of several ranks one
     shows its own share, which is done when all are; `ranks` makes its tokens/s those of all.
     """
 
@@ -69,19 +69,17 @@ class Progress:
         self._done += self._unit * tokens
         self._bar.update(self._task, completed=self._done, rate=f"{self._rate():,.0f} tokens/s")
 
-    def finish(self, row: Row) -> None:
+    def finish(self, record: Record) -> None:
         """A result is known: move to the end of its share of the work and print its line."""
         self._done = self._end
         self._bar.update(self._task, completed=self._done)
-        if row["loss"] is None:
-            result = f"n/a: {row['note']}"
+        if record["note"] is not None:
+            result = f"n/a: {record['note']}"
         else:
-            value = "overflow" if row["perplexity"] is None else f"{row['perplexity']:.4g}"
-            result = (
-                f"perplexity {value} (loss {row['loss']:.4f}, {row['tokens']:,} tokens, {self._rate():,.0f} tokens/s)"
-            )
+            value, details = _value(record)
+            result = f"{value} ({details}, {self._rate():,.0f} tokens/s)"
         self._console.print(
-            f"{self._name} {row['mode']} {row['protocol']} at {row['length']:,}: {result}",
+            f"{self._name} {record['mode']} {record['protocol']} at {record['length']:,}: {result}",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -89,3 +87,14 @@ class Progress:
 
     def _rate(self) -> float:
         return self._ranks * self._tokens / max(time.perf_counter() - self._begun, 1e-9)
+
+
+def _value(record: Record) -> tuple[str, str]:
+    """What was measured, and details of it."""
+    if record["kind"] == "resolution":
+        return f"resolution {record['resolution']:.3f}", f"{record['texts']} texts"
+    if record["kind"] == "passkey":
+        found = f"{record['correct']} of {record['trials']} pass keys"
+        return f"{found} at depth {record['depth']:g}", f"accuracy {record['accuracy']:.0%}"
+    value = "overflow" if record["perplexity"] is None else f"{record['perplexity']:.4g}"
+    return f"perplexity {value}", f"loss {record['loss']:.4f}, {record['tokens']:,} tokens"

@@ -45,7 +45,7 @@ def latest(records: Sequence[Record]) -> list[Record]:
 
 def identity(record: Record) -> tuple:
     """What a record is the value of; a later one with the same identity replaces it."""
-    keys = ("corpus", "pos_emb", "seed", "train_length", "mode", "protocol", "length")
+    keys = ("corpus", "pos_emb", "seed", "train_length", "mode", "protocol", "length", "depth")
     origin = record.get("checkpoint") or {}
     return (record["kind"], origin.get("fingerprint") or origin.get("path"), *(record.get(key) for key in keys))
 

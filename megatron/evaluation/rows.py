@@ -21,7 +21,8 @@ class Checkpoint(TypedDict):
 class Record(TypedDict):
     """Common to all kinds.
 
-    corpus: the text's name, e.g. openwebtext2. protocol: with its sizes, e.g. last-k@256. length: tokens of a segment.
+    corpus: the text's name, e.g. openwebtext2, also where the measure reads none of it: a method's checkpoints on
+    several corpora differ in it. protocol: with its sizes, e.g. last-k@256. length: tokens of a segment.
     note: why there is no value. measurement: a digest of everything that decides the value beside the weights, e.g. of
     the scored tokens; a record whose digest is the same need not be measured again.
     """
@@ -70,7 +71,49 @@ class Positions(Record):
     counts: list[int]
 
 
-KINDS: dict[str, type[Record]] = {"extrapolation": Row, "positions": Positions}
+class Resolution(Record):
+    """Kind `resolution`: attention resolution (LEX, arXiv 2212.10554, equations 3 and 4).
+
+    layers: of each layer, the mean over its heads and over so many `texts`. resolution: the mean over layers. Where
+    nothing could be measured they are empty and None, and `note` says why.
+    """
+
+    texts: int
+    layers: list[float]
+    resolution: float | None
+
+
+class Passkey(Record):
+    """Kind `passkey`: in how many of `trials` prompts of `length` tokens the model gives back a hidden number, whole.
+
+    depth: where it is hidden, from 0 at the beginning to 1 just before the question. accuracy: correct / trials.
+    """
+
+    depth: float
+    trials: int
+    correct: int
+    accuracy: float | None
+
+
+class EffectiveLengths(Record):
+    """Kind `effective_length`: the smallest distance whose bias is below -2, of every head (KERPLE, Figure 6).
+
+    `length` is the number of distances looked at, and stands for a head whose bias does not fall that low. layers: what
+    each list in `effective_lengths` is of, "layer 3", or "all layers" where they share the method. Both are empty for a
+    method without a bias.
+    """
+
+    layers: list[str]
+    effective_lengths: list[list[int]]
+
+
+KINDS: dict[str, type[Record]] = {
+    "extrapolation": Row,
+    "positions": Positions,
+    "resolution": Resolution,
+    "passkey": Passkey,
+    "effective_length": EffectiveLengths,
+}
 
 
 def rows_of(records: list[Record]) -> list[Row]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from megatron.config.errors import UserError
 from megatron.data.streams import validation_stream
 from megatron.evaluation.command import main, open_store
+from megatron.evaluation.paper.command import main as report
 from megatron.evaluation.ranks import Ranks
 from megatron.evaluation.results import Results, read_results
 from megatron.model.attention import FULL, Span
@@ -22,7 +24,7 @@ from tests.support.language_models import direct_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = ["--lengths", "32", "64", "256"]
-MEASURED = ("loss", "losses", "stderr", "perplexity", "bits_per_byte")
+MEASURED = ("loss", "losses", "stderr", "perplexity", "bits_per_byte", "layers", "resolution")
 METHODS = ("kerple_log", "alibi", "learned")
 
 
@@ -64,22 +66,11 @@ def rows_in(folder):
     return json.loads((Path(folder) / "extrapolation.json").read_text())["rows"]
 
 
-def test_one_checkpoint_through_the_entry_point(tmp_path, configuration, checkpoints, data):
-    words = [
-        configuration(),
-        *LENGTHS,
-        "--modes",
-        "full",
-        "window@16",
-        "blockwise",
-        "--tokens",
-        "1000",
-        "--output",
-        "report",
-    ]
-    command = [sys.executable, str(ROOT / "evaluate.py"), *words]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
+    report = tmp_path / "report"
+    modes = ["--modes", "full", "window@16", "blockwise"]
+    main([configuration(), *LENGTHS, *modes, "--tokens", "1000", "--output", str(report)])
+    output = capsys.readouterr()
     rows = rows_in(tmp_path / "report")
     spans = {"full": FULL, "window@16": Span(window=16), "blockwise": Span(block=TRAIN_LENGTH // 2)}
     assert [(row["mode"], row["length"]) for row in rows] == [
@@ -97,8 +88,8 @@ def test_one_checkpoint_through_the_entry_point(tmp_path, configuration, checkpo
         "extrapolation.png",
         "results.jsonl",
     ]
-    assert "kerple_log" in run.stdout
-    assert run.stderr.count("tokens/s") == 9
+    assert "kerple_log" in output.out
+    assert output.err.count("tokens/s") == 9
 
 
 def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
@@ -175,8 +166,16 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration, preci
         (
             {"eval_tasks": ["lambada_openai"]},
             ["--lengths", "32"],
-            "eval_tasks: --lengths, --tokens and --modes are not about tasks",
+            "eval_tasks: --lengths: not about tasks",
         ),
+        (
+            {},
+            ["--compare-with", "alibi"],
+            "--compare-with alibi: no checkpoint given is of it; choose one of kerple_log",
+        ),
+        ({}, ["--passkey_trials", "3"], "--passkey_trials: pass keys are measured with --passkey only"),
+        ({}, ["--passkey", "--lengths", "64"], "--passkey: 64 tokens have no room"),
+        ({}, ["--lengths", "64", "--resolution", "99"], "--resolution 99: the text holds 62 segments of 64 tokens"),
         ({"pos_emb": "alibi"}, [], "pos_emb kerple_log in the checkpoint, alibi here"),
         ({"data_path": "nodata"}, ["--lengths", "32"], "nodata"),
         ({"data_path": None}, ["--lengths", "32"], "data-path"),
@@ -204,12 +203,14 @@ def test_several_checkpoints_need_an_output_folder_and_the_same_data(tmp_path, c
     assert {row["pos_emb"] for row in rows_in(tmp_path / "report")} == {"kerple_log", "alibi"}
 
 
-def test_bad_options_are_one_line(tmp_path, configuration):
-    command = [sys.executable, str(ROOT / "evaluate.py"), configuration(), "--lengths", "12", "0"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "--lengths: must be a whole number from 1 on, not '0'" in run.stderr
-    command[-3:] = ["--lengths", "999999"]
+def test_bad_options_are_one_line(tmp_path, configuration, capsys):
+    with pytest.raises(SystemExit):
+        main([configuration(), "--lengths", "12", "0"])
+    assert "--lengths: must be a whole number from 1 on, not '0'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([configuration(), "--passkey", "--passkey_depths", "0.5", "2"])
+    assert "--passkey_depths: must be a number from 0 to 1, not '2'" in capsys.readouterr().err
+    command = [sys.executable, str(ROOT / "evaluate.py"), configuration(), "--lengths", "999999"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr.startswith("error: ")
@@ -244,6 +245,37 @@ def test_a_second_run_computes_only_what_is_new(tmp_path, configuration, capsys,
     assert (tmp_path / "results.jsonl").read_bytes() == whole
 
 
+def test_further_measures_are_stored_and_resumed(tmp_path, checkpoints, capsys, monkeypatch):
+    folders = [str(checkpoints[method][0]) for method in ("kerple_log", "learned")]
+    words = ["--checkpoint", *folders, "--lengths", "32", "256", "--tokens", "512", "--output", str(tmp_path)]
+    further = ["--resolution", "2", "--effective_length"]
+    keys = ["--passkey", "--passkey_depths", "0", "1", "--passkey_trials", "2", "--lengths", "256", "512"]
+    main([*words, *further])
+    main([*words, *keys])
+    records = read_results(tmp_path)
+    assert [(one["pos_emb"], one["length"]) for one in records if one["kind"] == "resolution"] == [
+        (method, length) for method in ("kerple_log", "learned") for length in (32, 256)
+    ]
+    assert [(one["length"], one["depth"], one["trials"]) for one in records if one["kind"] == "passkey"][:4] == [
+        (length, depth, 2) for length in (256, 512) for depth in (0, 1)
+    ]
+    kerple, learned = (one for one in records if one["kind"] == "effective_length")
+    assert kerple["layers"] == ["all layers"]
+    method = checkpoints["kerple_log"][1].blocks[0].attention.rpe
+    assert kerple["effective_lengths"] == [method.effective_length(kerple["length"]).tolist()]
+    assert (learned["layers"], learned["effective_lengths"]) == ([], [])
+    assert "learned has no bias" in learned["note"]
+    # The report takes them all.
+    report(["--output", str(tmp_path / "report"), str(tmp_path)])
+    made = {path.name for path in (tmp_path / "report").glob("*/*.*")}
+    assert {"passkey-text-32.md", "passkey-text-32.png", "lex-resolution-32-first-2.tex"} <= made
+    content = (tmp_path / "results.jsonl").read_bytes()
+    monkeypatch.setattr("megatron.evaluation.command.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    main([*words, *further])
+    main([*words, *keys])
+    assert (tmp_path / "results.jsonl").read_bytes() == content
+
+
 def test_results_of_another_model_are_refused(tmp_path, checkpoints):
     words = ["--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
     main(["--checkpoint", str(checkpoints["alibi"][0]), *words])
@@ -255,7 +287,7 @@ def test_results_of_another_model_are_refused(tmp_path, checkpoints):
 
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path, configuration):
-    words = [configuration(), "--lengths", "32", "64", "128", "256", "512", "--query_chunk", "1", "--tokens", "1536"]
+    words = [configuration(), "--lengths", "32", "64", "128", "256", "--query_chunk", "2", "--tokens", "512"]
     command = [sys.executable, str(ROOT / "evaluate.py"), *words, "--output"]
     process = subprocess.Popen([*command, str(tmp_path / "killed")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for line in process.stderr:
@@ -264,7 +296,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path, configuration):
             break
     process.communicate()
     left = (tmp_path / "killed" / "results.jsonl").read_bytes()
-    assert 2 <= left.count(b"\n") < 5
+    assert 2 <= left.count(b"\n") < 4
     assert not (tmp_path / "killed" / "extrapolation.json").exists()
     main([*words, "--output", str(tmp_path / "killed")])
     assert (tmp_path / "killed" / "results.jsonl").read_bytes().startswith(left)
@@ -272,29 +304,38 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path, configuration):
     assert rows_in(tmp_path / "killed") == rows_in(tmp_path / "whole")
 
 
-def test_two_ranks_give_the_numbers_of_one(tmp_path, configuration, monkeypatch):
-    words = [configuration(), "--lengths", "32", "256", "--modes", "full", "window@16", "--by-position", "8"]
+def run_rank(folder, words, meeting, rank):
+    """evaluate.py as one of several ranks; what it says goes to a file."""
+    os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank))
+    with (
+        open(folder / f"said by {rank}", "w") as said,
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        main(words)
+
+
+def test_two_ranks_give_the_numbers_of_one(tmp_path, configuration):
+    words = [configuration(), "--lengths", "256", "512", "--modes", "full", "window@16", "--by-position", "8"]
+    words += ["--resolution", "3", "--passkey", "--passkey_depths", "0.5", "--passkey_trials", "3"]
     words += ["--protocol", "non-overlapping", "last-k@16", "--tokens", "1280"]
     main([*words, "--output", str(tmp_path / "one")])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(ROOT / "evaluate.py"), *words, "--output", str(tmp_path / "two")]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert outputs[1] == ("", "")  # one rank speaks
+    # Forked, the ranks have everything imported.
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(tmp_path, [*words, "--output", str(tmp_path / "two")], meeting, rank))
+             for rank in range(2)]  # fmt: skip
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=240)
+    said = [(tmp_path / f"said by {rank}").read_text() for rank in range(2)]
+    assert [process.exitcode for process in ranks] == [0, 0], said
+    assert said[1] == ""  # one rank speaks
     alone, together = (read_results(tmp_path / name) for name in ("one", "two"))
-    assert len(alone) == len(together) == 16
+    assert len(alone) == len(together) == 24
     for one, two in zip(alone, together, strict=True):
         assert one.keys() == two.keys()
         for key in one:
@@ -345,7 +386,9 @@ def test_by_document(tmp_path, configuration, checkpoints, data, capsys):
 def test_what_differs_from_a_method_is_marked(tmp_path, checkpoints):
     folders = [str(folder) for folder, _ in checkpoints.values()]
     words = ["--checkpoint", *folders, "--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
-    with pytest.raises(UserError, match="--compare-with rotary: there are no results of it; choose one of kerple_log"):
+    with pytest.raises(
+        UserError, match="--compare-with rotary: no checkpoint given is of it; choose one of kerple_log, alibi"
+    ):
         main([*words, "--compare-with", "rotary"])
     main([*words, "--compare-with", "kerple_log"])
     assert "One seed" in (tmp_path / "extrapolation.md").read_text()

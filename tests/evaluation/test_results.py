@@ -5,9 +5,9 @@ import json
 import pytest
 
 from megatron.config.errors import UserError
-from megatron.evaluation.extrapolation import Origin
 from megatron.evaluation.results import RESULTS, Results, read_results
 from megatron.evaluation.rows import Row
+from megatron.evaluation.work import Origin
 
 
 def record(length=16, *, fingerprint="aa", decided_by="tokens", loss=2.0):

@@ -32,3 +32,18 @@ def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None
 def seeds(pos_emb: str, length: int, values: list[float], **keys: object) -> list[dict]:
     """One record per value, seeds 1, 2 ..."""
     return [record(pos_emb, length, value, seed, **keys) for seed, value in enumerate(values, start=1)]
+
+
+def passkey_record(pos_emb: str, length: int, depth: float, accuracy: float | None, **keys: object) -> dict:
+    """One of kind `passkey`."""
+    return {
+        **record(pos_emb, length, 1.0),
+        "kind": "passkey",
+        "protocol": "passkey",
+        "depth": depth,
+        "trials": 10,
+        "correct": round(10 * (accuracy or 0)),
+        "accuracy": accuracy,
+        "note": "no such position" if accuracy is None else None,
+        **keys,
+    }

@@ -12,6 +12,7 @@ from megatron.evaluation.paper import adaptive, figures, speed
 from megatron.evaluation.paper.drawing import PaperFigure
 from megatron.evaluation.paper.kernels import Kernel, kernels_of
 from megatron.evaluation.paper.page import Chapter, page
+from megatron.evaluation.paper.passkey import passkey_figures, passkey_tables
 from megatron.evaluation.paper.published import display_name
 from megatron.evaluation.paper.rendering import comma_separated, latex, markdown
 from megatron.evaluation.paper.results import Method, Setting, method_of, setting_of, slug
@@ -81,6 +82,14 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
         ),
         Chapter("positions", "Perplexity by position", figures=figures.position_figures(records)),
         Chapter("resolution", "Attention resolution", "Higher is better.", tables=resolution_tables(records)),
+        Chapter(
+            "passkey",
+            "Passkey retrieval",
+            "How often a model gives back a number hidden in a text, by the length of the text and where the number "
+            "stands in it: at depth 0 at the beginning, at depth 1 just before the question. Higher is better.",
+            tables=passkey_tables(records),
+            figures=passkey_figures(records),
+        ),
         Chapter("kernels", "Kernels", "What each head adds to the scores, or multiplies them by.", figures=kernels),
         Chapter("effective-lengths", "Effective lengths", figures=lengths),
         Chapter("speed", "Training time", tables=timing),
@@ -116,10 +125,16 @@ def curves(records: Sequence[Mapping[str, Any]]) -> list[PaperFigure]:
 
 
 def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
-    """Kernels of one seed per method, corpus and training length; effective lengths of these, all methods of a corpus
-    and training length in one figure; then those of the checkpoints that were named.
+    """Kernels of one seed per method, corpus and training length; effective lengths of these, from the results where
+    they are there, all methods of a corpus and training length in one figure; then those of the checkpoints that were
+    named.
     """
     drawn: list[PaperFigure] = []
+    stored = {
+        _fingerprint(record): [end for layer in record["effective_lengths"] for end in layer]
+        for record in sources.records
+        if record["kind"] == "effective_length"
+    }
     lengths: dict[Setting, dict[str, list[int]]] = {}
     for (setting, pos_emb), record in _one_seed(sources.records).items():
         corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
@@ -129,9 +144,9 @@ def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
         drawn += adapted
         if found:
             drawn += figures.kernel_figures(found, of=of, name=file)
-            ends = _ends(found)
-            if ends:
-                lengths.setdefault(setting, {})[name] = ends
+        ends = stored.get(_fingerprint(record)) or _ends(found)
+        if ends:
+            lengths.setdefault(setting, {})[name] = ends
     together = [
         figures.effective_length_figure(
             found, of=CORPORA.get(setting.corpus.lower(), setting.corpus), name=setting.name
@@ -186,6 +201,10 @@ def _try_checkpoint(
     except (UserError, OSError) as error:
         sources.notes.append(f"No kernels are drawn of a checkpoint that cannot be read: {error}.")
         return [], []
+
+
+def _fingerprint(record: Mapping[str, Any]) -> str | None:
+    return (record.get("checkpoint") or {}).get("fingerprint")
 
 
 def _lead(records: Sequence[Mapping[str, Any]]) -> str:

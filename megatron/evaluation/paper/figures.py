@@ -15,6 +15,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, SymmetricalL
 from torch import Tensor
 
 from megatron.config.errors import UserError
+from megatron.evaluation.effective_length import LIMIT
 from megatron.evaluation.paper.drawing import (
     GREY,
     PaperFigure,
@@ -30,7 +31,6 @@ from megatron.evaluation.paper.published import display_name, published
 from megatron.evaluation.paper.results import Method, Setting, in_order, method_of, setting_of
 from megatron.evaluation.paper.tables import CORPORA
 
-EFFECTIVE_LIMIT = 20_480
 # exp of it is what the softmax sees of a key whose bias it is: below, next to nothing.
 LOWEST_OF_INTEREST = -10.0
 LAYERS_SHOWN = 12
@@ -119,7 +119,7 @@ def _heads(axes: Axes, kernel: Kernel, values: Tensor) -> None:
 
 
 def effective_length_figure(
-    lengths: Mapping[str, Sequence[int]], *, of: str, name: str, limit: int = EFFECTIVE_LIMIT
+    lengths: Mapping[str, Sequence[int]], *, of: str, name: str, limit: int = LIMIT
 ) -> PaperFigure:
     """Figure 6: how many heads have an effective length up to a distance. `lengths`: label -> one per head (of all
     layers, where each has its own); `limit` stands for a head whose bias never falls below the threshold.
@@ -152,7 +152,7 @@ def effective_length_figure(
     )
 
 
-def cumulative(lengths: Sequence[int], limit: int = EFFECTIVE_LIMIT) -> tuple[np.ndarray, np.ndarray]:
+def cumulative(lengths: Sequence[int], limit: int = LIMIT) -> tuple[np.ndarray, np.ndarray]:
     """(distances, heads whose effective length is at most that): the corners of a step function from 0 to `limit`."""
     ends = np.sort(np.array([one for one in lengths if one < limit], dtype=np.int64))
     distances = np.concatenate([[0], ends, [limit]])

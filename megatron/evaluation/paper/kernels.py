@@ -15,6 +15,7 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.description import positional_methods
 from megatron.checkpoint.directory import find_step
 from megatron.checkpoint.layers import layer_files
+from megatron.evaluation.effective_length import LIMIT
 from megatron.model.settings import ModelSettings
 
 
@@ -36,7 +37,7 @@ class Kernel:
 
 @torch.no_grad()
 def kernels_of(
-    directory: str | Path, iteration: int | None = None, *, longest: int = 16_384, limit: int = 20_480
+    directory: str | Path, iteration: int | None = None, *, longest: int = 16_384, limit: int = LIMIT
 ) -> list[Kernel]:
     """The kernels of a checkpoint at distances 0 ... `longest` - 1; empty for a method that is no function of distance.
 
