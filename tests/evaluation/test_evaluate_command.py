@@ -268,7 +268,7 @@ def test_further_measures_are_stored_and_resumed(tmp_path, checkpoints, capsys, 
     # The report takes them all.
     report(["--output", str(tmp_path / "report"), str(tmp_path)])
     made = {path.name for path in (tmp_path / "report").glob("*/*.*")}
-    assert {"passkey-text-32.md", "passkey-text-32.png", "lex-resolution-32-first-2.tex"} <= made
+    assert {"passkey-text-2x32-32.md", "passkey-text-2x32-32.png", "lex-resolution-2x32-32-first-2.tex"} <= made
     content = (tmp_path / "results.jsonl").read_bytes()
     monkeypatch.setattr("megatron.evaluation.command.load", lambda *_, **__: pytest.fail("a model was loaded"))
     main([*words, *further])

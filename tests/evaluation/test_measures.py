@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+import tokenizers
 import torch
 
 from megatron.config.errors import UserError
@@ -16,6 +17,7 @@ from megatron.evaluation.tally import standard_error
 from megatron.evaluation.text import Text
 from megatron.model.attention import Span
 from megatron.tokenizer.characters import CharLevelTokenizer
+from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
 from tests.support.language_models import VOCABULARY, direct_losses, random_tokens, small_gpt
 
 STREAM = random_tokens(700)
@@ -173,3 +175,47 @@ def test_characters_count_their_bytes():
     ids = tokenizer.tokenize(text)
     assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
     assert tokenizer.byte_lengths()[tokenizer.eod] == 0
+
+
+TEXTS = ("naïve café – “∑” 東京 🙂\n", "plain ASCII text, ")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """The path of a byte-level BPE trained on texts beyond ASCII; some of its tokens are parts of characters."""
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<|endoftext|>", "<|naïve|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_bytes_of_a_byte_level_vocabulary_beyond_ascii(pairs):
+    tokenizer = HuggingFaceTokenizer(pairs)
+    lengths = tokenizer.byte_lengths()
+    for text in (*TEXTS, "never seen: ü 漢字 🎈", "<|naïve|> added"):
+        ids = tokenizer.tokenize(text)
+        assert lengths[ids].sum() == len(text.encode())
+    ids = tokenizer.tokenize(TEXTS[0])
+    assert len(ids) < len(TEXTS[0].encode())
+    assert any("\ufffd" in tokenizer.detokenize([token]) for token in ids)  # cut inside of a character
+    assert lengths[tokenizer.eod] == 0
+
+
+def test_bits_per_byte_of_pairs_count_bytes_not_tokens_or_characters(pairs):
+    tokenizer = HuggingFaceTokenizer(pairs)
+    stream = [tokenizer.eod, *tokenizer.tokenize(TEXTS[0]), tokenizer.eod]
+    text = Text(torch.tensor(stream), token_bytes=tokenizer.byte_lengths())
+    (row,) = evaluate_extrapolation(
+        lambda tokens: torch.zeros(*tokens.shape, 512), text, [len(stream) - 1], progress=False
+    )
+    # 9 bits for each target; the end of the document costs bits and is no text.
+    assert row["bits_per_byte"] == pytest.approx(9 * (len(stream) - 1) / len(TEXTS[0].encode()))

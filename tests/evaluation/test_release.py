@@ -5,6 +5,7 @@ import torch
 
 from megatron.evaluation import evaluate_extrapolation
 from megatron.inference import load_model
+from tests.support.language_models import direct_losses
 from tests.support.release import METHODS, checkpoints, reference
 
 
@@ -36,3 +37,20 @@ def test_learned_positions_are_not_available_beyond_the_training_length():
     assert within["loss"] > 0
     assert beyond["loss"] is None
     assert "32" in beyond["note"]
+
+
+@pytest.mark.parametrize("length", [32, 128])
+def test_the_release_s_protocol_on_its_own_predictions(length):
+    """Both of its texts as one stream, two segments: losses from the logits that the release computed."""
+    numbers = reference("kerple_log")[length]
+    stream = torch.cat((numbers["tokens"].flatten(), numbers["labels"][-1, -1:])).long()
+    losses = direct_losses(numbers["logits"], stream[1:].view(2, length))
+    model, _ = load_model(checkpoints("kerple_log"), iteration=300)
+    for protocol, expected in (("kerple@1", losses[0]), ("kerple@2", losses)):
+        (row,) = evaluate_extrapolation(model, stream, [length], protocols=[protocol], query_chunk=16, progress=False)
+        assert (row["protocol"], row["segments"], row["tokens"]) == (
+            protocol,
+            expected.numel() // length,
+            expected.numel(),
+        )
+        assert row["loss"] == pytest.approx(expected.mean().item(), abs=1e-5)
