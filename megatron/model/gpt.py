@@ -16,14 +16,10 @@ from megatron.model.block import TransformerBlock
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
 from megatron.model.initialization import initialize_layer, initializer
-from megatron.model.loss import linear_cross_entropy
 from megatron.model.output import FinalNorm, Output
-from megatron.model.parallel import gather_vocabulary, mean_loss
+from megatron.model.parallel import gather_vocabulary
 from megatron.model.positional import PositionalMethod, build, outermost
 from megatron.model.settings import ModelSettings
-
-# Elements of logits up to which they are kept whole, which is as fast while they are small.
-WHOLE_LOGITS = 2**26
 
 
 def positional_source(settings: ModelSettings) -> Callable[[], PositionalMethod]:
@@ -143,14 +139,7 @@ class GPT(nn.Module):
         """Mean cross entropy in nats over the tokens whose mask is not zero; labels int64 and mask float, both `[b,
         s]`.
         """
-        hidden, weight = self.hidden(tokens), self.output.final_linear.weight
-        # ZeRO 3 gathers the weight for the layer's own forward alone, and tensor parallel ranks hold a slice of it.
-        whole = self.settings.tp.size > 1 or hasattr(weight, "ds_id")
-        if whole or tokens.numel() * self.settings.padded_vocab_size <= WHOLE_LOGITS:
-            return mean_loss(self.output(hidden), labels, mask, self.settings.tp)
-        counts = None if mask is None else mask.flatten()
-        total = linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), counts)
-        return total / (labels.numel() if mask is None else mask.sum().clamp(min=1.0))
+        return self.output.loss(self.hidden(tokens), labels, mask)
 
 
 def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMethod]:

@@ -2,12 +2,14 @@
 
 A piece's logits are made, turned into losses and into the gradients of hidden states and weight, and forgotten. The
 gradients are made in the forward pass already, for the sum of the losses that count, so the projection is not computed
-twice; the backward pass scales them.
+twice; the backward pass scales them. Tensor-parallel ranks each hold a slice of the vocabulary: they share the sums of
+a piece's exponentials and the labels' logits, and at the end sum the gradient of the hidden states.
 
-Legend: n tokens, e hidden size, v vocabulary; c tokens in a piece.
+Legend: n tokens, e hidden size, v vocabulary (of this rank); c tokens in a piece.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -16,34 +18,49 @@ from torch.autograd.function import once_differentiable
 PIECE = 2**26
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, counts: Tensor | None) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    counts: Tensor | None,
+    *,
+    first: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Sum over tokens of counts * cross entropy in nats, a float32 scalar.
 
     hidden `[n, e]`, weight `[v, e]`, labels int64 `[n]`; counts float `[n]` gets no gradient, None counts every token
-    as 1.
+    as 1. With a group of ranks, `weight` is this rank's slice of the vocabulary and `first` the slice's first token.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, counts)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, counts, first, group)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, counts):
+    def forward(ctx, hidden, weight, labels, counts, first, group):
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if of_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         rows = max(1, PIECE // weight.shape[0])
-        for first in range(0, len(hidden), rows):
-            piece = slice(first, first + rows)
+        for begin in range(0, len(hidden), rows):
+            piece = slice(begin, begin + rows)
             logits = F.linear(hidden[piece], weight).float()
-            chosen = labels[piece, None]
+            chosen = labels[piece, None] - first
+            # 1 where the label is among this rank's tokens; elsewhere any token stands for it, and counts nothing.
+            held = ((chosen >= 0) & (chosen < len(weight))).to(logits.dtype)
+            chosen = chosen.clamp(0, len(weight) - 1)
+            label_logits = logits.gather(1, chosen) * held
             log_sum = logits.logsumexp(dim=1, keepdim=True)
-            losses = (log_sum - logits.gather(1, chosen)).squeeze(1)
+            if group is not None:
+                dist.all_reduce(label_logits, group=group)
+                log_sum = _log_of_summed(log_sum, group)
+            losses = (log_sum - label_logits).squeeze(1)
             total += (losses if counts is None else losses * counts[piece]).sum()
             if not (of_hidden or of_weight):
                 continue
             gradient = logits.sub_(log_sum).exp_()
-            gradient.scatter_add_(1, chosen, gradient.new_full(chosen.shape, -1.0))
+            gradient.scatter_add_(1, chosen, -held)
             if counts is not None:
                 gradient.mul_(counts[piece, None])
             gradient = gradient.to(hidden.dtype)
@@ -51,6 +68,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(gradient, weight, out=hidden_gradient[piece])
             if of_weight:
                 weight_gradient += gradient.T @ hidden[piece]
+        if group is not None and of_hidden:
+            dist.all_reduce(hidden_gradient, group=group)
         # In the weight's dtype, as any linear layer's gradient is.
         weight_gradient = weight_gradient.to(weight.dtype) if of_weight else None
         ctx.save_for_backward(hidden_gradient, weight_gradient)
@@ -60,4 +79,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream):
         hidden, weight = (None if part is None else part * upstream.to(part.dtype) for part in ctx.saved_tensors)
-        return hidden, weight, None, None
+        return hidden, weight, None, None, None, None
+
+
+def _log_of_summed(logs: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """log of the sum over ranks of exp(logs)."""
+    highest = logs.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    summed = (logs - highest).exp()
+    dist.all_reduce(summed, group=group)
+    return highest + summed.log()

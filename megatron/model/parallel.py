@@ -7,6 +7,7 @@ which is in use.
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -67,6 +68,15 @@ def sum_head_gradients(table: Tensor, tp: TensorParallel) -> Tensor:
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
     return copy_to_tensor_model_parallel_region(table)
+
+
+def tensor_parallel_group(tp: TensorParallel) -> dist.ProcessGroup | None:
+    """The ranks that hold slices of the same model; None for one rank."""
+    if tp.size == 1:
+        return None
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.model.block import TransformerBlock
 from megatron.model.gpt import layer_factories, positional_methods
+from megatron.model.output import Output
 from megatron.model.settings import ModelSettings
 
 
@@ -39,7 +40,8 @@ def _identity(hidden: Tensor) -> Tensor:
 class GPTPipeline(PipelineModule):
     """This rank's stage of the model.
 
-    Labels are tuples (labels int64 [b, s], loss mask float [b, s]); `loss_fn(logits, labels)` runs on the last stage.
+    Labels are tuples (labels int64 [b, s], loss mask float [b, s]). The output layer's part is the loss function's, on
+    the last stage, so that logits need not be whole; what DeepSpeed takes for logits are hidden states.
     """
 
     def __init__(
@@ -47,7 +49,6 @@ class GPTPipeline(PipelineModule):
         settings: ModelSettings,
         *,
         topology,
-        loss_fn: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor],
         partition_method: str,
         checkpoint_every: int = 0,
     ):
@@ -63,13 +64,20 @@ class GPTPipeline(PipelineModule):
         super().__init__(
             specs,
             topology=topology,
-            loss_fn=loss_fn,
+            loss_fn=lambda hidden, labels: self.output.loss(hidden, *labels),
             partition_method=partition_method,
             activation_checkpoint_interval=checkpoint_every,
             activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
             checkpointable_layers=[TransformerBlock.__name__] if checkpoint_every == 1 else None,
         )
+        if self.output is not None:
+            self.output.in_loss = True
         self._shared = self._find_shared()
+
+    @property
+    def output(self) -> Output | None:
+        """The output layer, on the last stage."""
+        return self.layers().get(self.settings.num_layers + 4)
 
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer, those of this stage only."""
@@ -103,7 +111,7 @@ class GPTPipeline(PipelineModule):
             parameter.ds_pipe_replicated = self.stage_id != first
         if self.settings.tied_embeddings:
             group = self._group_of_stages([0, self.num_stages - 1])
-            embedding, output = layers.get(0), layers.get(self.settings.num_layers + 4)
+            embedding, output = layers.get(0), self.output
             if embedding is not None:
                 shared.append((embedding.word_embeddings.weight, group))
             elif output is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.model.block import SelfAttention
 from megatron.model.gpt import GPT, initialize, positional_methods
-from megatron.model.parallel import gather_vocabulary, mean_loss
+from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
 from megatron.training import metrics
@@ -110,11 +110,9 @@ class Engine:
         every = training.checkpoint_num_layers if training.checkpoint_activations else 0
         if not self.is_pipeline:
             return TrainableGPT(self.settings, checkpoint_every=every)
-        tp = self.settings.tp
         return GPTPipeline(
             self.settings,
             topology=self._topology(),
-            loss_fn=lambda logits, labels: mean_loss(logits, labels[0], labels[1], tp),
             partition_method=self.config.parallel.pipe_partition_method,
             checkpoint_every=every,
         )
@@ -212,9 +210,11 @@ class Engine:
             return logits
         batches = iter([{"tokens": tokens, "labels": tokens}])
         self.engine.reset_activation_shape()
-        _, logits = self.engine.eval_batch(_pipeline_batches(batches), return_logits=True, num_micro_batches=1)
+        _, hidden = self.engine.eval_batch(_pipeline_batches(batches), return_logits=True, num_micro_batches=1)
         self.engine.reset_activation_shape()
-        return None if logits is None else gather_vocabulary(logits, self.settings.tp)
+        if hidden is None:
+            return None
+        return gather_vocabulary(self.model.output.final_linear(hidden), self.settings.tp)
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 

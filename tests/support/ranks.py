@@ -3,6 +3,7 @@
 Run as a script, this is one rank: it reads lines {"config": ..., "port": ...} and answers each with a line.
 """
 
+import importlib
 import json
 import os
 import socket
@@ -48,13 +49,16 @@ class Ranks:
             process.stdin.close()
             process.wait(timeout=60)
 
-    def train(self, settings: dict[str, object]) -> str:
-        """Train on all ranks; rank 0's output. Raises RankFailed with the last lines of the first rank that fails."""
+    def train(self, settings: dict[str, object], constants: dict[str, object] | None = None) -> str:
+        """Train on all ranks; rank 0's output. Raises RankFailed with the last lines of the first rank that fails.
+
+        constants: "module:NAME" -> the value it has from now on.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for process in self._processes:
-            process.stdin.write(json.dumps({"config": settings, "port": port}) + "\n")
+            process.stdin.write(json.dumps({"config": settings, "port": port, "constants": constants or {}}) + "\n")
             process.stdin.flush()
         outputs = []
         for process in self._processes:
@@ -77,6 +81,9 @@ def serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         os.environ["MASTER_PORT"] = str(job["port"])
+        for name, value in job["constants"].items():
+            module, _, constant = name.partition(":")
+            setattr(importlib.import_module(module), constant, value)
         try:
             train(Config.from_flat(job["config"]))
             answer = "done"
