@@ -32,6 +32,7 @@ class Loader:
         data_parallel_size: int,
         consumed_samples: int,
         num_workers: int,
+        pin_memory: bool,
     ):
         self._dataset = dataset
         self._arguments = {
@@ -48,6 +49,7 @@ class Loader:
             num_workers=num_workers,
             collate_fn=_Collate(dataset.settings.eod_mask_loss),
             generator=torch.Generator(),
+            pin_memory=pin_memory,
         )
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -77,6 +79,7 @@ def build_loader(
     data_parallel_size: int = 1,
     consumed_samples: int = 0,
     num_workers: int = 0,
+    pin_memory: bool = False,
 ) -> Loader:
     """This rank's micro-batches, from `consumed_samples` on (see `rank_samples` for which samples those are).
 
@@ -84,6 +87,7 @@ def build_loader(
         dataset: one of `build_datasets`' datasets.
         consumed_samples: samples that all ranks together have taken before.
         num_workers: processes that read ahead; 0: read when asked. Without influence on what comes out.
+        pin_memory: batches in page-locked memory, from where a GPU takes them while the host goes on.
 
     Returns:
         an endless iterable of {"tokens": int64 [b, s], "labels": int64 [b, s]}, and with eod_mask_loss "loss_mask":
@@ -97,7 +101,9 @@ def build_loader(
             f"micro-batch {micro_batch_size}, rank {data_parallel_rank} of {data_parallel_size}, {consumed_samples} "
             "samples consumed: not a possible position"
         )
-    return Loader(dataset, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples, num_workers)
+    return Loader(
+        dataset, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples, num_workers, pin_memory
+    )
 
 
 class _BatchSampler:

@@ -59,7 +59,7 @@ def train(config: Config) -> TrainingState:
     try:
         run = set_up(config, layout, report)
         try:
-            with StopRequest(layout.device) as stop:
+            with StopRequest() as stop:
                 try:
                     left_early = _steps(run, stop)
                 finally:
@@ -194,6 +194,7 @@ def _loader(config: Config, engine: Engine, dataset, consumed: int):
         data_parallel_size=layout.data_size,
         consumed_samples=consumed,
         num_workers=config.data.num_workers,
+        pin_memory=layout.device.type == "cuda",
     )
 
 

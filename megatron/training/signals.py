@@ -11,9 +11,11 @@ class StopRequest:
     step.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self):
         self.signal: int | None = None
+        # The hosts agree among themselves: NCCL would make each wait for its GPU after every step.
+        several = dist.get_world_size() > 1
+        self._hosts = dist.new_group(backend="gloo") if several and dist.get_backend() == "nccl" else None
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -36,6 +38,6 @@ class StopRequest:
         """True on all ranks if any rank was asked to stop. A collective: every rank calls it after the same step."""
         if dist.get_world_size() == 1:
             return self.signal is not None
-        flag = torch.tensor([self.signal is not None], dtype=torch.int32, device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        flag = torch.tensor([self.signal is not None], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._hosts)
         return bool(flag.item())
