@@ -1,5 +1,8 @@
 """Attention on a GPU: the fused kernels with every kind of method against plain attention, FlexAttention, the matrix.
 
+DAPE-KERPLE, which mixes heads pair by pair, stands beside them: by chunks that are made again in the backward pass, and
+with every score and all that its MLP makes of them in memory.
+
     python benchmarks/attention_gpu.py [--check] [--seconds 240] [--json FILE] [--dry-run]
 
 12 heads of 64 in bfloat16, batch 32 shrinking with the length, forward and forward + backward (the gradients of the
@@ -20,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import materialised_attention
-from megatron.model.attention import attend, fused, tables
+from megatron.model.attention import adapt_table, attend, fused, tables
 from megatron.model.attention.fused import Tile
 from megatron.model.positional import ModelShape, build
 
@@ -33,6 +36,10 @@ SDPA = {
 HEADS, SIZE = 12, 64
 # Beyond this much the matrix is not tried.
 MATRIX_BYTES = 60e9
+# What DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs take for a pair, in float32 and with their gradients.
+DAPE_PAIR_BYTES = 800
+# Beyond this length DAPE would take the time of all others.
+DAPE_LENGTH = 8192
 
 
 def states(bench: Bench, batch: int, length: int, heads: int = HEADS, size: int = SIZE, dtype=torch.bfloat16):
@@ -82,6 +89,20 @@ def alternatives(bench: Bench, batch: int, length: int, query, key, value) -> di
     if batch * HEADS * length**2 * 14 < MATRIX_BYTES:
         add("materialised, kerple_log", materialised_attention, "kerple_log")
         add("materialised, kerple_bias_wht", materialised_attention, "kerple_bias_wht")
+
+    def add_dape(name: str, backend: str) -> None:
+        method = method_of(bench, "dape_kerple", length)
+
+        def forward() -> Tensor:
+            table = adapt_table(method, length, query.device)
+            return attend(query, key, value, adapt=method.adapt, table=table, backend=backend)
+
+        made[name] = (forward, [query, key, value, *method.parameters()])
+
+    if length <= DAPE_LENGTH:
+        add_dape("chunked, dape_kerple", "chunked")
+    if batch * length**2 * DAPE_PAIR_BYTES < MATRIX_BYTES:
+        add_dape("materialised, dape_kerple", "reference")
     return made
 
 

@@ -1,10 +1,10 @@
-"""Attention as GPT-NeoX and the original KERPLE do it: every score in memory, and the bias made for every element.
+"""Attention with every score in memory: from tables over distance, and as the original KERPLE does it.
 
 Legend: b batch, s query length, t key length, h heads, d head size.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def materialised_attention(
@@ -29,3 +29,35 @@ def materialised_attention(
     if bias_table is not None:
         scores = scores + bias_table[:, distance].to(scores.dtype)
     return scores.masked_fill(unseen, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
+
+
+class OriginalAttention:
+    """What the original does in each layer: bias and weight of a method are computed, not looked up, for every one of
+    the `[s, s]` pairs, and scores, sums and probabilities are `[b, h, s, s]`. Distances are made once, as there.
+
+    Takes the place of a layer's `megatron.model.attention.Attention`; no windows, no cache, no dropout.
+    """
+
+    def __init__(self, positional, length: int):
+        position = torch.arange(length)
+        distance = position[:, None] - position
+        self.positional = positional
+        self.unseen = distance < 0
+        self.distance = distance.clamp(min=0).float()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+        scores = query * query.shape[3] ** -0.5 @ key.transpose(-1, -2)
+        if self.positional.has_weight:
+            scores = scores * self.positional.weight(self.distance)
+        if self.positional.has_bias:
+            scores = scores + self.positional.bias(self.distance)
+        return scores.masked_fill(self.unseen, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
+
+
+def attend_as_the_original(model: nn.Module, length: int) -> nn.Module:
+    """Give all layers of a `megatron.model.gpt.GPT` this attention, for sequences of one length; the model again."""
+    for block in model.blocks:
+        layer = block.attention
+        layer.attention = OriginalAttention(layer.rpe, length)
+        layer.has_table = False  # no tables are made beside it
+    return model
