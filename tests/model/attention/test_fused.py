@@ -108,7 +108,8 @@ def test_any_length_and_window(s, t, window):
 def test_long_sequences(length, window, monkeypatch):
     if DEVICE == "cpu":  # fewer and larger steps for the interpreter
         monkeypatch.setattr(fused, "tiles_for", lambda *_, **__: Tiles(*[Tile(128, 128, 4, 1)] * 4))
-    assert_exact(case(1, 1, length, length, 16, window=window), tolerance=1e-5)
+    # The longest looks one table up, not two, which is half of the interpreter's work.
+    assert_exact(case(1, 1, length, length, 16, weight=length < 2048, window=window), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 32, 4, 1), Tile(64, 16, 4, 1)])
@@ -118,7 +119,7 @@ def test_the_cut_changes_nothing(tile, monkeypatch):
     # One head at a time, and tiles of a block distance in parts.
     monkeypatch.setattr(fused, "TILES_BYTES", 1)
     monkeypatch.setattr(fused, "ENOUGH_PROGRAMS", 40)
-    assert_exact(case(2, 2, 40, 50, 16, window=30))
+    assert_exact(case(2, 2, 24, 34, 16, window=20))
 
 
 @pytest.mark.parametrize("size", [24, 48, 80])
@@ -135,7 +136,7 @@ def test_half_precision(dtype):
 
 
 def test_a_second_run_gives_the_same_bits():
-    arguments = case(2, 2, 50, 70, 16)
+    arguments = case(2, 1, 40, 66, 16)
     for found, wanted in zip(run("fused", arguments), run("fused", arguments), strict=True):
         assert torch.equal(found, wanted)
 
