@@ -7,12 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.block import make_norm
-from megatron.model.loss import linear_cross_entropy
+from megatron.model.loss import largest_piece, linear_cross_entropy
 from megatron.model.parallel import column_linear, mean_loss, tensor_parallel_group
 from megatron.model.settings import ModelSettings
-
-# Elements of a rank's logits up to which they are kept whole, which is as fast while they are small.
-WHOLE_LOGITS = 2**26
 
 
 class FinalNorm(nn.Module):
@@ -66,7 +63,7 @@ class Output(nn.Module):
         weight = self.final_linear.weight
         partitioned = hasattr(weight, "ds_id")  # by ZeRO 3, and then empty outside of the module's call
         elements = labels.numel() * (weight.ds_shape if partitioned else weight.shape)[0]
-        if elements <= WHOLE_LOGITS or (partitioned and self.tp.size > 1):
+        if elements <= largest_piece(hidden.device) or (partitioned and self.tp.size > 1):
             return mean_loss(self.final_linear(hidden), labels, mask, self.tp)
         states, labels = hidden.flatten(0, 1), labels.flatten()
         counts = None if mask is None else mask.flatten()

@@ -14,7 +14,6 @@ LAYOUTS = {
 }
 VOCABULARY = 512
 BY_PIECES = {
-    "megatron.model.output:WHOLE_LOGITS": 1,
     "megatron.model.output:mean_loss": None,  # what would make the logits whole
     "megatron.model.loss:PIECE": VOCABULARY * 5,
 }
