@@ -2,12 +2,14 @@
 
 Without a GPU Triton's kernels are interpreted, which Triton must be told before they are defined. And transformers
 copies the code of models that it loads into one folder for all of a user's processes: those that run tests side by side
-each get their own.
+each get their own. Tests that interrupt a process need one that listens, also where they run in the background of a
+shell, which has its jobs ignore Ctrl-C.
 """
 
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 import torch
@@ -17,3 +19,5 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="transformers_modules_")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,17 +1,8 @@
-"""One thread, and transformers' cache of remote code in a temporary folder."""
+"""transformers' cache of remote code in a folder of each test: exports of many methods share a name."""
 
 import sys
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

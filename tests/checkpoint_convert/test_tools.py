@@ -139,7 +139,10 @@ def test_an_imported_folder_is_evaluated_and_generates(tmp_path):
     corpus = [f"data_path={write_corpus(tmp_path)}", "split=8,1,1"]
     evaluate_main([*folder, "--output", str(tmp_path / "report"), "--lengths", "32", "128", "--set", *corpus])
     rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
-    assert [(row["pos_emb"], row["length"]) for row in rows] == [("rotary", 32), ("rotary", 128)]
+    assert [(row["pos_emb"], row["length"]) for row in rows] == [
+        ("rotary (fraction 0.25)", 32),
+        ("rotary (fraction 0.25)", 128),
+    ]
 
 
 def test_errors_of_the_tool_are_one_line(tmp_path):

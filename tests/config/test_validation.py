@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.config import Config, UserError
+from megatron.model.positional import registry
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,8 @@ def test_what_looks_alike_and_is_fine(flat):
     Config.from_flat({**flat, "finetune": True, "load": "somewhere", "iteration": 0})
 
 
-def test_positional_method_from_a_file(flat, write):
+def test_positional_method_from_a_file(flat, write, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     path = write(
         "my_method.py",
         "from megatron.model.positional import PositionalMethod, register\n\n\n"

@@ -120,10 +120,8 @@ def checkpoints(tmp_path_factory):
 def exported(checkpoints, tmp_path_factory):
     """Method -> the harness's own model of the exported folder."""
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    modules = dynamic_module_utils.HF_MODULES_CACHE
-    dynamic_module_utils.HF_MODULES_CACHE = str(tmp_path_factory.mktemp("modules"))
     models = {}
     for method, folder in checkpoints.items():
         model, config = load_model(folder)
@@ -133,10 +131,9 @@ def exported(checkpoints, tmp_path_factory):
             AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32).eval(),
             AutoTokenizer.from_pretrained(out, trust_remote_code=True),
         )
-    yield lambda method, length: HFLM(
+    return lambda method, length: HFLM(
         pretrained=models[method][0], tokenizer=models[method][1], max_length=length, batch_size=4
     )
-    dynamic_module_utils.HF_MODULES_CACHE = modules
 
 
 def by_the_harness(model, folder, tasks=TASKS, **settings):
@@ -265,8 +262,8 @@ def test_positions_beyond_a_table_are_refused(task, checkpoints, local, tmp_path
     ("words", "message"),
     [
         (["--num_fewshot", "3"], "--num_fewshot is about tasks, and none is named"),
-        (["--eval_tasks", "pages", "--lengths", "64"], "--modes are not about tasks"),
-        (["--eval_tasks", "pages", "--modes", "window@8"], "--modes are not about tasks"),
+        (["--eval_tasks", "pages", "--lengths", "64"], "--lengths: not about tasks"),
+        (["--eval_tasks", "pages", "--modes", "window@8"], "--modes: not about tasks"),
         (["--eval_tasks", "pages", "--limit", "2.5"], "--limit must be a number of documents, or a share below 1"),
         (["--eval_tasks", "pages", "--max_length", "0"], "--max_length must be at least 1, not 0"),
         (["--eval_tasks", "pages", "--include_path", "nowhere"], "--include_path nowhere: no such folder"),

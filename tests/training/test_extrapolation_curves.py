@@ -32,9 +32,7 @@ def expected(folder, data_path, iteration):
     return {row["length"]: row["loss"] for row in rows}
 
 
-def test_the_curves_are_those_of_the_checkpoints_and_leave_no_trace(tmp_path, data_path, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+def test_the_curves_are_those_of_the_checkpoints_and_leave_no_trace(tmp_path, data_path, wandb_offline, capsys):
     keys = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "precision": "fp32"}
     plain, curves = tmp_path / "plain", tmp_path / "curves"
     train(Config.from_flat(training_settings(plain, data_path, **keys)))
@@ -51,7 +49,7 @@ def test_the_curves_are_those_of_the_checkpoints_and_leave_no_trace(tmp_path, da
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    wandb = b"".join(path.read_bytes() for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    wandb = b"".join(path.read_bytes() for path in wandb_offline.glob("offline-run-*/*.wandb"))
     losses = {iteration: expected(curves, data_path, iteration) for iteration in (3, 6)}
     for length in LENGTHS:
         written = {event.step: event.value for event in events.Scalars(f"extrapolation/loss/{length}")}

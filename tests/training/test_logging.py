@@ -11,11 +11,9 @@ from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
 
 
-def test_tensorboard_and_wandb_hold_the_numbers_of_the_console(tmp_path, data_path, monkeypatch, capsys):
+def test_tensorboard_and_wandb_hold_the_numbers_of_the_console(tmp_path, data_path, monkeypatch, wandb_offline, capsys):
     """Weights & Biases offline: the run is written to disk, and no key is written anywhere."""
     secret = "0123456789abcdef0123456789abcdef01234567"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", secret)
     keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "wandb_project": "extrapolation"}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
@@ -28,7 +26,7 @@ def test_tensorboard_and_wandb_hold_the_numbers_of_the_console(tmp_path, data_pa
     assert {"train/learning_rate", "train/grad_norm", "train/tokens_per_second", "train/memory_bytes"} <= tags
     assert {"validation/loss", "validation/perplexity", "kernel/bias_p/mean", "kernel/bias_a/max"} <= tags
 
-    (offline,) = (tmp_path / "wandb").glob("offline-run-*")
+    (offline,) = wandb_offline.glob("offline-run-*")
     assert any(path.suffix == ".wandb" and path.stat().st_size > 1000 for path in offline.iterdir())
     console = capsys.readouterr().out
     assert "iteration 6/6 | loss" in console

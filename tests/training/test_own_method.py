@@ -56,7 +56,10 @@ def test_a_method_of_ones_own(tmp_path, data_path, monkeypatch):
     words = ["--lengths", "32", "64", "--tokens", "64", "--output", str(tmp_path / "report")]
     evaluate(["--checkpoint", str(folder), *words, "--set", f"pos-emb-module={path}"])
     rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
-    assert [(row["pos_emb"], row["length"]) for row in rows] == [("test_square_root", 32), ("test_square_root", 64)]
+    assert [(row["pos_emb"], row["length"]) for row in rows] == [
+        ("test_square_root (floor 0.02)", 32),
+        ("test_square_root (floor 0.02)", 64),
+    ]
     assert all(0 < row["loss"] < 10 for row in rows)
 
     model, config = load_model(folder, overrides={"pos_emb_module": str(path)})
