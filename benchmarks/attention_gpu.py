@@ -145,9 +145,7 @@ def check(bench: Bench) -> bool:
         if not bench.dry
     ]
     same = not repeated or all(torch.equal(a, b) for a, b in zip(*repeated, strict=True))
-    bench.note(check_passed=passed and same, second_run_bit_equal=same)
-    print(f"check: {'passed' if passed else 'FAILED'}; second run bit-equal: {same}", flush=True)
-    return passed and same
+    return bench.checked(passed and same, second_run_bit_equal=same)
 
 
 def tune(bench: Bench) -> None:

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import materialised_attention
-from benchmarks.train_step_gpu import our_model, settings_of
+from benchmarks.models import our_model
+from benchmarks.train_step_gpu import settings_of
 from megatron.model.attention import select
 from megatron.model.gpt import GPT
 
@@ -56,13 +57,11 @@ def check(bench: Bench) -> bool:
             settings = settings_of(pos_emb, backend, dry=True)
             torch.manual_seed(0)
             text = torch.randint(settings.padded_vocab_size, (1, 50)).to(bench.device)
-            found.append(losses(our_model(settings, bench.device).to(dtype), text))
+            found.append(losses(our_model(settings).to(bench.device, dtype), text))
         good, error = close_enough(found[0], found[1].double(), 1e-5)
         passed &= good
         bench.attempt({"check": pos_emb}, lambda error=error: {"error": error})
-    bench.note(check_passed=passed)
-    print(f"check: {'passed' if passed else 'FAILED'}", flush=True)
-    return passed
+    return bench.checked(passed)
 
 
 def main() -> int:
@@ -71,7 +70,7 @@ def main() -> int:
         return 1
     select.BACKENDS["materialised"] = select.Backend(materialised_attention)
     for pos_emb, backend in CASES[: 2 if bench.dry else None]:
-        model = our_model(settings_of(pos_emb, backend, bench.dry), bench.device).eval()
+        model = our_model(settings_of(pos_emb, backend, bench.dry)).to(bench.device).eval()
         if not bench.dry:
             model.bfloat16()
         for length in (16, 32) if bench.dry else LENGTHS:

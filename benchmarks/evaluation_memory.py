@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.train_step import LAYERS, VOCABULARY, our_model
+from benchmarks.train_step import LAYERS, VOCABULARY, bench_model
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.scoring import score
 from megatron.inference.decoder import as_decoder
@@ -38,7 +38,7 @@ def resident_bytes() -> int:
 def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict[str, float]:
     """Evaluate one segment in this process; bytes beyond those held before, and seconds."""
     torch.set_num_threads(threads)
-    model = our_model(pos_emb, layers or (LAYERS_WHEN_LONG if length >= LONG else LAYERS)).eval()
+    model = bench_model(pos_emb, layers or (LAYERS_WHEN_LONG if length >= LONG else LAYERS)).eval()
     tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=torch.Generator().manual_seed(1))
     held = resident_bytes()
     start = time.perf_counter()

@@ -97,6 +97,13 @@ class Bench:
         self.results |= values
         self._keep()
 
+    def checked(self, passed: bool, **facts: object) -> bool:
+        """Keep and print what a comparison before all measurements gave; `passed` again."""
+        self.note(check_passed=passed, **facts)
+        also = "".join(f"; {name.replace('_', ' ')}: {value}" for name, value in facts.items())
+        print(f"check: {'passed' if passed else 'FAILED'}{also}", flush=True)
+        return passed
+
     def _keep(self) -> None:
         path = self.options.json
         path.parent.mkdir(parents=True, exist_ok=True)

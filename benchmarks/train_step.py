@@ -22,10 +22,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.materialised import attend_as_the_original, materialised_attention
+from benchmarks.models import our_model
 from benchmarks.plain_decoder import PlainDecoder
 from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
 from megatron.model.attention import select
-from megatron.model.gpt import GPT, initialize
+from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.training.optimizer import parameter_groups
 
@@ -37,7 +38,7 @@ BESIDE_ORIGINAL = ("kerple_log", "kerple_bias_wht")
 BESIDE_ORIGINAL_LIMIT = 1 / 1.5
 
 
-def our_model(pos_emb: str, layers: int = LAYERS, backend: str = "auto", checkpoint_every: int = 0) -> GPT:
+def bench_model(pos_emb: str, layers: int = LAYERS, backend: str = "auto", checkpoint_every: int = 0) -> GPT:
     settings = ModelSettings(
         num_layers=layers,
         hidden_size=HIDDEN,
@@ -47,9 +48,7 @@ def our_model(pos_emb: str, layers: int = LAYERS, backend: str = "auto", checkpo
         pos_emb=pos_emb,
         attention_backend=backend,
     )
-    model = GPT(settings, checkpoint_every=checkpoint_every)
-    initialize(model.layers(), settings, seed=1234, init_method="normal", output_init_method="scaled_normal", std=0.02)
-    return model
+    return our_model(settings, checkpoint_every=checkpoint_every)
 
 
 def training_step(model: nn.Module, groups: list[dict], tokens: Tensor, labels: Tensor) -> Callable[[], None]:
@@ -76,7 +75,7 @@ def train_step_table(rounds: int, clock: Callable[[], float]) -> dict[str, list[
     plain = PlainDecoder(VOCABULARY, LAYERS, HIDDEN, HEADS)
     steps = {PLAIN: training_step(plain, [{"params": list(plain.parameters())}], tokens, labels)}
     for pos_emb in LIMITS:
-        model = our_model(pos_emb)
+        model = bench_model(pos_emb)
         steps[pos_emb] = training_step(model, parameter_groups(model, 0.0), tokens, labels)
     title = (
         f"training step, {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, sequence {LENGTH}, batch {BATCH}, "
@@ -95,10 +94,10 @@ def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[T
         tokens, labels = batch(BATCH * LENGTH // length, length)
         for pos_emb in BESIDE_ORIGINAL:
             models = {
-                ORIGINAL: attend_as_the_original(our_model(pos_emb, checkpoint_every=1), length),
-                "without recomputation": attend_as_the_original(our_model(pos_emb), length),
-                "and with tables": our_model(pos_emb, backend="materialised"),
-                OURS: our_model(pos_emb),
+                ORIGINAL: attend_as_the_original(bench_model(pos_emb, checkpoint_every=1), length),
+                "without recomputation": attend_as_the_original(bench_model(pos_emb), length),
+                "and with tables": bench_model(pos_emb, backend="materialised"),
+                OURS: bench_model(pos_emb),
             }
             losses = torch.stack([model.loss(tokens, labels).detach() for model in models.values()])
             torch.testing.assert_close(losses, losses[-1:].expand_as(losses), rtol=1e-5, atol=0)

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import materialised_attention
+from benchmarks.models import our_model
 from benchmarks.plain_decoder import PlainDecoder
 from megatron.model.attention import select
-from megatron.model.gpt import GPT, initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.metrics import count_parameters, device_peak, flops_per_token
 
@@ -41,12 +41,6 @@ def settings_of(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
         pos_emb=pos_emb,
         attention_backend=backend,
     )
-
-
-def our_model(settings: ModelSettings, device: torch.device) -> GPT:
-    model = GPT(settings)
-    initialize(model.layers(), settings, seed=1234, init_method="normal", output_init_method="scaled_normal", std=0.02)
-    return model.to(device)
 
 
 def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -80,7 +74,7 @@ def check(bench: Bench) -> bool:
         gradients = []
         for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
             settings = settings_of(pos_emb, backend, dry=True)
-            model = our_model(settings, bench.device).to(dtype)
+            model = our_model(settings).to(bench.device, dtype)
             torch.manual_seed(0)
             text = torch.randint(settings.padded_vocab_size, (2, 17)).to(bench.device)
             loss = model.loss(text[:, :-1], text[:, 1:].contiguous())
@@ -88,9 +82,7 @@ def check(bench: Bench) -> bool:
         results = [close_enough(found, exact.double(), 1e-3) for found, exact in zip(*gradients, strict=True)]
         passed &= all(good for good, _ in results)
         bench.attempt({"check": pos_emb}, lambda results=results: {"largest_error": max(error for _, error in results)})
-    bench.note(check_passed=passed)
-    print(f"check: {'passed' if passed else 'FAILED'}", flush=True)
-    return passed
+    return bench.checked(passed)
 
 
 def main() -> int:
@@ -114,7 +106,7 @@ def main() -> int:
                 model = PlainDecoder(*sizes).to(bench.device)
                 outside = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("embedding"))
             else:
-                model = our_model(settings, bench.device)
+                model = our_model(settings).to(bench.device)
                 outside = count_parameters(model.layers(), settings)["outside_embedding"]
             seconds, _ = bench.measure(
                 training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous()), seconds=3

@@ -17,14 +17,14 @@ from megatron.evaluation.effective_length import effective_lengths, plan_effecti
 from megatron.evaluation.extrapolation import check_lengths, plan_work
 from megatron.evaluation.options import LONGEST_DEFAULT, add_options, check_chosen
 from megatron.evaluation.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
-from megatron.evaluation.protocols import Protocol, parse_protocol
+from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
 from megatron.evaluation.ranks import Ranks, joined
-from megatron.evaluation.report import print_report, write_report
+from megatron.evaluation.report import TITLE, print_report, write_report
 from megatron.evaluation.resolution import plan_resolution
 from megatron.evaluation.results import Results
 from megatron.evaluation.rows import Checkpoint, rows_of
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
-from megatron.evaluation.work import Origin, Work, measure
+from megatron.evaluation.work import QUERY_CHUNK, Origin, Work, measure
 from megatron.inference.command_line import (
     checkpoint_folders,
     chosen_step,
@@ -35,6 +35,25 @@ from megatron.inference.command_line import (
 )
 from megatron.model.settings import ModelSettings
 from megatron.tokenizer import Tokenizer, build_tokenizer
+
+# Options that only measurements know -> their defaults.
+NOT_ABOUT_TASKS = {
+    "--lengths": None,
+    "--modes": ["full"],
+    "--protocol": [next(iter(PROTOCOLS))],
+    "--tokens": None,
+    "--document-aware": False,
+    "--by-position": None,
+    "--resolution": None,
+    "--effective_length": False,
+    "--passkey": False,
+    "--replace": False,
+    "--label": None,
+    "--title": TITLE,
+    "--compare-with": None,
+    "--query_chunk": QUERY_CHUNK,
+    "--batch_tokens": None,
+}
 
 DESCRIPTION = "Measure the perplexity of checkpoints on texts as long as those they were trained on, and longer."
 
@@ -260,10 +279,10 @@ def _check_compared(models: Sequence[Model], compare_with: str | None) -> None:
 
 
 def _check_tasks_alone(options: argparse.Namespace) -> None:
-    """Raises UserError for options about measurements that tasks do not take."""
-    names = ("lengths", "tokens", "by_position", "resolution", "passkey", "effective_length")
-    given = [f"--{name}" for name in names if getattr(options, name)]
-    given += ["--modes"] if options.modes != ["full"] else []
+    """Raises UserError for options about measurements and their report, which tasks do not take."""
+    given = [
+        name for name, default in NOT_ABOUT_TASKS.items() if getattr(options, name[2:].replace("-", "_")) != default
+    ]
     if given:
         raise UserError(f"eval_tasks: {', '.join(given)}: not about tasks; give them in another run")
 

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
-import tokenizers
 import torch
 
 from megatron.config.errors import UserError
@@ -18,6 +17,7 @@ from megatron.evaluation.text import Text
 from megatron.model.attention import Span
 from megatron.tokenizer.characters import CharLevelTokenizer
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
+from megatron.tokenizer.training import train_bpe
 from tests.support.language_models import VOCABULARY, direct_losses, random_tokens, small_gpt
 
 STREAM = random_tokens(700)
@@ -184,16 +184,8 @@ TEXTS = ("naïve café – “∑” 東京 🙂\n", "plain ASCII text, ")
 def pairs(tmp_path_factory):
     """The path of a byte-level BPE trained on texts beyond ASCII; some of its tokens are parts of characters."""
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<|endoftext|>", "<|naïve|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer = train_bpe(TEXTS * 3, 290)
+    tokenizer.add_special_tokens(["<|naïve|>"])
     tokenizer.save(str(path))
     return path
 

@@ -3,15 +3,14 @@
 import re
 
 import pytest
-import tokenizers
 import torch
 
 from megatron.config.errors import UserError
 from megatron.evaluation.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
 from megatron.evaluation.work import Origin, measure
-from megatron.tokenizer.base import END_OF_DOCUMENT
 from megatron.tokenizer.characters import CharLevelTokenizer
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
+from megatron.tokenizer.training import train_bpe
 from tests.support.language_models import small_gpt
 
 CHARACTERS = CharLevelTokenizer()
@@ -21,18 +20,8 @@ CHARACTERS = CharLevelTokenizer()
 def bytes_and_pairs(tmp_path_factory):
     """A byte-level BPE for which numbers of five digits are two to five tokens."""
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     numbers = [f"{number}" for number in range(10_000, 100_000, 137)]
-    tokenizer.train_from_iterator([INTRODUCTION, KEY, QUESTION, *FILLER, " ".join(numbers)], trainer)
-    tokenizer.save(str(path))
+    train_bpe([INTRODUCTION, KEY, QUESTION, *FILLER, " ".join(numbers)], 500).save(str(path))
     return HuggingFaceTokenizer(path)
 
 

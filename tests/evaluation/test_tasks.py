@@ -264,6 +264,11 @@ def test_positions_beyond_a_table_are_refused(task, checkpoints, local, tmp_path
         (["--num_fewshot", "3"], "--num_fewshot is about tasks, and none is named"),
         (["--eval_tasks", "pages", "--lengths", "64"], "--lengths: not about tasks"),
         (["--eval_tasks", "pages", "--modes", "window@8"], "--modes: not about tasks"),
+        (
+            ["--eval_tasks", "pages", "--protocol", "last-k@8", "--document-aware"],
+            "--protocol, --document-aware: not about",
+        ),
+        (["--eval_tasks", "pages", "--label", "a", "--replace"], "--replace, --label: not about tasks"),
         (["--eval_tasks", "pages", "--limit", "2.5"], "--limit must be a number of documents, or a share below 1"),
         (["--eval_tasks", "pages", "--max_length", "0"], "--max_length must be at least 1, not 0"),
         (["--eval_tasks", "pages", "--include_path", "nowhere"], "--include_path nowhere: no such folder"),
