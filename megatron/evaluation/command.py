@@ -15,16 +15,16 @@ from megatron.config import Config, UserError
 from megatron.evaluation import tasks
 from megatron.evaluation.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.extrapolation import check_lengths, plan_work
-from megatron.evaluation.options import LONGEST_DEFAULT, add_options, check_chosen
+from megatron.evaluation.options import LONGEST_DEFAULT, add_options, check_chosen, check_tasks_alone
 from megatron.evaluation.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
-from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
+from megatron.evaluation.protocols import Protocol, parse_protocol
 from megatron.evaluation.ranks import Ranks, joined
-from megatron.evaluation.report import TITLE, print_report, write_report
+from megatron.evaluation.report import print_report, write_report
 from megatron.evaluation.resolution import plan_resolution
 from megatron.evaluation.results import Results
 from megatron.evaluation.rows import Checkpoint, rows_of
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
-from megatron.evaluation.work import QUERY_CHUNK, Origin, Work, measure
+from megatron.evaluation.work import Origin, Work, measure
 from megatron.inference.command_line import (
     checkpoint_folders,
     chosen_step,
@@ -36,25 +36,6 @@ from megatron.inference.command_line import (
 from megatron.model.settings import ModelSettings
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
-# Options that only measurements know -> their defaults.
-NOT_ABOUT_TASKS = {
-    "--lengths": None,
-    "--modes": ["full"],
-    "--protocol": [next(iter(PROTOCOLS))],
-    "--tokens": None,
-    "--document-aware": False,
-    "--by-position": None,
-    "--resolution": None,
-    "--effective_length": False,
-    "--passkey": False,
-    "--replace": False,
-    "--label": None,
-    "--title": TITLE,
-    "--compare-with": None,
-    "--query_chunk": QUERY_CHUNK,
-    "--batch_tokens": None,
-}
-
 DESCRIPTION = "Measure the perplexity of checkpoints on texts as long as those they were trained on, and longer."
 
 
@@ -63,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, options = parse_with_checkpoint(DESCRIPTION, argv, add_options, several=True)
     request = tasks.Request.of(config, options)
     if request is not None:
-        _check_tasks_alone(options)
+        check_tasks_alone(options)
     check_chosen(options, config.model.seq_length)
     if request is not None and not first_process():
         return
@@ -276,15 +257,6 @@ def _check_compared(models: Sequence[Model], compare_with: str | None) -> None:
             f"--compare-with {compare_with}: no checkpoint given is of it; choose one of {', '.join(known)}, or give "
             "one to --checkpoint too"
         )
-
-
-def _check_tasks_alone(options: argparse.Namespace) -> None:
-    """Raises UserError for options about measurements and their report, which tasks do not take."""
-    given = [
-        name for name, default in NOT_ABOUT_TASKS.items() if getattr(options, name[2:].replace("-", "_")) != default
-    ]
-    if given:
-        raise UserError(f"eval_tasks: {', '.join(given)}: not about tasks; give them in another run")
 
 
 def _check_text(saved: Config, first: Config, config: Config, folder: Path) -> None:

@@ -16,6 +16,24 @@ LONGEST_DEFAULT = 16  # times the training length
 POSITION_BINS = 64
 RESOLUTION_TEXTS = 8
 
+NOT_ABOUT_TASKS = (
+    "--lengths",
+    "--modes",
+    "--protocol",
+    "--tokens",
+    "--document-aware",
+    "--by-position",
+    "--resolution",
+    "--effective_length",
+    "--passkey",
+    "--replace",
+    "--label",
+    "--title",
+    "--compare-with",
+    "--query_chunk",
+    "--batch_tokens",
+)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What evaluate.py takes beside the configuration and the checkpoint."""
@@ -150,6 +168,19 @@ def check_chosen(options: argparse.Namespace, train_length: int | None) -> None:
             raise UserError(
                 f"--document-aware: protocol {protocol.name} reads one stream; choose non-overlapping or last-k"
             )
+
+
+def check_tasks_alone(options: argparse.Namespace) -> None:
+    """Raises UserError for options about measurements and their report, which tasks do not take."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    given = []
+    for name in NOT_ABOUT_TASKS:
+        stored = name[2:].replace("-", "_")
+        if getattr(options, stored) != parser.get_default(stored):
+            given.append(name)
+    if given:
+        raise UserError(f"eval_tasks: {', '.join(given)}: not about tasks; give them in another run")
 
 
 def positive(word: str) -> int:
