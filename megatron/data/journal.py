@@ -4,17 +4,15 @@
 is being made of what, where in the input it was, and how long the output was then.
 """
 
-import fcntl
 import glob
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import Position
 from megatron.data.documents import EncodedChunk
 from megatron.data.indexed_writer import WriterState
+from megatron.data.lock import Lock
 from megatron.data.manifest import Manifest
 from megatron.files import write_atomically
 
@@ -74,34 +72,18 @@ class Journal:
     def __init__(self, output_prefix: str | Path, work: dict):
         self._prefix = output_prefix
         self._path = Path(f"{output_prefix}.progress.json")
-        self._lock_path = Path(f"{output_prefix}.lock")
         self._work = work
+        self._lock = Lock(
+            f"{output_prefix}.lock",
+            f"another process is writing {output_prefix}; wait for it, or choose another prefix",
+        )
 
     def __enter__(self) -> "Journal":
-        try:
-            self._lock_path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self._lock_path, "ab")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._holds_the_file():
-                raise BlockingIOError
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is writing {self._prefix}; wait for it, or choose another prefix"
-            ) from error
-        except OSError as error:
-            raise UserError(f"cannot write {error.filename or self._lock_path}: {error.strerror}") from error
+        self._lock.__enter__()
         return self
 
-    def _holds_the_file(self) -> bool:
-        """False if the process that held the lock removed the file in this very moment."""
-        try:
-            return os.path.samestat(os.fstat(self._lock.fileno()), self._lock_path.stat())
-        except FileNotFoundError:
-            return False
-
     def __exit__(self, *exception) -> None:
-        self._lock_path.unlink(missing_ok=True)
-        self._lock.close()
+        self._lock.__exit__(*exception)
 
     @property
     def exists(self) -> bool:

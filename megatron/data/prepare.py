@@ -13,7 +13,8 @@ from megatron.data.download import download, shown
 from megatron.data.hub import HubCorpus
 from megatron.data.indexed_format import check_indexed_files
 from megatron.data.input_files import find_files
-from megatron.data.manifest import read_manifest
+from megatron.data.lock import Lock
+from megatron.data.manifest import Manifest, read_manifest
 from megatron.data.preprocessing import preprocess, summary
 from megatron.data.readers import Corpus
 from megatron.data.stdlib_corpus import StdlibCorpus
@@ -106,7 +107,8 @@ def prepare(options: PrepareOptions) -> Path:
     """Make the dataset unless it is there, made in the same way; return its prefix.
 
     Raises:
-        UserError: an unknown dataset, no source for it, and all that `preprocess` raises.
+        UserError: an unknown dataset, no source for it, another process that is making it, and all that `preprocess`
+            raises.
     """
     folder = options.directory / options.dataset
     prefix = folder / f"{options.dataset}_text_document"
@@ -132,11 +134,21 @@ def prepare(options: PrepareOptions) -> Path:
     if not changed and not options.rebuild:
         print(f"{prefix}: up to date, used as it is")
         return prefix
-    if changed and changed != [_ABSENT]:
-        print(f"{prefix}: made again, because of another {', '.join(changed)}")
-    _recipe_path(folder).unlink(missing_ok=True)
-    if train_tokenizer:
-        _train_tokenizer(source, options.vocab_size, folder / "tokenizer.json")
+    # The tokenizer, the tokens and the recipe belong together: no other preparation may come between them.
+    refusal = f"another process is preparing {prefix}; wait for it, or choose another folder with --data-dir"
+    with Lock(folder / "prepare.lock", refusal):
+        if changed and changed != [_ABSENT]:
+            print(f"{prefix}: made again, because of another {', '.join(changed)}")
+        _recipe_path(folder).unlink(missing_ok=True)
+        if train_tokenizer:
+            _train_tokenizer(source, options.vocab_size, folder / "tokenizer.json")
+        manifest = _tokenize(source, folder, files, options)
+        write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
+    print(summary(prefix, manifest))
+    return prefix
+
+
+def _tokenize(source: ChunkSource, folder: Path, files: TokenizerFiles, options: PrepareOptions) -> Manifest:
     known = KNOWN_DATASETS.get(options.dataset)
     manifests = preprocess(
         source,
@@ -153,9 +165,7 @@ def prepare(options: PrepareOptions) -> Path:
         names=(_TEXT,),
         workers=options.workers,
     )
-    write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
-    print(summary(prefix, manifests[options.text_key]))
-    return prefix
+    return manifests[options.text_key]
 
 
 def default_workers() -> int:

@@ -118,6 +118,25 @@ def test_interrupted_goes_on(tmp_path, small_library, monkeypatch):
     assert check_indexed_files(stdlib(tmp_path)).documents == 5
 
 
+def test_no_other_preparation_comes_in_between(tmp_path, small_library, monkeypatch, capsys):
+    """One with another vocabulary, while the first is between its tokenizer and its tokens."""
+    real = module.preprocess
+
+    def meanwhile(*arguments, **more):
+        with pytest.raises(UserError, match=r"another process is preparing .*_text_document; wait .* --data-dir"):
+            stdlib(tmp_path, vocab_size=500)
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(module, "preprocess", meanwhile)
+    prefix = stdlib(tmp_path)
+    monkeypatch.setattr(module, "preprocess", real)
+    tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
+    assert tokenizer.vocab_size == read_manifest(prefix).vocab_size == 400
+    assert tokenizer.fingerprint == read_manifest(prefix).tokenizer_fingerprint
+    stdlib(tmp_path)
+    assert "up to date" in capsys.readouterr().out
+
+
 def test_given_tokenizer(tmp_path, small_library):
     prefix = stdlib(tmp_path, tokenizer_type="CharLevelTokenizer")
     assert not (prefix.parent / "tokenizer.json").exists()
