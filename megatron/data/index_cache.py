@@ -6,11 +6,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed
 
 from megatron.config.errors import UserError
 from megatron.data.indexed_format import IndexedFiles
+
+Value = TypeVar("Value")
 
 
 def cache_folder(files: IndexedFiles, cache_path: str | None, settings: dict) -> Path:
@@ -39,25 +42,32 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> None:
     Raises:
         UserError: the folder cannot be written, or another machine cannot see it.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    failure = None
-    if not distributed or torch.distributed.get_rank() == 0:
-        try:
-            _build(folder, build)
-        except Exception as error:
-            failure = error
-    if distributed:
-        # A broadcast rather than a barrier: the others must not go on to look for what was not built.
-        message = [str(failure) if failure else None]
-        torch.distributed.broadcast_object_list(message, src=0)
-        if failure is None and message[0] is not None:
-            raise UserError(message[0])
-    if failure is not None:
-        raise failure
+    on_rank_0(lambda: _build(folder, build))
     if not folder.is_dir():
         raise UserError(
             f"{folder}, built by rank 0, is not visible on this machine; set data-cache-path to a folder that all share"
         )
+
+
+def on_rank_0(compute: Callable[[], Value]) -> Value:
+    """What `compute()` gives on rank 0, on every rank; all fail with it if it fails. Every rank must call this."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    value, failure = None, None
+    if not distributed or torch.distributed.get_rank() == 0:
+        try:
+            value = compute()
+        except Exception as error:
+            failure = error
+    if distributed:
+        # A broadcast rather than a barrier: the others must not go on to look for what was not built.
+        message = [value, str(failure) if failure else None]
+        torch.distributed.broadcast_object_list(message, src=0)
+        value = message[0]
+        if failure is None and message[1] is not None:
+            raise UserError(message[1])
+    if failure is not None:
+        raise failure
+    return value
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed_format import IndexedFiles
+from megatron.data.indexed_format import IndexedFiles, bin_path
 from megatron.files import write_atomically
 
 _BLOCK = 1 << 22  # tokens looked at in one go
@@ -59,10 +59,15 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def largest_id(files: IndexedFiles, first: int, last: int) -> int:
-    """A bound on the ids in sequences `first` to `last`: the manifest's figure, or else the largest id found there."""
+    """A bound on the ids in sequences `first` to `last`: the manifest's figure, or else the largest id found there.
+
+    A manifest that is older than the .bin is of an earlier one, which other software has replaced.
+    """
     manifest = read_manifest(files.prefix)
     if manifest is not None and (manifest.tokens, manifest.documents) == (files.tokens, files.documents):
-        return manifest.largest_id
+        written, described = (path(files.prefix).stat().st_mtime_ns for path in (bin_path, manifest_path))
+        if described >= written:
+            return manifest.largest_id
     tokens, offsets = files.map_tokens(), files.offsets()
     largest = -1
     for start in range(int(offsets[first]), int(offsets[last]), _BLOCK):

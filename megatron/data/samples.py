@@ -6,6 +6,7 @@ the order never depends on how many samples a run asks for, so that a run can be
 later epoch gives the same samples in an order of its own. Blends follow megatron-core's rule.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ from megatron.config.errors import UserError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import Split
-from megatron.data.index_cache import build_once, cache_folder
-from megatron.data.indexed_format import IndexedFiles
+from megatron.data.index_cache import build_once, cache_folder, on_rank_0
+from megatron.data.indexed_format import IndexedFiles, bin_path
 from megatron.data.manifest import largest_id
 from megatron.data.remote_dataset import RemoteFiles, open_dataset
 from megatron.data.selection import PARTS
+from megatron.files import write_atomically
 
 _LARGEST_ID = "largest_id.json"
 
@@ -160,22 +162,36 @@ def build_corpus_part(
         # megatron-core names its index files by a digest that covers the path; a constant one lets a corpus be moved.
         return GPTDataset(open_dataset(files), "corpus", documents, None, Split(part), config)
 
-    def build(folder: Path) -> None:
-        dataset(folder)
-        # Of data on S3 it is not known without reading them all; the loader looks at every batch.
-        largest = -1 if isinstance(files, RemoteFiles) else largest_id(files, first, last)
-        (folder / _LARGEST_ID).write_text(json.dumps(largest))
-
     decisive = [first, last, part, sequence_length, settings.seed]
     folder = cache_folder(files, settings.cache_path, decisive)
-    build_once(folder, build)
-    largest = json.loads((folder / _LARGEST_ID).read_text())
+    build_once(folder, dataset)
+    # Of data on S3 it is not known without reading them all; the loader looks at every batch.
+    known = not isinstance(files, RemoteFiles)
+    largest = on_rank_0(lambda: _kept_largest_id(files, first, last, folder / _LARGEST_ID)) if known else -1
     if largest >= settings.vocab_size:
         raise UserError(
             f"{files.prefix}.bin holds token id {largest}, but the vocabulary ends at {settings.vocab_size - 1}: "
             "it was made with another tokenizer"
         )
     return CorpusPart(dataset(folder), name, samples, folder.name, settings)
+
+
+def _kept_largest_id(files: IndexedFiles, first: int, last: int, path: Path) -> int:
+    """`largest_id`, noted at `path` for as long as the .bin stays what it is: the indices outlive it where other tokens
+    come in documents of the same lengths.
+    """
+    state = bin_path(files.prefix).stat()
+    seen = {"size": state.st_size, "mtime_ns": state.st_mtime_ns}
+    try:
+        noted = json.loads(path.read_bytes())
+        if noted["bin"] == seen:
+            return noted["largest_id"]
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    largest = largest_id(files, first, last)
+    with contextlib.suppress(UserError):  # a folder of indices may be there to be read alone
+        write_atomically(path, json.dumps({"largest_id": largest, "bin": seen}).encode())
+    return largest
 
 
 @dataclass(frozen=True)

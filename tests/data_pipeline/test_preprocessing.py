@@ -1,6 +1,7 @@
 """From files to .bin/.idx: round trip, independence of the number of workers, interruption."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -150,6 +151,13 @@ def test_manifest_is_optional_and_never_trusted_for_other_files(tmp_path, shard,
     write_corpus(prefix, [5], vocab_size=900, seed=3)  # with the manifest of the other files still beside it
     files = check_indexed_files(prefix)
     assert largest_id(files, 0, 1) == int(files.map_tokens().max())
+    manifest = run(shard, tmp_path / "out", CHARACTERS)["text"]
+    files = check_indexed_files(prefix)
+    tokens = files.map_tokens() * 0 + 7
+    tokens.tofile(f"{prefix}.bin")  # as many others, by software that writes no manifest
+    later = manifest_path(prefix).stat().st_mtime_ns + 1
+    os.utime(f"{prefix}.bin", ns=(later, later))
+    assert largest_id(files, 0, files.sequences) == 7 < manifest.largest_id
 
 
 def test_negative_ids_count_as_beyond_every_vocabulary(tmp_path):

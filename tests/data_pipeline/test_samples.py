@@ -362,7 +362,30 @@ def test_blend_by_documents(configuration, tmp_path, write_corpus, exponent, sha
         assert abs(drawn - share * len(blend)) <= 1
 
 
-def test_largest_id_is_kept_with_the_indices(corpus, settings):
+def test_largest_id_is_kept_with_the_indices(corpus, settings, monkeypatch):
     datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
     (folder,) = _folders(f"{corpus}_indices")
-    assert json.loads(Path(f"{corpus}_indices", folder, "largest_id.json").read_text()) == 999
+    noted = Path(f"{corpus}_indices", folder, "largest_id.json")
+    assert json.loads(noted.read_text())["largest_id"] == 999
+    monkeypatch.delattr("megatron.data.samples.largest_id")  # not looked for again
+    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    noted.write_text("999")
+    with pytest.raises(NameError, match="largest_id"):
+        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+
+
+def test_largest_id_follows_the_data(tmp_path, write_corpus, settings):
+    """Other tokens in documents of the same lengths: the indices serve, what was noted of the ids does not."""
+    prefix, small = str(tmp_path / "corpus"), SampleSettings(500, 0, 1234)
+    write_corpus(prefix, [100] * 30)
+    with pytest.raises(UserError, match="the vocabulary ends at 499"):
+        datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
+    before = os.stat(f"{prefix}.bin").st_mtime_ns
+    write_corpus(prefix, [100] * 30, vocab_size=500)
+    os.utime(f"{prefix}.bin", ns=(before + 1, before + 1))
+    assert len(datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small).train) > 0
+    write_corpus(prefix, [100] * 30)
+    os.utime(f"{prefix}.bin", ns=(before + 2, before + 2))
+    with pytest.raises(UserError, match="the vocabulary ends at 499"):
+        datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
+    assert len(_folders(f"{prefix}_indices")) == 1
