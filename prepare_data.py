@@ -3,17 +3,17 @@
 The result is DIR/DATASET/DATASET_text_document.bin and .idx, what `data-path` names.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from megatron.config.option_parser import OptionParser
 from megatron.data.command import run_tool, words
 from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
 from megatron.tokenizer import TOKENIZER_TYPES
 
 
 def parse_arguments(arguments: list[str] | None = None) -> PrepareOptions:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         description=__doc__.splitlines()[0],
         epilog=f"{EMBEDDED} needs no --from: it is made from the sources of the running Python's standard library. "
         + " ".join(f"{name}: {known.ways}." for name, known in KNOWN_DATASETS.items()),

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 
+from megatron.config.option_parser import OptionParser  # noqa: E402
 from megatron.files import write_atomically  # noqa: E402
 
 METHODS = ("kerple_log", "alibi", "rotary")
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train three small models on short texts and test them on long ones.")
+    parser = OptionParser(description="Train three small models on short texts and test them on long ones.")
     parser.add_argument("--output", type=_path, default=_path("runs/demo"), help="folder of the runs and the report")
     parser.add_argument("--data", type=_path, default=_path("data"), help="folder of the corpus")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="positional methods (pos-emb)")

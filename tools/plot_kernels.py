@@ -13,11 +13,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config import UserError  # noqa: E402
+from megatron.config.option_parser import OptionParser  # noqa: E402
 from megatron.evaluation.kernel_plots import write_page  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="docs/positional-methods.md", metavar="FILE", help="(%(default)s)")
     parser.add_argument("--checkpoint", nargs="+", default=[], metavar="DIR", help="folders that hold `latest`")
     options = parser.parse_args()

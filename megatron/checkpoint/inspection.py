@@ -1,6 +1,5 @@
 """The command line of tools/ckpts/inspect.py."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +11,13 @@ from megatron.checkpoint.directory import STEP, find_step, iteration_of
 from megatron.checkpoint.layers import layer_files, load_layer_file
 from megatron.checkpoint.manifest import MANIFEST, find_damage, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, load_file
+from megatron.config.option_parser import OptionParser
 from megatron.model.settings import ModelSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """tools/ckpts/inspect.py: the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="inspect.py", description="What a checkpoint is, and whether its files are whole.", allow_abbrev=False
-    )
+    parser = OptionParser(prog="inspect.py", description="What a checkpoint is, and whether its files are whole.")
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="compare with this one")
     parser.add_argument("--iteration", type=int, help="step to look at; default: the one named in `latest`")

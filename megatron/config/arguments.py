@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron.config.command_line import MERGED_OPTION, SET_OPTION, decode, take_overrides
 from megatron.config.configuration import Config, load_config
 from megatron.config.errors import UserError
+from megatron.config.option_parser import OptionParser
 from megatron.config.ranks import adopt_ranks
 
 USER_ERROR = 2
@@ -26,14 +27,14 @@ def parse(
     no effect. Raises UserError for a bad configuration; a bad option ends the process with the usage, status 2.
     """
     overrides, words = take_overrides(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = OptionParser(description=description)
     parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be left out")
-    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the configuration files")
+    parser.add_argument("-d", "--conf-dir", metavar="DIR", help="folder of the configuration files")
     parser.add_argument(SET_OPTION, metavar="KEY=VALUE", help="override keys; nested ones with dots; may be repeated")
     parser.add_argument(MERGED_OPTION, help=argparse.SUPPRESS)
     parser.add_argument("--fallback", action="store_true", help="checkpoint damaged: take the newest whole one")
     # Some launchers add this option; the rank itself is read from the environment.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
     if extra is not None:
         extra(parser)
     options = parser.parse_intermixed_args(words)

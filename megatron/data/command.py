@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from megatron.config.arguments import run_main
+from megatron.config.option_parser import OptionParser
 
 INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
 
@@ -62,6 +63,4 @@ def add_input_arguments(parser) -> None:
 
 def new_parser(description: str) -> argparse.ArgumentParser:
     """A parser that shows a script's docstring as it is written."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    return OptionParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -106,7 +106,7 @@ class HarnessModel(TemplateLM):
                     "adds no token; its choices must not be empty"
                 )
             if len(continuation) > limit:
-                raise UserError(f"--max_length {limit}: a continuation alone has {len(continuation)} tokens; give more")
+                raise UserError(f"--max-length {limit}: a continuation alone has {len(continuation)} tokens; give more")
             kept = limit + 1 - len(continuation)
             pairs.append((context[-kept:], continuation))
         self._note("loglikelihood", needed, limit, "lose their beginning")
@@ -195,7 +195,7 @@ class HarnessModel(TemplateLM):
         for index, wish in enumerate(asked):
             if wish.new_tokens >= limit:
                 raise UserError(
-                    f"--max_length {limit} holds no prompt: the task generates {wish.new_tokens} tokens after it"
+                    f"--max-length {limit} holds no prompt: the task generates {wish.new_tokens} tokens after it"
                 )
             alike.setdefault(wish, []).append(index)
         texts = [""] * len(requests)
@@ -237,7 +237,7 @@ class HarnessModel(TemplateLM):
 
     def _too_long(self, reason: object) -> UserError:
         return UserError(
-            f"the tasks' texts are too long for pos_emb {self._model.settings.pos_emb}: {reason}. With --max_length N "
+            f"the tasks' texts are too long for pos_emb {self._model.settings.pos_emb}: {reason}. With --max-length N "
             "longer prompts lose their beginning, and longer documents are read in windows"
         )
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 from megatron.config.errors import UserError
+from megatron.config.option_parser import OptionParser, option_name
 from megatron.evaluation import tasks
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.passkey import DEPTHS, TRIALS
@@ -24,14 +25,14 @@ NOT_ABOUT_TASKS = (
     "--document-aware",
     "--by-position",
     "--resolution",
-    "--effective_length",
+    "--effective-length",
     "--passkey",
     "--replace",
     "--label",
     "--title",
     "--compare-with",
-    "--query_chunk",
-    "--batch_tokens",
+    "--query-chunk",
+    "--batch-tokens",
 )
 
 
@@ -90,25 +91,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"also the attention resolution (LEX) on the first so many texts of each length ({RESOLUTION_TEXTS})",
     )
     more.add_argument(
-        "--effective_length", action="store_true", help="also the effective length of every head (KERPLE, Figure 6)"
+        "--effective-length", action="store_true", help="also the effective length of every head (KERPLE, Figure 6)"
     )
     more.add_argument(
         "--passkey", action="store_true", help="also how often a number hidden in a text of each length is found again"
     )
     more.add_argument(
-        "--passkey_depths",
+        "--passkey-depths",
         nargs="+",
         type=share,
         metavar="DEPTH",
         help=f"where it is hidden, from 0, the beginning, to 1, the end ({' '.join(f'{depth:g}' for depth in DEPTHS)})",
     )
     more.add_argument(
-        "--passkey_trials", type=positive, metavar="N", help=f"prompts for each length and depth ({TRIALS})"
+        "--passkey-trials", type=positive, metavar="N", help=f"prompts for each length and depth ({TRIALS})"
     )
     report = parser.add_argument_group("report")
     report.add_argument(
         "--output",
-        "--eval_results_prefix",
+        "--eval-results-prefix",
         metavar="DIR",
         help="folder of the report; default: eval_results_prefix, or `evaluation` in the checkpoint's. What it already "
         "holds of these models is not measured again",
@@ -129,10 +130,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     speed = parser.add_argument_group("memory and speed")
     speed.add_argument(
-        "--query_chunk", type=positive, default=QUERY_CHUNK, metavar="N", help="queries at once (%(default)s)"
+        "--query-chunk", type=positive, default=QUERY_CHUNK, metavar="N", help="queries at once (%(default)s)"
     )
     speed.add_argument(
-        "--batch_tokens",
+        "--batch-tokens",
         type=positive,
         metavar="N",
         help=f"tokens of short texts computed together (CPU: {BATCH_TOKENS_CPU}, GPU: {BATCH_TOKENS_GPU})",
@@ -142,7 +143,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(words: Sequence[str], place: str) -> None:
     """Raises UserError, naming the place they stand in, if evaluate.py would not take these words."""
-    parser = argparse.ArgumentParser(prog=place, allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser = OptionParser(prog=place, exit_on_error=False, add_help=False)
     add_options(parser)
     try:
         options, unknown = parser.parse_known_args(words)
@@ -160,7 +161,7 @@ def check_chosen(options: argparse.Namespace, train_length: int | None) -> None:
     """Raises UserError for modes and protocols that there are not, and for options that do not go together."""
     for name in ("passkey_depths", "passkey_trials"):
         if getattr(options, name) is not None and not options.passkey:
-            raise UserError(f"--{name}: pass keys are measured with --passkey only; give it too")
+            raise UserError(f"{option_name(name)}: pass keys are measured with --passkey only; give it too")
     for name in options.modes:
         parse_mode(name, train_length)
     for protocol in map(parse_protocol, options.protocol):
@@ -172,7 +173,7 @@ def check_chosen(options: argparse.Namespace, train_length: int | None) -> None:
 
 def check_tasks_alone(options: argparse.Namespace) -> None:
     """Raises UserError for options about measurements and their report, which tasks do not take."""
-    parser = argparse.ArgumentParser()
+    parser = OptionParser()
     add_options(parser)
     given = []
     for name in NOT_ABOUT_TASKS:

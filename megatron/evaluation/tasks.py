@@ -1,4 +1,4 @@
-"""evaluate.py --eval_tasks: the tasks of lm-evaluation-harness on checkpoints, as a table and as `tasks.json`."""
+"""evaluate.py --eval-tasks: the tasks of lm-evaluation-harness on checkpoints, as a table and as `tasks.json`."""
 
 import argparse
 import dataclasses
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from megatron.checkpoint.directory import iteration_of
 from megatron.config import Config, UserError
+from megatron.config.option_parser import option_name
 from megatron.evaluation.report import UNBOUNDED_WIDTH
 from megatron.files import write_atomically
 from megatron.inference.command_line import chosen_step, load, load_tokenizer
@@ -27,16 +28,16 @@ KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of evaluate.py that are about tasks."""
     group = parser.add_argument_group("tasks of lm-evaluation-harness, instead of extrapolation")
-    group.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="names, groups, YAML files; default: eval_tasks")
+    group.add_argument("--eval-tasks", nargs="+", metavar="TASK", help="names, groups, YAML files; default: eval_tasks")
     group.add_argument(
-        "--num_fewshot", type=int, metavar="N", help="examples before each question; default: the task's"
+        "--num-fewshot", type=int, metavar="N", help="examples before each question; default: the task's"
     )
     group.add_argument(
         "--limit", type=float, metavar="N", help="documents per task at most; below 1: the share of them"
     )
-    group.add_argument("--include_path", nargs="+", metavar="DIR", help="folders with task files of your own")
+    group.add_argument("--include-path", nargs="+", metavar="DIR", help="folders with task files of your own")
     group.add_argument(
-        "--max_length",
+        "--max-length",
         type=int,
         metavar="N",
         help="tokens given to the model at once, longer prompts losing their beginning; default: as many as a prompt "
@@ -71,11 +72,11 @@ class Request:
         if not chosen["tasks"]:
             for name in ("num_fewshot", "limit", "include_path", "max_length"):
                 if getattr(options, name) is not None:
-                    raise UserError(f"--{name} is about tasks, and none is named; give --eval_tasks")
+                    raise UserError(f"{option_name(name)} is about tasks, and none is named; give --eval-tasks")
             return None
         for name, least in (("num_fewshot", 0), ("max_length", 1)):
             if chosen[name] is not None and chosen[name] < least:
-                raise UserError(f"--{name} must be at least {least}, not {chosen[name]}")
+                raise UserError(f"{option_name(name)} must be at least {least}, not {chosen[name]}")
         limit = chosen["limit"]
         if limit is not None and (limit <= 0 or (limit > 1 and limit != int(limit))):
             raise UserError(f"--limit must be a number of documents, or a share below 1, not {limit}")
@@ -185,7 +186,7 @@ def _find(request: Request) -> tuple[Any, list[str]]:
     folders = list(request.include_path)
     for folder in folders:
         if not Path(folder).is_dir():
-            raise UserError(f"--include_path {folder}: no such folder")
+            raise UserError(f"--include-path {folder}: no such folder")
     wanted = list(request.tasks)
     if folders:
         manager = TaskManager(include_path=folders, include_defaults=False)
@@ -201,7 +202,7 @@ def _find(request: Request) -> tuple[Any, list[str]]:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise UserError(
-                f"eval_tasks: lm-evaluation-harness has no task {name!r}{hint}; --include_path DIR adds task files"
+                f"eval_tasks: lm-evaluation-harness has no task {name!r}{hint}; --include-path DIR adds task files"
             )
         names += found
     return manager, names

@@ -74,7 +74,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="JSON lines; - for the screen; default: sample_output_file"
     )
-    parser.add_argument("--batch_size", type=int, default=32, help="texts generated at once, at most (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="texts generated at once, at most (%(default)s)")
 
 
 def _kind(settings: GenerationConfig, input_file: str | None) -> str:

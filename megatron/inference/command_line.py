@@ -22,6 +22,7 @@ from megatron.config import Config, UserError
 from megatron.config.arguments import parse
 from megatron.config.command_line import MERGED_OPTION, take_overrides
 from megatron.config.declared import canonical_path
+from megatron.config.option_parser import OptionParser
 from megatron.config.yaml_files import parse_value
 from megatron.inference.loading import load_model
 from megatron.model.gpt import GPT
@@ -70,8 +71,8 @@ def parse_with_checkpoint(
 
     overrides, rest = take_overrides(words)
     if not {"-h", "--help", MERGED_OPTION} & set(rest):
-        alone = argparse.ArgumentParser(description=description, allow_abbrev=False)
-        alone.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+        alone = OptionParser(description=description)
+        alone.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
         alone.add_argument("--fallback", action="store_true")
         add_options(alone)
         options, unknown = alone.parse_known_args(rest)

@@ -12,7 +12,7 @@ USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=
 Start SCRIPT on every GPU (without one: on the CPU) with DeepSpeed's launcher.
 
   SCRIPT.py            train.py, evaluate.py, generate.py, or a script of your own that uses megatron.config.arguments
-  -d, --conf_dir DIR   folder of the configuration files
+  -d, --conf-dir DIR   folder of the configuration files
   a.yml b.yml ...      configuration files, merged; .yml may be left out; no key may stand in two of them
   --set key=value ...  override keys; nested ones with dots (optimizer.params.lr=1e-3); may be repeated
   further options      from the first other option on, all words go to the script (python SCRIPT.py --help lists them)
@@ -44,7 +44,7 @@ def parse_command_line(words: Sequence[str]) -> Request | None:
     config_dir = None
     while words:
         word = words.pop(0)
-        if word in ("-d", "--conf_dir"):
+        if word in ("-d", "--conf-dir", "--conf_dir"):
             if not words:
                 raise UserError(f"{word} is the last word; it takes the folder of the configuration files")
             config_dir = words.pop(0)

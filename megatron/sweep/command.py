@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.config import UserError
+from megatron.config.option_parser import OptionParser
 from megatron.evaluation.options import check_options
 from megatron.evaluation.paper.build import Sources, write_paper_report
 from megatron.evaluation.paper.stored import collect
@@ -46,7 +47,7 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="sweep.py", description=DESCRIPTION, allow_abbrev=False)
+    parser = OptionParser(prog="sweep.py", description=DESCRIPTION)
     parser.add_argument("sweep", metavar="SWEEP.yml", help="the file of the sweep (docs/experiments.md)")
     parser.add_argument("--dry-run", action="store_true", help="show what is left to do, and do nothing")
     where = parser.add_mutually_exclusive_group()

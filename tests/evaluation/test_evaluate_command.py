@@ -173,7 +173,7 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration, preci
             ["--compare-with", "alibi"],
             "--compare-with alibi: no checkpoint given is of it; choose one of kerple_log",
         ),
-        ({}, ["--passkey_trials", "3"], "--passkey_trials: pass keys are measured with --passkey only"),
+        ({}, ["--passkey-trials", "3"], "--passkey-trials: pass keys are measured with --passkey only"),
         ({}, ["--passkey", "--lengths", "64"], "--passkey: 64 tokens have no room"),
         ({}, ["--lengths", "64", "--resolution", "99"], "--resolution 99: the text holds 62 segments of 64 tokens"),
         ({"pos_emb": "alibi"}, [], "pos_emb kerple_log in the checkpoint, alibi here"),
@@ -208,8 +208,8 @@ def test_bad_options_are_one_line(tmp_path, configuration, capsys):
         main([configuration(), "--lengths", "12", "0"])
     assert "--lengths: must be a whole number from 1 on, not '0'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main([configuration(), "--passkey", "--passkey_depths", "0.5", "2"])
-    assert "--passkey_depths: must be a number from 0 to 1, not '2'" in capsys.readouterr().err
+        main([configuration(), "--passkey", "--passkey-depths", "0.5", "2"])
+    assert "--passkey-depths: must be a number from 0 to 1, not '2'" in capsys.readouterr().err
     command = [sys.executable, str(ROOT / "evaluate.py"), configuration(), "--lengths", "999999"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 2
@@ -248,8 +248,8 @@ def test_a_second_run_computes_only_what_is_new(tmp_path, configuration, capsys,
 def test_further_measures_are_stored_and_resumed(tmp_path, checkpoints, capsys, monkeypatch):
     folders = [str(checkpoints[method][0]) for method in ("kerple_log", "learned")]
     words = ["--checkpoint", *folders, "--lengths", "32", "256", "--tokens", "512", "--output", str(tmp_path)]
-    further = ["--resolution", "2", "--effective_length"]
-    keys = ["--passkey", "--passkey_depths", "0", "1", "--passkey_trials", "2", "--lengths", "256", "512"]
+    further = ["--resolution", "2", "--effective-length"]
+    keys = ["--passkey", "--passkey-depths", "0", "1", "--passkey-trials", "2", "--lengths", "256", "512"]
     main([*words, *further])
     main([*words, *keys])
     records = read_results(tmp_path)
@@ -287,7 +287,7 @@ def test_results_of_another_model_are_refused(tmp_path, checkpoints):
 
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path, configuration):
-    words = [configuration(), "--lengths", "32", "64", "128", "256", "--query_chunk", "2", "--tokens", "512"]
+    words = [configuration(), "--lengths", "32", "64", "128", "256", "--query-chunk", "2", "--tokens", "512"]
     command = [sys.executable, str(ROOT / "evaluate.py"), *words, "--output"]
     process = subprocess.Popen([*command, str(tmp_path / "killed")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for line in process.stderr:
@@ -317,7 +317,7 @@ def run_rank(folder, words, meeting, rank):
 
 def test_two_ranks_give_the_numbers_of_one(tmp_path, configuration):
     words = [configuration(), "--lengths", "256", "512", "--modes", "full", "window@16", "--by-position", "8"]
-    words += ["--resolution", "3", "--passkey", "--passkey_depths", "0.5", "--passkey_trials", "3"]
+    words += ["--resolution", "3", "--passkey", "--passkey-depths", "0.5", "--passkey-trials", "3"]
     words += ["--protocol", "non-overlapping", "last-k@16", "--tokens", "1280"]
     main([*words, "--output", str(tmp_path / "one")])
     with socket.socket() as free:

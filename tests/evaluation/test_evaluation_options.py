@@ -58,7 +58,7 @@ def row_in(folder) -> dict:
 def test_scalings_with_set(options, rotary, data, tmp_path):
     folder, model = rotary
     words = [f"pos-emb-options.{name}={value}" for name, value in options.items()]
-    length = ["--lengths", str(LENGTH), "--tokens", str(LENGTH), "--query_chunk", "24"]
+    length = ["--lengths", str(LENGTH), "--tokens", str(LENGTH), "--query-chunk", "24"]
     main(["--checkpoint", str(folder), *length, "--output", str(tmp_path), "--set", *words])
     row = row_in(tmp_path)
     assert row["loss"] == pytest.approx(loss_with(model, data, **options), abs=1e-5)

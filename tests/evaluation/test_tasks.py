@@ -194,9 +194,9 @@ def test_through_the_entry_point(checkpoints, exported, local, tmp_path):
             "kerple_log", "nowhere", load=str(checkpoints["kerple_log"]), eval_tasks=list(TASKS), eval_num_fewshot=0
         ),
     )
-    command = [sys.executable, str(ROOT / "evaluate.py"), str(config), "--include_path", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "evaluate.py"), str(config), "--include-path", str(tmp_path)]
     run = subprocess.run(
-        [*command, "--limit", "6", "--eval_results_prefix", "results"],
+        [*command, "--limit", "6", "--eval-results-prefix", "results"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -227,10 +227,10 @@ def test_through_the_entry_point(checkpoints, exported, local, tmp_path):
 
 
 def test_examples_before_a_question_make_prompts_longer(checkpoints, local, tmp_path):
-    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval_tasks", "choices", "--include_path", local]
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "choices", "--include-path", local]
     longest = []
     for shots in ("0", "3"):
-        main([*words, "--num_fewshot", shots, "--limit", "2", "--output", str(tmp_path)])
+        main([*words, "--num-fewshot", shots, "--limit", "2", "--output", str(tmp_path)])
         (found,) = results_in(tmp_path)["checkpoints"]
         assert found["n-shot"]["choices"] == int(shots)
         assert found["lengths"]["loglikelihood"]["cut"] == 0
@@ -240,8 +240,8 @@ def test_examples_before_a_question_make_prompts_longer(checkpoints, local, tmp_
 
 def test_several_checkpoints_are_one_table(checkpoints, local, tmp_path, capsys):
     folders = [str(folder) for folder in checkpoints.values()]
-    words = ["--checkpoint", *folders, "--eval_tasks", "pages", "--include_path", local, "--output", str(tmp_path)]
-    main([*words, "--max_length", "16"])
+    words = ["--checkpoint", *folders, "--eval-tasks", "pages", "--include-path", local, "--output", str(tmp_path)]
+    main([*words, "--max-length", "16"])
     found = results_in(tmp_path)["checkpoints"]
     assert [entry["pos_emb"] for entry in found] == ["kerple_log", "learned"]
     assert len({entry["results"]["pages"]["byte_perplexity,none"] for entry in found}) == 2
@@ -252,8 +252,8 @@ def test_several_checkpoints_are_one_table(checkpoints, local, tmp_path, capsys)
 
 @pytest.mark.parametrize("task", TASKS)
 def test_positions_beyond_a_table_are_refused(task, checkpoints, local, tmp_path):
-    words = ["--checkpoint", str(checkpoints["learned"]), "--eval_tasks", task, "--include_path", local]
-    with pytest.raises(UserError, match=r"too long for pos_emb learned: .*max-position-embeddings 32.*--max_length N"):
+    words = ["--checkpoint", str(checkpoints["learned"]), "--eval-tasks", task, "--include-path", local]
+    with pytest.raises(UserError, match=r"too long for pos_emb learned: .*max-position-embeddings 32.*--max-length N"):
         main([*words, "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
@@ -261,25 +261,25 @@ def test_positions_beyond_a_table_are_refused(task, checkpoints, local, tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--num_fewshot", "3"], "--num_fewshot is about tasks, and none is named"),
-        (["--eval_tasks", "pages", "--lengths", "64"], "--lengths: not about tasks"),
-        (["--eval_tasks", "pages", "--modes", "window@8"], "--modes: not about tasks"),
+        (["--num-fewshot", "3"], "--num-fewshot is about tasks, and none is named"),
+        (["--eval-tasks", "pages", "--lengths", "64"], "--lengths: not about tasks"),
+        (["--eval-tasks", "pages", "--modes", "window@8"], "--modes: not about tasks"),
         (
-            ["--eval_tasks", "pages", "--protocol", "last-k@8", "--document-aware"],
+            ["--eval-tasks", "pages", "--protocol", "last-k@8", "--document-aware"],
             "--protocol, --document-aware: not about",
         ),
-        (["--eval_tasks", "pages", "--label", "a", "--replace"], "--replace, --label: not about tasks"),
-        (["--eval_tasks", "pages", "--limit", "2.5"], "--limit must be a number of documents, or a share below 1"),
-        (["--eval_tasks", "pages", "--max_length", "0"], "--max_length must be at least 1, not 0"),
-        (["--eval_tasks", "pages", "--include_path", "nowhere"], "--include_path nowhere: no such folder"),
-        (["--eval_tasks", "choices", "--max_length", "5"], "--max_length 5: a continuation alone has 11 tokens"),
-        (["--eval_tasks", "continued", "--max_length", "12"], "--max_length 12 holds no prompt: .* 12 tokens after"),
+        (["--eval-tasks", "pages", "--label", "a", "--replace"], "--replace, --label: not about tasks"),
+        (["--eval-tasks", "pages", "--limit", "2.5"], "--limit must be a number of documents, or a share below 1"),
+        (["--eval-tasks", "pages", "--max-length", "0"], "--max-length must be at least 1, not 0"),
+        (["--eval-tasks", "pages", "--include-path", "nowhere"], "--include-path nowhere: no such folder"),
+        (["--eval-tasks", "choices", "--max-length", "5"], "--max-length 5: a continuation alone has 11 tokens"),
+        (["--eval-tasks", "continued", "--max-length", "12"], "--max-length 12 holds no prompt: .* 12 tokens after"),
     ],
 )
 def test_what_is_refused(words, message, checkpoints, local, tmp_path):
     checkpoint = ["--checkpoint", str(checkpoints["kerple_log"]), "--output", str(tmp_path / "out")]
-    words = words if "--include_path" in words else [*words, "--include_path", local]
-    if "--eval_tasks" not in words:
+    words = words if "--include-path" in words else [*words, "--include-path", local]
+    if "--eval-tasks" not in words:
         words = words[:2]
     with pytest.raises(UserError, match=message):
         main([*checkpoint, *words])
@@ -291,27 +291,27 @@ def test_an_unknown_task_and_data_that_cannot_be_had(checkpoints, local, tmp_pat
 
     # Without the harness's own, whose reading takes seconds.
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
-    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--include_path", local, "--output", str(tmp_path / "out")]
-    with pytest.raises(UserError, match=r"no task 'page'; nearest: pages; --include_path DIR"):
-        main([*words, "--eval_tasks", "page"])
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--include-path", local, "--output", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=r"no task 'page'; nearest: pages; --include-path DIR"):
+        main([*words, "--eval-tasks", "page"])
     (tmp_path / "gone.yaml").write_text(CHOICES.format(folder=tmp_path / "gone").replace("task: choices", "task: gone"))
     with pytest.raises(UserError, match=r"eval_tasks gone: .*Without a network only tasks on local files run"):
-        main([*words, "--eval_tasks", "gone", "--include_path", str(tmp_path)])
+        main([*words, "--eval-tasks", "gone", "--include-path", str(tmp_path)])
 
 
 def test_an_option_of_generation_that_is_not_known(checkpoints, tmp_path):
     write_tasks(tmp_path)
     task = CONTINUED.format(folder=tmp_path).replace("do_sample: false", "num_beams: 4")
     (tmp_path / "continued.yaml").write_text(task)
-    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval_tasks", "continued"]
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "continued"]
     with pytest.raises(UserError, match="generation_kwargs 'num_beams': not known here"):
-        main([*words, "--include_path", str(tmp_path), "--output", str(tmp_path / "out")])
+        main([*words, "--include-path", str(tmp_path), "--output", str(tmp_path / "out")])
 
 
 def test_without_the_harness_the_error_says_what_to_install(checkpoints, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval_tasks", "pages", "--output", str(tmp_path / "out")]
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "pages", "--output", str(tmp_path / "out")]
     with pytest.raises(UserError, match=re.escape("pip install -r requirements/eval.txt")):
         main(words)
 

@@ -92,7 +92,7 @@ def test_several_samples_per_prompt(tmp_path, configuration, trained):
 
 def test_recompute_and_batches_of_one_give_the_same(tmp_path, configuration):
     outputs = []
-    for name, keys, words in (("a", {}, []), ("b", {"recompute": True}, []), ("c", {}, ["--batch_size", "1"])):
+    for name, keys, words in (("a", {}, []), ("b", {"recompute": True}, []), ("c", {}, ["--batch-size", "1"])):
         output = tmp_path / name
         main([configuration(text_gen_type="unconditional", num_samples=3, **keys), "-o", str(output), *words])
         outputs.append([record["text"] for record in read_records(output)])
@@ -199,7 +199,7 @@ def test_bad_prompt_files(tmp_path, content, message):
         ({"text_gen_type": "unconditional"}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
         ({"text_gen_type": "unconditional", "hidden_size": 64}, [], "hidden_size 32 in the checkpoint, 64 here"),
         ({"text_gen_type": "unconditional"}, ["--device", "abacus"], "--device abacus"),
-        ({"text_gen_type": "unconditional"}, ["--batch_size", "0"], "batch_size must be at least 1"),
+        ({"text_gen_type": "unconditional"}, ["--batch-size", "0"], "batch_size must be at least 1"),
         ({"text_gen_type": "interactive", "prompt_end": ""}, [], "prompt_end is empty"),
     ],
 )

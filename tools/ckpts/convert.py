@@ -14,13 +14,13 @@ from pathlib import Path
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    from megatron.config.option_parser import OptionParser
+
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run, source: str, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
         made.add_argument("source", metavar=source, type=Path)
         made.add_argument("output", metavar="OUT", type=Path, help="the new folder")

@@ -16,9 +16,9 @@ from typing import Any
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    from megatron.config.option_parser import OptionParser
+
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the new folder (default: the archive's name)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -1,6 +1,5 @@
 """Write configs/neox_arguments.md from the declarations of the keys; with --check, only say whether it is current."""
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -9,12 +8,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config.document import generate  # noqa: E402
+from megatron.config.option_parser import OptionParser  # noqa: E402
 
 DOCUMENT = ROOT / "configs" / "neox_arguments.md"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = OptionParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is not current")
     options = parser.parse_args()
     text = generate()

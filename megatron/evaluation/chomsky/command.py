@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron.config.errors import UserError
+from megatron.config.option_parser import OptionParser, option_name
 from megatron.evaluation.chomsky.encoder import check_method
 from megatron.evaluation.chomsky.experiment import Run, Settings
 from megatron.evaluation.chomsky.report import Result, draw, markdown, rich_table
@@ -91,7 +92,7 @@ def _perform(run: Run, title: str, task: str, method: str, seed: int, console: C
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = OptionParser(description=DESCRIPTION, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="POS_EMB", help="positional methods")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
@@ -102,7 +103,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sizes = parser.add_argument_group("training, testing and the model")
     for field in fields(Settings):
         sizes.add_argument(
-            f"--{field.name}", type=field.type, default=field.default, metavar="N", help=HELP[field.name]
+            option_name(field.name),
+            type=field.type,
+            default=field.default,
+            metavar="N",
+            help=HELP[field.name],
         )
     return parser.parse_args(argv)
 

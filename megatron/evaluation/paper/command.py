@@ -1,10 +1,10 @@
 """tools/report.py: tables and figures from folders of results."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.errors import UserError
+from megatron.config.option_parser import OptionParser
 from megatron.evaluation.paper.build import TITLE, Sources, write_paper_report
 from megatron.evaluation.paper.results import Method, method_of
 from megatron.evaluation.paper.stored import collect
@@ -17,7 +17,7 @@ DESCRIPTION = "The tables and figures of the KERPLE, DAPE and LEX papers, and an
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read, write, print where the report is. Raises UserError."""
-    parser = argparse.ArgumentParser(prog="report.py", description=DESCRIPTION, allow_abbrev=False)
+    parser = OptionParser(prog="report.py", description=DESCRIPTION)
     parser.add_argument(
         "results",
         nargs="*",

@@ -164,8 +164,8 @@ def test_its_own_methods_are_not_refused():
     [
         (("--methods", "dape_v2"), "dape_v2 is defined over the keys before a query"),
         (("--methods", "xpos"), "xpos is defined over the keys before a query"),
-        (("--test_longest", "6"), r"test_longest \(6\) must be beyond train_longest \(6\)"),
-        (("--num_heads", "3"), "hidden_size 16 is no multiple of num_heads 3"),
+        (("--test-longest", "6"), r"test_longest \(6\) must be beyond train_longest \(6\)"),
+        (("--num-heads", "3"), "hidden_size 16 is no multiple of num_heads 3"),
     ],
 )
 def test_bad_options_are_refused(words, message, tmp_path):
