@@ -146,7 +146,7 @@ class ScoresByDistance:
                 queries, keys = decaying.decay(queries, keys, *positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
-            unseen = unseen_pairs(*positions, span).to(query.device)
+            unseen = unseen_pairs(*positions, span, query.device)
             if adapting is not None:
                 scores = adapting.adapt(scores, queries, *positions, unseen, table)
             # No query sees a key further away than `reach`, and no table goes further.

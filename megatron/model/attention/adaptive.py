@@ -84,13 +84,19 @@ def _chunk(
     """`[b, h, c, d]` queries and `[b, h, l, d]` keys and values at consecutive positions, given on the CPU."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
-    unseen = unseen_pairs(query_positions, key_positions, span).to(query.device)
+    unseen = unseen_pairs(query_positions, key_positions, span, query.device)
     scores = adapt(scores, query, query_positions, key_positions, unseen, table)
     probabilities = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
     return (F.dropout(probabilities, dropout_p) @ value.to(dtype)).to(query.dtype)
 
 
-def unseen_pairs(query_positions: Tensor, key_positions: Tensor, span: Span) -> Tensor:
-    """The pairs whose key the query does not see, bool `[c, l]`."""
-    first_keys = torch.tensor([span.first_key(position) for position in query_positions.tolist()])
-    return (key_positions > query_positions[:, None]) | (key_positions < first_keys[:, None])
+def unseen_pairs(query_positions: Tensor, key_positions: Tensor, span: Span, device: torch.device) -> Tensor:
+    """The pairs whose key the query does not see, bool `[c, l]`, of consecutive positions on the CPU.
+
+    Made on the device: for a copy from the CPU the host would wait until the device has done all that came before.
+    """
+    query, key = (
+        torch.arange(int(positions[0]), int(positions[-1]) + 1, device=device)
+        for positions in (query_positions, key_positions)
+    )
+    return (key > query[:, None]) | (key < span.first_key(query)[:, None])

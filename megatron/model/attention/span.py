@@ -5,9 +5,12 @@ Legend: b batch, s query length, t key length, h heads, d head size, n blocks, B
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,15 @@ class Span:
         most = self.window if self.block is None else 2 * self.block
         return length if most is None else min(length, most)
 
-    def first_key(self, position: int) -> int:
-        """The earliest position that the query at `position` sees."""
+    def first_key(self, position: Position) -> Position:
+        """The earliest position that the query at `position` sees: of one, or of each in a tensor."""
         if self.block is not None:
-            return max(0, (position // self.block - 1) * self.block)
-        return 0 if self.window is None else max(0, position - self.window + 1)
+            first = (position // self.block - 1) * self.block
+        elif self.window is not None:
+            first = position - self.window + 1
+        else:
+            first = 0 * position
+        return first.clamp(min=0) if isinstance(first, Tensor) else max(0, first)
 
 
 FULL = Span()

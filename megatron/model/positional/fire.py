@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.positional.base import PositionalMethod, draw_layer
-from megatron.model.positional.pairs import distances
+from megatron.model.positional.pairs import distances, on_device
 from megatron.model.positional.registry import register
 
 FIRST_C, FIRST_M = 0.1, 1.0
@@ -51,7 +51,7 @@ class Fire(PositionalMethod):
     def pair_bias(self, query_positions: Tensor, key_positions: Tensor, like: Tensor) -> Tensor:
         """`[h, c, l]`, with the dtype and device of `like`."""
         c, m = self.c.to(like.dtype), self.m.to(like.dtype)
-        position = query_positions.to(like.device, like.dtype)
+        position = on_device(query_positions, like)
         farthest = torch.maximum(position, (m * self.threshold).abs())
         distance = distances(query_positions, key_positions, like)
         relative = (c * distance).abs().log1p() / ((c * farthest).abs().log1p() + SMALLEST)[:, None]

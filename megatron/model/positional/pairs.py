@@ -3,6 +3,7 @@
 Legend: c queries, l keys, n distances.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,5 +33,13 @@ def over_pairs(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
 
 def distances(query_positions: Tensor, key_positions: Tensor, like: Tensor) -> Tensor:
     """Query position minus key position, `[c, l]`, with the dtype and device of `like`."""
-    query, key = (positions.to(like.device, like.dtype) for positions in (query_positions, key_positions))
-    return query[:, None] - key
+    return on_device(query_positions, like)[:, None] - on_device(key_positions, like)
+
+
+def on_device(positions: Tensor, like: Tensor) -> Tensor:
+    """Consecutive positions `[n]`, given on the CPU, with the dtype and device of `like`.
+
+    They are made there: for a copy the host would wait until the device has done all that came before.
+    """
+    first = int(positions[0])
+    return torch.arange(first, first + len(positions), dtype=like.dtype, device=like.device)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.model.attention import FULL, Attention, Span, adapt_table, attend, score_mod
-from megatron.model.attention.adaptive import unseen_pairs
+from megatron.model.attention.adaptive import adaptive_attention, unseen_pairs
 from megatron.model.positional import ModelShape, PositionalMethod, build
 from tests.model.attention.test_memory import LargestStorage
 from tests.support.adaptive import attended, states, visible
@@ -37,8 +39,43 @@ def make(name: str) -> PositionalMethod:
 
 def test_positions_that_are_not_seen():
     for span in (FULL, Span(window=3), Span(block=4)):
-        found = unseen_pairs(torch.arange(5, 11), torch.arange(2, 11), span)
+        found = unseen_pairs(torch.arange(5, 11), torch.arange(2, 11), span, torch.device("cpu"))
         assert torch.equal(~found, visible(11, span)[5:, 2:])
+
+
+class Transfers(TorchDispatchMode):
+    """Records the operations that bring values from the CPU to the other device, or back: the host waits for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, results))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if len(devices) > 1:
+            self.found.append(str(function))
+        return results
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_chunks_take_nothing_from_another_device(name, monkeypatch):
+    """On PyTorch's device without memory, from which no value can be read; in both passes, chunk by chunk."""
+    monkeypatch.setattr("megatron.model.attention.adaptive.FEWEST_ROWS", 8)
+    monkeypatch.setattr("megatron.model.attention.adaptive.MOST_ROWS", 8)
+    method = make(name)
+    table = adapt_table(method, 30)
+    table = None if table is None else table.detach().to("meta")
+    method.to("meta")
+    leaves = [torch.randn(1, 3, 30, 4, device="meta", requires_grad=True) for _ in range(3)]
+    with Transfers() as transfers:
+        for span in (FULL, Span(window=10), Span(block=8)):
+            more = {"table": table, "span": span, "dropout_p": 0.0, "scale": 0.5}
+            torch.autograd.grad(adaptive_attention(*leaves, adapt=method.adapt, **more).sum(), leaves)
+        assert transfers.found == []
+        torch.ones(2).to("meta")
+    assert transfers.found == ["aten._to_copy.default"]
 
 
 @pytest.mark.parametrize("name", METHODS)
