@@ -22,7 +22,7 @@ from megatron.evaluation.ranks import Ranks, joined
 from megatron.evaluation.report import print_report, write_report
 from megatron.evaluation.resolution import plan_resolution
 from megatron.evaluation.results import Results
-from megatron.evaluation.rows import Checkpoint, rows_of
+from megatron.evaluation.rows import Checkpoint
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
 from megatron.evaluation.work import Origin, Work, measure
 from megatron.inference.command_line import (
@@ -89,9 +89,8 @@ def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: ar
             _measure(model, works, text, prompts, store, config, options, ranks, check=len(models) == 1)
         if store is None:
             return
-        rows = rows_of(store.records)
-        print_report(rows, options.title, compare_with=options.compare_with)
-        for path in write_report(rows, output, options.title, compare_with=options.compare_with):
+        print_report(store.records, options.title, compare_with=options.compare_with)
+        for path in write_report(store.records, output, options.title, compare_with=options.compare_with):
             print(path, flush=True)
 
 

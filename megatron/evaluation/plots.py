@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from megatron.evaluation.rows import Row
-from megatron.evaluation.tables import Series, common_train_length, group, lengths_of, number
+from megatron.evaluation.series import Series, common_train_length, group, lengths_of, number
 
 # Okabe and Ito's palette, told apart by the colour-blind; markers and line styles tell the lines apart in grey. Seven
 # colours and eight markers share no divisor, so that 56 methods pass before a pair comes back.

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from megatron.config.errors import UserError
 from megatron.evaluation.plots import draw
-from megatron.evaluation.rows import Row
+from megatron.evaluation.rows import Record, rows_of
 from megatron.evaluation.tables import explanation, markdown, rich_table
 from megatron.files import write_atomically
 
@@ -18,23 +18,24 @@ UNBOUNDED_WIDTH = 200
 
 
 def write_report(
-    rows: Sequence[Row],
+    records: Sequence[Record],
     directory: str | os.PathLike[str],
     title: str = TITLE,
     *,
     compare_with: str | None = None,
 ) -> list[Path]:
-    """Write the rows, of one run or of several, as JSON `{"rows": [...]}`, a Markdown table and a plot.
+    """Write records, of one run or of several: losses as JSON `{"rows": [...]}` and as a plot, all as a Markdown table.
 
     compare_with: as of `tables.table`. Each file is replaced only when its successor is whole. Returns their paths.
     Raises UserError when there is nothing to report or the folder cannot be written to.
     """
+    rows = rows_of(records)
     if not rows:
         raise UserError("there are no results to report")
     folder = Path(directory)
     contents = {
-        "extrapolation.json": (json.dumps({"rows": list(rows)}, indent=1, allow_nan=False) + "\n").encode(),
-        "extrapolation.md": markdown(rows, title, compare_with).encode(),
+        "extrapolation.json": (json.dumps({"rows": rows}, indent=1, allow_nan=False) + "\n").encode(),
+        "extrapolation.md": markdown(records, title, compare_with).encode(),
         "extrapolation.png": draw(rows, title),
     }
     try:
@@ -47,13 +48,14 @@ def write_report(
 
 
 def print_report(
-    rows: Sequence[Row], title: str = TITLE, console: Console | None = None, *, compare_with: str | None = None
+    records: Sequence[Record], title: str = TITLE, console: Console | None = None, *, compare_with: str | None = None
 ) -> None:
     """The table on the screen, with what its numbers are."""
     if console is None:
         console = Console()
         if not console.is_terminal:  # a file or a pipe has no width to fit
             console = Console(width=UNBOUNDED_WIDTH)
-    console.print(rich_table(rows, title, compare_with))
-    for sentence in explanation(rows, compare_with):
+    # Where it is wider than the terminal, that wraps its lines; none of the numbers is cut off.
+    console.print(rich_table(records, title, compare_with), crop=False)
+    for sentence in explanation(records, compare_with):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)

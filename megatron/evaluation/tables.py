@@ -1,172 +1,123 @@
-"""Rows of results as tables: one line per method and mode, one column per length, mean ± deviation over seeds."""
+"""Records of results as a table: a block per measure, in it a line per method and mode and a column per length."""
 
-import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
-from rich.table import Table
+from rich.box import HORIZONTALS
+from rich.table import Table as RichTable
 
 from megatron.config.errors import UserError
-from megatron.evaluation.rows import Row
-from megatron.evaluation.statistics import ALPHA, significantly_better
+from megatron.evaluation.rows import Record, rows_of
+from megatron.evaluation.series import (
+    NOT_AVAILABLE,
+    Series,
+    cell,
+    common_train_length,
+    group,
+    lengths_of,
+    name_of,
+    number,
+    per_cent,
+    rough,
+    worse,
+)
+from megatron.evaluation.statistics import ALPHA
 
-NOT_AVAILABLE = "n/a"
 SIGNIFICANT = "†"
+PERPLEXITY = "perplexity"
 
 
 @dataclass(frozen=True)
-class Series:
-    """What one method reached in one mode; `by_seed[length]` holds the perplexity of each seed that has one (of each
-    checkpoint, where seeds are not known or the same).
+class Measure:
+    """What a block of the table shows: the value under a key of the records of one kind."""
+
+    kind: str
+    key: str
+    show: Callable[[Series, int], str] = cell
+
+
+MEASURES = {
+    PERPLEXITY: Measure("extrapolation", "perplexity"),
+    "loss": Measure("extrapolation", "loss"),
+    "standard error": Measure("extrapolation", "stderr", rough),
+    "bits per byte": Measure("extrapolation", "bits_per_byte"),
+    "loss, first bin": Measure("positions", "first"),
+    "loss, last bin": Measure("positions", "last"),
+    "resolution": Measure("resolution", "resolution", rough),
+    "pass keys found": Measure("passkey", "accuracy", per_cent),
+}
+
+# By kind of record, what is None or empty where nothing could be measured.
+_VALUES = {
+    "extrapolation": "perplexity",
+    "positions": "losses",
+    "resolution": "resolution",
+    "passkey": "accuracy",
+    "effective_length": "effective_lengths",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """titles: of the columns, the first `names` of which hold names, the others numbers. blocks: by measure, the lines
+    of cells; perplexity is always there, the others where there is a value.
     """
 
-    pos_emb: str
-    mode: str
-    train_length: int | None
-    protocol: str
-    corpus: str | None
-    by_seed: dict[int, dict[object, float]]
-
-    @property
-    def perplexities(self) -> dict[int, list[float]]:
-        """Length -> the values of all seeds."""
-        return {length: list(values.values()) for length, values in self.by_seed.items()}
-
-    @property
-    def setting(self) -> tuple[str, int | None, str, str | None]:
-        """What is the same where two methods can be compared."""
-        return self.mode, self.train_length, self.protocol, self.corpus
-
-    @property
-    def lengths(self) -> list[int]:
-        """The lengths at which there is a perplexity, ascending."""
-        return sorted(length for length, values in self.perplexities.items() if values)
-
-    def mean(self, length: int) -> float | None:
-        """Mean perplexity over seeds; None where there is none."""
-        values = self.perplexities.get(length)
-        return statistics.fmean(values) if values else None
-
-    def deviation(self, length: int) -> float | None:
-        """Standard deviation over seeds (n - 1 in the denominator); None with fewer than two."""
-        values = self.perplexities.get(length, [])
-        return statistics.stdev(values) if len(values) > 1 else None
+    titles: list[str]
+    names: int
+    blocks: dict[str, list[list[str]]]
 
 
-def group(rows: Sequence[Row]) -> list[Series]:
-    """Rows by method, mode, training length, protocol and corpus, in the order in which they first appear; by
-    checkpoint, too, where a method has two with the same seed.
-    """
-    found: dict[tuple, Series] = {}
-    several = _ambiguous(rows)
-    for row in rows:
-        name = _name(row)
-        if name in several:
-            name += " ({path} at {iteration})".format(**row["checkpoint"])
-        key = (name, row["mode"], row["train_length"], row["protocol"], row.get("corpus"))
-        series = found.setdefault(key, Series(*key, {}))
-        values = series.by_seed.setdefault(row["length"], {})
-        if row["perplexity"] is not None:
-            seed = row["seed"] if row["seed"] not in values else (row["seed"], len(values))
-            values[seed] = row["perplexity"]
-    return list(found.values())
-
-
-def _ambiguous(rows: Sequence[Row]) -> set[str]:
-    """Methods of which two checkpoints have the same seed: their mean would be one over no seeds."""
-    first: dict[tuple, Row] = {}
-    keys = ("pos_emb", "seed", "mode", "train_length", "protocol", "corpus", "length")
-    return {
-        _name(row)
-        for row in rows
-        if row.get("checkpoint")
-        and first.setdefault(tuple(row.get(key) for key in keys), row).get("checkpoint") != row["checkpoint"]
-    }
-
-
-def lengths_of(rows: Sequence[Row]) -> list[int]:
-    """Every length, ascending."""
-    return sorted({row["length"] for row in rows})
-
-
-def common_train_length(rows: Sequence[Row]) -> int | None:
-    """The training length that all rows share; None where they do not, or where it is not known."""
-    trained = {row["train_length"] for row in rows}
-    return trained.pop() if len(trained) == 1 else None
-
-
-def number(value: float, digits: int = 4) -> str:
-    """So many significant digits, no exponent below a million: 3.412, 101.3, 22,621."""
-    if value >= 1e6:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{_decimals(value, digits)}f}"
-
-
-def cell(series: Series, length: int) -> str:
-    """`mean`, or with two or more seeds `mean ± deviation`, both to the deviation's second significant digit."""
-    mean, deviation = series.mean(length), series.deviation(length)
-    if mean is None:
-        return NOT_AVAILABLE
-    if not deviation or mean >= 1e6:
-        return number(mean)
-    decimals = _decimals(deviation, 2)
-    return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
-
-
-def worse(series: Series, reference: Series | None, length: int) -> bool:
-    """Whether the reference is significantly better at the length, over the seeds of both (KERPLE's Table 3)."""
-    if reference is None or reference is series:
-        return False
-    return significantly_better(reference.by_seed.get(length, {}), series.by_seed.get(length, {}))
-
-
-def _reference(series: Series, every: Sequence[Series], compare_with: str | None) -> Series | None:
-    """The series of the method to compare with, in the same setting."""
-    return next((one for one in every if one.pos_emb == compare_with and one.setting == series.setting), None)
-
-
-def table(rows: Sequence[Row], compare_with: str | None = None) -> tuple[list[str], list[list[str]], int]:
-    """Column titles, lines of cells, and how many columns hold names rather than numbers.
+def table(records: Sequence[Record], compare_with: str | None = None) -> Table:
+    """The table of all records whose values have a length.
 
     The mode is a column where it is not `full` throughout, the training length, the protocol and the corpus where they
-    differ. Where the training length does not, its column carries a star and the last column compares the longest
-    length with it. compare_with: a method; what it is significantly better than is marked. Raises UserError where
-    there are no results of it.
+    differ. Where the training length does not, its column carries a star, and the last column compares the longest
+    perplexity with it. compare_with: a method; what it is significantly better than, in perplexity, is marked. Raises
+    UserError where there are no results of it.
     """
+    of_kind = {measure.kind: _rows(records, measure.kind) for measure in MEASURES.values()}
+    every = {title: group(of_kind[measure.kind], measure.key) for title, measure in MEASURES.items()}
+    blocks = {
+        title: block for title, block in every.items() if title == PERPLEXITY or any(one.lengths for one in block)
+    }
+    rows = list(chain.from_iterable(of_kind.values()))
     lengths, trained = lengths_of(rows), common_train_length(rows)
-    several_modes = any(row["mode"] != "full" for row in rows)
+    _check_compared(blocks[PERPLEXITY], compare_with)
+
+    modes = ["mode"] if any(row["mode"] != "full" for row in rows) else []
     several_trained = len({row["train_length"] for row in rows}) > 1
-    every = group(rows)
-    if compare_with is not None and all(one.pos_emb != compare_with for one in every):
-        raise UserError(
-            f"--compare-with {compare_with}: there are no results of it; choose one of "
-            f"{', '.join(dict.fromkeys(one.pos_emb for one in every))}"
-        )
-    several = [name for name in ("corpus", "protocol") if len({getattr(one, name) for one in every}) > 1]
-    compared = trained in lengths and lengths[-1] > trained
-    titles = ["method", *(["mode"] if several_modes else []), *(["trained at"] if several_trained else []), *several]
+    several = [name for name in ("corpus", "protocol") if any(_differ(block, name) for block in blocks.values())]
+    titles = ["method", *modes, *(["trained at"] if several_trained else []), *several]
     names = len(titles)
     titles += [f"{length:,}*" if length == trained else f"{length:,}" for length in lengths]
-    titles += [f"{lengths[-1]:,} / {trained:,}"] if compared else []
-    lines = []
-    for series in every:
-        reference = _reference(series, every, compare_with)
-        cells = [series.pos_emb, *([series.mode] if several_modes else [])]
-        cells += [f"{series.train_length:,}" if series.train_length else "unknown"] if several_trained else []
-        cells += [getattr(series, name) or "unknown" for name in several]
-        for length in lengths:
-            cells.append(cell(series, length) + SIGNIFICANT * worse(series, reference, length))
-        cells += [_ratio(series, lengths[-1], trained)] if compared else []
-        lines.append(cells)
-    return titles, lines, names
+    scored = lengths_of(of_kind["extrapolation"])
+    compared = trained in scored and scored[-1] > trained
+    titles += [f"{scored[-1]:,} / {trained:,}"] if compared else []
+
+    def lines(title: str) -> list[list[str]]:
+        made = []
+        for one in blocks[title]:
+            cells = [one.pos_emb, *(one.mode for _ in modes)]
+            cells += [f"{one.train_length:,}" if one.train_length else "unknown"] if several_trained else []
+            cells += [getattr(one, name) or "unknown" for name in several]
+            reference = _reference(one, blocks[title], compare_with) if title == PERPLEXITY else None
+            cells += [MEASURES[title].show(one, at) + SIGNIFICANT * worse(one, reference, at) for at in lengths]
+            cells += [_ratio(one, scored[-1], trained) if title == PERPLEXITY else ""] if compared else []
+            made.append(cells)
+        return made
+
+    return Table(titles, names, {title: lines(title) for title in blocks})
 
 
-def explanation(rows: Sequence[Row], compare_with: str | None = None) -> list[str]:
+def explanation(records: Sequence[Record], compare_with: str | None = None) -> list[str]:
     """What the numbers are and why some are missing, one sentence each, for below the table."""
-    sentences = ["Perplexity by length of the text in tokens; lower is better."]
-    trained = common_train_length(rows)
-    if trained in lengths_of(rows):
+    rows = rows_of(records)
+    sentences = ["By length of the text in tokens; of perplexity, loss (in nats) and bits per byte, lower is better."]
+    if common_train_length(rows) in lengths_of(rows):
         sentences.append("The star marks the training length.")
     for protocol in dict.fromkeys(row["protocol"] for row in rows):
         counts = sorted({row["tokens"] for row in rows if row["protocol"] == protocol and row["tokens"]})
@@ -184,43 +135,121 @@ def explanation(rows: Sequence[Row], compare_with: str | None = None) -> list[st
             if len(seeds) > 1
             else f"One seed: whether a difference from {compare_with} is chance cannot be tested."
         )
-    missing: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["perplexity"] is None:
-            missing.setdefault((_name(row), row["mode"]), []).append(row)
-    for (name, mode), absent in missing.items():
-        where = ", ".join(f"{length:,}" for length in lengths_of(absent))
-        reason = absent[0]["note"] or "the perplexity is beyond a float; the loss is in the JSON file"
-        sentences.append(f"{NOT_AVAILABLE}: {name} ({mode}) at {where}: {reason}.")
-    return sentences
+    return [*sentences, *_of_further_measures(records), *_reasons(records)]
 
 
-def markdown(rows: Sequence[Row], title: str, compare_with: str | None = None) -> str:
+def markdown(records: Sequence[Record], title: str, compare_with: str | None = None) -> str:
     """A Markdown document: title, table, what the numbers are."""
-    titles, lines, names = table(rows, compare_with)
-    rule = [":--"] * names + ["--:"] * (len(titles) - names)
+    made = table(records, compare_with)
+    rule = [":--"] * made.names + ["--:"] * (len(made.titles) - made.names)
     # A star at the end of a title would otherwise begin emphasis that runs to the next one.
-    titles = [title.replace("*", "\\*") for title in titles]
-    written = [f"| {' | '.join(cells)} |" for cells in (titles, rule, *lines)]
-    return (
-        "\n".join([f"# {title}", "", *written, "", *(f"- {sentence}" for sentence in explanation(rows, compare_with))])
-        + "\n"
-    )
+    lines = [[title.replace("*", "\\*") for title in made.titles], rule]
+    for measure, block in made.blocks.items():
+        lines += [[f"**{measure}**", *[""] * (len(rule) - 1)]] if len(made.blocks) > 1 else []
+        lines += block
+    written = [f"| {' | '.join(cells)} |" for cells in lines]
+    sentences = (f"- {sentence}" for sentence in explanation(records, compare_with))
+    return "\n".join([f"# {title}", "", *written, "", *sentences]) + "\n"
 
 
-def rich_table(rows: Sequence[Row], title: str, compare_with: str | None = None) -> Table:
+def rich_table(records: Sequence[Record], title: str, compare_with: str | None = None) -> RichTable:
     """The same table for the terminal."""
-    titles, lines, names = table(rows, compare_with)
-    result = Table(title=title, title_justify="left")
-    for index, column in enumerate(titles):
-        result.add_column(column, justify="left" if index < names else "right")
-    for cells in lines:
-        result.add_row(*cells)
+    made = table(records, compare_with)
+    result = RichTable(title=title, title_justify="left", box=HORIZONTALS, padding=(0, 1, 0, 0))
+    lines = list(chain.from_iterable(made.blocks.values()))
+    for index, column in enumerate(made.titles):
+        # Titles may be wrapped where the terminal is narrow, cells are never cut.
+        widest = max((len(cells[index]) for cells in lines), default=0)
+        result.add_column(column, justify="left" if index < made.names else "right", min_width=widest)
+    for measure, block in made.blocks.items():
+        if len(made.blocks) > 1:
+            result.add_section()
+            result.add_row(measure, style="bold")
+        for cells in block:
+            result.add_row(*cells)
     return result
 
 
-def _name(row: Row) -> str:
-    return row["pos_emb"] or "model"
+def _rows(records: Sequence[Record], kind: str) -> list[Mapping[str, Any]]:
+    """The records of a kind with one value each: of a curve by position its ends, of pass keys the mean over depths."""
+    found: list[Mapping[str, Any]] = [record for record in records if record["kind"] == kind]
+    if kind == "positions":
+        return [{**row, "first": (row["losses"] or [None])[0], "last": (row["losses"] or [None])[-1]} for row in found]
+    if kind != "passkey":
+        return found
+    depths: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in found:
+        origin = (row.get("checkpoint") or {}).get("fingerprint")
+        depths.setdefault((origin, *(row[key] for key in ("pos_emb", "seed", "mode", "length"))), []).append(row)
+    return [
+        {**rows[0], "accuracy": None if any(row["accuracy"] is None for row in rows) else _share_found(rows)}
+        for rows in depths.values()
+    ]
+
+
+def _share_found(rows: Sequence[Mapping[str, Any]]) -> float:
+    return sum(row["correct"] for row in rows) / sum(row["trials"] for row in rows)
+
+
+def _of_further_measures(records: Sequence[Record]) -> list[str]:
+    """What is to be said of the measures that were asked for beside the loss."""
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        by_kind.setdefault(record["kind"], []).append(record)
+    sentences = []
+    if any(row.get("stderr") is not None for row in by_kind.get("extrapolation", [])):
+        sentences.append("The standard error is of the loss, over documents (segments where those are not known).")
+    if any(row["losses"] for row in by_kind.get("positions", [])):
+        bins = sorted({len(row["losses"]) for row in by_kind["positions"] if row["losses"]})
+        sentences.append(
+            f"The loss by position is there in {' or '.join(map(str, bins))} bins; here are the first and the last."
+        )
+    if "resolution" in by_kind:
+        sentences.append("The attention resolution (LEX) is a mean over heads, layers and texts; higher is better.")
+    if "passkey" in by_kind:
+        depths = sorted({row["depth"] for row in by_kind["passkey"]})
+        sentences.append(f"Pass keys were hidden at depths {', '.join(f'{depth:g}' for depth in depths)}.")
+    for row in by_kind.get("effective_length", []):
+        lengths = sorted(chain.from_iterable(row["effective_lengths"]))
+        if lengths:
+            beyond = sum(length >= row["length"] for length in lengths)
+            sentences.append(
+                f"Effective length of {name_of(row)} over {len(lengths)} heads: {lengths[0]:,} to {lengths[-1]:,}, "
+                f"median {statistics.median(lengths):,.0f}" + (f"; {beyond} see all that far." if beyond else ".")
+            )
+    return sentences
+
+
+def _reasons(records: Sequence[Record]) -> list[str]:
+    """Why values are missing, a sentence for each method, mode and kind of record: the first of its reasons."""
+    missing: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in records:
+        if row[_VALUES[row["kind"]]] in (None, []):
+            missing.setdefault((name_of(row), row["mode"], row["kind"]), []).append(row)
+    sentences = []
+    for (name, mode, kind), absent in missing.items():
+        reason = absent[0]["note"] or "the perplexity is beyond a float; the loss is in the JSON file"
+        where = ", ".join(f"{length:,}" for length in lengths_of(absent))
+        at = "" if kind == "effective_length" else f" ({mode}) at {where}"
+        sentences.append(f"{NOT_AVAILABLE}: {name}{at}: {reason}.")
+    return list(dict.fromkeys(sentences))
+
+
+def _check_compared(every: Sequence[Series], compare_with: str | None) -> None:
+    if compare_with is not None and all(one.pos_emb != compare_with for one in every):
+        raise UserError(
+            f"--compare-with {compare_with}: there are no results of it; choose one of "
+            f"{', '.join(dict.fromkeys(one.pos_emb for one in every))}"
+        )
+
+
+def _differ(every: Sequence[Series], name: str) -> bool:
+    return len({getattr(one, name) for one in every}) > 1
+
+
+def _reference(series: Series, every: Sequence[Series], compare_with: str | None) -> Series | None:
+    """The series of the method to compare with, in the same setting."""
+    return next((one for one in every if one.pos_emb == compare_with and one.setting == series.setting), None)
 
 
 def _ratio(series: Series, longest: int, trained: int) -> str:
@@ -228,8 +257,3 @@ def _ratio(series: Series, longest: int, trained: int) -> str:
         return NOT_AVAILABLE
     ratio = series.mean(longest) / series.mean(trained)
     return f"{ratio:.2f}x" if ratio < 10 else f"{number(ratio, 3)}x"
-
-
-def _decimals(value: float, digits: int) -> int:
-    """How many decimals show so many significant digits."""
-    return max(0, digits - 1 - math.floor(math.log10(value))) if value > 0 else 0

@@ -252,6 +252,10 @@ def test_further_measures_are_stored_and_resumed(tmp_path, checkpoints, capsys, 
     keys = ["--passkey", "--passkey-depths", "0", "1", "--passkey-trials", "2", "--lengths", "256", "512"]
     main([*words, *further])
     main([*words, *keys])
+    shown = capsys.readouterr().out
+    assert all(
+        block in shown for block in ("bits per byte", "resolution", "pass keys found", "Effective length of kerple")
+    )
     records = read_results(tmp_path)
     assert [(one["pos_emb"], one["length"]) for one in records if one["kind"] == "resolution"] == [
         (method, length) for method in ("kerple_log", "learned") for length in (32, 256)

@@ -15,13 +15,15 @@ from megatron.config.errors import UserError
 from megatron.evaluation import plots
 from megatron.evaluation.plots import draw
 from megatron.evaluation.report import print_report, write_report
-from megatron.evaluation.tables import cell, group, markdown, number, table
+from megatron.evaluation.series import cell, group, number
+from megatron.evaluation.tables import PERPLEXITY, markdown, table
 
 LENGTHS = (128, 256, 512)
 
 
 def row(pos_emb, length, perplexity, *, mode="full", seed=1234, train_length=128, note=None):
     return {
+        "kind": "extrapolation",
         "pos_emb": pos_emb,
         "mode": mode,
         "protocol": "non-overlapping",
@@ -85,10 +87,10 @@ def test_nothing_to_report(tmp_path):
 
 
 def test_table_of_one_mode():
-    titles, lines, names = table(ROWS)
-    assert titles == ["method", "128*", "256", "512", "512 / 128"]
-    assert names == 1
-    assert lines == [
+    made = table(ROWS)
+    assert made.titles == ["method", "128*", "256", "512", "512 / 128"]
+    assert made.names == 1
+    assert made.blocks[PERPLEXITY] == [
         ["kerple_log", "101.3", "100.5", "100.3", "0.99x"],
         ["rotary", "115.3", "131.0", "157.7", "1.37x"],
     ]
@@ -100,9 +102,10 @@ def test_table_of_several_modes_seeds_and_training_lengths():
         + rows_of({"alibi": (21.0, 21.5, 24.0)}, seed=2)
         + rows_of({"alibi": (30.0, 31.0, None)}, mode="window@64", train_length=256, note="a reason")
     )
-    titles, lines, names = table(rows)
-    assert titles == ["method", "mode", "trained at", "128", "256", "512"]
-    assert names == 3
+    made = table(rows)
+    assert made.titles == ["method", "mode", "trained at", "128", "256", "512"]
+    assert made.names == 3
+    lines = made.blocks[PERPLEXITY]
     assert lines[0] == ["alibi", "full", "128", "20.50 ± 0.71", "21.25 ± 0.35", "23.0 ± 1.4"]
     assert lines[1] == ["alibi", "window@64", "256", "30.00", "31.00", "n/a"]
 
@@ -143,6 +146,83 @@ def test_screen():
     assert "star marks the training length" in text
 
 
+def full_records(seed=1234, shift=0.0) -> list[dict]:
+    """Every kind of record of two methods; rotary has no bias, and nothing but losses at 512."""
+    records = [
+        {**one, "seed": seed, "loss": one["loss"] + shift, "stderr": 0.0123, "bits_per_byte": one["loss"] / 2}
+        for one in ROWS
+    ]
+    about = {"seed": seed, "mode": "full", "train_length": 128, "note": None}
+    for name in ("kerple_log", "rotary"):
+        method = {**about, "pos_emb": name}
+        for length in LENGTHS[:2]:
+            losses = {"kind": "positions", "protocol": "non-overlapping", "edges": [0, 9, 18, 27], "counts": [9] * 3}
+            records.append({**method, **losses, "length": length, "losses": [5.5, 5.0, 4.25]})
+            found = {"kind": "resolution", "protocol": "first@8", "texts": 8, "layers": [0.02], "resolution": 0.02}
+            records.append({**method, **found, "length": length})
+            for depth, correct in ((0, 3), (1, 0)):
+                asked = {"kind": "passkey", "protocol": "passkey", "trials": 4, "depth": depth, "correct": correct}
+                records.append({**method, **asked, "length": length, "accuracy": correct / 4})
+    heads = {"kind": "effective_length", "protocol": "effective-length", "length": 20480}
+    layers = {"layers": ["all layers"], "effective_lengths": [[5, 20480, 100]]}
+    records.append({**about, **heads, **layers, "pos_emb": "kerple_log"})
+    none = {"layers": [], "effective_lengths": [], "note": "rotary has no bias"}
+    records.append({**about, **heads, **none, "pos_emb": "rotary"})
+    return records
+
+
+def test_a_block_for_each_measure():
+    made = table(full_records())
+    assert made.titles == ["method", "128*", "256", "512", "512 / 128"]
+    kerple = {name: block[0][1:] for name, block in made.blocks.items()}
+    assert all([line[0] for line in block] == ["kerple_log", "rotary"] for block in made.blocks.values())
+    assert kerple == {
+        "perplexity": ["101.3", "100.5", "100.3", "0.99x"],
+        "loss": ["4.618", "4.610", "4.608", ""],
+        "standard error": ["0.012", "0.012", "0.012", ""],
+        "bits per byte": ["2.309", "2.305", "2.304", ""],
+        "loss, first bin": ["5.500", "5.500", "", ""],
+        "loss, last bin": ["4.250", "4.250", "", ""],
+        "resolution": ["0.020", "0.020", "", ""],
+        "pass keys found": ["38%", "38%", "", ""],
+    }
+    text = markdown(full_records(), "T")
+    assert "| **bits per byte** |  |  |  |  |\n| kerple_log | 2.309 |" in text
+    for sentence in (
+        "The loss by position is there in 3 bins",
+        "Pass keys were hidden at depths 0, 1.",
+        "Effective length of kerple_log over 3 heads: 5 to 20,480, median 100; 1 see all that far.",
+        "n/a: rotary: rotary has no bias.",
+    ):
+        assert f"- {sentence}" in text
+
+
+def test_blocks_over_seeds():
+    blocks = table([*full_records(1), *full_records(2, shift=0.1)]).blocks
+    assert blocks["loss"][0][1] == "4.668 ± 0.071"
+    assert blocks["standard error"][0][1] == "0.012"
+    assert blocks["pass keys found"][0][1] == "38% ± 0%"
+
+
+def test_what_was_not_measured_has_no_block():
+    unknown = [{**one, "bits_per_byte": None, "stderr": None} for one in full_records() if one["kind"] != "passkey"]
+    assert list(table(unknown).blocks) == ["perplexity", "loss", "loss, first bin", "loss, last bin", "resolution"]
+    absent = {"resolution": None, "layers": [], "note": "positions end at 127"}
+    failed = [{**one, **absent} if one["kind"] == "resolution" else one for one in full_records()]
+    assert "resolution" not in table(failed).blocks
+    assert "- n/a: rotary (full) at 128, 256: positions end at 127." in markdown(failed, "T")
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_number_is_cut_off_where_the_screen_is_narrow(width):
+    screen = io.StringIO()
+    print_report(full_records(), "On the screen", Console(file=screen, width=width))
+    text = screen.getvalue()
+    cells = [cell for block in table(full_records()).blocks.values() for line in block for cell in line if cell]
+    assert all(cell in text for cell in cells)
+    assert "…" not in text
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -181,7 +261,7 @@ def test_a_dagger_where_the_paired_t_test_rejects():
     rows += [row("alibi", 128, value, seed=seed) for seed, value in reversed(list(enumerate(other)))]
     rows += [row("rotary", 128, value, seed=seed) for seed, value in enumerate((23.0, 24.3, 23.8))]
     rows += [row("rpe", 128, value, seed=seed) for seed, value in enumerate((22.6, 23.6, 23.4))]
-    _, lines, _ = table(rows, "kerple_log")
+    lines = table(rows, "kerple_log").blocks[PERPLEXITY]
     assert [line[1].endswith("†") for line in lines] == [False, True, False, False], "not what is better, as the paper"
     assert "†: kerple_log is significantly better (paired two-sided t-test" in markdown(rows, "T", "kerple_log")
     with pytest.raises(UserError, match="--compare-with t5: there are no results of it"):
@@ -191,17 +271,17 @@ def test_a_dagger_where_the_paired_t_test_rejects():
 def test_two_checkpoints_of_one_seed_are_not_averaged():
     origins = [{"path": "runs/a", "iteration": step, "fingerprint": f"{step}"} for step in (10, 20)]
     rows = [{**row("alibi", 128, 20.0 + place), "checkpoint": origin} for place, origin in enumerate(origins)]
-    _, lines, _ = table(rows)
+    lines = table(rows).blocks[PERPLEXITY]
     assert lines == [["alibi (runs/a at 10)", "20.00"], ["alibi (runs/a at 20)", "21.00"]]
-    _, lines, _ = table([rows[0], {**rows[1], "seed": 2}])
+    lines = table([rows[0], {**rows[1], "seed": 2}]).blocks[PERPLEXITY]
     assert lines == [["alibi", "20.50 ± 0.71"]]
 
 
 def test_protocols_and_corpora_are_columns_where_they_differ():
     rows = [row("alibi", 128, 20.0), {**row("alibi", 128, 21.0), "protocol": "last-k@256", "corpus": "books"}]
-    titles, lines, names = table(rows)
-    assert titles[:names] == ["method", "corpus", "protocol"]
-    assert [line[:names] for line in lines] == [
+    made = table(rows)
+    assert made.titles[: made.names] == ["method", "corpus", "protocol"]
+    assert [line[: made.names] for line in made.blocks[PERPLEXITY]] == [
         ["alibi", "unknown", "non-overlapping"],
         ["alibi", "books", "last-k@256"],
     ]
