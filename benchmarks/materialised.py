@@ -4,6 +4,7 @@ Legend: b batch, s query length, t key length, h heads, d head size.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -60,4 +61,10 @@ def attend_as_the_original(model: nn.Module, length: int) -> nn.Module:
         layer = block.attention
         layer.attention = OriginalAttention(layer.rpe, length)
         layer.has_table = False  # no tables are made beside it
+    return model
+
+
+def with_whole_logits(model: nn.Module) -> nn.Module:
+    """Give a `megatron.model.gpt.GPT` the loss of logits that are whole; the model again."""
+    model.loss = lambda tokens, labels: F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
     return model

@@ -10,17 +10,19 @@ Legend: n tokens, e hidden size, v vocabulary (of this rank); c tokens in a piec
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of a piece's logits: on a CPU few enough for its caches, which is faster than all at once.
-PIECE, CPU_PIECE = 2**26, 2**21
+from megatron.model.linear import product
+
+# Elements of a piece's logits. On a CPU so few that its caches hold them, which is faster than all at once, but no
+# fewer rows than that, for each piece reads the whole weight, and reads and writes the whole of its gradient.
+PIECE, CPU_PIECE, CPU_ROWS = 2**26, 2**21, 256
 
 
-def largest_piece(device: torch.device) -> int:
+def largest_piece(device: torch.device, vocabulary: int) -> int:
     """Elements of logits at a time. Fewer than that are as fast when they are kept whole."""
-    return min(PIECE, CPU_PIECE) if device.type == "cpu" else PIECE
+    return min(PIECE, max(CPU_PIECE, CPU_ROWS * vocabulary)) if device.type == "cpu" else PIECE
 
 
 def linear_cross_entropy(
@@ -47,32 +49,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if of_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        rows = max(1, largest_piece(hidden.device) // weight.shape[0])
+        rows = max(1, largest_piece(hidden.device, len(weight)) // len(weight))
         for begin in range(0, len(hidden), rows):
             piece = slice(begin, begin + rows)
-            logits = F.linear(hidden[piece], weight).float()
+            logits = product(hidden[piece], weight).float()
             chosen = labels[piece, None] - first
             # 1 where the label is among this rank's tokens; elsewhere any token stands for it, and counts nothing.
             held = ((chosen >= 0) & (chosen < len(weight))).to(logits.dtype)
             chosen = chosen.clamp(0, len(weight) - 1)
             label_logits = logits.gather(1, chosen) * held
-            log_sum = logits.logsumexp(dim=1, keepdim=True)
+            highest = logits.amax(dim=1, keepdim=True)
             if group is not None:
                 dist.all_reduce(label_logits, group=group)
-                log_sum = _log_of_summed(log_sum, group)
-            losses = (log_sum - label_logits).squeeze(1)
+                dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+            exponentials = logits.sub_(highest).exp_()
+            summed = exponentials.sum(dim=1, keepdim=True)
+            if group is not None:
+                dist.all_reduce(summed, group=group)
+            losses = (summed.log() + highest - label_logits).squeeze(1)
             total += (losses if counts is None else losses * counts[piece]).sum()
             if not (of_hidden or of_weight):
                 continue
-            gradient = logits.sub_(log_sum).exp_()
-            gradient.scatter_add_(1, chosen, -held)
-            if counts is not None:
-                gradient.mul_(counts[piece, None])
+            factors = torch.ones_like(summed) if counts is None else counts[piece, None].to(summed.dtype)
+            gradient = exponentials.mul_(factors / summed).scatter_add_(1, chosen, -held * factors)
             gradient = gradient.to(hidden.dtype)
             if of_hidden:
-                torch.mm(gradient, weight, out=hidden_gradient[piece])
+                hidden_gradient[piece] = product(gradient, weight.T)
             if of_weight:
-                weight_gradient += gradient.T @ hidden[piece]
+                weight_gradient += product(gradient.T, hidden[piece].T)
         if group is not None and of_hidden:
             dist.all_reduce(hidden_gradient, group=group)
         # In the weight's dtype, as any linear layer's gradient is.
@@ -85,12 +89,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream):
         hidden, weight = (None if part is None else part * upstream.to(part.dtype) for part in ctx.saved_tensors)
         return hidden, weight, None, None, None, None
-
-
-def _log_of_summed(logs: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """log of the sum over ranks of exp(logs)."""
-    highest = logs.clone()
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    summed = (logs - highest).exp()
-    dist.all_reduce(summed, group=group)
-    return highest + summed.log()

@@ -3,10 +3,10 @@
 Legend: b batch, s tokens, e hidden size, v padded vocabulary.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.block import make_norm
+from megatron.model.linear import Linear
 from megatron.model.loss import largest_piece, linear_cross_entropy
 from megatron.model.parallel import column_linear, mean_loss, tensor_parallel_group
 from megatron.model.settings import ModelSettings
@@ -23,7 +23,7 @@ class FinalNorm(nn.Module):
         return self.norm(hidden)
 
 
-class VocabularyLinear(nn.Linear):
+class VocabularyLinear(Linear):
     """`[..., e] -> [..., v]`; or with labels `[n]` hidden states `[n, e]` to the sum of their losses, by pieces.
 
     Both are calls of the module, because ZeRO 3 gathers the weight for as long as its module is called.
@@ -31,7 +31,7 @@ class VocabularyLinear(nn.Linear):
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         if labels is None:
-            return F.linear(hidden, self.weight)
+            return super().forward(hidden)
         return linear_cross_entropy(hidden, self.weight, labels, counts)
 
 
@@ -61,9 +61,9 @@ class Output(nn.Module):
         float `[b, s]`. Where the logits are many they are never whole.
         """
         weight = self.final_linear.weight
-        partitioned = hasattr(weight, "ds_id")  # by ZeRO 3, and then empty outside of the module's call
-        elements = labels.numel() * (weight.ds_shape if partitioned else weight.shape)[0]
-        if elements <= largest_piece(hidden.device) or (partitioned and self.tp.size > 1):
+        # ZeRO 3 empties it outside of the module's call.
+        vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
+        if labels.numel() * vocabulary <= largest_piece(hidden.device, vocabulary):
             return mean_loss(self.final_linear(hidden), labels, mask, self.tp)
         states, labels = hidden.flatten(0, 1), labels.flatten()
         counts = None if mask is None else mask.flatten()

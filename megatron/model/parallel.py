@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.model.linear import Linear
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -31,7 +33,7 @@ ONE_RANK = TensorParallel()
 def column_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParallel) -> nn.Module:
     """`[..., input_size] -> [..., output_size / tp.size]`: the output features are split over the ranks."""
     if tp.size == 1:
-        return nn.Linear(input_size, output_size, bias=bias)
+        return Linear(input_size, output_size, bias=bias)
     from megatron.model import tensor_parallel
 
     return tensor_parallel.ColumnLinear(input_size, output_size, bias)
@@ -42,7 +44,7 @@ def row_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParal
     ranks.
     """
     if tp.size == 1:
-        return nn.Linear(input_size, output_size, bias=bias)
+        return Linear(input_size, output_size, bias=bias)
     from megatron.model import tensor_parallel
 
     return tensor_parallel.RowLinear(input_size, output_size, bias)
