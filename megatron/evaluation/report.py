@@ -10,11 +10,11 @@ from rich.console import Console
 from megatron.config.errors import UserError
 from megatron.evaluation.plots import draw
 from megatron.evaluation.rows import Record, rows_of
+from megatron.evaluation.screen import screen
 from megatron.evaluation.tables import explanation, markdown, rich_table
 from megatron.files import write_atomically
 
 TITLE = "Length extrapolation"
-UNBOUNDED_WIDTH = 200
 
 
 def write_report(
@@ -51,11 +51,7 @@ def print_report(
     records: Sequence[Record], title: str = TITLE, console: Console | None = None, *, compare_with: str | None = None
 ) -> None:
     """The table on the screen, with what its numbers are."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:  # a file or a pipe has no width to fit
-            console = Console(width=UNBOUNDED_WIDTH)
-    # Where it is wider than the terminal, that wraps its lines; none of the numbers is cut off.
+    console = console or screen()
     console.print(rich_table(records, title, compare_with), crop=False)
     for sentence in explanation(records, compare_with):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)

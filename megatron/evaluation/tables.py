@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from rich.box import HORIZONTALS
 from rich.table import Table as RichTable
 
 from megatron.config.errors import UserError
 from megatron.evaluation.rows import Record, rows_of
+from megatron.evaluation.screen import compact_table
 from megatron.evaluation.series import (
     NOT_AVAILABLE,
     Series,
@@ -153,14 +153,10 @@ def markdown(records: Sequence[Record], title: str, compare_with: str | None = N
 
 
 def rich_table(records: Sequence[Record], title: str, compare_with: str | None = None) -> RichTable:
-    """The same table for the terminal."""
+    """The same table for the terminal, see `compact_table`."""
     made = table(records, compare_with)
-    result = RichTable(title=title, title_justify="left", box=HORIZONTALS, padding=(0, 1, 0, 0))
     lines = list(chain.from_iterable(made.blocks.values()))
-    for index, column in enumerate(made.titles):
-        # Titles may be wrapped where the terminal is narrow, cells are never cut.
-        widest = max((len(cells[index]) for cells in lines), default=0)
-        result.add_column(column, justify="left" if index < made.names else "right", min_width=widest)
+    result = compact_table(title, made.titles, lines, made.names)
     for measure, block in made.blocks.items():
         if len(made.blocks) > 1:
             result.add_section()

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron.checkpoint.directory import iteration_of
 from megatron.config import Config, UserError
 from megatron.config.option_parser import option_name
-from megatron.evaluation.report import UNBOUNDED_WIDTH
+from megatron.evaluation.screen import compact_table, screen
 from megatron.files import write_atomically
 from megatron.inference.command_line import chosen_step, load, load_tokenizer
 
@@ -236,26 +235,32 @@ def write_tasks(request: Request, checkpoints: Sequence[dict[str, Any]], folder:
     return path
 
 
+COLUMNS = ("checkpoint", "method", "task", "n-shot", "filter", "metric", "value", "± error")
+
+
 def print_tasks(checkpoints: Sequence[dict[str, Any]], console: Console | None = None) -> None:
     """The table on the screen: a line per checkpoint, task and metric."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:  # a file or a pipe has no width to fit
-            console = Console(width=UNBOUNDED_WIDTH)
-    table = Table(title="Tasks", title_justify="left")
-    for title in ("checkpoint", "method", "task", "n-shot", "filter", "metric"):
-        table.add_column(title)
-    table.add_column("value", justify="right")
-    table.add_column("± error", justify="right")
-    for found in checkpoints:
-        for task, values in {**found["results"], **found.get("groups", {})}.items():
-            for metric, name, value, error in _metrics(values):
-                better = found.get("higher_is_better", {}).get(task, {}).get(metric)
-                arrow = {True: " ↑", False: " ↓"}.get(better, "")
-                shots = str(found.get("n-shot", {}).get(task, ""))
-                where = (found["checkpoint"], found["pos_emb"], values.get("alias", task), shots, name, metric + arrow)
-                table.add_row(*where, value, error)
-    console.print(table)
+    lines = [line for found in checkpoints for line in _lines(found)]
+    # A column is shown where its lines differ: most tasks have no filters, and most checkpoints are told by the method.
+    methods = [found["pos_emb"] for found in checkpoints]
+    told = {"checkpoint": len(set(methods)) < len(methods), "filter": {line["filter"] for line in lines} != {"none"}}
+    titles = [name for name in COLUMNS if told.get(name, True)]
+    cells = [[line[name] for name in titles] for line in lines]
+    table = compact_table("Tasks", titles, cells, len(titles) - 2)
+    for line in cells:
+        table.add_row(*line)
+    (console or screen()).print(table, crop=False)
+
+
+def _lines(found: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """By column, the lines of one checkpoint."""
+    for task, values in {**found["results"], **found.get("groups", {})}.items():
+        for metric, name, value, error in _metrics(values):
+            better = found.get("higher_is_better", {}).get(task, {}).get(metric)
+            where = (found["checkpoint"], found["pos_emb"], values.get("alias", task))
+            shots = str(found.get("n-shot", {}).get(task, ""))
+            arrow = {True: " ↑", False: " ↓"}.get(better, "")
+            yield dict(zip(COLUMNS, (*where, shots, name, metric + arrow, value, error), strict=True))
 
 
 def _metrics(values: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:

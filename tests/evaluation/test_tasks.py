@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness on local files: the numbers of the exported Hugging Face model, and nothing cut."""
 
+import io
 import json
 import math
 import os
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.config.errors import UserError
 from megatron.evaluation.command import main
 from megatron.evaluation.harness import _Generation
-from megatron.evaluation.tasks import RESULTS
+from megatron.evaluation.tasks import RESULTS, print_tasks
 from megatron.inference import load_model
 from megatron.tokenizer import build_tokenizer
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_yaml
@@ -248,6 +250,23 @@ def test_several_checkpoints_are_one_table(checkpoints, local, tmp_path, capsys)
     output = capsys.readouterr().out
     assert output.count("max_length 16: 6 of them are read in windows") == 2
     assert output.count("bits_per_byte ↓") == 2
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_table_on_a_narrow_screen_shows_what_differs_and_cuts_nothing(alike):
+    values = {"alias": "lambada_openai", "acc,none": 0.31234, "acc_stderr,none": 0.0065}
+    if alike:
+        values["exact_match,flexible-extract"] = 0.25
+    found = [
+        {"checkpoint": f"runs/{name}", "pos_emb": "kerple_log" if alike else name, "results": {"lambada": values}}
+        for name in ("kerple_log", "alibi")
+    ]
+    screen = io.StringIO()
+    print_tasks(found, Console(file=screen, width=60))
+    text = screen.getvalue()
+    assert all(word in text for word in ("kerple_log", "lambada_openai", "acc", "0.3123", "0.0065"))
+    assert "…" not in text
+    assert ("runs/alibi" in text) == ("flexible-extract" in text) == alike
 
 
 @pytest.mark.parametrize("task", TASKS)
