@@ -3,6 +3,7 @@
 Run as a script, this is one rank: it reads lines {"config": ..., "port": ...} and answers each with a line.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +54,7 @@ class Ranks:
     def train(self, settings: dict[str, object], constants: dict[str, object] | None = None) -> str:
         """Train on all ranks; rank 0's output. Raises RankFailed with the last lines of the first rank that fails.
 
-        constants: "module:NAME" -> the value it has from now on.
+        constants: "module:NAME" -> the value it has meanwhile.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -74,6 +76,21 @@ class Ranks:
         return outputs[0]
 
 
+@contextlib.contextmanager
+def replaced(constants: dict[str, object]) -> Iterator[None]:
+    before = []
+    for name, value in constants.items():
+        path, _, constant = name.partition(":")
+        module = importlib.import_module(path)
+        before.append((module, constant, getattr(module, constant)))
+        setattr(module, constant, value)
+    try:
+        yield
+    finally:
+        for module, constant, value in before:
+            setattr(module, constant, value)
+
+
 def serve() -> None:
     from megatron.config import Config
     from megatron.training.loop import train
@@ -81,11 +98,9 @@ def serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         os.environ["MASTER_PORT"] = str(job["port"])
-        for name, value in job["constants"].items():
-            module, _, constant = name.partition(":")
-            setattr(importlib.import_module(module), constant, value)
         try:
-            train(Config.from_flat(job["config"]))
+            with replaced(job["constants"]):
+                train(Config.from_flat(job["config"]))
             answer = "done"
         except Exception:
             answer = traceback.format_exc()

@@ -5,11 +5,19 @@ import pytest
 import wandb
 
 from tests.support.checkpoints import write_corpus
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
 def data_path(tmp_path_factory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"), documents=80)
+
+
+@pytest.fixture(scope="package")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks for all tests of this folder: importing everything costs them more than most trainings."""
+    with Ranks(2) as two:
+        yield two
 
 
 @pytest.fixture

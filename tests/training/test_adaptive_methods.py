@@ -10,14 +10,7 @@ from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.training.loop import train
 from megatron.training.optimizer import parameter_groups
-from tests.support.ranks import Ranks
 from tests.support.runs import go_back, metrics, training_settings, weights
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks(2) as two:
-        yield two
 
 
 def trained(folder, data_path, pos_emb, **keys):

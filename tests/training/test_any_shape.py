@@ -5,7 +5,6 @@ import torch
 
 from megatron.config import Config
 from megatron.training.loop import train
-from tests.support.ranks import Ranks
 from tests.support.runs import go_back, metrics, training_settings, weights
 
 LAYOUTS = {
@@ -29,12 +28,6 @@ PAIRS = [
     ("zero-3", "data"),
     ("pipeline", "zero-1"),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks(2) as two:
-        yield two
 
 
 @pytest.fixture(scope="module")

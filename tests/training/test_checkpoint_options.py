@@ -146,12 +146,11 @@ def test_full_disk_is_told_and_keeps_the_last_checkpoint(asynchronous, tmp_path,
 
 
 @pytest.mark.parametrize("layout", [{}, {"num_gpus": 2, "pipe_parallel_size": 2}], ids=["one", "pipeline"])
-def test_forward_pass_is_compared_after_loading(layout, tmp_path, data_path):
+def test_forward_pass_is_compared_after_loading(layout, ranks, tmp_path, data_path):
     keys = {"checkpoint_validation_with_forward_pass": True, "padded_vocab_size": 512, "eval_iters": 0}
     trained(tmp_path, data_path, **keys)
-    settings = training_settings(tmp_path, data_path, **keys, **layout, train_iters=7)
-    output = run(tmp_path, settings) if layout else None
     if layout:
+        output = ranks.train(training_settings(tmp_path, data_path, **keys, **layout, train_iters=7))
         assert "logits are the saved model's" in output
         assert (tmp_path / "checkpoints/global_step7/forward_pass.pt").is_file()
     # The same sizes, and another model: weights whose file was exchanged.

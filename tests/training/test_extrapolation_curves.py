@@ -15,7 +15,6 @@ from megatron.inference import load_model
 from megatron.model.positional import registered_names
 from megatron.training.loop import train
 from tests.support.language_models import random_tokens, small_gpt
-from tests.support.ranks import Ranks
 from tests.support.runs import metrics, training_settings, weights
 
 LENGTHS = [16, 32, 128]
@@ -66,23 +65,22 @@ def test_the_curves_are_those_of_the_checkpoints_and_leave_no_trace(tmp_path, da
     assert [float(value) for _, value in lines] == pytest.approx(list(first.values()), abs=1e-3)
 
 
-def test_two_ranks_share_the_text(tmp_path, data_path):
+def test_two_ranks_share_the_text(ranks, tmp_path, data_path):
     """Replicas of ZeRO 2, an odd number of the longest segments; one segment, so that the other has nothing to do."""
     layouts = {
         "one": {"tokens": 896, "size": 1},
         "zero-2": {"tokens": 896, "zero_optimization": {"stage": 2}},
         "idle": {"tokens": 128},
     }
-    with Ranks(2) as ranks:
-        for name, keys in layouts.items():
-            tokens = keys.pop("tokens")
-            keys = {**keys, "extrapolation_lengths": LENGTHS, "extrapolation_tokens": tokens}
-            settings = training_settings(tmp_path / name, data_path, train_iters=3, save=None, load=None, **keys)
-            if settings.pop("size", 2) == 1:
-                train(Config.from_flat(settings))
-            else:
-                output = ranks.train(settings)
-                assert f"extrapolation: {tokens:,} validation tokens" in output
+    for name, keys in layouts.items():
+        tokens = keys.pop("tokens")
+        keys = {**keys, "extrapolation_lengths": LENGTHS, "extrapolation_tokens": tokens}
+        settings = training_settings(tmp_path / name, data_path, train_iters=3, save=None, load=None, **keys)
+        if settings.pop("size", 2) == 1:
+            train(Config.from_flat(settings))
+        else:
+            output = ranks.train(settings)
+            assert f"extrapolation: {tokens:,} validation tokens" in output
     for length in LENGTHS:
         name = f"extrapolation/loss/{length}"
         alone = metrics(tmp_path / "one", name)

@@ -6,6 +6,8 @@ import psutil
 import pytest
 import torch
 
+from megatron.config import Config
+from megatron.training.loop import train
 from tests.support.runs import metrics, run, start, training_settings, weights
 
 LAYOUTS = {
@@ -21,14 +23,15 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory, data_path):
     folder = tmp_path_factory.mktemp("one")
-    output = run(folder, training_settings(folder, data_path))
-    assert "1 rank on cpu" in output
+    train(Config.from_flat(training_settings(folder, data_path)))
     return folder
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_as_one(layout, one_rank, tmp_path, data_path):
-    output = run(tmp_path, training_settings(tmp_path, data_path, **LAYOUTS[layout]))
+def test_two_ranks_train_as_one(layout, one_rank, ranks, tmp_path, data_path):
+    """One layout as a user starts it, the others in ranks that are there."""
+    settings = training_settings(tmp_path, data_path, **LAYOUTS[layout])
+    output = run(tmp_path, settings) if layout == "data" else ranks.train(settings)
     assert "2 ranks on cpu" in output
     for name in ("train/loss", "train/grad_norm", "validation/loss", "kernel/bias_p/mean", "kernel/bias_a/max"):
         ours, theirs = metrics(tmp_path, name), metrics(one_rank, name)
@@ -41,10 +44,9 @@ def test_two_ranks_train_as_one(layout, one_rank, tmp_path, data_path):
             torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=0, msg=name)
 
 
-def test_kernel_parameters_stay_one_in_every_stage(tmp_path, data_path):
+def test_kernel_parameters_stay_one_in_every_stage(ranks, tmp_path, data_path):
     """Each stage saves a copy with each of its layers; they must not drift apart. The embedding is tied here too."""
-    settings = training_settings(tmp_path, data_path, **LAYOUTS["pipeline"], no_weight_tying=False)
-    run(tmp_path, settings)
+    ranks.train(training_settings(tmp_path, data_path, **LAYOUTS["pipeline"], no_weight_tying=False))
     saved = weights(tmp_path, 6)
     for parameter in ("bias_p", "bias_a"):
         copies = [tensor for name, tensor in saved.items() if name.endswith(f"attention.rpe.{parameter}")]
@@ -55,12 +57,10 @@ def test_kernel_parameters_stay_one_in_every_stage(tmp_path, data_path):
     assert not any("final_linear" in name for name in saved)
 
 
-def test_tied_embeddings_train_as_on_one_rank(tmp_path, data_path):
-    losses = []
-    for name, layout in (("one", {}), ("two", LAYOUTS["pipeline"])):
-        run(tmp_path / name, training_settings(tmp_path / name, data_path, **layout, no_weight_tying=False))
-        losses.append(metrics(tmp_path / name))
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+def test_tied_embeddings_train_as_on_one_rank(ranks, tmp_path, data_path):
+    train(Config.from_flat(training_settings(tmp_path / "one", data_path, no_weight_tying=False)))
+    ranks.train(training_settings(tmp_path / "two", data_path, **LAYOUTS["pipeline"], no_weight_tying=False))
+    assert metrics(tmp_path / "one") == pytest.approx(metrics(tmp_path / "two"), abs=1e-4)
 
 
 def test_ranks_that_do_not_fit_are_refused(tmp_path, data_path):

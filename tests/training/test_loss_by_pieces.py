@@ -4,7 +4,6 @@ import pytest
 
 from megatron.config import Config
 from megatron.training.loop import train
-from tests.support.ranks import Ranks
 from tests.support.runs import metrics, training_settings
 
 LAYOUTS = {
@@ -17,12 +16,6 @@ BY_PIECES = {
     "megatron.model.output:mean_loss": None,  # what would make the logits whole
     "megatron.model.loss:PIECE": VOCABULARY * 5,
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks(2) as two:
-        yield two
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,7 @@ import torch
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config, UserError
 from megatron.training.loop import train
-from tests.support.runs import go_back, metrics, run, start, training_settings, weights
+from tests.support.runs import go_back, metrics, start, training_settings, weights
 
 
 def trained(folder, data_path, **keys):
@@ -45,11 +45,11 @@ def test_resumed_run_equals_the_unbroken_one(precision, dropout, tmp_path, data_
     ],
     ids=["pipeline", "tensor", "zero-2"],
 )
-def test_two_ranks_resume_exactly(layout, tmp_path, data_path):
+def test_two_ranks_resume_exactly(layout, ranks, tmp_path, data_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run(whole, training_settings(whole, data_path, num_gpus=2, **layout))
+    ranks.train(training_settings(whole, data_path, num_gpus=2, **layout))
     go_back(whole, resumed, 3)
-    output = run(resumed, training_settings(resumed, data_path, num_gpus=2, **layout))
+    output = ranks.train(training_settings(resumed, data_path, num_gpus=2, **layout))
     assert "iteration 3" in output
     assert_same_end(resumed, whole)
 
