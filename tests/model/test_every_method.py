@@ -11,7 +11,10 @@ from megatron.model.settings import ModelSettings
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 from tests.support.texts import PYTHON
 
-LENGTH, BATCH, STEPS = 48, 2, 200
+LENGTH, BATCH = 48, 2
+# Sinusoids are far larger than the first embeddings, so that symbols are learned late.
+STEPS = {"sinusoidal": 200}
+FEWER_STEPS = 120
 TEXT = torch.tensor(list(PYTHON.encode("ascii", "replace")))
 
 
@@ -24,14 +27,14 @@ def model_of(pos_emb: str) -> GPT:
 
 
 @pytest.mark.parametrize("pos_emb", primary_names())
-def test_200_steps_lower_the_loss(pos_emb):
+def test_training_lowers_the_loss(pos_emb):
     """From all 128 symbols alike to better than how often each occurs, in nats; and its own parameters have moved."""
     model = model_of(pos_emb)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".rpe." in name}
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, fused=True)
     generator = torch.Generator().manual_seed(0)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(STEPS.get(pos_emb, FEWER_STEPS)):
         starts = torch.randint(len(TEXT) - LENGTH - 1, (BATCH,), generator=generator)
         pieces = torch.stack([TEXT[start : start + LENGTH + 1] for start in starts])
         loss = model.loss(pieces[:, :-1], pieces[:, 1:])
