@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import materialised_attention
-from megatron.model.attention import adapt_table, attend, fused, tables
+from megatron.model.attention import adapt_table, attend, differentials, fused, tables
 from megatron.model.attention.fused import Tile
 from megatron.model.positional import ModelShape, build
 
@@ -34,6 +34,7 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 HEADS, SIZE = 12, 64
+DIFFERENTIALS = ("bias_differential", "weight_differential")
 # Beyond this much the matrix is not tried.
 MATRIX_BYTES = 60e9
 # What DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs take for a pair, in float32 and with their gradients.
@@ -58,7 +59,10 @@ def method_of(bench: Bench, name: str, length: int, heads: int = HEADS, size: in
 def through(backend: Callable[..., Tensor] | str, method, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     bias, weight = tables(method, key.shape[2], query.device)
     if isinstance(backend, str):
-        return attend(query, key, value, bias_table=bias, weight_table=weight, backend=backend)
+        changes = dict.fromkeys(DIFFERENTIALS)
+        if backend == "fused" and torch.is_grad_enabled():
+            changes = dict(zip(DIFFERENTIALS, differentials(method, key.shape[2], query.device), strict=True))
+        return attend(query, key, value, bias_table=bias, weight_table=weight, backend=backend, **changes)
     scale = query.shape[3] ** -0.5
     return backend(query, key, value, bias_table=bias, weight_table=weight, window=None, dropout_p=0.0, scale=scale)
 
@@ -106,6 +110,25 @@ def alternatives(bench: Bench, batch: int, length: int, query, key, value) -> di
     return made
 
 
+def parameter_errors(bench: Bench, name: str, query, key, value, upstream, window, tolerance: float) -> list:
+    """Of the gradients of a method's parameters, as training has them: by the tables' differentials."""
+    t, size = key.shape[2:]
+    reach = t if window is None else window
+    runs = []
+    for backend, kind in (("fused", query.dtype), ("reference", torch.float64)):
+        method = method_of(bench, name, t, key.shape[1], size)
+        if not any(parameter.requires_grad for parameter in method.parameters()):
+            return []
+        changes = dict(zip(DIFFERENTIALS, differentials(method, reach, query.device), strict=True))
+        found = tables(method, reach)
+        if kind == torch.float64:
+            found, changes = [None if table is None else table.double() for table in found], {}
+        states = [part.detach().to(kind) for part in (query, key, value)]
+        result = attend(*states, bias_table=found[0], weight_table=found[1], window=window, backend=backend, **changes)
+        runs.append(torch.autograd.grad(result, list(method.parameters()), upstream.to(kind)))
+    return [close_enough(found, exact, tolerance) for found, exact in zip(*runs, strict=True)]
+
+
 def check(bench: Bench) -> bool:
     """The fused kernels against the materialised reference in float64: values and all gradients."""
     passed = True
@@ -134,6 +157,7 @@ def check(bench: Bench) -> bool:
                     leaves += [table for table in (bias, weight) if table is not None]
                     runs.append([result, *torch.autograd.grad(result, leaves, upstream.to(kind))])
                 errors = [close_enough(found, exact, tolerance) for found, exact in zip(*runs, strict=True)]
+                errors += parameter_errors(bench, name, query, key, value, upstream, window, tolerance)
                 # With one key the softmax is constant: gradients are zero but for rounding.
                 good = all(ok for ok, _ in (errors if t > 1 else errors[:1]))
                 passed &= good

@@ -3,11 +3,13 @@
 Legend: b batch, s query length, t key length, h heads of this rank, d head size, e hidden size.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.attention import FULL, Attention, Span, adapt_table, tables
+from megatron.model.attention import FULL, Attention, Span, adapt_table, differentials, tables
 from megatron.model.cache import LayerCache
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
 from megatron.model.positional import PositionalMethod
@@ -64,12 +66,15 @@ class SelfAttention(nn.Module):
             key, value = cache.append(key, value)
         reach = span.reach(key.shape[2])
         bias, weight = self._tables(reach)
+        bias_change, weight_change = self._differentials(reach, query)
         context = self.attention(
             query,
             key,
             value,
             bias_table=bias,
             weight_table=weight,
+            bias_differential=bias_change,
+            weight_differential=weight_change,
             table=adapt_table(self.rpe, reach, query.device) if self.adapts else None,
             window=span.window,
             block=span.block,
@@ -86,6 +91,21 @@ class SelfAttention(nn.Module):
             return bias, weight
         return tuple(
             None if table is None else sum_head_gradients(table, self.tp)[self.local_heads] for table in (bias, weight)
+        )
+
+    def _differentials(self, length: int, query: Tensor):
+        """Of these tables, for the heads of this rank: `Differential`s, or None where there is no use for them."""
+        if not self.has_table or self.rounded or not self.attention.takes_differentials(query):
+            return None, None
+        found = differentials(self.rpe, length, query.device)
+        return tuple(
+            one
+            and replace(
+                one,
+                coefficients=sum_head_gradients(one.coefficients, self.tp)[self.local_heads],
+                directions=one.directions[self.local_heads],
+            )
+            for one in found
         )
 
 

@@ -3,7 +3,7 @@
 from megatron.model.attention.score_mod import score_mod
 from megatron.model.attention.select import Attention, attend, backend_names, check_backend
 from megatron.model.attention.span import FULL, Span
-from megatron.model.attention.tables import adapt_table, tables
+from megatron.model.attention.tables import adapt_table, differentials, tables
 
 __all__ = [
     "FULL",
@@ -13,6 +13,7 @@ __all__ = [
     "attend",
     "backend_names",
     "check_backend",
+    "differentials",
     "score_mod",
     "tables",
 ]

@@ -2,31 +2,34 @@
 
 An online softmax as in FlashAttention (arXiv 2205.14135, 2307.08691), with bias and weight looked up by distance:
 
-- **Tables, not formulas.** A tile of 128 queries and 64 keys has 8,192 pairs and 191 distances. Each pair loads its
-  own from the table `[h, length]`: the 32 lanes of a warp then read a few neighbouring words, one request of the
-  first-level cache, which stands idle beside the tensor cores. On Hopper that is 256 requests for a tile with 512
-  cycles of matrix products (head size 64) and 512 of exponentials. A closed form costs more: a logarithm per pair is
-  another 512 cycles of the special-function unit, the one that is full already. Toeplitz bands in memory would turn
-  into 32 KiB of second-level traffic per tile, beside 16 KiB for its keys and values.
-- **Gradients of tables without atomics.** A sum along diagonals is awkward within a tile, but all tiles at one block
-  distance have the same distances at the same places. A third kernel owns block distances, recomputes scores and their
-  gradient (two matrix products more than the seven of the backward pass), and adds whole tiles up in registers; only
-  its result is summed along diagonals. It runs only where a table needs its gradient (not for ALiBi). A sum over
-  diagonals in the kernels for query or key would save the two products, and pay for every tile with a way through
-  shared memory about as long as the tile's own work, and with a table of partial sums per program.
+- **Tables, not formulas.** Each pair of a tile loads its own entry of the table `[h, length]`: the 32 lanes of a warp
+  read a few neighbouring words, one request of the first-level cache, which stands idle beside the tensor cores; and
+  half of the pairs share a load with another at their distance. A closed form costs more: a logarithm per pair is
+  another pass of the special-function unit, which the softmax fills already. Toeplitz bands in memory would turn into
+  32 KiB of second-level traffic per tile, beside 16 KiB for its keys and values.
+- **The table is the mask.** Beyond the distances that are seen it holds -inf, so no tile computes a mask.
+- **Gradients without atomics, for a few numbers per head.** Where a table depends on one to four of these, as KERPLE's
+  kernels do, their gradients are sums over pairs of the score's gradient times the table's derivative, which is a
+  table too (`Differential`). The query's kernel adds them up on its way: no more matrix products than without.
+- **And for any table.** A sum along diagonals is awkward within a tile, but all tiles at one block distance have the
+  same distances at the same places. A kernel of its own owns block distances, recomputes scores and their gradient (two
+  matrix products more than the seven of the backward pass), and adds whole tiles up in registers; only its result is
+  summed along diagonals. T5's buckets need it for the distances before the last bucket alone.
 - **The same bits in every run.** Every sum has one owner and one order; tile sizes follow from dtype and head size
   alone, never from timing.
 
 The gradient through the softmax takes each row's sum from the rounded result, as FlashAttention does, so in half
 precision tables' gradients are as exact as that rounding allows, summed in float32.
 
-Legend: b batch, s query length, t key length, h heads, d head size; k block distances, p parts.
+Legend: b batch, s query length, t key length, h heads, d head size; k block distances, p parts of a block distance, or
+directions of a table; q tiles of queries.
 """
 
 import contextlib
 import math
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +46,10 @@ ENOUGH_PROGRAMS = 1056
 TILES_BYTES = 128 * 1024 * 1024
 # CUDA's limit of a grid's second and third dimension.
 MOST_PROGRAMS = 65_535
+# What `query_kernel` adds up, of bias and weight together.
+MOST_DIRECTIONS = 4
+# Rows of queries are filled up to a multiple of it, which every tile divides.
+ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ def tiles_for(dtype: torch.dtype, size: int, *, weight: bool) -> Tiles:
     if size <= 64:
         warps = 8 if weight else 4
         return Tiles(Tile(128, 64, warps, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
-    return Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2))
+    return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))
 
 
 def refusal(device: torch.device, dtype: torch.dtype, size: int, dropout_p: float) -> str | None:
@@ -110,6 +117,8 @@ def fused_attention(
     window: int | None,
     dropout_p: float,
     scale: float,
+    bias_differential=None,
+    weight_differential=None,
 ) -> Tensor:
     """As `attend`. Raises NotImplementedError for what it cannot serve (see `refusal`)."""
     reason = refusal(query.device, query.dtype, query.shape[3], dropout_p)
@@ -122,36 +131,79 @@ def fused_attention(
         )
     if window is not None and window >= key.shape[2]:
         window = None
-    return _Fused.apply(query, key, value, bias_table, weight_table, window, scale)
+    bias = _table_gradients(bias_table, bias_differential)
+    weight = _table_gradients(weight_table, weight_differential)
+    if sum(0 if each.directions is None else each.directions.shape[1] for each in (bias, weight)) > MOST_DIRECTIONS:
+        bias, weight = _table_gradients(bias_table, None), _table_gradients(weight_table, None)
+    return _Fused.apply(
+        query,
+        key,
+        value,
+        bias.table,
+        weight.table,
+        bias.coefficients,
+        weight.coefficients,
+        (bias.directions, weight.directions),
+        (bias.dense, weight.dense),
+        window,
+        scale,
+    )
+
+
+class _TableGradients(NamedTuple):
+    """How a table's gradient is to be found: for distances below `dense` (None: all) along diagonals, and for the
+    coefficients `[h, p]` by the directions `[h, p, length]`.
+    """
+
+    table: Tensor | None
+    coefficients: Tensor | None = None
+    directions: Tensor | None = None
+    dense: int | None = None
+
+
+def _table_gradients(table: Tensor | None, differential) -> _TableGradients:
+    if differential is None or table is None or not torch.is_grad_enabled():
+        return _TableGradients(table)
+    coefficients, directions, dense = differential.coefficients, differential.directions, differential.dense
+    if not coefficients.requires_grad:
+        return _TableGradients(table)
+    return _TableGradients(table if dense else table.detach(), coefficients, directions, dense)
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, bias_table, weight_table, window, scale):
+    def forward(ctx, query, key, value, bias_table, weight_table, bias_numbers, weight_numbers, *constants):
+        directions, dense, window, scale = constants
         query, key, value = (_rows(states) for states in (query, key, value))
         call = _Call(query, key, value, bias_table, weight_table, window, scale)
         context, log_sum = call.forward()
-        ctx.save_for_backward(query, key, value, bias_table, weight_table, context, log_sum)
-        ctx.window, ctx.scale = window, scale
+        ctx.save_for_backward(query, key, value, bias_table, weight_table, *directions, context, log_sum)
+        ctx.dense, ctx.window, ctx.scale = dense, window, scale
         return context
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        query, key, value, bias_table, weight_table, context, log_sum = ctx.saved_tensors
+        query, key, value, bias_table, weight_table, *directions, context, log_sum = ctx.saved_tensors
         call = _Call(query, key, value, bias_table, weight_table, ctx.window, ctx.scale)
-        wanted = ctx.needs_input_grad
+        of_query, of_key, of_value, of_bias, of_weight, *of_numbers = ctx.needs_input_grad[:7]
+        gradients = [None] * 7
         with no_autocast(query.device):
             upstream = _rows(upstream)
-            row_products = call.row_products(context, upstream)
-            gradients = [None] * 5
-            if wanted[0]:
-                gradients[0] = call.query_gradient(upstream, log_sum, row_products)
-            if wanted[1] or wanted[2]:
-                gradients[1:3] = call.key_value_gradients(upstream, log_sum, row_products)
-            if wanted[3] or wanted[4]:
-                gradients[3:5] = call.table_gradients(upstream, log_sum, row_products, wanted[3], wanted[4])
-        return *gradients, None, None
+            pairs = call.row_pairs(context, upstream, log_sum)
+            if of_query or any(of_numbers):
+                wanted = [each if of else None for each, of in zip(directions, of_numbers, strict=True)]
+                gradients[0], *gradients[5:] = call.query_gradient(upstream, pairs, *wanted)
+            if of_key or of_value:
+                gradients[1:3] = call.key_value_gradients(upstream, pairs)
+            if of_bias and of_weight and ctx.dense[0] == ctx.dense[1]:
+                gradients[3:5] = call.table_gradients(upstream, pairs, True, True, ctx.dense[0])
+            else:
+                if of_bias:
+                    gradients[3], _ = call.table_gradients(upstream, pairs, True, False, ctx.dense[0])
+                if of_weight:
+                    _, gradients[4] = call.table_gradients(upstream, pairs, False, True, ctx.dense[1])
+        return *gradients, None, None, None, None
 
 
 def _rows(states: Tensor) -> Tensor:
@@ -170,34 +222,27 @@ class _Call:
         self.reach = self.t if window is None else window
         self.scale = scale
         self.bias_table, self.weight_table = bias_table, weight_table
-        self.bias = self._margined(bias_table, LOG2_E)
-        self.weight = self._margined(weight_table, 1.0)
+        has_table = bias_table is not None or weight_table is not None
+        heads = self.heads if has_table else 1
+        bias = query.new_zeros(heads, self.reach, dtype=torch.float32) if bias_table is None else bias_table
+        self.bias = self._margined(bias, LOG2_E, -math.inf)
+        self.weight = query if weight_table is None else self._margined(weight_table)  # query is not read as a weight
         self.tiles = tiles_for(query.dtype, self.size, weight=weight_table is not None)
-        self.flags = {
+        self.shape = {
             "SIZE": self.size,
             "BLOCK_D": max(16, 1 << (self.size - 1).bit_length()),
-            "HAS_BIAS": bias_table is not None,
-            "HAS_WEIGHT": weight_table is not None,
-            "HAS_WINDOW": window is not None,
             "MARGIN": self.kernels.MARGIN,
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "HAS_WEIGHT": weight_table is not None,
         }
+        self.flags = {**self.shape, "HAS_TABLE": has_table, "HAS_WINDOW": window is not None}
+        self.inputs = (query, key, value, self.bias, self.weight)
+        self.table_stride = self.bias.stride(0) if has_table else 0
 
-    def _margined(self, table: Tensor | None, factor: float) -> Tensor | None:
-        if table is None:
-            return None
+    def _margined(self, table: Tensor, factor: float = 1.0, beyond: float = 0.0) -> Tensor:
+        """`[..., >= reach]`, times a factor, between margins."""
         margin = self.kernels.MARGIN
-        return F.pad(table[:, : self.reach].detach().float() * factor, (margin, margin))
-
-    def _inputs(self) -> tuple[Tensor, ...]:
-        """query, key, value, bias, weight; where there is no table, something that is not read stands for it."""
-        none = self.query
-        bias, weight = (none if table is None else table for table in (self.bias, self.weight))
-        return self.query, self.key, self.value, bias, weight
-
-    @property
-    def _table_stride(self) -> int:
-        return self.reach + 2 * self.kernels.MARGIN
+        return F.pad(table[..., : self.reach].detach().float() * factor, (margin, margin), value=beyond)
 
     def _launch(self, kernel, grid: tuple[int, ...], *arguments, warps: int, stages: int, **constants) -> None:
         device = self.query.device
@@ -217,92 +262,110 @@ class _Call:
         self._launch(
             self.kernels.forward_kernel,
             (-(-self.s // tile.queries), self.batch * self.heads),
-            *self._inputs(),
-            context,
-            log_sum,
+            *(*self.inputs, context, log_sum),
             *self._strides(self.query, self.key, self.value, context),
-            *(self._table_stride, self.heads, self.s, self.t, self.scale * LOG2_E, self.reach),
+            *(self.table_stride, self.heads, self.s, self.t, self.scale * LOG2_E, self.reach),
             **self.flags,
             **_blocks(tile),
         )
         return context, log_sum
 
-    def row_products(self, context: Tensor, upstream: Tensor) -> Tensor:
-        products = self.query.new_empty(self.batch, self.heads, self.s, dtype=torch.float32)
-        rows = 64
+    def row_pairs(self, context: Tensor, upstream: Tensor, log_sum: Tensor) -> Tensor:
+        """`[b, h, rows, 2]`; see `rows_kernel`."""
+        tiles = -(-self.s // ROWS)
+        pairs = self.query.new_empty(self.batch, self.heads, tiles * ROWS, 2, dtype=torch.float32)
         self._launch(
-            self.kernels.row_products_kernel,
-            (-(-self.s // rows), self.batch * self.heads),
-            *(context, upstream, products, *self._strides(context, upstream), self.heads, self.s),
+            self.kernels.rows_kernel,
+            (tiles, self.batch * self.heads),
+            *(context, upstream, log_sum, pairs, *self._strides(context, upstream), self.heads, self.s),
             SIZE=self.size,
-            BLOCK_M=rows,
-            BLOCK_D=self.flags["BLOCK_D"],
+            BLOCK_M=ROWS,
+            BLOCK_D=self.shape["BLOCK_D"],
             warps=4,
             stages=1,
         )
-        return products
+        return pairs
 
-    def query_gradient(self, upstream: Tensor, log_sum: Tensor, row_products: Tensor) -> Tensor:
+    def query_gradient(
+        self, upstream: Tensor, pairs: Tensor, of_bias: Tensor | None, of_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The query's gradient, and those of the coefficients `[h, p]` whose directions `[h, p, length]` are given."""
         tile = self.tiles.query
+        tiles = -(-self.s // tile.queries)
+        counts = [0 if directions is None else directions.shape[1] for directions in (of_bias, of_weight)]
+        sums = self.query.new_empty(sum(counts), self.batch, self.heads, tiles, dtype=torch.float32)
+        directions = self.bias  # not read, where there are none
+        if sum(counts):
+            both = torch.cat([each.detach() for each in (of_bias, of_weight) if each is not None], dim=1)
+            directions = self._margined(both.transpose(0, 1)).contiguous()
         gradient = torch.empty_like(self.query)
         self._launch(
             self.kernels.query_kernel,
-            (-(-self.s // tile.queries), self.batch * self.heads),
-            *self._inputs(),
-            *(upstream, log_sum, row_products, gradient),
+            (tiles, self.batch * self.heads),
+            *(*self.inputs, upstream, pairs, directions, gradient, sums),
             *self._strides(self.query, self.key, self.value, upstream, gradient),
-            *(self._table_stride, self.heads, self.s, self.t, self.scale, self.scale * LOG2_E, self.reach),
+            *(self.table_stride, pairs.stride(1), directions.stride(0), self.heads, self.s, self.t),
+            *(self.scale, self.scale * LOG2_E, self.reach),
+            OF_BIAS=counts[0],
+            OF_WEIGHT=counts[1],
             **self.flags,
             **_blocks(tile),
         )
-        return gradient
+        bias, weight = sums.sum(dim=(1, 3)).T.split(counts, dim=1)
+        return (
+            gradient,
+            None if of_bias is None else bias.to(of_bias.dtype),
+            None if of_weight is None else (weight * self.scale).to(of_weight.dtype),
+        )
 
-    def key_value_gradients(self, upstream: Tensor, log_sum: Tensor, row_products: Tensor) -> tuple[Tensor, Tensor]:
+    def key_value_gradients(self, upstream: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
         tile = self.tiles.key_value
         gradients = torch.empty_like(self.key), torch.empty_like(self.value)
         self._launch(
             self.kernels.key_value_kernel,
             (-(-self.t // tile.keys), self.batch * self.heads),
-            *self._inputs(),
-            *(upstream, log_sum, row_products, *gradients),
+            *(*self.inputs, upstream, pairs, *gradients),
             *self._strides(self.query, self.key, self.value, upstream, *gradients),
-            *(self._table_stride, self.heads, self.s, self.t, self.scale, self.scale * LOG2_E, self.reach),
+            *(self.table_stride, pairs.stride(1), self.heads, self.s, self.t),
+            *(self.scale, self.scale * LOG2_E, self.reach),
             **self.flags,
             **_blocks(tile),
         )
         return gradients
 
     def table_gradients(
-        self, upstream: Tensor, log_sum: Tensor, row_products: Tensor, of_bias: bool, of_weight: bool
+        self, upstream: Tensor, pairs: Tensor, of_bias: bool, of_weight: bool, dense: int | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Each as its table, zero beyond the reach."""
+        """Each as its table, for distances below `dense`, zero beyond and beyond the reach."""
         tile = self.tiles.tables
         side = tile.queries
+        reach = self.reach if dense is None else min(self.reach, dense)
         # Block distances with a pair in sight, and parts of each: enough programs, and no more.
-        count = 1 + min((self.t - self.s + -(-self.s // side) * side - 1) // side, (self.reach + side - 2) // side)
-        pairs = self.batch * -(-self.s // side)
-        parts = max(1, min(pairs, ENOUGH_PROGRAMS // (count * self.heads)))
+        count = 1 + min((self.t - self.s + -(-self.s // side) * side - 1) // side, (reach + side - 2) // side)
+        tiles = self.batch * -(-self.s // side)
+        parts = max(1, min(tiles, ENOUGH_PROGRAMS // (count * self.heads)))
         together = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
         tables = [
             table if wanted else None for table, wanted in ((self.bias_table, of_bias), (self.weight_table, of_weight))
         ]
         gradients = [None if table is None else table.new_zeros(table.shape, dtype=torch.float32) for table in tables]
         workspaces = [
-            self.query.new_empty((together, parts, count, side, side) if exists else (1,), dtype=torch.float32)
-            for exists in (self.bias is not None, self.weight is not None)
+            self.query.new_empty((together, parts, count, side, side) if wanted else (1,), dtype=torch.float32)
+            for wanted in (of_bias, of_weight)
         ]
-        flags = {**self.flags, "BLOCK": side}
         for head in range(0, self.heads, together):
             heads = min(together, self.heads - head)
             self._launch(
                 self.kernels.sum_tiles_kernel,
                 (count, parts, heads),
-                *self._inputs(),
-                *(upstream, log_sum, row_products, *workspaces),
+                *(*self.inputs, upstream, pairs, *workspaces),
                 *self._strides(self.query, self.key, self.value, upstream),
-                *(self._table_stride, head, self.batch, self.heads, self.s, self.t),
-                *(self.scale, self.scale * LOG2_E, self.reach),
-                **flags,
+                *(self.table_stride, pairs.stride(1), head, self.batch, self.heads, self.s, self.t),
+                *(self.scale, self.scale * LOG2_E),
+                **self.shape,
+                OF_BIAS=of_bias,
+                OF_WEIGHT=of_weight,
+                BLOCK=side,
                 warps=tile.warps,
                 stages=tile.stages,
             )
@@ -313,7 +376,7 @@ class _Call:
                 self._launch(
                     self.kernels.sum_diagonals_kernel,
                     (count, side // columns, heads),
-                    *(workspace, gradient[head:], gradient.stride(0), parts, self.reach),
+                    *(workspace, gradient[head:], gradient.stride(0), parts, reach),
                     BLOCK=side,
                     COLUMNS=columns,
                     warps=4,

@@ -28,6 +28,7 @@ class Backend:
     run: Callable[..., Tensor]
     weight: bool = True
     adapt: bool = False
+    differentials: bool = False
 
 
 BACKENDS: dict[str, Backend] = {
@@ -35,7 +36,7 @@ BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(sdpa_attention, weight=False),
     "chunked": Backend(chunked_attention, adapt=True),
     "flex": Backend(flex_attention),
-    "fused": Backend(fused_attention),
+    "fused": Backend(fused_attention, differentials=True),
 }
 
 
@@ -106,6 +107,13 @@ class Attention:
             return f"{plain} (auto: the fastest on {device.type} for this method)"
         return f"{plain}, and {other} for windows and for fewer queries than keys (auto: the fastest of each)"
 
+    def takes_differentials(self, query: Tensor) -> bool:
+        """Whether, for queries `[b, h, s, d]` without dropout, the backend gains by the tables' differentials."""
+        backend = self.backend
+        if backend == "auto":
+            backend = "fused" if _fused_serves(query, 0.0) else "chunked"
+        return torch.is_grad_enabled() and BACKENDS[backend].differentials
+
     def __call__(
         self,
         query: Tensor,
@@ -155,6 +163,8 @@ def attend(
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
+    bias_differential=None,
+    weight_differential=None,
 ) -> Tensor:
     """softmax(weight * q.k * scale + bias) v, causal: `[b, h, s, d]` of query and `[b, h, t, d]` of key and value.
 
@@ -163,10 +173,13 @@ def attend(
     of the block before (see `Span`). Tables are over distance, float32 `[h, >= Span.reach(t)]`, and get their exact
     gradients. `scale` is 1 / sqrt(d) unless given; `dropout_p` drops probabilities. A method that makes the final
     scores gives its `adapt` instead of these tables, and what its `table` has for the distances below Span.reach(t).
+    A differential (see `differentials`) is another way to the same gradients: a backend that takes it leaves the
+    table's own to the distances for which it does not hold.
 
     Raises ValueError for shapes that do not fit and NotImplementedError for a backend that cannot serve.
     """
     span = Span(window, block)
+    differentials = {"bias_differential": bias_differential, "weight_differential": weight_differential}
     _check_shapes(query, key, value, bias_table, weight_table, span, dropout_p)
     check_backend(backend, bias=bias_table is not None, weight=weight_table is not None, adapt=adapt is not None)
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -192,14 +205,13 @@ def attend(
             dropout_p=dropout_p,
             scale=scale,
             backend=backend,
+            **differentials,
         )
         return blockwise(causal, query, key, value, block)
     if backend == "auto":
         tables = bias_table is not None or weight_table is not None
         plain = window is None and query.shape[2] == key.shape[2]
-        # On a CPU it is for tests alone; a query alone would leave all but one row of a tile idle.
-        fused = query.device.type == "cuda" and query.shape[2] > 1
-        fused = fused and refusal(query.device, query.dtype, query.shape[3], dropout_p) is None
+        fused = _fused_serves(query, dropout_p)
         backend = fastest_backend(query.device, tables=tables, plain=plain, fused=fused)
     with no_autocast(query.device):
         return BACKENDS[backend].run(
@@ -211,7 +223,15 @@ def attend(
             window=window,
             dropout_p=dropout_p,
             scale=scale,
+            **(differentials if BACKENDS[backend].differentials else {}),
         )
+
+
+def _fused_serves(query: Tensor, dropout_p: float) -> bool:
+    """On a CPU it is for tests alone; a query alone would leave all but one row of a tile idle."""
+    if query.device.type != "cuda" or query.shape[2] == 1:
+        return False
+    return refusal(query.device, query.dtype, query.shape[3], dropout_p) is None
 
 
 def _check_shapes(

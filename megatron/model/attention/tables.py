@@ -30,6 +30,27 @@ def tables(
     return tuple(_nearest_bfloat16(table) if rounded and table is not None else table for table in found)
 
 
+def differentials(method, length: int, device: torch.device | None = None):
+    """(bias, weight) as `Differential`s of a positional method at distances 0 ... length-1; None where it has none.
+
+    Attention that takes them (see `attend`) adds up the gradients of a few numbers per head instead of the table's.
+    """
+    distance = torch.arange(length, dtype=torch.float32, device=device)
+    return tuple(
+        getattr(method, f"{name}_differential")(distance) if exists and _has_differential(type(method), name) else None
+        for name, exists in (("bias", method.has_bias), ("weight", method.has_weight))
+    )
+
+
+def _has_differential(cls: type, name: str) -> bool:
+    """Not where a subclass changes the bias or weight of a class that has one, and not the differential."""
+    owner, of_table = (
+        next(index for index, base in enumerate(cls.__mro__) if hook in vars(base))
+        for hook in (f"{name}_differential", name)
+    )
+    return owner <= of_table
+
+
 def adapt_table(method, length: int, device: torch.device | None = None) -> Tensor | None:
     """What the method's `adapt` needs at distances 0 ... length-1, `[..., length]`; None where it needs nothing."""
     return method.table(torch.arange(length, dtype=torch.float32, device=device))

@@ -23,6 +23,24 @@ class ModelShape:
     max_positions: int
 
 
+@dataclass(frozen=True)
+class Differential:
+    """How a table over distance changes with a few numbers per head, for attention that adds up their gradients itself.
+
+    For distances from `dense` on the table changes by sum_p directions[:, p] * change of coefficients[:, p]; for the
+    nearer ones as the table's own gradient has it.
+
+    Attributes:
+        coefficients: float32 `[h, p]`; autograd carries their gradient to the parameters.
+        directions: float32 `[h, p, *distance.shape]`, the table's derivatives where it stands, without gradient.
+        dense: the distance from which on they hold.
+    """
+
+    coefficients: Tensor
+    directions: Tensor
+    dense: int = 0
+
+
 class PositionsExceeded(ValueError):
     """A position beyond those that the method can represent (a learned table's end)."""
 
@@ -130,6 +148,16 @@ class PositionalMethod(nn.Module):
 
     # `bias` and `weight` are not defined here: checkpoints call T5's table `weight`, and a module cannot hold a
     # parameter under the name of a method.
+
+    def bias_differential(self, distance: Tensor) -> Differential | None:
+        """The bias by its numbers per head, at the float32 distances `[n]`, for those methods whose bias depends on few
+        of these: the fused kernels then train it faster. None, which is always right, leaves it to the bias's gradient.
+        """
+        return None
+
+    def weight_differential(self, distance: Tensor) -> Differential | None:
+        """As `bias_differential`, of the weight."""
+        return None
 
     def table(self, distance: Tensor) -> Tensor | None:
         """For `adapt`: values at each of the float32 distances `[n]`, any shape that ends in n; None: it needs none."""

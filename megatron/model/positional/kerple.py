@@ -17,12 +17,13 @@ adds it before. Parameter names, shapes and initial distributions are those of t
 the method.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron.model.positional.base import PositionalMethod, bounded, draw
+from megatron.model.positional.base import Differential, PositionalMethod, bounded, draw
 from megatron.model.positional.kernels import HIGHEST_EXPONENT, KERNELS, LOWEST, Scalar, Term, parse_sum
 from megatron.model.positional.registry import register
 
@@ -78,13 +79,20 @@ class Kerple(PositionalMethod):
 
     def bias(self, distance: Tensor) -> Tensor:
         """The sum of the terms; zero where there is none."""
-        return self._sum(self.bias_terms, distance)
+        return self._sum(self.bias_terms, distance, self.scalar)
 
     def weight(self, distance: Tensor) -> Tensor:
         """The exponential of the sum of the terms; one where there is none."""
-        return torch.exp(self._sum(self.weight_terms, distance))
+        return torch.exp(self._sum(self.weight_terms, distance, self.scalar))
 
-    def _sum(self, terms: dict[str, Term], distance: Tensor) -> Tensor:
+    def bias_differential(self, distance: Tensor) -> Differential | None:
+        return self._differential(self.bias_terms, distance, lambda total: total)
+
+    def weight_differential(self, distance: Tensor) -> Differential | None:
+        return self._differential(self.weight_terms, distance, torch.exp)
+
+    def _sum(self, terms: dict[str, Term], distance: Tensor, scalar: Callable[[str], Tensor]) -> Tensor:
+        """`scalar` gives the values `[h]` of a name."""
         distance = distance.float()
         if not terms:
             heads = max((len(parameter) for parameter in self.parameters()), default=1)
@@ -92,10 +100,29 @@ class Kerple(PositionalMethod):
         total: Tensor | None = None
         for prefix, (name, factor) in terms.items():
             kernel = KERNELS[name]
-            value = kernel.value(distance, *(self.scalar(prefix + each, distance.dim()) for each in kernel.scalars))
+            values = (scalar(prefix + each).reshape(-1, *[1] * distance.dim()) for each in kernel.scalars)
+            value = kernel.value(distance, *values)
             value = value if factor == 1.0 else factor * value
             total = value if total is None else total + value
         return total
+
+    def _differential(
+        self, terms: dict[str, Term], distance: Tensor, outer: Callable[[Tensor], Tensor]
+    ) -> Differential | None:
+        names = [prefix + each for prefix, term in terms.items() for each in KERNELS[term.kernel].scalars]
+        if not names:
+            return None
+        coefficients = torch.stack([self.scalar(name) for name in names], dim=1)
+
+        def table(values: Tensor) -> Tensor:
+            of = dict(zip(names, values.unbind(1), strict=True))
+            return outer(self._sum(terms, distance, of.__getitem__))
+
+        held = coefficients.detach()
+        each = torch.eye(len(names), dtype=held.dtype, device=held.device)
+        # A head's row of the table depends on that head's scalars alone, so one derivative along all heads' is enough.
+        directions = [torch.func.jvp(table, (held,), (one.expand_as(held),))[1] for one in each]
+        return Differential(coefficients, torch.stack(directions, dim=1))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for name, scalar in self.scalars.items():
@@ -103,12 +130,12 @@ class Kerple(PositionalMethod):
             draw(getattr(self, name), "uniform", 0.0, below, generator)
 
     def statistics(self) -> dict[str, Tensor]:
-        return {name: self.scalar(name).detach().flatten() for name in self.scalars}
+        return {name: self.scalar(name).detach() for name in self.scalars}
 
-    def scalar(self, name: str, dims: int = 0) -> Tensor:
-        """A parameter as used: float32, within its bounds, `[h]` followed by `dims` dimensions of size 1."""
+    def scalar(self, name: str) -> Tensor:
+        """A parameter as used: float32, within its bounds, `[h]`."""
         high = self.highest_exponent if self.scalars[name].exponent else None
-        return bounded(getattr(self, name), LOWEST, high).reshape(-1, *[1] * dims)
+        return bounded(getattr(self, name), LOWEST, high).flatten()
 
 
 @register("kerple_log")

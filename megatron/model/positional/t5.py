@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.positional.base import PositionalMethod, draw
+from megatron.model.positional.base import Differential, PositionalMethod, draw
 from megatron.model.positional.registry import register
 
 
@@ -45,10 +45,10 @@ class T5(PositionalMethod):
             )
         self.scale = math.sqrt(head_size)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+        starts = bucket_starts(num_buckets, max_distance)
+        self.last_start = starts[-1]
         # Whole numbers: casting the model leaves them as they are.
-        self.register_buffer(
-            "later_starts", torch.tensor(bucket_starts(num_buckets, max_distance)[1:]), persistent=False
-        )
+        self.register_buffer("later_starts", torch.tensor(starts[1:]), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -62,6 +62,12 @@ class T5(PositionalMethod):
     def bias(self, distance: Tensor) -> Tensor:
         table = F.embedding(self.buckets(distance), self.weight.float())
         return self.scale * table.movedim(-1, 0)
+
+    def bias_differential(self, distance: Tensor) -> Differential:
+        """The last bucket, which holds all but the nearest distances, is one number per head."""
+        coefficients = self.scale * self.weight[-1].float()
+        beyond = (distance >= self.last_start).float()
+        return Differential(coefficients[:, None], beyond.expand(len(coefficients), 1, -1), dense=self.last_start)
 
     def statistics(self) -> dict[str, Tensor]:
         used = self.scale * self.weight.detach().float()

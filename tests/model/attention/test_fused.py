@@ -6,9 +6,10 @@ The interpreter takes bfloat16 for whole numbers in matrix products, so half pre
 import pytest
 import torch
 
-from megatron.model.attention import attend, fused, tables
+from megatron.model.attention import attend, differentials, fused, tables
 from megatron.model.attention.fused import Tile, Tiles, tiles_for
 from megatron.model.positional import ModelShape, build, primary_names
+from megatron.model.positional.base import Differential
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,18 +74,67 @@ def test_values_and_gradients(bias, weight, window):
 
 @pytest.mark.parametrize("method", TABLE_METHODS)
 def test_every_method_of_the_distance(method):
-    """Through to the method's own parameters."""
-    arguments = case(1, 2, 40, 40, 16, bias=False, weight=False)
+    """Through to the method's own parameters: by the tables' gradients, and by differentials where there are some."""
+    # T5's last bucket begins at distance 113.
+    length, window = (150, 140) if method == "rpe" else (40, 30)
+    arguments = case(1, 2, length, length, 16, bias=False, weight=False, window=window)
     torch.manual_seed(0)
     positional = build(method, SHAPE).to(DEVICE)
-    found, expected = [], []
-    for backend, gradients in (("fused", found), ("reference", expected)):
-        arguments["bias_table"], arguments["weight_table"] = tables(positional, 40)
+    with_differentials = dict(
+        zip(("bias_differential", "weight_differential"), differentials(positional, window, DEVICE), strict=True)
+    )
+    ways = [("reference", {}), ("fused", {})]
+    if any(with_differentials.values()):
+        ways.append(("fused", with_differentials))
+    gradients = []
+    for backend, extra in ways:
+        arguments["bias_table"], arguments["weight_table"] = tables(positional, window)
         positional.zero_grad()
-        attend(backend=backend, **arguments).square().sum().backward()
-        gradients.extend(parameter.grad for parameter in positional.parameters())
-    for mine, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-5)
+        attend(backend=backend, **arguments, **extra).square().sum().backward()
+        gradients.append([parameter.grad for parameter in positional.parameters()])
+    for found in gradients[1:]:
+        for mine, wanted in zip(found, gradients[0], strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("of_bias", "of_weight", "window"), [(1, 0, None), (0, 2, 30), (2, 2, None), (3, 1, 50)])
+def test_gradients_along_directions(of_bias, of_weight, window):
+    """Of numbers on which tables depend as given: of one, of several, of bias and weight together."""
+    heads, length = 2, 70
+    arguments = case(2, heads, length, length, 16, bias=of_bias > 0, weight=of_weight > 0, window=window)
+    reach = length if window is None else window
+    generator = torch.Generator().manual_seed(1)
+    gradients = []
+    directions = {
+        "bias": torch.randn(heads, of_bias, reach, generator=generator).to(DEVICE),
+        "weight": torch.randn(heads, of_weight, reach, generator=generator).to(DEVICE),
+    }
+    for backend in ("fused", "fused", "reference"):
+        numbers = {
+            name: torch.ones(each.shape[:2], device=DEVICE).requires_grad_() for name, each in directions.items()
+        }
+        changed = dict(arguments)
+        for name, each in directions.items():
+            if each.shape[1]:
+                changes = (numbers[name] - 1)[:, :, None] * each
+                changed[f"{name}_table"] = arguments[f"{name}_table"].detach() + changes.sum(1)
+                changed[f"{name}_differential"] = Differential(numbers[name], each)
+        result = attend(backend=backend, **changed)
+        leaves = [arguments["query"], *(one for name, one in numbers.items() if directions[name].shape[1])]
+        upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(9)).to(result)
+        gradients.append(torch.autograd.grad(result, leaves, upstream))
+    for mine, again, wanted in zip(*gradients, strict=True):
+        assert torch.equal(mine, again)
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_more_directions_than_it_adds_up_are_left_to_the_table():
+    arguments = case(1, 2, 40, 40, 16, weight=False)
+    numbers, directions = torch.ones(2, 5, device=DEVICE).requires_grad_(), torch.zeros(2, 5, 40, device=DEVICE)
+    result = attend(backend="fused", **arguments, bias_differential=Differential(numbers, directions))
+    (found,) = torch.autograd.grad(result.square().sum(), arguments["bias_table"], retain_graph=True)
+    assert found.abs().max() > 1e-3
+    assert torch.autograd.grad(result.sum(), numbers, allow_unused=True) == (None,)
 
 
 @pytest.mark.parametrize(

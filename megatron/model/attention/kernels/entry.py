@@ -2,8 +2,9 @@
 
 import triton
 
-from megatron.model.attention.kernels.backward import key_value_kernel, query_kernel, row_products_kernel
+from megatron.model.attention.kernels.backward import key_value_kernel, query_kernel
 from megatron.model.attention.kernels.forward import forward_kernel
+from megatron.model.attention.kernels.rows import rows_kernel
 from megatron.model.attention.kernels.table_gradient import sum_diagonals_kernel, sum_tiles_kernel
 from megatron.model.attention.kernels.tiles import MARGIN
 
@@ -16,7 +17,7 @@ __all__ = [
     "forward_kernel",
     "key_value_kernel",
     "query_kernel",
-    "row_products_kernel",
+    "rows_kernel",
     "sum_diagonals_kernel",
     "sum_tiles_kernel",
 ]

@@ -10,39 +10,11 @@ from megatron.model.attention.kernels.tiles import key_ranges, load_rows, store_
 
 
 @triton.jit
-def _take_keys(
-    context, total, highest, query, key, value, bias, weight,
-    key_stride, value_stride, begin, end, first, offset, t, scale_log2, window,
-    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Keys begin ... end-1 into the running softmax of a tile of queries."""
-    for start in range(begin, end, BLOCK_N):
-        keys = load_rows(key, start, key_stride, t, SIZE, BLOCK_N, BLOCK_D, MASKED)
-        products = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
-        scores, _ = tile_scores(
-            products, offset + first - start, bias, weight, scale_log2, window,
-            HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, MASKED, BLOCK_M, BLOCK_N, False,
-        )  # fmt: skip
-        raised = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen no key yet, at a window's far edge, has no highest score to subtract.
-        reference = tl.where(raised == float("-inf"), 0.0, raised) if MASKED else raised
-        factor = tl.exp2(highest - reference)
-        probabilities = tl.exp2(scores - reference[:, None])
-        total = total * factor + tl.sum(probabilities, 1)
-        context = context * factor[:, None]
-        values = load_rows(value, start, value_stride, t, SIZE, BLOCK_N, BLOCK_D, MASKED)
-        context = tl.dot(probabilities.to(values.dtype), values, context, input_precision=PRECISION)
-        highest = raised
-    return context, total, highest
-
-
-@triton.jit
 def forward_kernel(
     query, key, value, bias, weight, context, log_sum,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, context_b, context_h, context_s,
     table_h, heads, s, t, scale_log2, window,
-    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """context `[b, h, s, d]`, and log_sum `[b, h, s]`: the softmax's denominator as a logarithm to base 2."""
@@ -59,27 +31,31 @@ def forward_kernel(
     weight += head * table_h + MARGIN
     offset = t - s
 
-    queries = load_rows(query, first, query_s, s, SIZE, BLOCK_M, BLOCK_D, True)
+    queries = load_rows(query, first, query_s, s, SIZE, BLOCK_M, BLOCK_D)
     gathered = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     begin, full, part, end = key_ranges(first, offset, t, window, HAS_WINDOW, BLOCK_M, BLOCK_N)
-    if HAS_WINDOW:
-        gathered, total, highest = _take_keys(
-            gathered, total, highest, queries, key, value, bias, weight,
-            key_t, value_t, begin, full, first, offset, t, scale_log2, window,
-            SIZE, HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, True,
+    tl.assume(begin < end)
+    for start in range(begin, end, BLOCK_N):
+        keys = load_rows(key, start, key_t, t, SIZE, BLOCK_N, BLOCK_D)
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores, _ = tile_scores(
+            products, offset + first - start, (start < full) | (start >= part), bias, weight, scale_log2,
+            HAS_TABLE, HAS_WEIGHT, BLOCK_M, BLOCK_N, False,
         )  # fmt: skip
-    gathered, total, highest = _take_keys(
-        gathered, total, highest, queries, key, value, bias, weight,
-        key_t, value_t, full, part, first, offset, t, scale_log2, window,
-        SIZE, HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, False,
-    )  # fmt: skip
-    gathered, total, highest = _take_keys(
-        gathered, total, highest, queries, key, value, bias, weight,
-        key_t, value_t, part, end, first, offset, t, scale_log2, window,
-        SIZE, HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, True,
-    )  # fmt: skip
+        raised = tl.maximum(highest, tl.max(scores, 1))
+        # A row that has seen no key yet, at a window's far edge, has no highest score to subtract.
+        reference = tl.where(raised == float("-inf"), 0.0, raised)
+        factor = tl.exp2(highest - reference)
+        probabilities = tl.exp2(scores - reference[:, None])
+        total = total * factor + tl.sum(probabilities, 1)
+        gathered = gathered * factor[:, None]
+        values = load_rows(value, start, value_t, t, SIZE, BLOCK_N, BLOCK_D)
+        gathered = tl.dot(probabilities.to(values.dtype), values, gathered, input_precision=PRECISION)
+        highest = raised
+    # Rows of no query may have seen nothing.
+    total = tl.where(total == 0.0, 1.0, total)
     store_rows(context, first, context_s, s, gathered / total[:, None], SIZE, BLOCK_M, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_M)
     tl.store(log_sum + rows, highest + tl.log2(total), mask=rows < s)

@@ -10,15 +10,15 @@ Legend: h heads, s query length, t key length, d head size; k block distances, p
 import triton
 import triton.language as tl
 
-from megatron.model.attention.kernels.tiles import load_rows, tile_scores
+from megatron.model.attention.kernels.tiles import load_pairs, load_rows, tile_scores
 
 
 @triton.jit
 def sum_tiles_kernel(
-    query, key, value, bias, weight, upstream, log_sum, row_products, bias_tiles, weight_tiles,
+    query, key, value, bias, weight, upstream, pairs, bias_tiles, weight_tiles,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, upstream_b, upstream_h, upstream_s,
-    table_h, first_head, batch, heads, s, t, scale, scale_log2, window,
-    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    table_h, pairs_h, first_head, batch, heads, s, t, scale, scale_log2,
+    SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, OF_WEIGHT: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles `[h, p, k, BLOCK, BLOCK]` of the gradients of scores (bias), and of these times q.k (weight), summed over
@@ -40,42 +40,35 @@ def sum_tiles_kernel(
     tiles = tl.maximum(each, 0) * batch
     share = (tiles + tl.num_programs(1) - 1) // tl.num_programs(1)
     row = tl.arange(0, BLOCK)
-    distance = apart * BLOCK + row[:, None] - row[None, :]
-    seen = distance >= 0
-    if HAS_WINDOW:
-        seen = seen & (distance < window)
     scores_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
     products_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
     for index in range(part * share, tl.minimum((part + 1) * share, tiles)):
         sample = (index // each).to(tl.int64)
         first = (lowest + index % each) * BLOCK
         first_key = offset + first - apart * BLOCK
-        rows = first + row
-        lines = (sample * heads + head) * s + rows
-        denominator = tl.load(log_sum + lines, mask=rows < s, other=float("inf"))
-        expected = tl.load(row_products + lines, mask=rows < s, other=0.0)
-        queries = load_rows(query + sample * query_b, first, query_s, s, SIZE, BLOCK, BLOCK_D, True)
-        keys = load_rows(key + sample * key_b, first_key, key_t, t, SIZE, BLOCK, BLOCK_D, True)
+        denominator, expected = load_pairs(pairs + (sample * heads + head) * pairs_h, first, BLOCK)
+        queries = load_rows(query + sample * query_b, first, query_s, s, SIZE, BLOCK, BLOCK_D)
+        keys = load_rows(key + sample * key_b, first_key, key_t, t, SIZE, BLOCK, BLOCK_D)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores, _ = tile_scores(
-            products, apart * BLOCK, bias, weight, scale_log2, window,
-            HAS_BIAS, HAS_WEIGHT, HAS_WINDOW, False, BLOCK, BLOCK, False,
-        )  # fmt: skip
-        there = seen & (first_key + row >= 0)[None, :]
-        probabilities = tl.exp2(tl.where(there, scores, float("-inf")) - denominator[:, None])
-        upstreams = load_rows(upstream + sample * upstream_b, first, upstream_s, s, SIZE, BLOCK, BLOCK_D, True)
-        values = load_rows(value + sample * value_b, first_key, value_t, t, SIZE, BLOCK, BLOCK_D, True)
+            products, apart * BLOCK, True, bias, weight, scale_log2, True, HAS_WEIGHT, BLOCK, BLOCK, False
+        )
+        # The table does not hide keys before the first one.
+        scores = tl.where((first_key + row >= 0)[None, :], scores, float("-inf"))
+        probabilities = tl.exp2(scores - denominator[:, None])
+        upstreams = load_rows(upstream + sample * upstream_b, first, upstream_s, s, SIZE, BLOCK, BLOCK_D)
+        values = load_rows(value + sample * value_b, first_key, value_t, t, SIZE, BLOCK, BLOCK_D)
         gradient = tl.dot(upstreams, tl.trans(values), input_precision=PRECISION)
         gradient = probabilities * (gradient - expected[:, None])
-        if HAS_BIAS:
+        if OF_BIAS:
             scores_sum += gradient
-        if HAS_WEIGHT:
+        if OF_WEIGHT:
             products_sum += gradient * products
     place = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + part) * tl.num_programs(0) + apart
     tile = place * BLOCK * BLOCK + row[:, None] * BLOCK + row[None, :]
-    if HAS_BIAS:
+    if OF_BIAS:
         tl.store(bias_tiles + tile, scores_sum)
-    if HAS_WEIGHT:
+    if OF_WEIGHT:
         tl.store(weight_tiles + tile, products_sum * scale)
 
 
