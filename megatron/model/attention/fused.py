@@ -75,7 +75,8 @@ class Tiles:
 def tiles_for(dtype: torch.dtype, size: int, *, weight: bool) -> Tiles:
     """Tile sizes for states of a dtype and head size: they depend on nothing else, so that sums keep their order."""
     if dtype == torch.float32:
-        return Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+        square = Tile(32, 32, 4 if size <= 64 else 8, 1)
+        return Tiles(Tile(64, 32, 8, 1) if size <= 64 else square, square, square, square)
     if size <= 64:
         warps = 8 if weight else 4
         return Tiles(Tile(128, 64, warps, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
