@@ -20,6 +20,7 @@ from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
 from megatron.training import metrics
+from megatron.training.bf16 import DeviceOnlyBF16Optimizer
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import build_optimizer, set_learning_rate
 
@@ -134,6 +135,8 @@ class Engine:
         if self.zero_stage == 0 and not self.config.optimizer.gradient_clipping:
             # No clipping, but the norm is logged all the same.
             settings["gradient_clipping"] = float("inf")
+        # DeepSpeed's clock would wait for the device before and after every micro-batch; the log has one that does not.
+        settings.setdefault("timers", {"throughput": {"enabled": False}})
         if self.is_pipeline:
             settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         optimizer = build_optimizer(self.config, self.model, report)
@@ -141,7 +144,7 @@ class Engine:
             mpu, kind = self.model.mpu(), StageEngine
         else:
             mpu, kind = self._tensor_parallel_grid(), SequenceEngine
-        return kind(
+        engine = kind(
             args=None,
             model=self.model,
             optimizer=optimizer,
@@ -150,6 +153,9 @@ class Engine:
             config_class=DeepSpeedConfig(settings, mpu),
             dist_init_required=False,
         )
+        if DeviceOnlyBF16Optimizer.serves(engine.optimizer):
+            engine.optimizer.__class__ = DeviceOnlyBF16Optimizer
+        return engine
 
     def _topology(self) -> PipeModelDataParallelTopology:
         layout = self.layout
