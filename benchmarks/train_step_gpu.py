@@ -4,9 +4,10 @@
 
 162M parameters (12 layers, hidden 768, 12 heads, vocabulary 50,304), length 512, micro-batch 32, bfloat16 weights with
 float32 masters, gradient clipping at 1.0, fused AdamW; a plain loop, which needs PyTorch and Triton alone. Every method
-by the backend that `auto` takes, two of them with attention materialised as the original does it, and a plain GPT of
-the same size without positions. MFU counts 6 x parameters outside the input embedding + 6 x layers x hidden x length
-per token, of the dense bf16 peak; recomputation is not counted.
+by the backend that `auto` takes; two of them with their blocks compiled (`torch-compile`), and with attention
+materialised as the original does it; and a plain GPT of the same size without positions. MFU counts 6 x parameters
+outside the input embedding + 6 x layers x hidden x length per token, of the dense bf16 peak; recomputation is not
+counted.
 """
 
 import sys
@@ -23,11 +24,12 @@ from benchmarks.materialised import materialised_attention
 from benchmarks.models import our_model
 from benchmarks.plain_decoder import PlainDecoder
 from megatron.model.attention import select
+from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
 from megatron.training.metrics import count_parameters, device_peak, flops_per_token
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
-MATERIALISED = ("kerple_log", "kerple_bias_wht")
+COMPILED = MATERIALISED = ("kerple_log", "kerple_bias_wht")
 
 
 def settings_of(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
@@ -91,10 +93,12 @@ def main() -> int:
         return 1
     select.BACKENDS["materialised"] = select.Backend(materialised_attention)
     cases = [("plain GPT", None), *((method, "auto") for method in METHODS)]
+    cases += [(method, "compiled") for method in COMPILED]
     cases += [(method, "materialised") for method in MATERIALISED]
     first: dict[str, float] = {}
     for name, backend in cases[: 3 if bench.dry else None]:
-        settings = settings_of("none" if backend is None else name, backend or "auto", bench.dry)
+        attention = "auto" if backend in (None, "compiled") else backend
+        settings = settings_of("none" if backend is None else name, attention, bench.dry)
         batch = 2 if bench.dry else 32
 
         def measured(settings=settings, name=name, backend=backend, batch=batch) -> dict[str, object]:
@@ -107,6 +111,8 @@ def main() -> int:
                 outside = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("embedding"))
             else:
                 model = our_model(settings).to(bench.device)
+                if backend == "compiled":
+                    compile_blocks(model, bench.device)
                 outside = count_parameters(model.layers(), settings)["outside_embedding"]
             seconds, _ = bench.measure(
                 training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous()), seconds=3

@@ -18,6 +18,7 @@ def check_groups(config: "Config") -> None:
     _check_positions(config)
     _check_parallel(config)
     _check_optimization(config)
+    _check_compilation(config)
     _check_extrapolation(config)
     _check_data(config)
     _check_runs(config)
@@ -128,23 +129,37 @@ def _check_optimization(config: "Config") -> None:
         raise UserError(f"min_lr {schedule.min_lr} is more than optimizer.params.lr {optimizer.lr}")
 
 
+def _check_compilation(config: "Config") -> None:
+    for key in _keys_that_split_the_model(config) if config.training.torch_compile else ():
+        raise UserError(
+            f"torch_compile with {key} is not supported: what moves weights and activations between ranks there cannot "
+            "be compiled; leave it out"
+        )
+
+
+def _keys_that_split_the_model(config: "Config") -> list[str]:
+    """The keys, with their values, that leave a rank without the whole model."""
+    parallel, stage = config.parallel, config.optimizer.zero_stage
+    keys = {
+        f"pipe_parallel_size {parallel.pipe_parallel_size}": parallel.pipe_parallel_size > 1,
+        f"model_parallel_size {parallel.model_parallel_size}": parallel.model_parallel_size > 1,
+        f"zero_optimization.stage {stage}": stage == 3,
+    }
+    return [key for key, splits in keys.items() if splits]
+
+
 def _check_extrapolation(config: "Config") -> None:
-    training, parallel = config.training, config.parallel
+    training = config.training
     lengths = training.extrapolation_lengths
     if lengths is None:
         if training.extrapolation_tokens is not None:
             raise UserError("extrapolation_tokens is set, but extrapolation_lengths is not")
         return
-    for unserved, key in (
-        (parallel.pipe_parallel_size > 1, f"pipe_parallel_size {parallel.pipe_parallel_size}"),
-        (parallel.model_parallel_size > 1, f"model_parallel_size {parallel.model_parallel_size}"),
-        (config.optimizer.zero_stage == 3, "zero_optimization.stage 3"),
-    ):
-        if unserved:
-            raise UserError(
-                f"extrapolation_lengths with {key} is not supported: long texts need the whole model on each rank; "
-                "leave it out, and evaluate the checkpoints with evaluate.py"
-            )
+    for key in _keys_that_split_the_model(config):
+        raise UserError(
+            f"extrapolation_lengths with {key} is not supported: long texts need the whole model on each rank; "
+            "leave it out, and evaluate the checkpoints with evaluate.py"
+        )
     common, budget = math.lcm(*lengths), training.extrapolation_budget
     if common > budget:
         raise UserError(

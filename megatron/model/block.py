@@ -54,9 +54,13 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, cache: LayerCache | None = None, span: Span = FULL) -> Tensor:
         """`[b, s, e] -> [b, s, e]`; with a cache the new tokens follow those it holds."""
-        batch, new, _ = hidden.shape
+        return self.dense(self.context(self.query_key_value(hidden), cache, span))
+
+    def context(self, qkv: Tensor, cache: LayerCache | None, span: Span) -> Tensor:
+        """What the heads make of the tokens' queries, keys and values, `[b, s, 3e]`: `[b, s, e]`."""
+        batch, new, _ = qkv.shape
         # Rows are grouped by head: each head's query, key and value stand together.
-        qkv = self.query_key_value(hidden).view(batch, new, -1, 3, self.head_size)
+        qkv = qkv.view(batch, new, -1, 3, self.head_size)
         query, key, value = (part.squeeze(3).transpose(1, 2) for part in qkv.split(1, dim=3))
         if self.rotates:
             held = cache.length if cache is not None else 0
@@ -80,7 +84,7 @@ class SelfAttention(nn.Module):
             block=span.block,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.dense(context.transpose(1, 2).reshape(batch, new, -1))
+        return context.transpose(1, 2).reshape(batch, new, -1)
 
     def _tables(self, length: int) -> tuple[Tensor | None, Tensor | None]:
         """Bias and weight over distance for this rank's heads, `[h, length]` float32, or None."""

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
-from megatron.config import Config
+from megatron.config import Config, UserError
 from megatron.model.block import SelfAttention
 from megatron.model.gpt import GPT, initialize, positional_methods
 from megatron.model.parallel import gather_vocabulary
@@ -103,6 +103,9 @@ class Engine:
         self.model.to(layout.device)
         if self.is_pipeline:
             self.model.synchronize_shared()
+        if config.training.torch_compile:
+            self._compile()
+            report("torch.compile: the blocks, in training; not attention")
         self.zero_stage = config.optimizer.zero_stage
         self.engine = self._build_engine(report)
 
@@ -117,6 +120,14 @@ class Engine:
             partition_method=self.config.parallel.pipe_partition_method,
             checkpoint_every=every,
         )
+
+    def _compile(self) -> None:
+        from megatron.model.compiled import compile_blocks  # which loads torch's compiler
+
+        try:
+            compile_blocks(self.model, self.layout.device)
+        except RuntimeError as error:
+            raise UserError(f"torch_compile: {error}; install them, or leave torch_compile out") from error
 
     def _build_engine(self, report: Callable[[str], None]) -> DeepSpeedEngine:
         settings = self.config.deepspeed_dict(self.layout.data_size)

@@ -38,6 +38,18 @@ from megatron.model.positional import registry
             {"zero_optimization": {"stage": 3}, "model-parallel-size": 2},
             "zero_optimization.stage 3 with model_parallel_size 2 is not supported",
         ),
+        (
+            {"torch-compile": True, "pipe-parallel-size": 2},
+            "torch_compile with pipe_parallel_size 2 is not supported",
+        ),
+        (
+            {"torch-compile": True, "model-parallel-size": 2},
+            "torch_compile with model_parallel_size 2 is not supported",
+        ),
+        (
+            {"torch-compile": True, "zero_optimization": {"stage": 3}},
+            "torch_compile with zero_optimization.stage 3 is not supported",
+        ),
         ({"min_lr": 1.0}, "min_lr 1.0 is more than optimizer.params.lr 0.001"),
         ({"extrapolation-tokens": 64}, "extrapolation_tokens is set, but extrapolation_lengths is not"),
         (

@@ -31,6 +31,11 @@ class TrainingConfig(Group):
         False, "True: activations inside the blocks are computed again in the backward pass, to save memory."
     )
     checkpoint_num_layers: Int = key(1, "Blocks per checkpointed chunk.", ge=1)
+    torch_compile: bool = key(
+        False,
+        """True: train with blocks that torch.compile has compiled, but for attention. This takes a C++ compiler, on a
+        GPU Triton too, and up to a minute at the start. Not with a pipeline, tensor parallelism or ZeRO 3.""",
+    )
     exit_interval: Int | None = key(None, "Save and exit after a step divisible by this.", ge=1)
     steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own progress lines.", ge=1)
     wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
