@@ -83,14 +83,16 @@ def tiles_for(dtype: torch.dtype, size: int, *, weight: bool) -> Tiles:
     return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))
 
 
-def refusal(device: torch.device, dtype: torch.dtype, size: int, dropout_p: float) -> str | None:
-    """Why this backend cannot serve a call; None where it can."""
+def refusal(device: torch.device, dtype: torch.dtype, size: int, dropout_p: float, programs: int = 1) -> str | None:
+    """Why this backend cannot serve a call, of samples times heads `programs`; None where it can."""
     if dropout_p:
         return "has no attention dropout"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes float32, bfloat16 and float16, not {dtype}"
     if size > LARGEST_HEAD:
         return f"takes head sizes up to {LARGEST_HEAD}, not {size}"
+    if programs > MOST_PROGRAMS:
+        return f"takes up to {MOST_PROGRAMS} heads of samples at a time, not {programs}"
     if _kernels() is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
@@ -122,14 +124,9 @@ def fused_attention(
     weight_differential=None,
 ) -> Tensor:
     """As `attend`. Raises NotImplementedError for what it cannot serve (see `refusal`)."""
-    reason = refusal(query.device, query.dtype, query.shape[3], dropout_p)
+    reason = refusal(query.device, query.dtype, query.shape[3], dropout_p, query.shape[0] * query.shape[1])
     if reason is not None:
         raise NotImplementedError(f"attention-backend 'fused' {reason}; use auto or chunked")
-    if query.shape[0] * query.shape[1] > MOST_PROGRAMS:
-        raise NotImplementedError(
-            f"attention-backend 'fused' takes up to {MOST_PROGRAMS} heads of samples at a time, not "
-            f"{query.shape[0]} x {query.shape[1]}; use auto or chunked"
-        )
     if window is not None and window >= key.shape[2]:
         window = None
     bias = _table_gradients(bias_table, bias_differential)
@@ -168,7 +165,9 @@ def _table_gradients(table: Tensor | None, differential) -> _TableGradients:
     coefficients, directions, dense = differential.coefficients, differential.directions, differential.dense
     if not coefficients.requires_grad:
         return _TableGradients(table)
-    return _TableGradients(table if dense else table.detach(), coefficients, directions, dense)
+    if not dense:
+        return _TableGradients(table.detach(), coefficients, directions, dense)
+    return _TableGradients(table, coefficients, F.pad(directions[..., dense:], (dense, 0)), dense)
 
 
 class _Fused(torch.autograd.Function):
@@ -297,8 +296,8 @@ class _Call:
         sums = self.query.new_empty(sum(counts), self.batch, self.heads, tiles, dtype=torch.float32)
         directions = self.bias  # not read, where there are none
         if sum(counts):
-            both = torch.cat([each.detach() for each in (of_bias, of_weight) if each is not None], dim=1)
-            directions = self._margined(both.transpose(0, 1)).contiguous()
+            given = [each[..., : self.reach].detach() for each in (of_bias, of_weight) if each is not None]
+            directions = self._margined(torch.cat(given, dim=1).transpose(0, 1)).contiguous()
         gradient = torch.empty_like(self.query)
         self._launch(
             self.kernels.query_kernel,

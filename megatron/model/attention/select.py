@@ -101,7 +101,7 @@ class Attention:
         if plain == other == "fused":
             return (
                 "fused (auto: the fastest on cuda for this method; chunked where it does not serve: "
-                "attention dropout, float64, heads beyond 128, and a query alone)"
+                "attention dropout, float64, head sizes beyond 128, and a query alone)"
             )
         if plain == other:
             return f"{plain} (auto: the fastest on {device.type} for this method)"
@@ -181,6 +181,8 @@ def attend(
     span = Span(window, block)
     differentials = {"bias_differential": bias_differential, "weight_differential": weight_differential}
     _check_shapes(query, key, value, bias_table, weight_table, span, dropout_p)
+    for name, one in differentials.items():
+        _check_differential(name, one, query.shape[1], span.reach(key.shape[2]))
     check_backend(backend, bias=bias_table is not None, weight=weight_table is not None, adapt=adapt is not None)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if adapt is not None:
@@ -229,9 +231,10 @@ def attend(
 
 def _fused_serves(query: Tensor, dropout_p: float) -> bool:
     """On a CPU it is for tests alone; a query alone would leave all but one row of a tile idle."""
-    if query.device.type != "cuda" or query.shape[2] == 1:
-        return False
-    return refusal(query.device, query.dtype, query.shape[3], dropout_p) is None
+    batch, heads, s, size = query.shape
+    return (
+        query.device.type == "cuda" and s > 1 and not refusal(query.device, query.dtype, size, dropout_p, batch * heads)
+    )
 
 
 def _check_shapes(
@@ -257,3 +260,14 @@ def _check_shapes(
     for name, table in (("bias", bias_table), ("weight", weight_table)):
         if table is not None and (table.shape[0] != heads or table.shape[1] < reach):
             raise ValueError(f"{name} table {[*table.shape]} must be [{heads}, at least {reach}]")
+
+
+def _check_differential(name: str, differential, heads: int, reach: int) -> None:
+    if differential is None:
+        return
+    numbers, directions = [*differential.coefficients.shape], [*differential.directions.shape]
+    if numbers[:1] != [heads] or directions[:-1] != numbers or directions[-1] < reach:
+        raise ValueError(
+            f"{name} has coefficients {numbers} and directions {directions}; they must be [{heads}, p] and "
+            f"[{heads}, p, at least {reach}]"
+        )

@@ -18,9 +18,7 @@ def tables(
     """
     if not (method.has_bias or method.has_weight):
         return None, None
-    if device is None:
-        device = next((tensor.device for tensor in (*method.parameters(), *method.buffers())), None)
-    distance = torch.arange(length, dtype=torch.float32, device=device)
+    distance = _distances(method, length, device)
     if rounded:
         distance = _nearest_bfloat16(distance)
     found = (
@@ -35,11 +33,18 @@ def differentials(method, length: int, device: torch.device | None = None):
 
     Attention that takes them (see `attend`) adds up the gradients of a few numbers per head instead of the table's.
     """
-    distance = torch.arange(length, dtype=torch.float32, device=device)
+    distance = _distances(method, length, device)
     return tuple(
         getattr(method, f"{name}_differential")(distance) if exists and _has_differential(type(method), name) else None
         for name, exists in (("bias", method.has_bias), ("weight", method.has_weight))
     )
+
+
+def _distances(method, length: int, device: torch.device | None) -> Tensor:
+    """Unless told otherwise, where the method is."""
+    if device is None:
+        device = next((tensor.device for tensor in (*method.parameters(), *method.buffers())), None)
+    return torch.arange(length, dtype=torch.float32, device=device)
 
 
 def _has_differential(cls: type, name: str) -> bool:

@@ -32,7 +32,8 @@ class Differential:
 
     Attributes:
         coefficients: float32 `[h, p]`; autograd carries their gradient to the parameters.
-        directions: float32 `[h, p, *distance.shape]`, the table's derivatives where it stands, without gradient.
+        directions: float32 `[h, p, *distance.shape]`, the table's derivatives where it stands, without gradient; those
+            below `dense` are not read.
         dense: the distance from which on they hold.
     """
 

@@ -66,8 +66,8 @@ class T5(PositionalMethod):
     def bias_differential(self, distance: Tensor) -> Differential:
         """The last bucket, which holds all but the nearest distances, is one number per head."""
         coefficients = self.scale * self.weight[-1].float()
-        beyond = (distance >= self.last_start).float()
-        return Differential(coefficients[:, None], beyond.expand(len(coefficients), 1, -1), dense=self.last_start)
+        ones = torch.ones_like(distance).expand(len(coefficients), 1, -1)
+        return Differential(coefficients[:, None], ones, dense=self.last_start)
 
     def statistics(self) -> dict[str, Tensor]:
         used = self.scale * self.weight.detach().float()

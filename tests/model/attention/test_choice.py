@@ -1,9 +1,11 @@
 """Which backend runs, and what is refused."""
 
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
-from megatron.model.attention import Attention, attend, backend_names, select, tables
+from megatron.model.attention import Attention, attend, backend_names, fused, select, tables
 from megatron.model.positional import ModelShape, build
 
 SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)
@@ -119,3 +121,12 @@ def test_on_a_gpu_auto_takes_the_fused_kernels_where_they_serve():
     assert select.fastest_backend(cuda, tables=False, plain=False, fused=True) == "fused"
     assert select.fastest_backend(cuda, tables=False, plain=True, fused=True) == "sdpa"
     assert select.fastest_backend(cuda, tables=True, plain=True, fused=False) == "chunked"
+
+
+def test_what_auto_gives_to_the_fused_kernels(monkeypatch):
+    """Not a query alone, nor more samples than a GPU's grid holds: these stay with other backends."""
+    monkeypatch.setattr(fused, "_kernels", lambda: ModuleType("kernels"))
+    shapes = {(4, 8, 2, 64): True, (4, 8, 1, 64): False, (4, 8, 2, 136): False, (8192, 8, 2, 64): False}
+    for (batch, heads, s, size), serves in shapes.items():
+        query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(batch, heads, s, size))
+        assert select._fused_serves(query, 0.0) == serves

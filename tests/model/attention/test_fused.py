@@ -105,9 +105,10 @@ def test_gradients_along_directions(of_bias, of_weight, window):
     reach = length if window is None else window
     generator = torch.Generator().manual_seed(1)
     gradients = []
+    # Longer than they need to be, and not alike.
     directions = {
-        "bias": torch.randn(heads, of_bias, reach, generator=generator).to(DEVICE),
-        "weight": torch.randn(heads, of_weight, reach, generator=generator).to(DEVICE),
+        "bias": torch.randn(heads, of_bias, reach + 5, generator=generator).to(DEVICE),
+        "weight": torch.randn(heads, of_weight, reach + 3, generator=generator).to(DEVICE),
     }
     for backend in ("fused", "fused", "reference"):
         numbers = {
@@ -116,7 +117,7 @@ def test_gradients_along_directions(of_bias, of_weight, window):
         changed = dict(arguments)
         for name, each in directions.items():
             if each.shape[1]:
-                changes = (numbers[name] - 1)[:, :, None] * each
+                changes = (numbers[name] - 1)[:, :, None] * each[..., :reach]
                 changed[f"{name}_table"] = arguments[f"{name}_table"].detach() + changes.sum(1)
                 changed[f"{name}_differential"] = Differential(numbers[name], each)
         result = attend(backend=backend, **changed)
@@ -193,11 +194,14 @@ def test_a_second_run_gives_the_same_bits():
 
 
 def test_tiles_follow_from_dtype_and_head_size_alone():
-    """All shapes of a model take their sums in the same tiles."""
-    sides = [tiles_for(dtype, size, weight=weight) for dtype in HALVES for size in (32, 64, 128) for weight in (0, 1)]
+    """All shapes of a model take their sums in the same tiles, which fit rows and margins."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    sides = [tiles_for(dtype, size, weight=weight) for dtype in dtypes for size in (8, 64, 128) for weight in (0, 1)]
     for tiles in sides:
         assert tiles.tables.queries == tiles.tables.keys
-        assert max(tiles.forward.queries, tiles.key_value.keys, tiles.query.queries) <= 128
+        for tile in vars(tiles).values():
+            assert fused.ROWS % tile.queries == 0
+            assert tile.queries + tile.keys <= fused._kernels().MARGIN
 
 
 def test_states_of_one_projection_and_an_expanded_gradient():
@@ -231,10 +235,12 @@ def test_any_of_the_inputs_may_need_a_gradient_alone():
         ({"dropout_p": 0.1}, "'fused' has no attention dropout; use auto or chunked"),
         ({"dtype": torch.float64}, "'fused' takes float32, bfloat16 and float16, not torch.float64"),
         ({"size": 136}, "'fused' takes head sizes up to 128, not 136"),
+        ({"batch": 65_536}, "'fused' takes up to 65535 heads of samples at a time, not 65536"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_by_name(change, message):
-    states = [torch.randn(1, 1, 4, change.get("size", 8), dtype=change.get("dtype", torch.float32))] * 3
+    shape = (change.get("batch", 1), 1, 4, change.get("size", 8))
+    states = [torch.randn(shape, dtype=change.get("dtype", torch.float32))] * 3
     with pytest.raises(NotImplementedError, match=message):
         attend(*states, backend="fused", dropout_p=change.get("dropout_p", 0.0))
 
