@@ -63,6 +63,35 @@ def test_tied_embeddings_train_as_on_one_rank(ranks, tmp_path, data_path):
     assert metrics(tmp_path / "one") == pytest.approx(metrics(tmp_path / "two"), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("pos_emb", "options", "parameter"),
+    [("kerple_log", {}, "bias_a"), ("rpe", {"num_buckets": 8, "max_distance": 20}, "weight")],
+)
+def test_fused_kernels_on_two_tensor_parallel_ranks(pos_emb, options, parameter, ranks, tmp_path, data_path):
+    """Each rank adds up the gradients of its own heads; T5's in two ways."""
+    keys = {
+        "pos_emb": pos_emb,
+        "pos_emb_options": options,
+        "padded_vocab_size": 512,
+        "train_batch_size": 1,
+        "train_iters": 2,
+        "eval_interval": 2,
+        "save_interval": 1,
+        # Steps as large as gradients are: Adam's usual ones would hide a factor.
+        "optimizer": {"type": "Adam", "params": {"lr": 1.0, "eps": 1.0}},
+    }
+    train(Config.from_flat(training_settings(tmp_path / "one", data_path, **keys)))
+    keys.update(LAYOUTS["tensor"], attention_backend="fused")
+    assert "fused (as configured)" in ranks.train(training_settings(tmp_path / "two", data_path, **keys))
+    name = f"layer_02-model_00-model_states.pt/attention.rpe.{parameter}"
+    steps = [weights(tmp_path / run, 2)[name] - weights(tmp_path / run, 1)[name] for run in ("one", "two")]
+    assert steps[0].flatten().count_nonzero() > steps[0].numel() / 2
+    torch.testing.assert_close(*steps, rtol=1e-3, atol=1e-7)
+    assert metrics(tmp_path / "two", "train/grad_norm") == pytest.approx(
+        metrics(tmp_path / "one", "train/grad_norm"), rel=1e-4
+    )
+
+
 def test_ranks_that_do_not_fit_are_refused(tmp_path, data_path):
     output = run(tmp_path, training_settings(tmp_path, data_path, num_gpus=3, pipe_parallel_size=2), status=2)
     assert "3 ranks cannot be divided" in output or "num_gpus" in output
