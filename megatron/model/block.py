@@ -4,6 +4,7 @@ Legend: b batch, s query length, t key length, h heads of this rank, d head size
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from megatron.model.attention import FULL, Attention, Span, adapt_table, differentials, tables
 from megatron.model.cache import LayerCache
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
-from megatron.model.positional import PositionalMethod
+from megatron.model.positional import Differential, PositionalMethod
 from megatron.model.settings import ModelSettings
 
 ACTIVATIONS = {
@@ -30,6 +31,16 @@ def make_norm(settings: ModelSettings) -> nn.Module:
     if settings.norm == "rmsnorm":
         return nn.RMSNorm(settings.hidden_size, eps=settings.norm_epsilon)
     raise ValueError(f"norm {settings.norm!r} is not known; choose layernorm or rmsnorm")
+
+
+class PositionTables(NamedTuple):
+    """What attention needs of a positional method for the distances below a reach; None for what it has not."""
+
+    bias: Tensor | None = None
+    weight: Tensor | None = None
+    bias_differential: Differential | None = None
+    weight_differential: Differential | None = None
+    adapt: Tensor | None = None
 
 
 class SelfAttention(nn.Module):
@@ -52,11 +63,17 @@ class SelfAttention(nn.Module):
         self.attention = Attention(settings.attention_backend, positional)
         self.dense = row_linear(hidden, hidden, bias=True, tp=tp)
 
-    def forward(self, hidden: Tensor, cache: LayerCache | None = None, span: Span = FULL) -> Tensor:
-        """`[b, s, e] -> [b, s, e]`; with a cache the new tokens follow those it holds."""
-        return self.dense(self.context(self.query_key_value(hidden), cache, span))
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: LayerCache | None = None,
+        span: Span = FULL,
+        tables: PositionTables | None = None,
+    ) -> Tensor:
+        """`[b, s, e] -> [b, s, e]`; with a cache the new tokens follow those it holds. Tables not given are made."""
+        return self.dense(self.context(self.query_key_value(hidden), cache, span, tables))
 
-    def context(self, qkv: Tensor, cache: LayerCache | None, span: Span) -> Tensor:
+    def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
         """What the heads make of the tokens' queries, keys and values, `[b, s, 3e]`: `[b, s, e]`."""
         batch, new, _ = qkv.shape
         # Rows are grouped by head: each head's query, key and value stand together.
@@ -68,49 +85,52 @@ class SelfAttention(nn.Module):
             query, key = self.rpe.rotate(query, key, positions, positions)
         if cache is not None:
             key, value = cache.append(key, value)
-        reach = span.reach(key.shape[2])
-        bias, weight = self._tables(reach)
-        bias_change, weight_change = self._differentials(reach, query)
+        if tables is None:
+            tables = self.position_tables(span.reach(key.shape[2]), query)
         context = self.attention(
             query,
             key,
             value,
-            bias_table=bias,
-            weight_table=weight,
-            bias_differential=bias_change,
-            weight_differential=weight_change,
-            table=adapt_table(self.rpe, reach, query.device) if self.adapts else None,
+            bias_table=tables.bias,
+            weight_table=tables.weight,
+            bias_differential=tables.bias_differential,
+            weight_differential=tables.weight_differential,
+            table=tables.adapt,
             window=span.window,
             block=span.block,
             dropout_p=self.dropout if self.training else 0.0,
         )
         return context.transpose(1, 2).reshape(batch, new, -1)
 
-    def _tables(self, length: int) -> tuple[Tensor | None, Tensor | None]:
-        """Bias and weight over distance for this rank's heads, `[h, length]` float32, or None."""
+    def position_tables(self, reach: int, states: Tensor) -> PositionTables:
+        """Over the distances below `reach`, of this rank's heads, for states `[b, ..., s, e or d]`. All layers of a
+        shared method may use the same.
+        """
+        device = states.device
+        if self.adapts:
+            return PositionTables(adapt=adapt_table(self.rpe, reach, device))
         if not self.has_table:
-            return None, None
-        bias, weight = tables(self.rpe, length, rounded=self.rounded)
-        if self.tp.size == 1:
-            return bias, weight
-        return tuple(
-            None if table is None else sum_head_gradients(table, self.tp)[self.local_heads] for table in (bias, weight)
-        )
-
-    def _differentials(self, length: int, query: Tensor):
-        """Of these tables, for the heads of this rank: `Differential`s, or None where there is no use for them."""
-        if not self.has_table or self.rounded or not self.attention.takes_differentials(query):
-            return None, None
-        found = differentials(self.rpe, length, query.device)
-        return tuple(
-            one
-            and replace(
-                one,
-                coefficients=sum_head_gradients(one.coefficients, self.tp)[self.local_heads],
-                directions=one.directions[self.local_heads],
+            return PositionTables()
+        found = PositionTables(
+            *(
+                None if table is None else self._of_rank(table)
+                for table in tables(self.rpe, reach, rounded=self.rounded)
             )
-            for one in found
         )
+        heads = self.local_heads.stop - self.local_heads.start
+        shape = (len(states), heads, states.shape[-2], self.head_size)
+        if self.rounded or not self.attention.takes_differentials(device, states.dtype, shape):
+            return found
+        bias, weight = (
+            one
+            and replace(one, coefficients=self._of_rank(one.coefficients), directions=one.directions[self.local_heads])
+            for one in differentials(self.rpe, reach, device)
+        )
+        return found._replace(bias_differential=bias, weight_differential=weight)
+
+    def _of_rank(self, whole: Tensor) -> Tensor:
+        """`[h, ...]` of all heads, made from replicated parameters, for the heads of this rank."""
+        return sum_head_gradients(whole, self.tp)[self.local_heads]
 
 
 class MLP(nn.Module):
@@ -139,8 +159,14 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(settings.hidden_dropout)
         self.parallel_residual = settings.parallel_residual
 
-    def forward(self, hidden: Tensor, cache: LayerCache | None = None, span: Span = FULL) -> Tensor:
-        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, span))
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: LayerCache | None = None,
+        span: Span = FULL,
+        tables: PositionTables | None = None,
+    ) -> Tensor:
+        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, span, tables))
         if self.parallel_residual:
             return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         hidden = hidden + attended

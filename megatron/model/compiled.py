@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.attention import FULL, Span
-from megatron.model.block import SelfAttention, TransformerBlock
+from megatron.model.block import PositionTables, SelfAttention, TransformerBlock
 from megatron.model.cache import LayerCache
 
 
@@ -27,10 +27,16 @@ class _CompiledBlock(TransformerBlock):
 
     _compiled = torch.compile(TransformerBlock.forward, dynamic=False)
 
-    def forward(self, hidden: Tensor, cache: LayerCache | None = None, span: Span = FULL) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: LayerCache | None = None,
+        span: Span = FULL,
+        tables: PositionTables | None = None,
+    ) -> Tensor:
         if self.training and torch.is_grad_enabled() and cache is None and span == FULL:
-            return self._compiled(hidden)
-        return super().forward(hidden, cache, span)
+            return self._compiled(hidden, tables=tables)
+        return super().forward(hidden, cache, span, tables)
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.attention import FULL, Span
-from megatron.model.block import TransformerBlock
+from megatron.model.block import PositionTables, TransformerBlock
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
 from megatron.model.initialization import initialize_layer, initializer
@@ -116,17 +116,29 @@ class GPT(nn.Module):
 
         With a cache, `tokens` follow those it holds. `span`: which keys each query sees, in every layer.
         """
-        hidden = self.embedding(tokens, offset=cache.length if cache is not None else 0)
+        held = cache.length if cache is not None else 0
+        hidden = self.embedding(tokens, offset=held)
         blocks = self.blocks
+        tables = self._shared_tables(hidden, span.reach(held + tokens.shape[1]))
         recompute = self.checkpoint_every and self.training and torch.is_grad_enabled()
         if recompute and cache is None and span == FULL:
             for start in range(0, len(blocks), self.checkpoint_every):
-                group = nn.Sequential(*blocks[start : start + self.checkpoint_every])
-                hidden = checkpoint(group, hidden, use_reentrant=False)
+                group = blocks[start : start + self.checkpoint_every]
+                hidden = checkpoint(_through, group, hidden, tables, use_reentrant=False)
         else:
             for index, block in enumerate(blocks):
-                hidden = block(hidden, cache.layers[index] if cache is not None else None, span)
+                hidden = block(hidden, cache.layers[index] if cache is not None else None, span, tables)
         return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
+
+    def _shared_tables(self, hidden: Tensor, reach: int) -> PositionTables | None:
+        """The tables of the layers' one method, made once; None where layers must make their own."""
+        first, *others = (block.attention for block in self.blocks)
+        method = getattr(first, "rpe", None)
+        if method is None or any(other.rpe is not method for other in others):
+            return None
+        if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
+            return None  # ZeRO 3 gathers a parameter for the layers that are called
+        return first.position_tables(reach, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""
@@ -140,6 +152,12 @@ class GPT(nn.Module):
         s]`.
         """
         return self.output.loss(self.hidden(tokens), labels, mask)
+
+
+def _through(blocks: list[TransformerBlock], hidden: Tensor, tables: PositionTables | None) -> Tensor:
+    for block in blocks:
+        hidden = block(hidden, tables=tables)
+    return hidden
 
 
 def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMethod]:

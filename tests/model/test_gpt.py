@@ -7,6 +7,7 @@ from megatron.config import load_config
 from megatron.model.attention import FULL, Span
 from megatron.model.gpt import GPT, initialize, layer_factories
 from megatron.model.initialization import initializer
+from megatron.model.positional.kerple import KerpleLog
 from megatron.model.settings import ModelSettings
 from megatron.training.metrics import count_parameters, flops_per_token
 from tests.support.release import METHODS
@@ -52,6 +53,26 @@ def test_kernel_parameters_are_one_parameter_for_all_layers():
         "2.attention.rpe.bias_p",
     ]
     assert model.blocks[0].attention.rpe is model.blocks[1].attention.rpe
+
+
+@pytest.mark.parametrize(("options", "times"), [((), 1), ((("parameters", "per-layer"),), 2)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_that_share_a_method_share_its_table(options, times, recompute, tokens, monkeypatch):
+    """Made once, and not again where activations are; the gradients are those of a table for each layer."""
+    made = []
+    bias = KerpleLog.bias
+    monkeypatch.setattr(KerpleLog, "bias", lambda self, distance: made.append(self) or bias(self, distance))
+    model = small_model(pos_emb_options=options).train()
+    model.checkpoint_every = int(recompute)
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    # Layers with methods of their own make them again when they are computed again.
+    assert len(made) == (1 if times == 1 else times * (1 + recompute))
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    monkeypatch.setattr(GPT, "_shared_tables", lambda *_: None)
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 @pytest.mark.parametrize("method", METHODS)

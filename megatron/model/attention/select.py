@@ -3,7 +3,7 @@
 Legend: b batch, s query length, t key length, h heads, d head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,12 +107,13 @@ class Attention:
             return f"{plain} (auto: the fastest on {device.type} for this method)"
         return f"{plain}, and {other} for windows and for fewer queries than keys (auto: the fastest of each)"
 
-    def takes_differentials(self, query: Tensor) -> bool:
-        """Whether, for queries `[b, h, s, d]` without dropout, the backend gains by the tables' differentials."""
-        backend = self.backend
-        if backend == "auto":
-            backend = "fused" if _fused_serves(query, 0.0) else "chunked"
-        return torch.is_grad_enabled() and BACKENDS[backend].differentials
+    def takes_differentials(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+        """Whether the backend gains by the tables' differentials, for queries `[b, h, s, d]` without dropout."""
+        if not torch.is_grad_enabled():
+            return False
+        if self.backend == "auto":
+            return _fused_serves(device, dtype, shape, dropout_p=0.0)
+        return BACKENDS[self.backend].differentials
 
     def __call__(
         self,
@@ -213,7 +214,7 @@ def attend(
     if backend == "auto":
         tables = bias_table is not None or weight_table is not None
         plain = window is None and query.shape[2] == key.shape[2]
-        fused = _fused_serves(query, dropout_p)
+        fused = _fused_serves(query.device, query.dtype, query.shape, dropout_p)
         backend = fastest_backend(query.device, tables=tables, plain=plain, fused=fused)
     with no_autocast(query.device):
         return BACKENDS[backend].run(
@@ -229,12 +230,10 @@ def attend(
         )
 
 
-def _fused_serves(query: Tensor, dropout_p: float) -> bool:
+def _fused_serves(device: torch.device, dtype: torch.dtype, shape: Sequence[int], dropout_p: float) -> bool:
     """On a CPU it is for tests alone; a query alone would leave all but one row of a tile idle."""
-    batch, heads, s, size = query.shape
-    return (
-        query.device.type == "cuda" and s > 1 and not refusal(query.device, query.dtype, size, dropout_p, batch * heads)
-    )
+    batch, heads, queries, size = shape
+    return device.type == "cuda" and queries > 1 and refusal(device, dtype, size, dropout_p, batch * heads) is None
 
 
 def _check_shapes(

@@ -6,7 +6,7 @@ Every module of this folder is imported here, so a new file with a `@register`ed
 import importlib
 import pkgutil
 
-from megatron.model.positional.base import ModelShape, PositionalMethod, PositionsExceeded, outermost
+from megatron.model.positional.base import Differential, ModelShape, PositionalMethod, PositionsExceeded, outermost
 from megatron.model.positional.registry import (
     build,
     load_plugin,
@@ -56,6 +56,7 @@ __all__ = [
     "DapeV2Alibi",
     "DapeV2Fire",
     "DapeV2Kerple",
+    "Differential",
     "Fire",
     "KerpleBiasWeight",
     "KerpleGaussian",
