@@ -43,8 +43,11 @@ DAPE_PAIR_BYTES = 800
 DAPE_LENGTH = 8192
 
 
-def states(bench: Bench, batch: int, length: int, heads: int = HEADS, size: int = SIZE, dtype=torch.bfloat16):
-    """Query, key, value and an upstream gradient `[b, h, s, d]`, laid out in memory as a model makes them."""
+def states(bench: Bench, batch: int, length: int, heads: int = HEADS, size: int = SIZE, dtype=None):
+    """Query, key, value and an upstream gradient `[b, h, s, d]`, laid out in memory as a model makes them; bfloat16
+    unless told, but float16 in Triton's interpreter, which takes bfloat16 for whole numbers in matrix products.
+    """
+    dtype = dtype or (torch.float16 if bench.dry else torch.bfloat16)
     torch.manual_seed(0)
     qkv = torch.randn(4, batch, length, heads, size, device=bench.device, dtype=dtype)
     query, key, value = (part.transpose(1, 2).requires_grad_() for part in qkv[:3].clone())
