@@ -222,7 +222,8 @@ class _Call:
         self.reach = self.t if window is None else window
         self.scale = scale
         self.bias_table, self.weight_table = bias_table, weight_table
-        has_table = bias_table is not None or weight_table is not None
+        # Without a table, -inf is added before the scale; by one that is not positive it would not stay -inf.
+        has_table = bias_table is not None or weight_table is not None or scale <= 0.0
         heads = self.heads if has_table else 1
         bias = query.new_zeros(heads, self.reach, dtype=torch.float32) if bias_table is None else bias_table
         self.bias = self._margined(bias, LOG2_E, -math.inf)

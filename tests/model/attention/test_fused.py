@@ -72,6 +72,11 @@ def test_values_and_gradients(bias, weight, window):
     assert_exact(case(2, 2, 37, 37, 16, bias=bias, weight=weight, window=window))
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5, 2.0])
+def test_any_scale(scale):
+    assert_exact(case(1, 1, 30, 37, 16, bias=False, weight=False, window=20) | {"scale": scale})
+
+
 @pytest.mark.parametrize("method", TABLE_METHODS)
 def test_every_method_of_the_distance(method):
     """Through to the method's own parameters: by the tables' gradients, and by differentials where there are some."""

@@ -104,15 +104,18 @@ def tile_scores(
     `bias` and `weight` point to their head's entry for distance 0; `nearest` and ACROSS are as in `look_up`. Where the
     bias says nothing but what is in sight (not HAS_TABLE), it is looked up only where something is not: `at_edge`.
     """
-    scores = products * scale_log2
     factors = 1.0
-    if HAS_WEIGHT:
-        factors = look_up(weight, nearest, ROWS, COLUMNS, ACROSS)
-        scores = scores * factors
-    if HAS_TABLE:  # noqa: SIM114 (decided when this is compiled, the other for each tile)
+    if HAS_TABLE:
+        scores = products * scale_log2
+        if HAS_WEIGHT:
+            factors = look_up(weight, nearest, ROWS, COLUMNS, ACROSS)
+            scores = scores * factors
         scores = scores + look_up(bias, nearest, ROWS, COLUMNS, ACROSS)
-    elif at_edge:
-        scores = scores + look_up(bias, nearest, ROWS, COLUMNS, ACROSS)
+    else:
+        # Before the scale, a positive one: what follows it then takes the product and a subtraction in one.
+        if at_edge:
+            products = products + look_up(bias, nearest, ROWS, COLUMNS, ACROSS)
+        scores = products * scale_log2
     return scores, factors
 
 
