@@ -119,6 +119,10 @@ class ScoresByDistance:
                  span=Span(options["window"], options["block"]))  # fmt: skip
         return self._attention(query, key, value, **options)
 
+    def takes_differentials(self, *_: object) -> bool:
+        """Nothing is trained while scores are summed."""
+        return False
+
     def add(
         self,
         query: Tensor,
