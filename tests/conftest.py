@@ -4,6 +4,8 @@ Without a GPU Triton's kernels are interpreted, which Triton must be told before
 copies the code of models that it loads into one folder for all of a user's processes: those that run tests side by side
 each get their own. Tests that interrupt a process need one that listens, also where they run in the background of a
 shell, which has its jobs ignore Ctrl-C.
+
+Files whose tests start many processes come first, so that no worker is left with one at the end.
 """
 
 import atexit
@@ -11,6 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import torch
 
@@ -21,3 +24,15 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="transformers_modules_"
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONG = ("training/", "test_readme.py", "checkpoint/", "checkpoint_convert/", "model/")
+
+
+def pytest_collection_modifyitems(items):
+    root = Path(__file__).parent
+
+    def place(item) -> int:
+        path = item.path.relative_to(root).as_posix()
+        return next((index for index, start in enumerate(LONG) if path.startswith(start)), len(LONG))
+
+    items.sort(key=place)
