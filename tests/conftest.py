@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import tempfile
-from pathlib import Path
 
 import torch
 
@@ -29,10 +28,7 @@ LONG = ("training/", "test_readme.py", "checkpoint/", "checkpoint_convert/", "mo
 
 
 def pytest_collection_modifyitems(items):
-    root = Path(__file__).parent
-
     def place(item) -> int:
-        path = item.path.relative_to(root).as_posix()
-        return next((index for index, start in enumerate(LONG) if path.startswith(start)), len(LONG))
+        return next((index for index, start in enumerate(LONG) if item.nodeid.startswith(f"tests/{start}")), len(LONG))
 
     items.sort(key=place)
