@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,6 +43,7 @@ SUMS = {"bias", "weight", "log_sum", "pairs", "bias_tiles", "weight_tiles", "dir
 # Multiply-adds of bfloat16 in a cycle of a Hopper multiprocessor.
 PRODUCTS_PER_CYCLE = 2048
 PAIRS = 8192
+# Bytes of a thread's stack that `--check` lets pass: a few registers, in some of Triton's versions.
 MOST_STACK = 32
 # Name -> a table, a weight, directions of the bias and of the weight.
 VARIANTS = {
@@ -152,7 +154,8 @@ def count(kernel, tile: Tile, size: int, variant: tuple, matrices: int) -> dict[
     }
 
 
-def rows(sizes: list[int]):
+def rows(sizes: list[int]) -> Iterator[dict[str, object]]:
+    """A row for each head size, variant and kernel."""
     for size in sizes:
         for name, (table, weight, of_bias, of_weight) in VARIANTS.items():
             tiles = tiles_for(torch.bfloat16, size, weight=weight)

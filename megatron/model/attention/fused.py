@@ -129,10 +129,10 @@ def fused_attention(
         raise NotImplementedError(f"attention-backend 'fused' {reason}; use auto or chunked")
     if window is not None and window >= key.shape[2]:
         window = None
-    bias = _table_gradients(bias_table, bias_differential)
-    weight = _table_gradients(weight_table, weight_differential)
+    bias = _table_inputs(bias_table, bias_differential)
+    weight = _table_inputs(weight_table, weight_differential)
     if sum(0 if each.directions is None else each.directions.shape[1] for each in (bias, weight)) > MOST_DIRECTIONS:
-        bias, weight = _table_gradients(bias_table, None), _table_gradients(weight_table, None)
+        bias, weight = _table_inputs(bias_table, None), _table_inputs(weight_table, None)
     return _Fused.apply(
         query,
         key,
@@ -148,9 +148,9 @@ def fused_attention(
     )
 
 
-class _TableGradients(NamedTuple):
-    """How a table's gradient is to be found: for distances below `dense` (None: all) along diagonals, and for the
-    coefficients `[h, p]` by the directions `[h, p, length]`.
+class _TableInputs(NamedTuple):
+    """What autograd is given of a table `[h, length]`: its own gradient is found along diagonals, for distances below
+    `dense` (None: all), and that of the coefficients `[h, p]` by the directions `[h, p, length]`.
     """
 
     table: Tensor | None
@@ -159,15 +159,15 @@ class _TableGradients(NamedTuple):
     dense: int | None = None
 
 
-def _table_gradients(table: Tensor | None, differential) -> _TableGradients:
+def _table_inputs(table: Tensor | None, differential) -> _TableInputs:
     if differential is None or table is None or not torch.is_grad_enabled():
-        return _TableGradients(table)
+        return _TableInputs(table)
     coefficients, directions, dense = differential.coefficients, differential.directions, differential.dense
     if not coefficients.requires_grad:
-        return _TableGradients(table)
+        return _TableInputs(table)
     if not dense:
-        return _TableGradients(table.detach(), coefficients, directions, dense)
-    return _TableGradients(table, coefficients, F.pad(directions[..., dense:], (dense, 0)), dense)
+        return _TableInputs(table.detach(), coefficients, directions, dense)
+    return _TableInputs(table, coefficients, F.pad(directions[..., dense:], (dense, 0)), dense)
 
 
 class _Fused(torch.autograd.Function):
