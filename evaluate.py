@@ -2,8 +2,8 @@
 
 import sys
 
+from megatron.cli.evaluate import main
 from megatron.config.arguments import run_main
-from megatron.evaluation.command import main
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

@@ -6,8 +6,8 @@ The result is DIR/DATASET/DATASET_text_document.bin and .idx, what `data-path` n
 import sys
 from pathlib import Path
 
+from megatron.cli.dataset_options import run_tool, words
 from megatron.config.option_parser import OptionParser
-from megatron.data.command import run_tool, words
 from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
 from megatron.tokenizer import TOKENIZER_TYPES
 

@@ -21,8 +21,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
-from megatron.model.attention import adapt_table, attend, tables
-from megatron.model.positional import KerpleBiasWeight, KerpleLog, ModelShape, PositionalMethod, Rotary, build
+from kerple.attention import attend, score_table, tables
+from kerple.positional import KerpleBiasWeight, KerpleLog, ModelShape, PositionalMethod, Rotary, build
 
 HEADS, SIZE = 4, 64
 # Name of a way to run DAPE -> the backend.
@@ -93,8 +93,8 @@ def dape_step(length: int, backend: str) -> Callable[[], None]:
     leaves = [query, key, value, *method.parameters()]
 
     def step() -> None:
-        table = adapt_table(method, length)
-        context = attend(query, key, value, adapt=method.adapt, table=table, backend=backend)
+        table = score_table(method, length)
+        context = attend(query, key, value, modify_scores=method.modify_scores, table=table, backend=backend)
         torch.autograd.grad(context, leaves, upstream)
 
     return step

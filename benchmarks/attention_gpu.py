@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import materialised_attention
-from megatron.model.attention import adapt_table, attend, differentials, fused, tables
-from megatron.model.attention.fused import Tile
-from megatron.model.positional import ModelShape, build
+from kerple.attention import attend, jacobians, score_table, tables
+from kerple.attention.backends.triton import launch as fused
+from kerple.attention.backends.triton.launch import Tile
+from kerple.positional import ModelShape, build
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe")
 SDPA = {
@@ -34,7 +35,7 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 HEADS, SIZE = 12, 64
-DIFFERENTIALS = ("bias_differential", "weight_differential")
+DIFFERENTIALS = ("bias_jacobian", "weight_jacobian")
 # Beyond this much the matrix is not tried.
 MATRIX_BYTES = 60e9
 # What DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs take for a pair, in float32 and with their gradients.
@@ -64,7 +65,7 @@ def through(backend: Callable[..., Tensor] | str, method, query: Tensor, key: Te
     if isinstance(backend, str):
         changes = dict.fromkeys(DIFFERENTIALS)
         if backend == "fused" and torch.is_grad_enabled():
-            changes = dict(zip(DIFFERENTIALS, differentials(method, key.shape[2], query.device), strict=True))
+            changes = dict(zip(DIFFERENTIALS, jacobians(method, key.shape[2], query.device), strict=True))
         return attend(query, key, value, bias_table=bias, weight_table=weight, backend=backend, **changes)
     scale = query.shape[3] ** -0.5
     return backend(query, key, value, bias_table=bias, weight_table=weight, window=None, dropout_p=0.0, scale=scale)
@@ -101,8 +102,8 @@ def alternatives(bench: Bench, batch: int, length: int, query, key, value) -> di
         method = method_of(bench, "dape_kerple", length)
 
         def forward() -> Tensor:
-            table = adapt_table(method, length, query.device)
-            return attend(query, key, value, adapt=method.adapt, table=table, backend=backend)
+            table = score_table(method, length, query.device)
+            return attend(query, key, value, modify_scores=method.modify_scores, table=table, backend=backend)
 
         made[name] = (forward, [query, key, value, *method.parameters()])
 
@@ -114,16 +115,16 @@ def alternatives(bench: Bench, batch: int, length: int, query, key, value) -> di
 
 
 def parameter_errors(bench: Bench, name: str, query, key, value, upstream, window, tolerance: float) -> list:
-    """Of the gradients of a method's parameters, as training has them: by the tables' differentials."""
+    """Of the gradients of a method's parameters, as training has them: by the tables' jacobians."""
     t, size = key.shape[2:]
-    reach = t if window is None else window
+    max_kv_len = t if window is None else window
     runs = []
     for backend, kind in (("fused", query.dtype), ("reference", torch.float64)):
         method = method_of(bench, name, t, key.shape[1], size)
         if not any(parameter.requires_grad for parameter in method.parameters()):
             return []
-        changes = dict(zip(DIFFERENTIALS, differentials(method, reach, query.device), strict=True))
-        found = tables(method, reach)
+        changes = dict(zip(DIFFERENTIALS, jacobians(method, max_kv_len, query.device), strict=True))
+        found = tables(method, max_kv_len)
         if kind == torch.float64:
             found, changes = [None if table is None else table.double() for table in found], {}
         states = [part.detach().to(kind) for part in (query, key, value)]

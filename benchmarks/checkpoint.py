@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from timing import Timing, add_options, apply_options, compare, show, write_json
 
-from megatron.checkpoint.contents import load_weights, optimizer_state, weight_layers
 from megatron.checkpoint.directory import find_whole_step
 from megatron.checkpoint.layers import layer_state
 from megatron.checkpoint.loading import load_optimizer
 from megatron.checkpoint.optimizer import SavedState
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state import TrainingState
+from megatron.checkpoint.state_dict import load_weights, optimizer_state, weight_layers
 from megatron.config import Config
 from megatron.training import distributed
 from megatron.training.engine import Engine

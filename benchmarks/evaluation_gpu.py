@@ -19,7 +19,7 @@ from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import materialised_attention
 from benchmarks.models import our_model
 from benchmarks.train_step_gpu import settings_of
-from megatron.model.attention import select
+from kerple.attention import dispatch as select
 from megatron.model.gpt import GPT
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)

@@ -20,10 +20,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.train_step import LAYERS, VOCABULARY, bench_model
+from kerple.attention import FULL
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.scoring import score
 from megatron.inference.decoder import as_decoder
-from megatron.model.attention import FULL
 
 LIMIT = 2 * 1024**3
 LONG, LAYERS_WHEN_LONG = 65_536, 2

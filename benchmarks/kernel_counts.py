@@ -34,9 +34,9 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.files import write_atomically
-from megatron.model.attention.fused import Tile, tiles_for
-from megatron.model.attention.kernels import entry
+from kerple.attention.backends.triton import entry
+from kerple.attention.backends.triton.launch import Tile, tiles_for
+from megatron.utils.files import write_atomically
 
 STATES = {"query", "key", "value", "upstream", "context", "key_gradient", "value_gradient", "query_gradient"}
 SUMS = {"bias", "weight", "log_sum", "pairs", "bias_tiles", "weight_tiles", "directions", "sums"}

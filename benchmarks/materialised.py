@@ -19,7 +19,7 @@ def materialised_attention(
     dropout_p: float,
     scale: float,
 ) -> Tensor:
-    """As `megatron.model.attention.attend`, in the states' dtype, with `[b, h, s, t]` scores and probabilities."""
+    """As `kerple.attention.attend`, in the states' dtype, with `[b, h, s, t]` scores and probabilities."""
     s, t = query.shape[2], key.shape[2]
     distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
     unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -36,7 +36,7 @@ class OriginalAttention:
     """What the original does in each layer: bias and weight of a method are computed, not looked up, for every one of
     the `[s, s]` pairs, and scores, sums and probabilities are `[b, h, s, s]`. Distances are made once, as there.
 
-    Takes the place of a layer's `megatron.model.attention.Attention`; no windows, no cache, no dropout.
+    Takes the place of a layer's `kerple.attention.Attention`; no windows, no cache, no dropout.
     """
 
     def __init__(self, positional, length: int):

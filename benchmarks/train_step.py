@@ -28,8 +28,8 @@ from benchmarks.materialised import attend_as_the_original, materialised_attenti
 from benchmarks.models import our_model
 from benchmarks.plain_decoder import PlainDecoder
 from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
+from kerple.attention import dispatch as select
 from megatron.model import linear
-from megatron.model.attention import select
 from megatron.model.compiled import compile_blocks
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings

@@ -23,7 +23,7 @@ from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import materialised_attention
 from benchmarks.models import our_model
 from benchmarks.plain_decoder import PlainDecoder
-from megatron.model.attention import select
+from kerple.attention import dispatch as select
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
 from megatron.training.metrics import count_parameters, device_peak, flops_per_token

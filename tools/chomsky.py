@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.cli.chomsky import main
 from megatron.config.arguments import run_main
-from megatron.evaluation.chomsky.command import main
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

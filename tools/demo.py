@@ -20,7 +20,7 @@ from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 
 from megatron.config.option_parser import OptionParser  # noqa: E402
-from megatron.files import write_atomically  # noqa: E402
+from megatron.utils.files import write_atomically  # noqa: E402
 
 METHODS = ("kerple_log", "alibi", "rotary")
 LENGTHS = ("128", "256", "512", "1024", "2048")

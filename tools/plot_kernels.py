@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.config import UserError  # noqa: E402
 from megatron.config.option_parser import OptionParser  # noqa: E402
-from megatron.evaluation.kernel_plots import write_page  # noqa: E402
+from megatron.reporting.kernel_plots import write_page  # noqa: E402
 
 
 def main() -> int:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.cli.report import main
 from megatron.config.arguments import run_main
-from megatron.evaluation.paper.command import main
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

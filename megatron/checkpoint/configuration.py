@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kerple.positional import method_class
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file
-from megatron.model.positional import method_class
 from megatron.model.settings import ModelSettings
 
 # Keys of a checkpoint's configuration that are not followed: the first would run code that the checkpoint's author

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerple.positional import PositionalMethod, build
 from megatron.checkpoint.directory import iteration_of
 from megatron.checkpoint.layers import COMPUTED_BUFFERS, layer_files, load_layer_file
 from megatron.checkpoint.manifest import find_damage, read_manifest
 from megatron.checkpoint.optimizer import FILES as OPTIMIZER_FILES
 from megatron.checkpoint.state import STATE_FILE
 from megatron.checkpoint.storage import load_file
-from megatron.model.positional import PositionalMethod, build
 from megatron.model.settings import ModelSettings
 
 POSITIONAL = ("attention.rpe.", "position_embeddings.")

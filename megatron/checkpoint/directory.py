@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.checkpoint.manifest import find_damage
 from megatron.checkpoint.storage import CheckpointError, write_text
-from megatron.files import sync_folder
+from megatron.utils.files import sync_folder
 
 STEP = re.compile(r"global_step(\d+)")
 UNFINISHED = re.compile(r"global_step\d+\.unfinished")

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from kerple.positional import PositionalMethod
 from megatron.checkpoint.storage import CheckpointError, load_tensors
-from megatron.model.positional import PositionalMethod
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint import contents, forward_pass, random_state, release
+from megatron.checkpoint import forward_pass, random_state, release
+from megatron.checkpoint import state_dict as contents
 from megatron.checkpoint.configuration import checkpoint_config, model_differences
 from megatron.checkpoint.directory import find_whole_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import read_tensor

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kerple.positional import outermost
 from megatron.checkpoint.layers import merge_shards
 from megatron.checkpoint.storage import CheckpointError, load_tensors
-from megatron.model.positional import outermost
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FILES = "optimizer_rank_*.pt"

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.contents import rank_files
 from megatron.checkpoint.directory import publish, remove_older, tag_for, tidy
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.optimizer import FILES as OPTIMIZER_FILES
 from megatron.checkpoint.state import TrainingState
+from megatron.checkpoint.state_dict import rank_files
 from megatron.checkpoint.storage import CheckpointError, FileRecord, record_of, save_file
 from megatron.config import Config, UserError
-from megatron.files import sync_folder, write_atomically
+from megatron.utils.files import sync_folder, write_atomically
 
 # (file name -> record, or None if this rank failed; the error)
 Written = tuple[dict[str, FileRecord] | None, str | None]

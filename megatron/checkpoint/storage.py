@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron.config import UserError
-from megatron.files import write_atomically
+from megatron.utils.files import write_atomically
 
 
 class CheckpointError(UserError):

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron.config.command_line import MERGED_OPTION, SET_OPTION, decode, take_overrides
-from megatron.config.configuration import Config, load_config
-from megatron.config.errors import UserError
+from megatron.config.loader import Config, load_config
 from megatron.config.option_parser import OptionParser
-from megatron.config.ranks import adopt_ranks
+from megatron.launcher.ranks import adopt_ranks
+from megatron.utils.errors import UserError
 
 USER_ERROR = 2
 

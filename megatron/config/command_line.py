@@ -11,8 +11,8 @@ import json
 import zlib
 from collections.abc import Sequence
 
-from megatron.config.configuration import Config
-from megatron.config.errors import UserError
+from megatron.config.loader import Config
+from megatron.utils.errors import UserError
 
 MERGED_OPTION = "--neox-config"
 SET_OPTION = "--set"

@@ -2,7 +2,7 @@
 
 import math
 
-from megatron.config.errors import UserError
+from megatron.utils.errors import UserError
 
 _PARTS = 3
 

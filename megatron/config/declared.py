@@ -1,7 +1,7 @@
 """The declared keys as tables: which place in the YAML belongs to which field."""
 
-from megatron.config.groups import GROUPS
-from megatron.config.groups.base import field_aliases, field_path
+from megatron.config.schema import GROUPS
+from megatron.config.schema.base import field_aliases, field_path
 
 KeyPath = tuple[str, ...]
 

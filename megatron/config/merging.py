@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from megatron.config.declared import ALIASES, KeyPath, canonical_path
-from megatron.config.errors import UserError
 from megatron.config.yaml_files import Entry, Place, parse_value
+from megatron.utils.errors import UserError
 
 COMMAND_LINE = Place("--set")
 

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from megatron.config.declared import FIELDS
-from megatron.config.errors import UserError
-from megatron.config.groups import GROUPS
 from megatron.config.merging import Merged
+from megatron.config.schema import GROUPS
+from megatron.utils.errors import UserError
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 

@@ -6,12 +6,12 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config import neox_keys
+from megatron.config import neox_compat as neox_keys
 from megatron.config.declared import ALIASES, FIELDS, MAPPINGS, KeyPath
-from megatron.config.errors import UserError
-from megatron.config.groups import GROUPS
-from megatron.config.groups.base import REST
 from megatron.config.merging import Merged
+from megatron.config.schema import GROUPS
+from megatron.config.schema.base import REST
+from megatron.utils.errors import UserError
 
 _SECRET = re.compile(r"(api|access|private|secret)_?key|password|passwd|secret|credential|(^|_)token$")
 _MOST_SUGGESTIONS = 3

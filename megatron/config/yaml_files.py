@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from megatron.config.errors import UserError
+from megatron.utils.errors import UserError
 
 ENDINGS = (".yml", ".yaml")
 

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import zstandard
 
-from megatron.config.errors import UserError
+from megatron.utils.errors import UserError
 
 COMPRESSIONS = (".gz", ".zst", ".xz")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import Chunk
 from megatron.data.indexed_format import id_type_for
 from megatron.tokenizer import Tokenizer
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from megatron.config.errors import UserError
-from megatron.files import sync_folder, write_atomically
+from megatron.utils.errors import UserError
+from megatron.utils.files import sync_folder, write_atomically
 
 _BLOCK = 1 << 20
 _TIMEOUT_SECONDS = 60

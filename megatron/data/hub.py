@@ -4,8 +4,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import START, Chunk, Position
+from megatron.utils.errors import UserError
 
 _CHUNK_BYTES = 1 << 20
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch.distributed
 
-from megatron.config.errors import UserError
 from megatron.data.indexed_format import IndexedFiles
+from megatron.utils.errors import UserError
 
 Value = TypeVar("Value")
 

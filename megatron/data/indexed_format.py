@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.errors import UserError
+from megatron.utils.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

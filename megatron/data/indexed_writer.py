@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.errors import UserError
 from megatron.data.indexed_format import (
     HEADER,
     ID_TYPE_CODES,
@@ -24,7 +23,8 @@ from megatron.data.indexed_format import (
     id_type_for,
     idx_path,
 )
-from megatron.files import sync_folder
+from megatron.utils.errors import UserError
+from megatron.utils.files import sync_folder
 
 _BLOCK = 1 << 22  # tokens held in memory at a time while the result is read again
 

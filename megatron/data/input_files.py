@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from megatron.config.errors import UserError
 from megatron.data.decompression import COMPRESSIONS
+from megatron.utils.errors import UserError
 
 _KINDS = {
     ".jsonl": "lines",

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.errors import UserError
 from megatron.data.indexed_format import IndexedFiles, bin_path, check_indexed_files
 from megatron.data.manifest import Manifest, read_manifest
 from megatron.tokenizer import Tokenizer
+from megatron.utils.errors import UserError
 
 _BLOCK = 1 << 22  # tokens looked at in one go
 _DECODED_FOR_RATE = 1 << 20  # tokens, when bytes per token are to be found by decoding

@@ -12,9 +12,9 @@ from pathlib import Path
 from megatron.data.chunks import Position
 from megatron.data.documents import EncodedChunk
 from megatron.data.indexed_writer import WriterState
-from megatron.data.lock import Lock
 from megatron.data.manifest import Manifest
-from megatron.files import write_atomically
+from megatron.utils.files import write_atomically
+from megatron.utils.locks import Lock
 
 _EXAMPLES = 5
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.errors import UserError
 from megatron.data.datasets import Samples
+from megatron.utils.errors import UserError
 
 
 def rank_samples(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.indexed_format import IndexedFiles, bin_path
-from megatron.files import write_atomically
+from megatron.utils.files import write_atomically
 
 _BLOCK = 1 << 22  # tokens looked at in one go
 

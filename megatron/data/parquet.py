@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import Chunk
+from megatron.utils.errors import UserError
 
 # Rows turned into one chunk at a time: their texts, some kilobytes each, are in memory together.
 _ROWS = 256

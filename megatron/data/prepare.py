@@ -6,21 +6,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import ChunkSource
 from megatron.data.documents import DocumentOptions
 from megatron.data.download import download, shown
 from megatron.data.hub import HubCorpus
 from megatron.data.indexed_format import check_indexed_files
 from megatron.data.input_files import find_files
-from megatron.data.lock import Lock
 from megatron.data.manifest import Manifest, read_manifest
 from megatron.data.preprocessing import preprocess, summary
 from megatron.data.readers import Corpus
 from megatron.data.stdlib_corpus import StdlibCorpus
 from megatron.data.workers import TokenizerFiles
-from megatron.files import write_atomically
 from megatron.tokenizer.training import train_bpe
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+from megatron.utils.locks import Lock
 
 EMBEDDED = "python_stdlib"
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import START, ChunkSource
 from megatron.data.documents import DocumentOptions, EncodedChunk
 from megatron.data.indexed_format import check_indexed_files
@@ -21,6 +20,7 @@ from megatron.data.progress import CorpusProgress
 from megatron.data.readers import BLOCK
 from megatron.data.workers import TokenizerFiles, check_workers, encode_tasks, tasks
 from megatron.tokenizer import Tokenizer
+from megatron.utils.errors import UserError
 
 # What a kill can cost; bringing everything to the disk costs a fraction of a second each time.
 _SECONDS_BETWEEN_COMMITS = 10.0

@@ -19,10 +19,10 @@ from typing import BinaryIO
 
 import zstandard
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import START, Chunk, Position
 from megatron.data.decompression import decompressed
 from megatron.data.input_files import READABLE, SEEKING, InputFile, is_hidden, kind_of
+from megatron.utils.errors import UserError
 
 # How much is read at a time. Which chunks come out of a file, and so what a Position means, depends on it.
 BLOCK = 1 << 20

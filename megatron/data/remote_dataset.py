@@ -5,11 +5,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.errors import UserError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, get_index_cache_path, parse_s3_path
 from megatron.data.index_cache import build_once
 from megatron.data.indexed_format import IndexedFiles, check_index, check_indexed_files, is_remote
+from megatron.utils.errors import UserError
 
 # Samples are read in random order, so what is fetched around one is of no use for the next.
 _BYTES_PER_REQUEST = 1 << 18

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.errors import UserError
 from megatron.data.indexed_format import IndexedFiles, check_indexed_files
 from megatron.data.indexed_writer import IndexedWriter, WrittenFiles
 from megatron.data.manifest import Manifest, manifest_path, read_manifest, write_manifest
 from megatron.data.selection import PARTS, split_spans
+from megatron.utils.errors import UserError
 
 _TOKENS_AT_ONCE = 1 << 22
 

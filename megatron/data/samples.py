@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.config.errors import UserError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import Split
@@ -25,7 +24,8 @@ from megatron.data.indexed_format import IndexedFiles, bin_path
 from megatron.data.manifest import largest_id
 from megatron.data.remote_dataset import RemoteFiles, open_dataset
 from megatron.data.selection import PARTS
-from megatron.files import write_atomically
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
 
 _LARGEST_ID = "largest_id.json"
 

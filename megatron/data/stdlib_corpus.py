@@ -5,8 +5,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import START, Chunk, Position
+from megatron.utils.errors import UserError
 
 # Tests are as large as all the rest, some interpreters come without them; packages are not the standard library.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

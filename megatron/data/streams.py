@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import UserError
 from megatron.data.indexed_format import check_indexed_files
 from megatron.data.selection import PARTS, config_blends, part_span
+from megatron.utils.errors import UserError
 
 
 def validation_stream(

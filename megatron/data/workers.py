@@ -11,10 +11,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron.config.errors import UserError
 from megatron.data.chunks import Chunk, ChunkSource, Position
 from megatron.data.documents import DocumentOptions, encode_chunks
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.utils.errors import UserError
 
 Result = TypeVar("Result")
 

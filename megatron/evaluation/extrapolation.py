@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config.errors import UserError
+from kerple.positional import PositionsExceeded
+from megatron.evaluation.loss_accumulator import Tally
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Protocol, Segments, parse_protocol
-from megatron.evaluation.rows import Positions, Record, Row, perplexity
+from megatron.evaluation.records import Positions, Record, Row, perplexity
 from megatron.evaluation.scoring import score
-from megatron.evaluation.tally import Tally
 from megatron.evaluation.text import Text, as_text
 from megatron.evaluation.work import QUERY_CHUNK, Origin, Run, Work, measure
-from megatron.model.positional import PositionsExceeded
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from megatron.config.errors import UserError
+from kerple.positional import PositionsExceeded
 from megatron.evaluation.scoring import LOGIT_POSITIONS
 from megatron.evaluation.work import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
 from megatron.inference.decoder import as_decoder, inference, model_device
 from megatron.inference.generation import generate
 from megatron.model.gpt import GPT
-from megatron.model.positional import PositionsExceeded
 from megatron.tokenizer import Tokenizer
+from megatron.utils.errors import UserError
 
 NEW_TOKENS = 256  # where a task does not say how many to generate; the harness's own default
 MOST_ROWS = 32  # generated at once

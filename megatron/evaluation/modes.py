@@ -13,8 +13,8 @@ layers * (W - 1) tokens.
 import re
 from dataclasses import dataclass
 
-from megatron.config.errors import UserError
-from megatron.model.attention import FULL, Span
+from kerple.attention import FULL, Span
+from megatron.utils.errors import UserError
 
 _SIZED = re.compile(r"(window|blockwise)@([1-9][0-9]*)")
 

@@ -10,7 +10,7 @@ from rich.progress import Progress as RichProgress
 
 from megatron.evaluation.modes import Mode
 from megatron.evaluation.protocols import Segments
-from megatron.evaluation.rows import Record
+from megatron.evaluation.records import Record
 
 # A token costs about 1 + keys / KEYS_PER_UNIT: attention over so many keys costs as much as the rest of a small model.
 # It weighs the bar, so that the time left does not assume long texts to be as cheap as short ones; nothing else depends

@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.config.errors import UserError
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

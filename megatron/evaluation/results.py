@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from megatron.config.errors import UserError
-from megatron.evaluation.rows import KINDS, Record
-from megatron.files import write_atomically
+from megatron.evaluation.records import KINDS, Record
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
 
 RESULTS = "results.jsonl"
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kerple.attention import Span
 from megatron.evaluation.protocols import Segments
 from megatron.inference.decoder import Decoder
-from megatron.model.attention import Span
 
 LOGIT_POSITIONS = 1024
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.errors import UserError
 from megatron.data.streams import document_lengths, document_segments, evaluation_corpora, evaluation_tokens
 from megatron.evaluation.protocols import Segments
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

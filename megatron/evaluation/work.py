@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.errors import UserError
 from megatron.evaluation.modes import Mode
 from megatron.evaluation.progress import Progress
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.ranks import ALONE, Ranks
-from megatron.evaluation.rows import Checkpoint, Record
+from megatron.evaluation.records import Checkpoint, Record
 from megatron.inference.decoder import Decoder, as_decoder, inference, model_device
+from megatron.utils.errors import UserError
 
 QUERY_CHUNK = 512
 # A processor's caches hold no more at once; a GPU is idle with less.

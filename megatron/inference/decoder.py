@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.model.attention import FULL, Span
-from megatron.model.positional import PositionsExceeded
+from kerple.attention import FULL, Span
+from kerple.positional import PositionsExceeded
 
 
 class Decoder(Protocol):

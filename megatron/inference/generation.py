@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config.errors import UserError
+from kerple.positional import PositionsExceeded
 from megatron.inference.decoder import Decoder, as_decoder, inference, model_device
 from megatron.inference.sampling import Sampling
-from megatron.model.positional import PositionsExceeded
+from megatron.utils.errors import UserError
 
 PROMPT_CHUNK = 512
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config.errors import UserError
+from megatron.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.command_line import MERGED_OPTION, encode
-from megatron.config.ranks import DEFAULT_PORT
+from megatron.launcher.ranks import DEFAULT_PORT
 from megatron.launcher.resources import Resources
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.command_line import take_overrides
-from megatron.config.errors import UserError
+from megatron.utils.errors import UserError
 
 USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=value ...] [the script's own options]
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.attention import FULL, Attention, Span, adapt_table, differentials, tables
+from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
+from kerple.positional import PositionalMethod, TableJacobian
 from megatron.model.cache import LayerCache
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
-from megatron.model.positional import Differential, PositionalMethod
 from megatron.model.settings import ModelSettings
 
 ACTIVATIONS = {
@@ -34,13 +34,13 @@ def make_norm(settings: ModelSettings) -> nn.Module:
 
 
 class PositionTables(NamedTuple):
-    """What attention needs of a positional method for the distances below a reach; None for what it has not."""
+    """What attention needs of a positional method for the distances below a max_kv_len; None for what it has not."""
 
     bias: Tensor | None = None
     weight: Tensor | None = None
-    bias_differential: Differential | None = None
-    weight_differential: Differential | None = None
-    adapt: Tensor | None = None
+    bias_jacobian: TableJacobian | None = None
+    weight_jacobian: TableJacobian | None = None
+    modify_scores: Tensor | None = None
 
 
 class SelfAttention(nn.Module):
@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
         self.rotates = positional.rotates
         self.rounded = settings.release_bf16_distances
         self.has_table = positional.has_bias or positional.has_weight
-        self.adapts = positional.adapts
+        self.modifies_scores = positional.modifies_scores
         self.dropout = settings.attention_dropout
         self.attention = Attention(settings.attention_backend, positional)
         self.dense = row_linear(hidden, hidden, bias=True, tp=tp)
@@ -86,47 +86,47 @@ class SelfAttention(nn.Module):
         if cache is not None:
             key, value = cache.append(key, value)
         if tables is None:
-            tables = self.position_tables(span.reach(key.shape[2]), query)
+            tables = self.position_tables(span.max_kv_len(key.shape[2]), query)
         context = self.attention(
             query,
             key,
             value,
             bias_table=tables.bias,
             weight_table=tables.weight,
-            bias_differential=tables.bias_differential,
-            weight_differential=tables.weight_differential,
-            table=tables.adapt,
+            bias_jacobian=tables.bias_jacobian,
+            weight_jacobian=tables.weight_jacobian,
+            table=tables.modify_scores,
             window=span.window,
             block=span.block,
             dropout_p=self.dropout if self.training else 0.0,
         )
         return context.transpose(1, 2).reshape(batch, new, -1)
 
-    def position_tables(self, reach: int, states: Tensor) -> PositionTables:
-        """Over the distances below `reach`, of this rank's heads, for states `[b, ..., s, e or d]`. All layers of a
+    def position_tables(self, max_kv_len: int, states: Tensor) -> PositionTables:
+        """Over the distances below `max_kv_len`, of this rank's heads, for states `[b, ..., s, e or d]`. All layers of a
         shared method may use the same.
         """
         device = states.device
-        if self.adapts:
-            return PositionTables(adapt=adapt_table(self.rpe, reach, device))
+        if self.modifies_scores:
+            return PositionTables(modify_scores=score_table(self.rpe, max_kv_len, device))
         if not self.has_table:
             return PositionTables()
         found = PositionTables(
             *(
                 None if table is None else self._of_rank(table)
-                for table in tables(self.rpe, reach, rounded=self.rounded)
+                for table in tables(self.rpe, max_kv_len, device, rounded=self.rounded)
             )
         )
         heads = self.local_heads.stop - self.local_heads.start
         shape = (len(states), heads, states.shape[-2], self.head_size)
-        if self.rounded or not self.attention.takes_differentials(device, states.dtype, shape):
+        if self.rounded or not self.attention.uses_jacobians(device, states.dtype, shape):
             return found
         bias, weight = (
             one
             and replace(one, coefficients=self._of_rank(one.coefficients), directions=one.directions[self.local_heads])
-            for one in differentials(self.rpe, reach, device)
+            for one in jacobians(self.rpe, max_kv_len, device)
         )
-        return found._replace(bias_differential=bias, weight_differential=weight)
+        return found._replace(bias_jacobian=bias, weight_jacobian=weight)
 
     def _of_rank(self, whole: Tensor) -> Tensor:
         """`[h, ...]` of all heads, made from replicated parameters, for the heads of this rank."""

@@ -9,7 +9,7 @@ Legend: b batch, s tokens, e hidden size.
 import torch
 from torch import Tensor, nn
 
-from megatron.model.attention import FULL, Span
+from kerple.attention import FULL, Span
 from megatron.model.block import PositionTables, SelfAttention, TransformerBlock
 from megatron.model.cache import LayerCache
 

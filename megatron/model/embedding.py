@@ -6,8 +6,8 @@ Legend: b batch, s tokens, e hidden size.
 import torch
 from torch import Tensor, nn
 
+from kerple.positional import PositionalMethod
 from megatron.model.parallel import vocab_embedding
-from megatron.model.positional import PositionalMethod
 from megatron.model.settings import ModelSettings
 
 

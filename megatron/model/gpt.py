@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.attention import FULL, Span
+from kerple.attention import FULL, Span
+from kerple.positional import PositionalMethod, build, outermost
 from megatron.model.block import PositionTables, TransformerBlock
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
 from megatron.model.initialization import initialize_layer, initializer
 from megatron.model.output import FinalNorm, Output
 from megatron.model.parallel import gather_vocabulary
-from megatron.model.positional import PositionalMethod, build, outermost
 from megatron.model.settings import ModelSettings
 
 
@@ -119,7 +119,7 @@ class GPT(nn.Module):
         held = cache.length if cache is not None else 0
         hidden = self.embedding(tokens, offset=held)
         blocks = self.blocks
-        tables = self._shared_tables(hidden, span.reach(held + tokens.shape[1]))
+        tables = self._shared_tables(hidden, span.max_kv_len(held + tokens.shape[1]))
         recompute = self.checkpoint_every and self.training and torch.is_grad_enabled()
         if recompute and cache is None and span == FULL:
             for start in range(0, len(blocks), self.checkpoint_every):
@@ -130,7 +130,7 @@ class GPT(nn.Module):
                 hidden = block(hidden, cache.layers[index] if cache is not None else None, span, tables)
         return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
 
-    def _shared_tables(self, hidden: Tensor, reach: int) -> PositionTables | None:
+    def _shared_tables(self, hidden: Tensor, max_kv_len: int) -> PositionTables | None:
         """The tables of the layers' one method, made once; None where layers must make their own."""
         first, *others = (block.attention for block in self.blocks)
         method = getattr(first, "rpe", None)
@@ -138,7 +138,7 @@ class GPT(nn.Module):
             return None
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
             return None  # ZeRO 3 gathers a parameter for the layers that are called
-        return first.position_tables(reach, hidden)
+        return first.position_tables(max_kv_len, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""

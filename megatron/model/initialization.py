@@ -78,7 +78,7 @@ def initialize_layer(
 
     Parameters owned by a positional method are filled by the method itself (`reset_parameters`).
     """
-    from megatron.model.positional import outermost
+    from kerple.positional import outermost
 
     owned: set[int] = set()
     for name, method in outermost(layer):

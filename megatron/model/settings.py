@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kerple.positional import ModelShape
 from megatron.model.parallel import ONE_RANK, TensorParallel
-from megatron.model.positional import ModelShape
 
 if TYPE_CHECKING:  # the model itself needs torch alone
     from megatron.config import Config

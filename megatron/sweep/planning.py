@@ -17,10 +17,10 @@ from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_o
 from megatron.checkpoint.manifest import find_damage
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file
-from megatron.evaluation.paper.speed import METRICS, read_log
 from megatron.evaluation.results import has_results
-from megatron.files import write_atomically
+from megatron.reporting.speed import METRICS, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
+from megatron.utils.files import write_atomically
 
 EVALUATED = "evaluated.json"
 # Where a run writes; the same run in another folder is the same run.

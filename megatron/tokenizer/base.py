@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.config.errors import UserError
+from megatron.utils.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 

@@ -3,8 +3,8 @@
 import importlib.util
 from pathlib import Path
 
-from megatron.config.errors import UserError
 from megatron.tokenizer.base import Tokenizer
+from megatron.utils.errors import UserError
 
 TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "CharLevelTokenizer")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from megatron.config.errors import UserError
 from megatron.tokenizer.base import END_OF_DOCUMENT, Tokenizer
+from megatron.utils.errors import UserError
 
 # The library keeps about 100 bytes per token of the text in hand. Longer texts are cut where no token can straddle.
 _CHARACTERS_AT_ONCE = 1 << 20

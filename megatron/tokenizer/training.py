@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import tokenizers
 
-from megatron.config.errors import UserError
 from megatron.tokenizer.base import END_OF_DOCUMENT
+from megatron.utils.errors import UserError
 
 # 256 byte symbols and the end-of-document token.
 SMALLEST_VOCABULARY = 257

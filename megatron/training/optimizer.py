@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from kerple.positional import PositionalMethod
 from megatron.config import Config, UserError
-from megatron.model.positional import PositionalMethod
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

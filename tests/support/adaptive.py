@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron.model.attention import FULL, Attention, Span, adapt_table
+from kerple.attention import FULL, Attention, Span, score_table
 
 # Queries, keys, span: training, a chunk of an evaluation, decoding, windows and blocks.
 CASES = [
@@ -48,7 +48,7 @@ def attended(backend: str, method, query: Tensor, key: Tensor, value: Tensor, s:
     t = key.shape[2]
     queries, _ = method.rotate(query[:, :, t - s :], key[:, :, :0], torch.arange(t - s, t), torch.arange(0))
     _, keys = method.rotate(query[:, :, :0], key, torch.arange(0), torch.arange(t))
-    table = adapt_table(method, span.reach(t)) if method.adapts else None
+    table = score_table(method, span.max_kv_len(t)) if method.modifies_scores else None
     attention = Attention(backend, method)
     return attention(queries, keys, value, table=table, window=span.window, block=span.block, **options)
 

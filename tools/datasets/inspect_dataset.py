@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data.command import add_tokenizer_arguments, new_parser, run_tool
+from megatron.cli.dataset_options import add_tokenizer_arguments, new_parser, run_tool
 
 
 def parse_arguments(arguments: list[str] | None = None):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data.command import new_parser, run_tool
+from megatron.cli.dataset_options import new_parser, run_tool
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data.command import add_input_arguments, add_tokenizer_arguments, new_parser, run_tool, words
+from megatron.cli.dataset_options import add_input_arguments, add_tokenizer_arguments, new_parser, run_tool, words
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data.command import add_input_arguments, new_parser, run_tool, words
+from megatron.cli.dataset_options import add_input_arguments, new_parser, run_tool, words
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -34,13 +34,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    from megatron.config.errors import UserError
     from megatron.data.documents import DocumentOptions, read_texts
     from megatron.data.input_files import find_files
     from megatron.data.progress import CorpusProgress
     from megatron.data.readers import Corpus
-    from megatron.files import write_atomically
     from megatron.tokenizer.training import train_bpe
+    from megatron.utils.errors import UserError
+    from megatron.utils.files import write_atomically
 
     arguments = parse_arguments()
     suffixes = words(arguments.suffixes)

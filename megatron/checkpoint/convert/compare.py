@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kerple.positional.angles import Angles
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.gpt import GPT
-from megatron.model.positional.angles import Angles
 
 TOLERANCE = 1e-4
 # Lengths compared are at most so long, and so far beyond the training length.

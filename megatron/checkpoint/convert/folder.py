@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.storage import CheckpointError
-from megatron.files import sync_folder
+from megatron.utils.files import sync_folder
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from kerple.positional import method_class
 from megatron.checkpoint.convert.compare import check_same_logits, check_same_rotary_logits
 from megatron.checkpoint.convert.folder import new_folder
 from megatron.checkpoint.convert.hugging_face_config import is_stock, self_contained_keys, stock_keys
@@ -23,7 +24,6 @@ from megatron.checkpoint.convert.weights import SAFETENSORS, cast, hugging_face_
 from megatron.checkpoint.storage import CheckpointError, write_json, write_text
 from megatron.config import Config
 from megatron.model.gpt import GPT
-from megatron.model.positional import method_class
 
 
 def to_hugging_face(

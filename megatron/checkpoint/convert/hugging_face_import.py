@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerple.positional import method_class
 from megatron.checkpoint.convert.compare import check_same_logits, check_same_rotary_logits
 from megatron.checkpoint.convert.folder import new_folder
 from megatron.checkpoint.convert.hugging_face_config import keys_from
@@ -21,7 +22,6 @@ from megatron.checkpoint.layers import layer_state, load_layers
 from megatron.checkpoint.storage import write_text
 from megatron.config import Config
 from megatron.model.gpt import GPT
-from megatron.model.positional import method_class
 from megatron.model.settings import ModelSettings
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerple.positional import method_class
 from megatron.checkpoint.convert.compare import check_same_logits
 from megatron.checkpoint.convert.folder import new_folder
 from megatron.checkpoint.convert.layout import write_checkpoint
@@ -22,7 +23,6 @@ from megatron.checkpoint.layers import layer_state, load_layers
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.gpt import GPT
-from megatron.model.positional import method_class
 from megatron.model.settings import ModelSettings
 
 # Methods of the release, under its names: a fact about its code, which the registry, where more are added, cannot tell.

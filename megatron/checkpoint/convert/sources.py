@@ -1,6 +1,6 @@
 """The Python files of a self-contained model: its modelling files, and the positional method's own sources.
 
-The sources are those that this process runs. Imports within `megatron.model.positional` become relative ones, to files
+The sources are those that this process runs. Imports within `kerple.positional` become relative ones, to files
 `positional_NAME.py` of the same folder; nothing else is changed, so a formula exists once.
 """
 
@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from kerple import positional
+from kerple.positional import PositionalMethod
 from megatron.checkpoint.storage import CheckpointError
-from megatron.model import positional
-from megatron.model.positional import PositionalMethod
 
 TEMPLATES = Path(__file__).parent / "self_contained"
 PACKAGE = positional.__name__
@@ -92,9 +92,11 @@ def _imports(source: str) -> list[ast.ImportFrom | ast.Import]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
-            if node.level or (node.module or "").partition(".")[0] == "megatron":
+            if node.level or (node.module or "").partition(".")[0] in ("kerple", "megatron"):
                 found.append(node)
-        elif isinstance(node, ast.Import) and any(item.name.partition(".")[0] == "megatron" for item in node.names):
+        elif isinstance(node, ast.Import) and any(
+            item.name.partition(".")[0] in ("kerple", "megatron") for item in node.names
+        ):
             found.append(node)
     return found
 

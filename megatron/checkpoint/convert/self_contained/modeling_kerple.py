@@ -83,11 +83,11 @@ class Padding:
 
 
 class Tables(NamedTuple):
-    """What a method has for distances 0 ... t-1: `bias` and `weight` `[h, t]` float32, and what its `adapt` needs."""
+    """What a method has for distances 0 ... t-1: `bias` and `weight` `[h, t]` float32, and what its `modify_scores` needs."""
 
     bias: Tensor | None
     weight: Tensor | None
-    adapt: Tensor | None
+    modify_scores: Tensor | None
 
     @classmethod
     def of(cls, method: nn.Module, length: int, device: torch.device) -> "Tables":
@@ -95,7 +95,7 @@ class Tables(NamedTuple):
         return cls(
             method.bias(distance) if method.has_bias else None,
             method.weight(distance) if method.has_weight else None,
-            method.table(distance) if method.adapts else None,
+            method.table(distance) if method.modifies_scores else None,
         )
 
 
@@ -116,7 +116,7 @@ def attend(
     s, t = query.shape[2], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys, values = key.to(dtype), value.to(dtype)
-    rows = min(CHUNK, method.segment) if method.decays else CHUNK
+    rows = min(CHUNK, method.segment) if method.scales_qk else CHUNK
     contexts = []
     for first in range(0, s, rows):
         last = min(first + rows, s)
@@ -129,15 +129,17 @@ def attend(
             unseen = unseen | (padding.padded[:, None, None, :end] & (distance != 0))
         distance = distance.clamp(min=0)
         queries, seen_keys = query[:, :, first:last], keys[:, :, :end]
-        if method.decays:
-            queries, seen_keys = method.decay(queries, seen_keys, query_positions, key_positions)
+        if method.scales_qk:
+            queries, seen_keys = method.scale_qk(queries, seen_keys, query_positions, key_positions)
         scores = queries.to(dtype) @ seen_keys.transpose(-1, -2) * query.shape[3] ** -0.5
         if tables.weight is not None:
             scores = scores * tables.weight[:, distance]
         if tables.bias is not None:
             scores = scores + tables.bias[:, distance]
-        if method.adapts:
-            scores = adapted(method, tables.adapt, scores, queries, query_positions, key_positions, unseen, padding)
+        if method.modifies_scores:
+            scores = adapted(
+                method, tables.modify_scores, scores, queries, query_positions, key_positions, unseen, padding
+            )
         probabilities = F.dropout(scores.masked_fill(unseen, float("-inf")).softmax(dim=-1), dropout)
         contexts.append((probabilities @ values[:, :, :end]).to(query.dtype))
     return torch.cat(contexts, dim=2)
@@ -155,11 +157,11 @@ def adapted(
 ) -> Tensor:
     """The scores that the method makes of scores `[b, h, c, l]`; row by row where rows have positions of their own."""
     if padding is None:
-        return method.adapt(scores, query, query_positions, key_positions, unseen[0, 0], table)
+        return method.modify_scores(scores, query, query_positions, key_positions, unseen[0, 0], table)
     rows = zip(scores.split(1), query.split(1), unseen[:, 0], padding.beginnings, strict=True)
     return torch.cat(
         [
-            method.adapt(row, queries, query_positions - begin, key_positions - begin, hidden, table)
+            method.modify_scores(row, queries, query_positions - begin, key_positions - begin, hidden, table)
             for row, queries, hidden, begin in rows
         ]
     )

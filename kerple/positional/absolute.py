@@ -1,0 +1,51 @@
+"""Absolute positions, added to the token embeddings: sinusoidal (arXiv 1706.03762) and learned.
+
+Legend: b batch, s tokens, e hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kerple.positional.angles import Angles
+from kerple.positional.base import PositionalMethod, PositionsExceeded, draw
+from kerple.positional.registry import register
+
+
+@register("sinusoidal")
+class Sinusoidal(PositionalMethod):
+    """The sines of position / base^(2i/e), then the cosines, over the hidden size."""
+
+    def __init__(self, hidden_size: int, base: float = 10_000.0):
+        super().__init__()
+        if hidden_size % 2:
+            raise ValueError(f"sinusoidal positions need an even hidden size; got {hidden_size}")
+        self.angles = Angles(hidden_size, base)
+
+    def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        cosine, sine = self.angles(positions, hidden.device)
+        return hidden + torch.cat((sine, cosine), dim=-1).to(hidden.dtype)
+
+
+@register("learned")
+class Learned(PositionalMethod):
+    """A learned vector per position; the table `weight` is `[positions, e]`, and there is nothing beyond it."""
+
+    def __init__(self, hidden_size: int, max_positions: int, init_std: float = 0.02):
+        super().__init__()
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        draw(self.weight, "normal", 0.0, self.init_std, generator)
+
+    def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Raises PositionsExceeded for a position beyond the table."""
+        last = int(positions.max()) if positions.numel() else -1
+        if last >= len(self.weight):
+            raise PositionsExceeded(
+                f"learned positions end at {len(self.weight) - 1} (max-position-embeddings {len(self.weight)}), but "
+                f"position {last} was asked for; shorten the sequence, or use a relative method such as kerple_log"
+            )
+        return hidden + F.embedding(positions.to(self.weight.device), self.weight).to(hidden.dtype)

@@ -1,0 +1,46 @@
+"""ALiBi: a fixed linear bias per head (arXiv 2108.12409)."""
+
+import torch
+from torch import Tensor
+
+from kerple.positional.base import PositionalMethod
+from kerple.positional.registry import register
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """2^(-8 i / H) for i = 1 ... H when H is a power of two.
+
+    Otherwise the slopes of the largest power of two P below H, then every second slope of 2P until there are H.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    between = [2.0 ** (-8.0 * i / (2 * power)) for i in range(1, 2 * power + 1, 2)]
+    return tuple(slopes + between[: num_heads - power])
+
+
+@register("alibi")
+class Alibi(PositionalMethod):
+    """Bias -slope_h δ; nothing is learned."""
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        # Plain numbers, no buffer: a model cast to bfloat16 would round the slopes.
+        self.slopes = alibi_slopes(num_heads)
+
+    def bias(self, distance: Tensor) -> Tensor:
+        slopes = torch.tensor(self.slopes, dtype=torch.float32, device=distance.device)
+        return -slopes.reshape(-1, *[1] * distance.dim()) * distance.float()
+
+
+@register("kerple_power_original")
+class KerplePowerOriginal(Alibi):
+    """ALiBi inside KERPLE: the power kernel with p = 1 and a fixed at ALiBi's slopes.
+
+    The KERPLE release bounds this `a` at 0.01 like every other, so the flattest heads are steeper than in ALiBi.
+    """
+
+    computed = ("bias_a",)
+
+    def __init__(self, num_heads: int):
+        super().__init__(num_heads)
+        self.slopes = tuple(max(slope, 0.01) for slope in self.slopes)

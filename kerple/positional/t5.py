@@ -1,0 +1,74 @@
+"""T5's relative position bias: a learned number per head and bucket of distances (arXiv 1910.10683)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kerple.positional.base import PositionalMethod, TableJacobian, draw
+from kerple.positional.registry import register
+
+
+def bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
+    """The smallest distance in each bucket.
+
+    The first half of the buckets, E of them, hold one distance each; bucket E + k of the other L begins where
+    log(δ/E) / log(max_distance/E) * L >= k. Solved in whole numbers, (δ/E)^L >= (max_distance/E)^k, so that no rounding
+    of logarithms moves a boundary.
+    """
+    exact = num_buckets // 2
+    logarithmic = num_buckets - exact
+    starts = list(range(exact))
+    for k in range(logarithmic):
+        wanted = max_distance**k * exact ** (logarithmic - k)
+        start = max(int(exact * (max_distance / exact) ** (k / logarithmic)) - 1, exact)
+        while start**logarithmic < wanted:
+            start += 1
+        starts.append(start)
+    return starts
+
+
+@register("rpe")
+class T5(PositionalMethod):
+    """Bias sqrt(d) * weight[bucket(δ), h], the table `weight` being `[buckets, h]`.
+
+    The factor sqrt(d) is that of GPT-NeoX and of the KERPLE authors' code, whose checkpoints hold the table without it.
+    """
+
+    def __init__(self, num_heads: int, head_size: int, num_buckets: int = 32, max_distance: int = 128):
+        super().__init__()
+        if num_buckets < 2 or max_distance <= num_buckets // 2:
+            raise ValueError(
+                f"rpe needs at least 2 buckets and a largest distance above half their number; "
+                f"got num_buckets {num_buckets}, max_distance {max_distance}"
+            )
+        self.scale = math.sqrt(head_size)
+        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+        starts = bucket_starts(num_buckets, max_distance)
+        self.last_start = starts[-1]
+        # Whole numbers: casting the model leaves them as they are.
+        self.register_buffer("later_starts", torch.tensor(starts[1:]), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Xavier normal."""
+        draw(self.weight, "normal", 0.0, math.sqrt(2.0 / sum(self.weight.shape)), generator)
+
+    def buckets(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance, int64 of the same shape."""
+        return torch.bucketize(distance.long(), self.later_starts, right=True)
+
+    def bias(self, distance: Tensor) -> Tensor:
+        table = F.embedding(self.buckets(distance), self.weight.float())
+        return self.scale * table.movedim(-1, 0)
+
+    def bias_jacobian(self, distance: Tensor) -> TableJacobian:
+        """The last bucket, which holds all but the nearest distances, is one number per head."""
+        coefficients = self.scale * self.weight[-1].float()
+        ones = torch.ones_like(distance).expand(len(coefficients), 1, -1)
+        return TableJacobian(coefficients[:, None], ones, dense=self.last_start)
+
+    def statistics(self) -> dict[str, Tensor]:
+        used = self.scale * self.weight.detach().float()
+        return {"bias_nearest": used[0], "bias_farthest": used[-1]}

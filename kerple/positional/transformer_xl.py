@@ -1,0 +1,91 @@
+"""Transformer-XL's relative positions (arXiv 1901.02860, section 3.3).
+
+The score of query i and key j is ((q_i + u).k_j + (q_i + v).W r_δ) / sqrt(d), δ = i - j: the sines of δ / 10000^(2k/e),
+then the cosines, make r_δ; u, v and W, which takes r_δ to a vector per head, are learned.
+
+Legend: b batch, h heads, c queries, l keys, d head size, e hidden size, n distances.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kerple.positional.angles import Angles
+from kerple.positional.base import PositionalMethod, draw
+from kerple.positional.pairs import line
+from kerple.positional.registry import register
+
+
+class Projection(nn.Linear):
+    """A linear map without bias, computed in the dtype of its input."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return F.linear(states, self.weight.to(states.dtype))
+
+
+@register("transformer_xl")
+class TransformerXL(PositionalMethod):
+    """Parameters `content_bias` (u) and `position_bias` (v) `[h, 1, d]` and `relative.weight` (W) `[h d, e]`, all drawn
+    from N(0, `init_std`^2); a set per layer.
+    """
+
+    shared = False
+
+    def __init__(
+        self, num_heads: int, head_size: int, hidden_size: int, base: float = 10_000.0, init_std: float = 0.02
+    ):
+        super().__init__()
+        if hidden_size % 2:
+            raise ValueError(f"transformer_xl's sines and cosines need an even hidden size; got {hidden_size}")
+        self.num_heads, self.init_std, self.scale = num_heads, init_std, head_size**-0.5
+        self.angles = Angles(hidden_size, base)
+        self.content_bias = nn.Parameter(torch.empty(num_heads, 1, head_size))
+        self.position_bias = nn.Parameter(torch.empty(num_heads, 1, head_size))
+        self.relative = Projection(hidden_size, num_heads * head_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        for parameter in (self.content_bias, self.position_bias, self.relative.weight):
+            draw(parameter, "normal", 0.0, self.init_std, generator)
+
+    def rotate(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q + u, so that the scores hold (q + u).k."""
+        return query + self.content_bias.to(query.dtype), key
+
+    def table(self, distance: Tensor) -> Tensor:
+        """W r_δ per head, `[h, d, n]`."""
+        cosine, sine = self.angles(distance.long().cpu(), distance.device)
+        vectors = self.relative(torch.cat((sine, cosine), dim=-1).to(self._dtype))
+        return vectors.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
+
+    def modify_scores(
+        self,
+        scores: Tensor,
+        query: Tensor,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        mask: Tensor,
+        table: Tensor | None,
+    ) -> Tensor:
+        query = query.to(scores.dtype) + (self.position_bias - self.content_bias).to(scores.dtype)
+        products = query @ line(table, query_positions, key_positions).to(scores.dtype)
+        return scores + self.scale * _skewed(products, len(key_positions))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.promote_types(self.content_bias.dtype, torch.float32)
+
+
+def _skewed(products: Tensor, keys: int) -> Tensor:
+    """`[b, h, c, c + l - 1]` -> `[b, h, c, l]`: row r from column c - 1 - r on, r's own distances.
+
+    In memory one row's piece begins one element before the next row's column, so all pieces are rows of a view whose
+    rows are one element shorter.
+    """
+    rows, columns = products.shape[-2:]
+    if rows == 1:
+        return products
+    flat = products.flatten(-2)[..., rows - 1 : rows - 1 + rows * (columns - 1)]
+    return flat.unflatten(-1, (rows, columns - 1))[..., :keys]

@@ -1,0 +1,118 @@
+"""The small transformer of the benchmark: an encoder, in which every position sees every other.
+
+A relative method is asked for the distance between query and key whichever comes first: its bias and weight become
+symmetric, and what DAPE or FIRE makes of a pair that looks ahead is what it makes of the pair seen from the other end.
+Rotary and absolute positions tell the direction too.
+
+Legend: b samples, s positions, h heads, d head size, e hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kerple.attention import tables
+from kerple.positional import ModelShape, PositionalMethod, build, method_class
+from megatron.utils.errors import UserError
+
+
+def check_method(name: str) -> None:
+    """Raises UserError for a method that is not known, or that is defined for the past alone."""
+    try:
+        method = method_class(name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    looks_back = getattr(method, "modify_scores", None) is not None and not method.per_pair
+    if looks_back or getattr(method, "scale_qk", None) is not None:
+        raise UserError(
+            f"{name} is defined over the keys before a query; the benchmark's encoder sees those after it too"
+        )
+
+
+class Encoder(nn.Module):
+    """`[b, s]` int64 symbols -> `[b, s, classes]` logits, at any length.
+
+    5 layers of 8 heads, hidden size 256, unless said otherwise, as in DAPE's experiment (section 4.6).
+    """
+
+    def __init__(
+        self,
+        symbols: int,
+        classes: int,
+        pos_emb: str,
+        *,
+        num_layers: int = 5,
+        hidden_size: int = 256,
+        num_heads: int = 8,
+        max_positions: int = 2048,
+    ):
+        super().__init__()
+        check_method(pos_emb)
+        shape = ModelShape(num_heads, hidden_size // num_heads, hidden_size, num_layers, max_positions)
+        methods = [build(pos_emb, shape)]
+        while not methods[0].shared and len(methods) < num_layers:
+            methods.append(build(pos_emb, shape))
+        self.embedding = nn.Embedding(symbols, hidden_size)
+        self.positional = nn.ModuleList(methods)
+        self.layers = nn.ModuleList(EncoderLayer(hidden_size, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(hidden_size)
+        self.output = nn.Linear(hidden_size, classes)
+        nn.init.normal_(self.embedding.weight, std=hidden_size**-0.5)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        positions = torch.arange(symbols.shape[1])
+        hidden = self.positional[0].embed(self.embedding(symbols), positions)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, self.positional[min(index, len(self.positional) - 1)], positions)
+        return self.output(self.norm(hidden))
+
+
+class EncoderLayer(nn.Module):
+    """Pre-norm attention over all positions, and an MLP: `[b, s, e] -> [b, s, e]`."""
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(hidden_size)
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
+        self.projection = nn.Linear(hidden_size, hidden_size)
+        self.mlp_norm = nn.LayerNorm(hidden_size)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
+        )
+
+    def forward(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+        hidden = hidden + self.projection(self._attend(self.attention_norm(hidden), positional, positions))
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    def _attend(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+        batch, length, size = hidden.shape
+        split = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        query, key = positional.rotate(query, key, positions, positions)
+        if not (positional.has_bias or positional.has_weight or positional.modifies_scores):
+            context = F.scaled_dot_product_attention(query, key, value)
+        else:
+            scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+            place = _adapted if positional.modifies_scores else _placed
+            context = place(scores, query, positional, positions).softmax(dim=-1).to(value.dtype) @ value
+        return context.transpose(1, 2).reshape(batch, length, size)
+
+
+def _placed(scores: Tensor, query: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+    """Scores `[b, h, s, s]` with the method's weight and bias."""
+    distance = (positions[:, None] - positions).abs().to(scores.device)
+    bias, weight = tables(positional, len(positions), scores.device)
+    scores = scores if weight is None else scores * weight[:, distance]
+    return scores if bias is None else scores + bias[:, distance]
+
+
+def _adapted(scores: Tensor, query: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+    """Scores `[b, h, s, s]` as the method's `modify_scores` makes them, which looks back from each end of a pair."""
+    ahead = torch.ones(len(positions), len(positions), dtype=torch.bool, device=scores.device).triu(1)
+    table = positional.table(positions.to(scores.device, torch.float32))
+    back, forth = (
+        positional.modify_scores(side, query, positions, positions, ahead, table)
+        for side in (scores, scores.transpose(-1, -2))
+    )
+    return torch.where(ahead, forth.transpose(-1, -2), back)

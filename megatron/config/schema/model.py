@@ -1,0 +1,134 @@
+"""The model: sizes, positional method, initialization."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import model_validator
+
+from megatron.config.schema.base import CaseInsensitive, Group, Int, key
+from megatron.utils.errors import UserError
+
+InitMethod = Literal[
+    "normal",
+    "scaled_normal",
+    "orthogonal",
+    "scaled_orthogonal",
+    "xavier_uniform",
+    "xavier_normal",
+    "wang_init",
+    "small_init",
+    "single_residual_scaled_normal",
+]
+
+
+class ModelConfig(Group):
+    """Model"""
+
+    num_layers: Int = key(..., "Number of transformer blocks.", ge=1)
+    hidden_size: Int = key(..., "Width of the residual stream. Must be divisible by num_attention_heads.", ge=1)
+    num_attention_heads: Int = key(..., "Attention heads per block. Must be divisible by model_parallel_size.", ge=1)
+    seq_length: Int = key(..., "Training length, in tokens.", ge=1)
+    max_position_embeddings: Int = key(
+        None,
+        """Rows of the table of `pos_emb: learned`, in positions; other methods have no table and no limit.
+        Default: seq_length.""",
+        ge=1,
+    )
+    norm: Literal["layernorm", "rmsnorm"] = key(
+        "layernorm", "Normalization before attention, before the MLP and at the end of the model."
+    )
+    layernorm_epsilon: float = key(1e-5, "layernorm: added to the variance.", gt=0)
+    rms_norm_epsilon: float = key(1e-8, "rmsnorm: added to the mean square.", gt=0)
+    no_weight_tying: bool = key(
+        False, "True: the output layer has weights of its own. False: it uses those of the token embedding."
+    )
+    pos_emb: str = key(
+        "learned",
+        """Positional method: none, learned, sinusoidal, rotary, rpe (T5), alibi, sandwich, kerple_log, kerple_log3,
+        kerple_power_ap_, kerple_power__ap, kerple_power_ap_ap, kerple_power_original, kerple_gaussian,
+        kerple_gaussian3, kerple_square__a, kerple (an expression), xpos, fire, cope, transformer_xl, dape, dape_kerple,
+        dape_alibi, dape_fire, dape_v2, dape_v2_kerple, dape_v2_alibi, dape_v2_fire, or a method registered by
+        pos_emb_module.""",
+    )
+    pos_emb_options: dict[str, Any] = key(
+        {}, "Options handed to the positional method by name; an unknown one is refused with the known ones."
+    )
+    pos_emb_module: str | None = key(
+        None, "Python file (path/to/file.py) or module that registers further positional methods when it is imported."
+    )
+    release_bf16_distances: bool = key(
+        False,
+        """True: KERPLE's and ALiBi's distances and biases are rounded to bfloat16, as in the KERPLE release, where
+        distances above 256 lost their last digits. For checking its numbers only.""",
+    )
+    rotary_pct: float = key(1.0, "Share of each head's dimensions that rotary rotates.", gt=0, le=1)
+    rotary_emb_base: Int = key(10000, "Base of rotary's wavelengths.", gt=1)
+    rpe_num_buckets: Int = key(32, "T5: number of distance buckets.", ge=2)
+    rpe_max_distance: Int = key(128, "T5: distance, in tokens, from which on all keys share the last bucket.", ge=2)
+    activation: Literal["gelu", "relu", "silu"] = key("gelu", "Activation of the MLP.")
+    bias_gelu_fusion: bool = key(
+        False,
+        """True: GELU in its tanh form, which is what GPT-NeoX's fused kernel computes; nothing is compiled. False: the
+        exact form.""",
+    )
+    init_method: InitMethod = key("normal", "Initialization of all other matrices than those of the next key.")
+    output_layer_init_method: InitMethod = key(
+        "scaled_normal", "Initialization of the matrices that write to the residual stream, out of attention and MLP."
+    )
+    init_method_std: float = key(0.02, "Standard deviation of the normal initializations.", gt=0)
+    hidden_dropout: float = key(0.0, "Dropout probability after embedding, attention and MLP.", ge=0, lt=1)
+    attention_dropout: float = key(0.0, "Dropout probability of the attention weights.", ge=0, lt=1)
+    make_vocab_size_divisible_by: Int = key(
+        128, "The vocabulary is padded to a multiple of this times model_parallel_size.", ge=1
+    )
+    padded_vocab_size: Int | None = key(
+        None, "Vocabulary size after padding. Default: computed from the tokenizer; must not be smaller.", ge=1
+    )
+    attention_backend: Annotated[Literal["auto", "reference", "sdpa", "chunked", "flex", "fused"], CaseInsensitive] = (
+        key(
+            "auto",
+            """How attention is computed: reference keeps the whole score matrix, sdpa uses PyTorch's fused kernels,
+            chunked takes the queries in blocks, in memory linear in the length, flex is PyTorch's FlexAttention, fused
+            our own kernels for GPUs. auto takes the fastest that serves the method.""",
+        )
+    )
+    gpt_j_residual: bool = key(
+        False, "True: x + attention(norm1(x)) + mlp(norm2(x)). False: the MLP sees the attention's output."
+    )
+    output_layer_parallelism: Literal["column"] = key(
+        "column", "Dimension of the output layer that tensor parallelism splits: column, the vocabulary."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _table_as_long_as_training(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("max_position_embeddings") is None and "seq_length" in values:
+            return {**values, "max_position_embeddings": values["seq_length"]}
+        return values
+
+    @property
+    def positional_options(self) -> dict[str, Any]:
+        """Options of the positional method: GPT-NeoX's own keys where the method has them, then pos_emb_options."""
+        neox: dict[str, dict[str, Any]] = {
+            "rotary": {"fraction": self.rotary_pct, "base": self.rotary_emb_base},
+            "rpe": {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance},
+        }
+        return {**neox.get(self.pos_emb, {}), **self.pos_emb_options}
+
+    @model_validator(mode="after")
+    def _only_the_release_rounded(self) -> "ModelConfig":
+        if self.release_bf16_distances and not self.pos_emb.startswith(("kerple_", "alibi")):
+            raise UserError(
+                '"release_bf16_distances": the release computed distances in bfloat16 for KERPLE and ALiBi, '
+                f"not for pos_emb {self.pos_emb}; remove the key"
+            )
+        return self
+
+    @property
+    def head_size(self) -> int:
+        """Dimensions of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def norm_epsilon(self) -> float:
+        """The epsilon of the chosen norm."""
+        return self.rms_norm_epsilon if self.norm == "rmsnorm" else self.layernorm_epsilon

@@ -1,9 +1,0 @@
-"""No positions at all (NoPE): the causal mask alone tells the model about order."""
-
-from megatron.model.positional.base import PositionalMethod
-from megatron.model.positional.registry import register
-
-
-@register("none")
-class NoPositions(PositionalMethod):
-    """Every hook left as it is."""

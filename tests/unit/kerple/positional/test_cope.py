@@ -1,0 +1,44 @@
+"""CoPE against the paper's equations 2 to 5, in float64."""
+
+import math
+
+import pytest
+import torch
+
+from kerple.positional import Cope
+from tests.support.adaptive import assert_is_formula
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("npos_max", [4, 64])  # capped, and not
+def test_values_and_gradients(npos_max):
+    torch.manual_seed(0)
+    method = Cope(4, npos_max).double()
+    torch.nn.init.normal_(method.pos_emb)
+
+    def scores(query, key, visible):
+        found = query @ key.transpose(-1, -2) / math.sqrt(4)
+        gates = torch.where(visible, 1 / (1 + torch.exp(-found)), 0.0)
+        later = torch.arange(key.shape[2])[:, None] >= torch.arange(key.shape[2])
+        counts = (gates @ later.double()).clamp(max=npos_max - 1)
+        # Between two whole positions: a sum of hats, one around each position.
+        hats = (1 - (counts[..., None] - torch.arange(npos_max)).abs()).clamp(min=0)
+        return found + torch.einsum("bhijp,dp,bhid->bhij", hats, method.pos_emb, query)
+
+    assert_is_formula(method, scores, 3, 4)
+
+
+def test_no_position_counts_at_first():
+    method = Cope(8)
+    assert method.pos_emb.shape == (8, 64)
+    scores = torch.randn(1, 2, 3, 3)
+    position = torch.arange(3)
+    adapted = method.modify_scores(
+        scores, torch.randn(1, 2, 3, 8), position, position, position > position[:, None], None
+    )
+    assert torch.equal(adapted, scores)
+
+
+def test_a_single_position_is_refused():
+    with pytest.raises(ValueError, match="npos_max 1: CoPE interpolates"):
+        Cope(4, npos_max=1)

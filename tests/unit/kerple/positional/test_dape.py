@@ -1,0 +1,120 @@
+"""DAPE against the paper's formulas, pair by pair in float64: values, gradients, and the number of parameters."""
+
+import math
+
+import pytest
+import torch
+
+from kerple.positional import Dape, DapeAlibi, DapeFire, DapeKerple, ModelShape, build
+from tests.support.adaptive import assert_is_formula
+from tests.unit.kerple.positional.test_fire import fire_bias
+
+HEADS, SIZE = 3, 4
+
+
+def mlp(method, pairs: torch.Tensor) -> torch.Tensor:
+    """Linear, LeakyReLU(0.01), Linear over the last dimension."""
+    hidden = pairs @ method.first.weight.T + method.first.bias
+    hidden = torch.where(hidden > 0, hidden, 0.01 * hidden)
+    return hidden @ method.second.weight.T + method.second.bias
+
+
+def static_bias(method, length: int) -> torch.Tensor:
+    """`[h, t, t]` by the methods' own papers."""
+    position = torch.arange(length, dtype=torch.float64)
+    distance = (position[:, None] - position).clamp(min=0)
+    if isinstance(method, DapeKerple):
+        # The kernel is computed in float32, so that here it is rounded to it too.
+        p, a = method.static.bias_p, method.static.bias_a
+        return -p * torch.log1p(a * distance)
+    if isinstance(method, DapeAlibi):
+        return -torch.tensor([[[2**-4]], [[2**-8]], [[2**-2]]], dtype=torch.float64) * distance
+    return fire_bias(method.static, length)
+
+
+def formula(method):
+    def scores(query, key, visible):
+        found = query @ key.transpose(-1, -2) / math.sqrt(SIZE)
+        last = found.movedim(1, -1)
+        if isinstance(method, Dape):
+            return found + mlp(method, last).movedim(-1, 1)
+        bias = static_bias(method, key.shape[2])
+        beside = bias.expand_as(found).movedim(1, -1)
+        if method.variant == "Add_Residual":
+            return found + bias + mlp(method, last + beside).movedim(-1, 1)
+        mixed = found + mlp(method, torch.cat((last, beside), dim=-1)).movedim(-1, 1)
+        return mixed if method.variant == "Concat" else mixed + bias
+
+    return scores
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    ("cls", "variant"),
+    [
+        (Dape, None),
+        (DapeKerple, "Concat_Residual"),
+        (DapeAlibi, "Concat_Residual"),
+        (DapeAlibi, "Concat"),
+        (DapeAlibi, "Add_Residual"),
+        (DapeFire, "Concat_Residual"),
+    ],
+)
+def test_values_and_gradients(cls, variant):
+    torch.manual_seed(0)
+    method = (cls(HEADS) if variant is None else cls(HEADS, variant=variant)).double()
+    assert_is_formula(method, formula(method), HEADS, SIZE, atol=3e-6 if cls is DapeKerple else 1e-10)
+
+
+def test_both_inputs_of_the_mlp_get_gradients():
+    """The scores through the queries, the bias through the kernel's parameters."""
+    torch.manual_seed(0)
+    method = DapeKerple(HEADS, variant="Concat").double()  # the bias counts through the MLP alone
+    scores = torch.randn(1, HEADS, 4, 4, dtype=torch.float64, requires_grad=True)
+    position = torch.arange(4)
+    mask = position > position[:, None]
+    table = method.table(torch.arange(4.0))
+    (method.modify_scores(scores, None, position, position, mask, table) - scores).square().sum().backward()
+    assert (scores.grad != 0).all()
+    assert (method.static.bias_p.grad != 0).all()
+    assert (method.static.bias_a.grad != 0).all()
+
+
+def test_1196_parameters_per_layer_at_12_heads():
+    assert sum(parameter.numel() for parameter in DapeAlibi(12).parameters()) == 1196
+    shape = ModelShape(12, 64, 768, 12, 512)
+    counts = {name: sum(p.numel() for p in build(name, shape).parameters()) for name in ("kerple_c", "fire_c", "dape")}
+    assert counts == {"kerple_c": 1196 + 24, "fire_c": 1196 + 2 + 32 + 32 + 12 * 32 + 12, "dape": 1196 - 12 * 32}
+    assert sum(p.numel() for p in build("alibi_c", shape, mlp_width=16).parameters()) == 24 * 16 + 16 + 16 * 12 + 12
+    assert not build("dape_kerple", shape).shared
+
+
+def test_initial_weights_are_pytorch_s_of_a_linear_layer():
+    method = DapeAlibi(500, mlp_width=400)
+    method.reset_parameters(torch.Generator().manual_seed(1))
+    again = DapeAlibi(500, mlp_width=400).bfloat16()
+    again.reset_parameters(torch.Generator().manual_seed(1))
+    for layer, inputs in ((method.first, 1000), (method.second, 400)):
+        for parameter in (layer.weight, layer.bias):
+            assert parameter.abs().max() <= inputs**-0.5
+            assert parameter.std().item() == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
+    for ours, theirs in zip(method.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours.bfloat16(), theirs)
+
+
+def test_statistics_are_the_kernel_s():
+    assert set(DapeKerple(2).statistics()) == {"bias_p", "bias_a"}
+    assert DapeAlibi(2).statistics() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "concat"}, "no variant 'concat'; choose one of Concat_Residual, Concat, Add_Residual"),
+        ({"mlp_width": 0}, "mlp_width 0: DAPE's MLP needs at least one hidden unit"),
+        ({"width": 3}, "DapeKerple has no option 'width'; it has mlp_width, variant"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        build("dape_kerple", ModelShape(2, 4, 8, 1, 16), **options)

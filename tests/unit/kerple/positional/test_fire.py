@@ -1,0 +1,61 @@
+"""FIRE against the paper's formula, pair by pair in float64."""
+
+import math
+
+import pytest
+import torch
+
+from kerple.positional import Fire
+from tests.support.adaptive import assert_is_formula
+
+
+def fire_bias(method, length: int) -> torch.Tensor:
+    """`[h, t, t]`; what stands above the diagonal does not count."""
+    rows = []
+    for i in range(length):
+        top = torch.maximum(torch.tensor([float(i)], dtype=torch.float64), (method.m * method.threshold).abs())
+        below = torch.log((method.c * top).abs() + 1) + 1e-6
+        ratios = [torch.log((method.c * (i - j)).abs() + 1) / below for j in range(length)]
+        hidden = [torch.relu(method.first.weight[:, 0] * ratio + method.first.bias) for ratio in ratios]
+        rows.append(torch.stack([method.second.weight @ units + method.second.bias for units in hidden], dim=-1))
+    return torch.stack(rows, dim=-2)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("threshold", [8.0, 512.0])
+def test_values_and_gradients(threshold):
+    torch.manual_seed(0)
+    method = Fire(3, mlp_width=7, threshold=threshold).double()
+
+    def scores(query, key, visible):
+        return query @ key.transpose(-1, -2) / math.sqrt(4) + fire_bias(method, key.shape[2])
+
+    if threshold == 512.0:  # below it the query's own position plays no part
+        bias = fire_bias(method, 30)
+        torch.testing.assert_close(bias[:, 20, 15], bias[:, 25, 20])
+    assert_is_formula(method, scores, 3, 4)
+
+
+def test_initial_values():
+    method = Fire(12)
+    assert method.c.tolist() == pytest.approx([0.1])
+    assert method.m.tolist() == [1.0]
+    assert method.first.weight.shape == (32, 1)
+    assert not method.shared
+
+
+def test_positions_to_65_536_in_half_precision():
+    """Computed in float32 from bfloat16 parameters, whatever the states' dtype."""
+    torch.manual_seed(0)
+    method = Fire(2).bfloat16()
+    query, key = torch.arange(65_530, 65_536), torch.arange(65_536)
+    found = method.pair_bias(query, key, torch.zeros((), dtype=torch.float32))
+    exact = method.double().pair_bias(query, key, torch.zeros((), dtype=torch.float64))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"mlp_width": 0}, "mlp_width 0"), ({"threshold": 0}, "threshold 0")])
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Fire(2, **options)

@@ -1,0 +1,188 @@
+"""Names, options, plug-ins, and what a method says of itself."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kerple import positional
+from kerple.positional import ModelShape, PositionalMethod, build, load_plugin, register, registered_names
+from kerple.positional import registry as registry_module
+
+SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=16)
+
+METHODS = {
+    # pos-emb: class, hooks
+    "none": ("NoPositions", set()),
+    "learned": ("Learned", {"embeds"}),
+    "sinusoidal": ("Sinusoidal", {"embeds"}),
+    "rotary": ("Rotary", {"rotates"}),
+    "rpe": ("T5", {"has_bias"}),
+    "alibi": ("Alibi", {"has_bias"}),
+    "kerple_log": ("KerpleLog", {"has_bias"}),
+    "kerple_power_ap_": ("KerplePower", {"has_bias"}),
+    "kerple_power": ("KerplePower", {"has_bias"}),
+    "kerple_power__ap": ("KerpleWeight", {"has_weight"}),
+    "kerple_power_ap_ap": ("KerpleBiasWeight", {"has_bias", "has_weight"}),
+    "kerple_bias_wht": ("KerpleBiasWeight", {"has_bias", "has_weight"}),
+    "kerple_power_original": ("KerplePowerOriginal", {"has_bias"}),
+    "kerple": ("KerpleSum", {"has_bias"}),
+    "kerple_log3": ("KerpleLog3", {"has_bias"}),
+    "kerple_3_para_log": ("KerpleLog3", {"has_bias"}),
+    "kerple_gaussian": ("KerpleGaussian", {"has_bias"}),
+    "kerple_2_para_bias": ("KerpleGaussian", {"has_bias"}),
+    "kerple_gaussian3": ("KerpleGaussian3", {"has_bias"}),
+    "kerple_3_para_bias": ("KerpleGaussian3", {"has_bias"}),
+    "kerple_square__a": ("KerpleSquareWeight", {"has_weight"}),
+    "kerple_1_para_wht": ("KerpleSquareWeight", {"has_weight"}),
+    "kerple_2_para_wht": ("KerpleWeight", {"has_weight"}),
+    "sandwich": ("Sandwich", {"has_bias"}),
+    "xpos": ("XPos", {"rotates", "decays"}),
+    "fire": ("Fire", {"modifies_scores"}),
+    "cope": ("Cope", {"modifies_scores"}),
+    "transformer_xl": ("TransformerXL", {"rotates", "modifies_scores"}),
+    "dape": ("Dape", {"modifies_scores"}),
+    "dape_kerple": ("DapeKerple", {"modifies_scores"}),
+    "kerple_c": ("DapeKerple", {"modifies_scores"}),
+    "dape_alibi": ("DapeAlibi", {"modifies_scores"}),
+    "alibi_c": ("DapeAlibi", {"modifies_scores"}),
+    "dape_fire": ("DapeFire", {"modifies_scores"}),
+    "fire_c": ("DapeFire", {"modifies_scores"}),
+    "dape_v2": ("DapeV2", {"modifies_scores"}),
+    "dape_v2_kerple": ("DapeV2Kerple", {"modifies_scores"}),
+    "dape_v2_alibi": ("DapeV2Alibi", {"modifies_scores"}),
+    "dape_v2_fire": ("DapeV2Fire", {"modifies_scores"}),
+}
+
+
+@pytest.fixture
+def restored_registry(monkeypatch):
+    monkeypatch.setattr(registry_module, "_METHODS", dict(registry_module._METHODS))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_name_builds_its_method(name):
+    cls, hooks = METHODS[name]
+    method = build(name, SHAPE)
+    assert type(method) is getattr(positional, cls)
+    known = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "decays")
+    assert {hook for hook in known if getattr(method, hook)} == hooks
+    assert method.shared == ("modifies_scores" not in hooks)
+    assert all(value.shape == (4,) and not value.requires_grad for value in method.statistics().values())
+
+
+def test_the_names_are_listed():
+    assert set(METHODS) <= set(registered_names())
+
+
+def test_hooks_that_a_method_lacks_change_nothing():
+    method = build("none", SHAPE)
+    hidden, query = torch.randn(1, 2, 32), torch.randn(1, 4, 2, 8)
+    assert method.embed(hidden, torch.arange(2)) is hidden
+    assert method.rotate(query, query, torch.arange(2), torch.arange(2)) == (query, query)
+
+
+def test_options_reach_the_method_and_unknown_ones_are_refused():
+    assert build("rotary", SHAPE, fraction=0.5).rotated == 4
+    with pytest.raises(ValueError, match=r"Rotary has no option 'theta'; it has .*base, .*fraction"):
+        build("rotary", SHAPE, theta=1.0)
+    # Sizes are the model's to say.
+    with pytest.raises(ValueError, match="KerpleLog has no option 'num_heads'; it has highest_exponent, parameters"):
+        build("kerple_log", SHAPE, num_heads=3)
+    with pytest.raises(ValueError, match="NoPositions has no option 'args'; it has none"):
+        build("none", SHAPE, args=1)
+
+
+def test_an_unknown_name_gets_the_nearest_ones():
+    with pytest.raises(ValueError, match="pos-emb 'kerple_lgo' is not known; did you mean kerple_log"):
+        build("kerple_lgo", SHAPE)
+
+
+@pytest.mark.usefixtures("restored_registry")
+def test_a_taken_name_is_refused():
+    with pytest.raises(ValueError, match=r"pos-emb 'alibi' is taken by megatron\.model\.positional\.alibi\.Alibi"):
+
+        @register("other", "alibi")
+        class Other(PositionalMethod):
+            pass
+
+    assert "other" not in registered_names()
+
+
+PLUGIN = """
+import torch
+from kerple.positional import PositionalMethod, register
+
+@register("toy_step")
+class ToyStep(PositionalMethod):
+    def __init__(self, num_heads: int, step: float = 1.0):
+        super().__init__()
+        self.num_heads, self.step = num_heads, step
+
+    def bias(self, distance):
+        return -self.step * (distance > 8).float().expand(self.num_heads, *distance.shape)
+"""
+
+
+@pytest.mark.usefixtures("restored_registry")
+def test_a_plugin_file_adds_a_method(tmp_path):
+    path = tmp_path / "toy.py"
+    path.write_text(PLUGIN)
+    load_plugin(path)
+    load_plugin(str(path))
+    method = build("toy_step", SHAPE, step=3.0)
+    assert method.has_bias
+    assert not method.has_weight
+    assert method.bias(torch.tensor([8.0, 9.0])).tolist() == [[0.0, -3.0]] * 4
+
+
+@pytest.mark.usefixtures("restored_registry")
+def test_a_plugin_module_adds_a_method(tmp_path, monkeypatch):
+    (tmp_path / "toy_methods.py").write_text(PLUGIN.replace("toy_step", "toy_module"))
+    monkeypatch.syspath_prepend(tmp_path)
+    load_plugin("toy_methods")
+    assert build("toy_module", SHAPE).step == 1.0
+
+
+@pytest.mark.usefixtures("restored_registry")
+def test_a_plugin_that_fails_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(PLUGIN.replace("toy_step", "toy_broken") + "\nraise RuntimeError('half way')\n")
+    with pytest.raises(RuntimeError, match="half way"):
+        load_plugin(path)
+    assert "toy_broken" not in registered_names()
+    path.write_text(PLUGIN.replace("toy_step", "toy_broken"))
+    load_plugin(path)
+    assert "toy_broken" in registered_names()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("absent.py", None, "there is no such file"),
+        ("empty.py", "x = 1\n", "registers no new method"),
+        ("no.such.module", None, "cannot be imported"),
+    ],
+)
+def test_plugins_that_bring_nothing_are_refused(tmp_path, monkeypatch, name, text, message):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"positional plugin '{name}'.*{message}"):
+        load_plugin(name)
+
+
+def test_methods_and_attention_import_torch_alone():
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import kerple.positional, kerple.attention\n"
+        "names = {name for name in set(sys.modules) - before if name.startswith('megatron')}\n"
+        "ours = ('kerple.positional', 'kerple.attention')\n"
+        "others = {name for name in names if not name.startswith(ours)}\n"
+        "assert others <= {'megatron', 'megatron.model'}, others\n"
+        "assert not {'deepspeed', 'megatron.core', 'pydantic', 'numpy.testing'} & (set(sys.modules) - before)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

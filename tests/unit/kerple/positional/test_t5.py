@@ -1,0 +1,69 @@
+"""T5's buckets against their formula, in whole numbers and in float64."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from kerple.positional import T5
+
+
+def bucket(distance: int, buckets: int, furthest: int) -> int:
+    """E buckets, half of them, for one distance each; then E + floor(log(d/E) / log(furthest/E) * L), at most the last.
+
+    L is the number of the other buckets; floor(log x / log y * L) is the largest k with y^k <= x^L: exact in fractions.
+    """
+    exact = buckets // 2
+    if distance < exact:
+        return distance
+    rest = buckets - exact
+    k = 0
+    while k + 1 < rest and Fraction(furthest, exact) ** (k + 1) <= Fraction(distance, exact) ** rest:
+        k += 1
+    return exact + k
+
+
+@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (32, 256), (64, 512), (8, 20), (7, 50), (2, 5)])
+def test_buckets_are_exact(buckets, furthest):
+    method = T5(num_heads=2, head_size=4, num_buckets=buckets, max_distance=furthest).bfloat16()
+    distances = [*range(2 * furthest), 65_536]
+    found = method.buckets(torch.tensor(distances, dtype=torch.float32))
+    assert found.tolist() == [bucket(distance, buckets, furthest) for distance in distances]
+
+
+def test_the_recipe_s_buckets_are_those_of_the_formula_in_float64():
+    distance = np.arange(16, 4096, dtype=np.float64)
+    expected = np.minimum(16 + np.floor(np.log(distance / 16) / np.log(128 / 16) * 16), 31)
+    found = T5(num_heads=1, head_size=1).buckets(torch.tensor(distance, dtype=torch.float32))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_bias_is_the_table_times_the_root_of_the_head_size():
+    torch.manual_seed(0)
+    method = T5(num_heads=3, head_size=64)
+    distance = torch.arange(300.0)
+    bias = method.bias(distance)
+    rows = torch.tensor([bucket(d, 32, 128) for d in range(300)])
+    assert bias.dtype == torch.float32
+    torch.testing.assert_close(bias, 8 * method.weight.detach()[rows].T, rtol=0, atol=0)
+
+    upstream = torch.randn(3, 300)
+    bias.backward(upstream)
+    expected = torch.zeros(32, 3, dtype=torch.float64)
+    for d in range(300):
+        expected[rows[d]] += 8 * upstream[:, d].double()
+    torch.testing.assert_close(method.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+    assert method.bias(distance.reshape(3, 100)).shape == (3, 3, 100)
+
+
+def test_the_table_is_drawn_xavier_normal_under_its_checkpoint_name():
+    method = T5(num_heads=3000, head_size=64)
+    assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {"weight": (32, 3000)}
+    assert method.weight.std().item() == pytest.approx((2 / 3032) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("options", [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}])
+def test_impossible_buckets_are_refused(options):
+    with pytest.raises(ValueError, match="rpe needs at least 2 buckets"):
+        T5(num_heads=2, head_size=4, **options)

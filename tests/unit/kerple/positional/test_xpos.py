@@ -1,0 +1,94 @@
+"""xPos against complex numbers in float64, at any length and precision."""
+
+import pytest
+import torch
+
+from kerple.attention import FULL, Span
+from kerple.positional import XPos
+from tests.support.adaptive import assert_is_formula, attended
+
+SIZE = 16
+
+
+def products(query: torch.Tensor, key: torch.Tensor, scale_base: float, queries: torch.Tensor, keys: torch.Tensor):
+    """Re(q conj(k) e^(i theta (n - m))) zeta^((n - m) / scale_base), summed over the pairs (2i, 2i + 1); no sqrt(d)."""
+    size = query.shape[-1]
+    distance = queries.double()[:, None] - keys.double()
+    total = 0.0
+    for pair in range(size // 2):
+        theta = 10_000.0 ** (-2 * pair / size)
+        zeta = (pair / (size / 2) + 0.4) / 1.4
+        q = torch.complex(query[..., 2 * pair], query[..., 2 * pair + 1])
+        k = torch.complex(key[..., 2 * pair], key[..., 2 * pair + 1])
+        turned = q[..., :, None] * k[..., None, :].conj() * torch.polar(torch.ones_like(distance), theta * distance)
+        total = total + turned.real * zeta ** (distance.clamp(min=0) / scale_base)
+    return total
+
+
+@pytest.mark.parametrize("scale_base", [1.0, 2.5, 512.0])  # segments of 4, 10 and 2,048 queries
+def test_values_and_gradients(scale_base):
+    method = XPos(SIZE, scale_base=scale_base)
+
+    def scores(query, key, visible):
+        position = torch.arange(key.shape[2])
+        return products(query, key, scale_base, position, position) / SIZE**0.5
+
+    # Angles and factors are rounded to float32.
+    assert_is_formula(method, scores, 2, SIZE, backends=("reference", "chunked", "sdpa", "auto"), atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "span"),
+    [
+        (torch.float32, 1e-5, FULL),
+        (torch.float16, 5e-3, FULL),
+        (torch.bfloat16, 4e-2, FULL),
+        (torch.float16, 5e-3, Span(window=700)),
+        (torch.float16, 5e-3, Span(block=512)),
+    ],
+)
+def test_65_536_positions_in_every_precision(dtype, tolerance, span):
+    """The last queries of a long text, their keys cached turned: no overflow, no denormal, and the formula's result."""
+    torch.manual_seed(0)
+    length, last, size = 65_536, 6, 16
+    method = XPos(size)
+    query, key, value = (torch.randn(1, 1, length, size).to(dtype) for _ in range(3))
+    found = attended("auto", method, query, key, value, last, span)
+    position = torch.arange(length)
+    scores = products(query[:, :, -last:].double(), key.double(), 512.0, position[-last:], position) / size**0.5
+    first = torch.tensor([span.first_key(i) for i in range(length - last, length)])
+    mask = (position > position[-last:, None]) | (position < first[:, None])
+    expected = scores.masked_fill(mask, float("-inf")).softmax(-1) @ value.double()
+    assert found.dtype == dtype
+    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_factors_stay_in_half_precision_s_range_and_are_never_denormal():
+    method = XPos(64)
+    for first, last in ((0, 2047), (65_536 - 2048, 65_535), (65_535, 65_535)):
+        for factors in method._factors(first, last, 0, last, torch.device("cpu")):
+            assert factors.max() <= (0.4 / 1.4) ** -2 + 1e-4
+            assert ((factors == 0) | (factors >= 9e-19)).all()
+    # The farthest key's first pair has faded to nothing, its last one hardly.
+    keys = method._factors(65_535, 65_535, 0, 65_535, torch.device("cpu"))[1]
+    assert keys[0, 0] == 0
+    assert keys[0, -1] > 0.05
+    assert keys[-1, 0] == 1
+
+
+def test_training_after_an_evaluation_in_inference_mode():
+    method = XPos(SIZE)
+    states = [torch.randn(1, 1, 6, SIZE) for _ in range(3)]
+    with torch.inference_mode():
+        expected = attended("auto", method, *states, 6, FULL)
+    found = attended("auto", method, *(state.requires_grad_() for state in states), 6, FULL)
+    found.sum().backward()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "message"), [(5, {}, "even; got 5"), (4, {"scale_base": 0.5}, "scale_base 0.5")]
+)
+def test_what_is_refused(size, options, message):
+    with pytest.raises(ValueError, match=message):
+        XPos(size, **options)

@@ -1,0 +1,252 @@
+"""Every positional method goes out to Hugging Face: the same logits, cached generation, padding, reloading."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM
+
+from kerple.positional import primary_names, registry
+from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
+from megatron.checkpoint.convert.compare import with_float32_angles
+from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
+from megatron.checkpoint.storage import CheckpointError
+from megatron.inference import load_model
+from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
+from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
+from tests.support.release import checkpoints
+
+CHARACTERS = TokenizerFiles("CharLevelTokenizer")
+
+
+def load(folder) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+
+
+def longest(pos_emb: str) -> int:
+    return TRAIN_LENGTH if pos_emb == "learned" else LONG
+
+
+@pytest.mark.parametrize("pos_emb", primary_names())
+@torch.no_grad()
+def test_every_method(pos_emb, tmp_path):
+    model, config = make_model(pos_emb)
+    to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
+    theirs = load(tmp_path / "hf")
+    assert isinstance(theirs, GPTNeoXForCausalLM) == (pos_emb == "rotary")
+
+    for length in (TRAIN_LENGTH, longest(pos_emb)):
+        tokens = random_tokens(2, length)
+        assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
+
+    # With a cache, across the end of the training length.
+    prompt = random_tokens(1, longest(pos_emb) - 12)
+    expected = greedy(model, prompt, 12)
+    for use_cache in (True, False):
+        made = theirs.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=use_cache, eos_token_id=None)
+        assert made.tolist() == expected.tolist()
+
+    # Saved again by transformers, and loaded from there.
+    theirs.save_pretrained(tmp_path / "again")
+    tokens = random_tokens(1, TRAIN_LENGTH)
+    assert torch.equal(load(tmp_path / "again")(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    "pos_emb",
+    ["kerple_log", "kerple_power__ap", "sinusoidal", "learned", "rpe", "xpos", "fire", "dape_kerple", "dape_v2"],
+)
+@torch.no_grad()
+def test_left_padding_changes_nothing(pos_emb, tmp_path):
+    model, config = make_model(pos_emb)
+    to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
+    theirs = load(tmp_path / "hf")
+    rows = [random_tokens(1, length, seed=length) for length in (9, 17, 4)]
+    width = max(row.shape[1] for row in rows)
+    tokens = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+    mask = torch.tensor([[0] * (width - row.shape[1]) + [1] * row.shape[1] for row in rows])
+    logits = theirs(tokens, attention_mask=mask).logits
+    made = theirs.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    for index, row in enumerate(rows):
+        assert (logits[index, -row.shape[1] :] - model(row)[0]).abs().max() < 1e-4
+        assert made[index, -row.shape[1] - 8 :].tolist() == greedy(model, row, 8)[0].tolist()
+
+
+def test_padding_inside_a_text_is_refused(tmp_path):
+    model, config = make_model("kerple_log")
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    mask = torch.tensor([[1, 1, 0, 1]])
+    with pytest.raises(ValueError, match="padding inside a text"):
+        load(tmp_path / "hf")(random_tokens(1, 4), attention_mask=mask)
+
+
+@pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"gpt_j_residual": True, "bias_gelu_fusion": True},
+        {"no_weight_tying": False, "layernorm_epsilon": 1e-3},
+        {"norm": "rmsnorm", "activation": "silu"},
+    ],
+    ids=["parallel residual", "tied embeddings", "rmsnorm"],
+)
+@torch.no_grad()
+def test_every_shape_of_model(pos_emb, keys, tmp_path):
+    model, config = make_model(pos_emb, **keys)
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    theirs = load(tmp_path / "hf")
+    stock = pos_emb == "rotary" and keys.get("norm") != "rmsnorm"
+    assert isinstance(theirs, GPTNeoXForCausalLM) == stock
+    tokens = random_tokens(1, LONG)
+    assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_partial_rotary_with_another_base(tmp_path):
+    model, config = make_model("rotary", rotary_pct=0.5, rotary_emb_base=500)
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    tokens = random_tokens(1, LONG)
+    assert (load(tmp_path / "hf")(tokens).logits - model(tokens)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "stock"),
+    [
+        ({"scaling": "linear", "factor": 4.0}, True),
+        ({"scaling": "yarn", "factor": 4.0, "beta_fast": 16}, True),
+        ({"scaling": "ntk", "factor": 4.0}, False),
+    ],
+)
+@torch.no_grad()
+def test_interpolated_rotary(options, stock, tmp_path):
+    model, config = make_model("rotary", pos_emb_options=options)
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    theirs = load(tmp_path / "hf")
+    assert isinstance(theirs, GPTNeoXForCausalLM) == stock
+    tokens = random_tokens(1, LONG)
+    assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
+    assert (make_model("rotary")[0](tokens) - model(tokens)).abs().max() > 1e-2
+    from_hugging_face(tmp_path / "hf", tmp_path / "back", with_tokenizer=False, report=quiet)
+    back, config = load_model(tmp_path / "back")
+    assert torch.equal(back(tokens), model(tokens))
+    assert config.model.pos_emb_options["scaling"] == options["scaling"]
+
+
+def test_random_positions_are_not_handed_on(tmp_path):
+    model, config = make_model("rotary", pos_emb_options={"scaling": "random", "random_range": 256})
+    with pytest.raises(CheckpointError, match="pos_emb rotary with scaling random"):
+        to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+
+
+@torch.no_grad()
+def test_the_release_rotary_model_is_the_same_far_beyond_its_length(tmp_path):
+    """At 2,048, where transformers' float32 angles are off: 1e-4 with ours in float32 too."""
+    model, config = load_model(checkpoints("rotary"))
+    said = []
+    to_hugging_face(model, config, tmp_path / "hf", report=said.append)
+    assert "transformers' angles are float32" in said[-1]
+    theirs = load(tmp_path / "hf")
+    tokens = torch.randint(0, 128, (1, 2048), generator=torch.Generator().manual_seed(0))
+    expected = theirs(tokens).logits
+    assert (with_float32_angles(model)(tokens) - expected).abs().max() < 1e-4
+    assert 1e-4 < (model(tokens) - expected).abs().max() < 5e-3
+
+
+@torch.no_grad()
+def test_half_precision_is_compared_with_rounded_weights(tmp_path):
+    model, config = make_model("kerple_log")
+    to_hugging_face(model, config, tmp_path / "hf", dtype=torch.bfloat16, report=quiet)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert theirs.dtype == torch.bfloat16
+    tokens = random_tokens(1, LONG)
+    rounded = model.bfloat16().float()
+    assert (theirs.float()(tokens).logits - rounded(tokens)).abs().max() < 1e-4
+
+
+def test_labels_give_the_shifted_loss_and_gradients(tmp_path):
+    model, config = make_model("kerple_power_ap_ap")
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    theirs = load(tmp_path / "hf").train()
+    tokens = random_tokens(2, TRAIN_LENGTH)
+    output = theirs(tokens, labels=tokens)
+    expected = model.loss(tokens[:, :-1], tokens[:, 1:])
+    assert output.past_key_values is None
+    assert output.loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    output.loss.backward()
+    expected.backward()
+    method = next(iter(model.positional_methods().values()))
+    for name, parameter in method.named_parameters():
+        other = theirs.get_parameter(f"gpt_neox.positional.0.{name}")
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_came_out_wrong_is_not_written(tmp_path, monkeypatch):
+    from megatron.checkpoint.convert import hugging_face_export
+
+    def wrong(model, dtype):
+        tensors = right(model, dtype)
+        name = "gpt_neox.layers.1.attention.query_key_value.weight"
+        heads = model.settings.num_heads
+        # The mistake of GPT-NeoX's early converters: query, key and value of all heads one after another.
+        tensors[name] = tensors[name].view(heads, 3, -1, 32).transpose(0, 1).reshape(tensors[name].shape).contiguous()
+        return tensors
+
+    right = hugging_face_export.hugging_face_tensors
+    monkeypatch.setattr(hugging_face_export, "hugging_face_tensors", wrong)
+    for pos_emb in ("rotary", "alibi"):
+        model, config = make_model(pos_emb)
+        with pytest.raises(CheckpointError, match="its logits differ by"):
+            to_hugging_face(model, config, tmp_path / "hf" / pos_emb, report=quiet)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == []
+
+
+def test_a_folder_that_is_there_stays(tmp_path):
+    model, config = make_model("alibi")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is there already"):
+        to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine.txt"]
+
+
+def test_special_tokens_and_sizes_are_written(tmp_path):
+    model, config = make_model("alibi")
+    to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
+    written = AutoConfig.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert (written.vocab_size, written.eos_token_id, written.pad_token_id) == (VOCABULARY, 0, 0)
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")
+
+
+def test_a_method_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from kerple.positional import PositionalMethod, register\n"
+        "from kerple.positional.base import (\n    bounded,\n    draw,\n)\n\n\n"
+        "@register('square_root_bias')\n"
+        "class SquareRootBias(PositionalMethod):\n"
+        "    shared = False\n\n"
+        "    def __init__(self, num_heads, floor=0.0):\n"
+        "        super().__init__()\n"
+        "        self.floor = floor\n"
+        "        self.slope = nn.Parameter(torch.empty(num_heads, 1, 1))\n"
+        "        self.register_buffer('one', torch.ones(1), persistent=False)\n"
+        "        self.reset_parameters()\n\n"
+        "    def reset_parameters(self, generator=None):\n"
+        "        draw(self.slope, 'uniform', 0.0, 1.0, generator)\n\n"
+        "    def bias(self, distance):\n"
+        "        slope = bounded(self.slope, self.floor).reshape(-1, *[1] * distance.dim())\n"
+        "        return -slope * (self.one * distance).sqrt()\n"
+    )
+    keys = {"pos_emb_module": str(tmp_path / "mine.py"), "pos_emb_options": {"floor": 0.02}}
+    model, config = make_model("square_root_bias", **keys)
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    tokens = random_tokens(1, LONG)
+    with torch.no_grad():
+        assert (load(tmp_path / "hf")(tokens).logits - model(tokens)).abs().max() < 1e-4
+    sources = "".join(path.read_text() for path in (tmp_path / "hf").glob("positional_*.py"))
+    assert "from megatron" not in sources
+    assert "import megatron" not in sources

@@ -1,0 +1,141 @@
+"""The tasks against solutions written another way: by Python's own arithmetic, strings and lists."""
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+
+from megatron.chomsky import TASKS
+
+LENGTHS = [1, 2, 3, 4, 5, 6, 9, 40, 41, 100]
+
+
+def until_end(targets):
+    return targets[: targets.index(2)]
+
+
+def value(text):
+    """Digits, brackets and operators as Python computes them."""
+    return eval(text) % 5  # the characters come from the tables below
+
+
+def text(tokens, table):
+    return "".join(str(token) if token < 5 else table[token - 5] for token in tokens)
+
+
+def number(bits):
+    return sum(bit << place for place, bit in enumerate(bits))
+
+
+def stack_after(tokens):
+    stack = []
+    bottom = re.match("[01]+", "".join(map(str, tokens))).end()
+    # The first actions may be taken for the stack's own bits only if they were bits, which they are not.
+    for token in tokens[:bottom]:
+        stack.append(token)
+    for token in tokens[bottom:]:
+        stack = stack[:-1] if token == 2 else [*stack, token - 3]
+    return stack[::-1]
+
+
+def calculated(tokens, operation):
+    if 2 not in tokens:
+        return number(tokens)
+    place = tokens.index(2)
+    return operation(number(tokens[:place]), number(tokens[place + 1 :]))
+
+
+SOLVERS = {
+    "even_pairs": lambda x: [sum(a != b for a, b in itertools.pairwise(x)) % 2 == 0],
+    "modular_arithmetic_simple": lambda x: [value(text(x, "+-*"))],
+    "parity_check": lambda x: [x.count(1) % 2],
+    "cycle_navigation": lambda x: [(x.count(1) - x.count(2)) % 5],
+    "reverse_string": lambda x: list(reversed(x)),
+    "modular_arithmetic": lambda x: [value(text(x, "+-()"))],
+    "duplicate_string": lambda x: x + x,
+    "odds_first": lambda x: [s for i, s in enumerate(x) if i % 2 == 0] + [s for i, s in enumerate(x) if i % 2],
+    "compute_sqrt": lambda x: [int(digit) for digit in format(math.isqrt(number(x[::-1])), f"0{(len(x) + 1) // 2}b")],
+    "bucket_sort": lambda x: sorted(x),
+}
+ENDED = {
+    "stack_manipulation": stack_after,
+    "binary_addition": lambda x: calculated(x, lambda a, b: a + b),
+    "binary_multiplication": lambda x: calculated(x, lambda a, b: a * b),
+}
+
+
+def drawn(name, length, samples=32):
+    batch = TASKS[name].sample(np.random.default_rng([7, length]), samples, length)
+    return batch.inputs.tolist(), batch.targets.tolist(), batch.counted.tolist()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_answers_are_right(name, length):
+    for tokens, targets, counted in zip(*drawn(name, length), strict=True):
+        assert targets == [int(answer) for answer in SOLVERS[name](tokens)]
+        assert all(counted)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ENDED)
+def test_answers_that_end_are_right(name, length):
+    for tokens, targets, counted in zip(*drawn(name, length), strict=True):
+        answer = ENDED[name](tokens)
+        found = until_end(targets)
+        assert (found if name == "stack_manipulation" else number(found)) == answer
+        assert counted == [place <= len(found) for place in range(len(targets))]
+        assert not any(targets[len(found) + 1 :])
+        if name != "stack_manipulation":
+            assert found[-1] == 1 or found == [0]
+
+
+@pytest.mark.parametrize("length", [n for n in LENGTHS if n > 2])
+def test_the_unknown_solves_its_equation(length):
+    for tokens, targets, _ in zip(*drawn("solve_equation", length), strict=True):
+        assert tokens.count(9) == 1
+        assert tokens[-2] == 10
+        left = text([targets[0] if token == 9 else token for token in tokens[:-2]], "+-()")
+        assert value(left) == tokens[-1]
+
+
+@pytest.mark.parametrize("length", [n for n in LENGTHS if n > 1])
+def test_the_missing_symbol_completes_the_duplicate(length):
+    for tokens, targets, _ in zip(*drawn("missing_duplicate", length), strict=True):
+        assert tokens.count(2) == 1
+        whole = [targets[0] if token == 2 else token for token in tokens]
+        half = length // 2
+        assert whole[:half] == whole[half : 2 * half]
+        assert whole[2 * half :] == [3] * (length % 2)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_lengths_and_alphabets(name):
+    task = TASKS[name]
+    for length in LENGTHS:
+        batch = task.sample(np.random.default_rng(length), 16, length)
+        real = length - 1 if task.odd_only and length % 2 == 0 else length
+        assert batch.inputs.shape == (16, real)
+        assert batch.targets.shape == batch.counted.shape == (16, task.output_length(real))
+        assert 0 <= batch.inputs.min() <= batch.inputs.max() < task.symbols
+        assert 0 <= batch.targets.min() <= batch.targets.max() < task.classes
+        again = task.sample(np.random.default_rng(length), 16, length)
+        assert (again.inputs == batch.inputs).all()
+    with pytest.raises(ValueError, match=f"{name}: an input has at least 1 token, not 0"):
+        task.sample(np.random.default_rng(0), 1, 0)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_answers_are_spread_over_their_classes(name):
+    batch = TASKS[name].sample(np.random.default_rng(3), 2000, 41)
+    counts = np.bincount(batch.targets[batch.counted], minlength=TASKS[name].classes)
+    # End signs are one in many; of the others none may be rare.
+    least = counts[:2].min() if TASKS[name].ended else counts.min()
+    assert least > 0.5 * counts[: len(counts) - TASKS[name].ended].mean()
+
+
+def test_there_are_fifteen_tasks_of_three_levels():
+    assert len(TASKS) == 15
+    assert {task.level for task in TASKS.values()} == {"regular", "context-free", "context-sensitive"}

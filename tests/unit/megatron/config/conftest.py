@@ -1,0 +1,33 @@
+"""A small valid configuration, as a user would write it."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def flat() -> dict:
+    """The fewest keys that make a configuration, and a batch size."""
+    return {
+        "num-layers": 2,
+        "hidden-size": 32,
+        "num-attention-heads": 4,
+        "seq-length": 16,
+        "pos-emb": "kerple_log",
+        "train_micro_batch_size_per_gpu": 2,
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(name, text) -> path of a file with that text (or bytes)."""
+
+    def make(name: str, text: str | bytes) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return make

@@ -1,0 +1,92 @@
+"""Every file under configs/ loads, in every sensible combination, and says what the paper says."""
+
+from pathlib import Path
+
+import pytest
+
+from kerple.positional import ModelShape, build
+from megatron.config import UserError, load_config
+from tests.support.release import METHODS as RELEASE
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+METHODS = sorted(path.stem for path in (CONFIGS / "pos_emb").glob("*.yml"))
+DATASETS = sorted(path.stem for path in (CONFIGS / "datasets").glob("*.yml"))
+SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)
+SEEDS = sorted(path.stem for path in (CONFIGS / "seeds").glob("*.yml"))
+
+
+def test_there_is_a_file_per_method_dataset_and_seed():
+    assert set(RELEASE) <= set(METHODS)
+    assert set(DATASETS) >= {"openwebtext2", "github", "arxiv"}
+    assert set(SEEDS) >= {"1235", "1236", "1237", "1238", "1239"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_matrix_loads(method):
+    folders = set()
+    for model in ("small_bf16", "1-3B"):
+        if model == "1-3B" and build(method, SHAPE).adapts:
+            # Its heads are on two processes.
+            with pytest.raises(UserError, match=f"pos_emb {method} makes the scores of all heads .* 1 .pipeline"):
+                load_config([model, f"pos_emb/{method}"], CONFIGS)
+            continue
+        for data in (*(f"datasets/{name}" for name in DATASETS), "local_setup"):
+            for seed in SEEDS:
+                config = load_config([model, f"pos_emb/{method}", data, f"seeds/{seed}.yml"], CONFIGS)
+                assert config.model.pos_emb == method
+                assert config.training.seed == int(seed)
+                assert config.notices == ()
+                if model == "small_bf16":
+                    folders.add(config.checkpoint.save)
+                assert config.checkpoint.load == config.checkpoint.save
+    assert len(folders) == (len(DATASETS) + 1) * len(SEEDS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_demo_loads(method):
+    config = load_config(["demo", f"pos_emb/{method}"], CONFIGS)
+    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (4, 128, 128)
+    assert config.batch.resolve(1) == (16, 1, 16)
+    assert config.evaluation.lengths == (128, 256, 512, 1024, 2048)
+    assert config.checkpoint.save == f"runs/demo/{method}/checkpoints"
+
+
+def test_every_file_is_covered():
+    known = {"small_bf16", "1-3B", "demo", "local_setup"}
+    assert {path.stem for path in CONFIGS.glob("*.yml")} == known
+    assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == {"pos_emb", "datasets", "seeds", "sweeps"}
+
+
+def test_the_paper_s_model_and_training():
+    files = ["small_bf16", "pos_emb/kerple_log", "datasets/openwebtext2", "seeds/1235"]
+    config = load_config(files, CONFIGS)
+    model, optimizer = config.model, config.optimizer
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.head_size) == (12, 768, 12, 64)
+    assert (model.seq_length, model.no_weight_tying, model.bias_gelu_fusion) == (512, True, False)
+    assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (6e-4, (0.9, 0.999), 1e-8, 0.0)
+    assert (optimizer.gradient_clipping, config.precision.dtype) == (1.0, "bf16")
+    assert (config.schedule.train_iters, config.schedule.lr_decay_iters) == (50_000, 50_000)
+    assert (config.schedule.lr_decay_style, config.schedule.warmup, config.schedule.min_lr) == ("cosine", 0.01, 0.0)
+    assert config.batch.resolve(1) == (32, 1, 32)
+    assert (config.data.split, config.data.data_path) == ("949,50,1", "data/openwebtext2/openwebtext2_text_document")
+    assert (config.training.eval_interval, config.checkpoint.save_interval) == (1000, 10_000)
+    assert config.deepspeed_dict(1)["bf16"] == {"enabled": True}
+
+
+def test_the_larger_model():
+    config = load_config(["1-3B", "pos_emb/kerple_log", "datasets/github"], CONFIGS)
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (24, 2048, 16)
+    assert (config.optimizer.lr, config.schedule.train_iters, config.precision.dtype) == (2e-4, 150_000, "fp16")
+    assert config.parallel.model_parallel_size == 2
+
+
+def test_evaluation_as_in_the_release():
+    files = ["small_bf16", "pos_emb/kerple_log", "datasets/github", "seeds/1235"]
+    overrides = ["train-iters=0", "seq-length-val=2048", "eval-iters=320", "train_micro_batch_size_per_gpu=1"]
+    config = load_config(files, CONFIGS, overrides)
+    assert (config.schedule.train_iters, config.training.seq_length_val, config.training.eval_iters) == (0, 2048, 320)
+
+
+def test_two_of_a_kind_do_not_mix():
+    with pytest.raises(UserError, match=r'rotary\.yml:4: "pos-emb" was given before, as "pos-emb" at .*alibi\.yml:2'):
+        load_config(["small_bf16", "pos_emb/alibi", "pos_emb/rotary"], CONFIGS)

@@ -1,0 +1,119 @@
+"""Keys that contradict each other are refused before anything is started."""
+
+import pytest
+
+from kerple.positional import registry
+from megatron.config import Config, UserError
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden-size": 33}, "hidden_size 33 is not divisible by num_attention_heads 4"),
+        ({"model-parallel-size": 8}, "num_attention_heads 4 is not divisible by model_parallel_size 8"),
+        ({"pipe-parallel-size": 3}, "pipe_parallel_size 3 is more than num_layers 2"),
+        (
+            {"model-parallel-size": 2, "padded_vocab_size": 129},
+            "padded_vocab_size 129 is not divisible by model_parallel_size 2",
+        ),
+        ({"pos-emb": "kerple_logg"}, 'pos_emb "kerple_logg" is not a known method; nearest: kerple_log'),
+        ({"pos-emb": "zzz"}, 'pos_emb "zzz" is not a known method; known: .*alibi.*rotary'),
+        ({"pos-emb": "rotary", "pos-emb-options": {"fraction": 2.0}}, "pos_emb rotary: .*fraction"),
+        (
+            {"pos-emb": "kerple_power__ap", "attention-backend": "sdpa"},
+            "pos_emb kerple_power__ap: attention-backend 'sdpa' cannot multiply scores by a weight",
+        ),
+        ({"pos-emb-module": "no/such/file.py"}, "pos_emb_module no/such/file.py: "),
+        ({"pos-emb-module": "no_such_module_anywhere"}, "pos_emb_module no_such_module_anywhere: "),
+        (
+            {"pos-emb": "learned", "max-position-embeddings": 8},
+            "seq_length 16 is more than max_position_embeddings 8: pos_emb learned",
+        ),
+        ({"pos-emb": "learned", "seq-length-val": 32}, "seq_length_val 32 is more than max_position_embeddings 16"),
+        (
+            {"zero_optimization": {"stage": 2}, "pipe-parallel-size": 1},
+            "zero_optimization.stage 2 with pipe_parallel_size 1: DeepSpeed's pipeline .*use stage 1, or",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "model-parallel-size": 2},
+            "zero_optimization.stage 3 with model_parallel_size 2 is not supported",
+        ),
+        (
+            {"torch-compile": True, "pipe-parallel-size": 2},
+            "torch_compile with pipe_parallel_size 2 is not supported",
+        ),
+        (
+            {"torch-compile": True, "model-parallel-size": 2},
+            "torch_compile with model_parallel_size 2 is not supported",
+        ),
+        (
+            {"torch-compile": True, "zero_optimization": {"stage": 3}},
+            "torch_compile with zero_optimization.stage 3 is not supported",
+        ),
+        ({"min_lr": 1.0}, "min_lr 1.0 is more than optimizer.params.lr 0.001"),
+        ({"extrapolation-tokens": 64}, "extrapolation_tokens is set, but extrapolation_lengths is not"),
+        (
+            {"extrapolation-lengths": [16, 32], "pipe-parallel-size": 2},
+            "extrapolation_lengths with pipe_parallel_size 2 is not supported",
+        ),
+        (
+            {"extrapolation-lengths": [16, 32], "model-parallel-size": 2},
+            "extrapolation_lengths with model_parallel_size 2 is not supported",
+        ),
+        (
+            {"extrapolation-lengths": [16, 32], "zero_optimization": {"stage": 3}},
+            "extrapolation_lengths with zero_optimization.stage 3 is not supported",
+        ),
+        (
+            {"extrapolation-lengths": [16, 48], "extrapolation-tokens": 40},
+            "16, 48 must score the same tokens, so their least common multiple, 48, .* extrapolation_tokens, 40",
+        ),
+        ({"extrapolation-lengths": [256, 257]}, "least common multiple, 65,792, must not be more .* 65,536"),
+        ({"data-path": "a", "train-data-paths": ["b"]}, "data_path and train_data_paths are both given"),
+        (
+            {"train-data-paths": ["a", "b"], "train-data-weights": [1.0]},
+            "train_data_weights has 1 weights for 2 train_data_paths",
+        ),
+        ({"valid-data-weights": [1.0]}, "valid_data_weights has 1 weights for 0 valid_data_paths"),
+        ({"test-data-paths": ["a"], "test-data-weights": [0]}, 'test-data-weights.0": must be greater than 0, not 0'),
+        ({"split": "949 50 1"}, "split '949 50 1' is not of the form TRAIN,VALID,TEST"),
+        ({"weight-by-num-documents": True, "data-path": "a"}, "weight_by_num_documents is for blends"),
+        (
+            {"weight-by-num-documents": True, "train-data-paths": ["a"], "train-data-weights": [1.0]},
+            "weight_by_num_documents and train_data_weights are both given",
+        ),
+        ({"finetune": True}, "finetune is set, but load is not"),
+        ({"iteration": 5}, "iteration is set, but load is not"),
+        ({"include": "localhost:0", "exclude": "localhost:1"}, "include and exclude are both given"),
+        ({"include": "localhost:0", "num_gpus": 1}, "include says which GPUs to use; num_gpus and num_nodes cannot"),
+        ({"exclude": "worker-1", "num_nodes": 1}, "exclude says which GPUs"),
+    ],
+)
+def test_contradictions(flat, keys, message):
+    with pytest.raises(UserError, match=message):
+        Config.from_flat({**flat, **keys})
+
+
+def test_what_looks_alike_and_is_fine(flat):
+    Config.from_flat({**flat, "zero_optimization": {"stage": 1}, "pipe-parallel-size": 2})
+    Config.from_flat({**flat, "zero_optimization": {"stage": 3}})
+    Config.from_flat({**flat, "pos-emb": "alibi", "max-position-embeddings": 8})
+    Config.from_flat({**flat, "extrapolation-lengths": [131_072], "pipe-parallel-size": 1})
+    Config.from_flat({**flat, "finetune": True, "load": "somewhere", "iteration": 0})
+
+
+def test_positional_method_from_a_file(flat, write, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    path = write(
+        "my_method.py",
+        "from kerple.positional import PositionalMethod, register\n\n\n"
+        "@register('only_in_this_test')\nclass Mine(PositionalMethod):\n    pass\n",
+    )
+    config = Config.from_flat({**flat, "pos-emb": "only_in_this_test", "pos-emb-module": str(path)})
+    assert config.model.pos_emb == "only_in_this_test"
+
+
+def test_a_broken_positional_file_is_one_error(flat, write):
+    path = write("broken.py", "def (:\n")
+    with pytest.raises(UserError, match=r"pos_emb_module .*broken\.py: "):
+        Config.from_flat({**flat, "pos-emb-module": str(path)})

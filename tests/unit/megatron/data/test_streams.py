@@ -1,0 +1,141 @@
+"""Evaluation streams: the documents of a part, in the order of the file."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data import document_lengths, document_segments, evaluation_tokens, validation_stream
+from megatron.data.datasets import datasets_from_split
+from megatron.data.indexed_writer import IndexedWriter
+from megatron.data.samples import SampleSettings
+from megatron.utils.errors import UserError
+
+
+@pytest.fixture
+def numbered(tmp_path) -> str:
+    """40 documents; document i is i, i, ..., so that a token tells where it is from."""
+    prefix = str(tmp_path / "numbered")
+    lengths = np.random.default_rng(3).integers(1, 30, 40)
+    with IndexedWriter(prefix, 40) as writer:
+        writer.add(np.repeat(np.arange(40, dtype=np.uint16), lengths), lengths)
+        writer.finish()
+    return prefix
+
+
+def test_documents_of_the_part_in_order(numbered):
+    lengths = document_lengths(numbered, "3,1")
+    stream = validation_stream(numbered, "3,1")
+    assert stream.dtype == lengths.dtype == np.int64
+    assert stream.tolist() == np.repeat(np.arange(30, 40), lengths).tolist()
+
+
+def test_parts_make_up_the_corpus(numbered):
+    parts = [validation_stream(numbered, "7,2,1", part) for part in ("train", "valid", "test")]
+    assert np.concatenate(parts).tolist() == validation_stream(numbered, None).tolist()
+    assert len(validation_stream(numbered, None)) == document_lengths(numbered, None).sum()
+
+
+def test_no_training_document_in_it(numbered):
+    """The boundaries are those of the training samples, checked on the samples themselves."""
+    datasets = datasets_from_split(numbered, "949,50,1", (8, 8, 8), (None, None, 0), SampleSettings(40, 0, 1))
+    trained_on = {int(token) for index in range(len(datasets.train)) for token in datasets.train[index]["tokens"]}
+    validated_on = {int(token) for index in range(len(datasets.valid)) for token in datasets.valid[index]["tokens"]}
+    stream = set(validation_stream(numbered, "949,50,1").tolist())
+    assert not trained_on & stream
+    assert validated_on <= stream
+
+
+def test_max_tokens(numbered):
+    whole = validation_stream(numbered, "1,1")
+    assert validation_stream(numbered, "1,1", max_tokens=17).tolist() == whole[:17].tolist()
+    assert validation_stream(numbered, "1,1", max_tokens=10**9).tolist() == whole.tolist()
+
+
+def test_errors(numbered, tmp_path):
+    with pytest.raises(UserError, match=r"leaves nothing for test"):
+        validation_stream(numbered, "9,1,0", "test")
+    with pytest.raises(UserError, match=r"unknown part 'dev'"):
+        document_lengths(numbered, "9,1,0", "dev")
+    with pytest.raises(UserError, match=r"no data at .*absent"):
+        validation_stream(str(tmp_path / "absent"))
+
+
+def test_from_a_configuration(configuration, numbered, corpus):
+    config = configuration(data_path=numbered, split="1,1")
+    assert evaluation_tokens(config, max_tokens=9).tolist() == validation_stream(numbered, "1,1", "valid", 9).tolist()
+    several = configuration(train_data_paths=[corpus], valid_data_paths=[numbered, corpus], valid_data_weights=[1, 9])
+    both = np.concatenate([validation_stream(numbered, None), validation_stream(corpus, None)])
+    assert evaluation_tokens(several).tolist() == both.tolist()
+    first = len(validation_stream(numbered, None))
+    for count in (first - 1, first, first + 1):
+        assert evaluation_tokens(several, max_tokens=count).tolist() == both[:count].tolist()
+    assert evaluation_tokens(several, "train").tolist() == validation_stream(corpus, None).tolist()
+    with pytest.raises(UserError, match="no test data: test-data-paths is not set"):
+        evaluation_tokens(several, "test")
+
+
+def corpus_of(folder, lengths) -> str:
+    """Documents of the given lengths; every token has an id of its own."""
+    lengths = np.array(lengths, dtype=np.int32)
+    with IndexedWriter(folder / "c", 60000) as writer:
+        writer.add(np.arange(lengths.sum(), dtype=np.uint16), lengths)
+        writer.finish()
+    return str(folder / "c")
+
+
+def test_document_segments(tmp_path):
+    """Lengths 9, 3, 4, 12 in segments of 4: two of the first, none of the second and third, two of the last."""
+    segments = document_segments(corpus_of(tmp_path, [9, 3, 4, 12]), None, length=4)
+    assert segments.tokens.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [16, 17, 18, 19, 20], [20, 21, 22, 23, 24]]
+    assert segments.tokens.dtype == np.int64
+    assert segments.documents.tolist() == [0, 0, 3, 3]
+    assert segments.left_out == 3 + 4 + 3
+
+
+def test_short_documents_joined(tmp_path):
+    segments = document_segments(corpus_of(tmp_path, [9, 3, 4, 12, 2]), None, length=4, join_short=True)
+    assert segments.documents.tolist() == [0, 0, 3, 3, -1, -1]
+    assert segments.tokens[4:].tolist() == [[9, 10, 11, 12, 13], [13, 14, 15, 28, 29]]
+    assert segments.left_out == 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=15),
+    length=st.integers(1, 12),
+    budget=st.none() | st.integers(1, 60),
+    join=st.booleans(),
+)
+def test_document_segments_in_general(tmp_path_factory, lengths, length, budget, join):
+    prefix = corpus_of(tmp_path_factory.mktemp("corpus"), lengths)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    short = [n for n in lengths if n <= length]
+    expected = sum((n - 1) // length for n in lengths) + (max(sum(short) - 1, 0) // length if join else 0)
+    expected = expected if budget is None else min(expected, max(budget // length, 1))
+    if expected == 0:
+        with pytest.raises(UserError, match=rf"the longest has {max(lengths)}"):
+            document_segments(prefix, None, "valid", length, budget, join)
+        return
+    segments = document_segments(prefix, None, "valid", length, budget, join)
+    assert segments.tokens.shape == (expected, length + 1)
+    targets = segments.tokens[:, 1:].ravel()
+    assert len(set(targets)) == len(targets)  # each token is scored once
+    for row, document in zip(segments.tokens, segments.documents, strict=True):
+        if document >= 0:
+            assert row.tolist() == list(range(row[0], row[0] + length + 1))
+            assert starts[document] <= row[0]
+            assert row[-1] < starts[document + 1]
+    assert segments.left_out == sum(lengths) - len(set(segments.tokens.ravel()))
+
+
+def test_document_segments_are_of_their_part(numbered):
+    lengths = document_lengths(numbered, "3,1")
+    segments = document_segments(numbered, "3,1", length=5)
+    assert set(segments.tokens.ravel()) <= set(range(30, 40))
+    assert (segments.tokens[:, 0] == segments.documents + 30).all()
+    assert len(segments.tokens) == sum((lengths - 1) // 5)
+    with pytest.raises(UserError, match=r"no document of .* \(valid\) has 2,049 tokens.* the longest has"):
+        document_segments(numbered, "3,1")
+    with pytest.raises(UserError, match="the length must be at least 1"):
+        document_segments(numbered, "3,1", length=0)

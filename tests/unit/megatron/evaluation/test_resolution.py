@@ -1,0 +1,126 @@
+"""Attention resolution against all pairs of scores, one by one, in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from kerple.attention import FULL, Span
+from megatron.evaluation.measures.resolution import by_distance, plan_resolution
+from megatron.evaluation.text import Text
+from megatron.evaluation.work import Origin, measure
+from megatron.utils.errors import UserError
+from tests.support.language_models import random_tokens, small_gpt
+
+STREAM = random_tokens(200)
+LENGTH = 48
+SPANS = {"full": FULL, "window@9": Span(window=9), "blockwise@16": Span(block=8)}
+
+
+def measured(model, modes, *, texts=2, **sizes):
+    works = plan_resolution(Text(STREAM), [LENGTH], modes, texts, Origin())
+    return measure(model, works, progress=False, **sizes)
+
+
+def sees(span, query, key):
+    if span.block is not None:
+        return key <= query and key // span.block >= query // span.block - 1
+    return query - (span.window or LENGTH) < key <= query
+
+
+def scores_of(model, layer, tokens, span):
+    """The final scores of all pairs, `[h, s, s]`, from the layer's own inputs; mask ones are whatever they are."""
+    inputs = []
+    attention = model.blocks[layer].attention
+    hook = attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    model.hidden(tokens[None], span=span)
+    hook.remove()
+    heads, size = model.settings.num_heads, model.settings.head_size
+    states = attention.query_key_value(inputs[0])[0].view(LENGTH, heads, 3, size)
+    query, key = states[:, :, 0].transpose(0, 1), states[:, :, 1].transpose(0, 1)
+    method, positions = getattr(attention, "rpe", None), torch.arange(LENGTH)
+    if method is None:
+        return query @ key.mT / math.sqrt(size)
+    query, key = (turned[0] for turned in method.rotate(query[None], key[None], positions, positions))
+    if method.scales_qk:
+        query, key = (scaled[0] for scaled in method.scale_qk(query[None], key[None], positions, positions))
+    scores = query @ key.mT / math.sqrt(size)
+    distance = (positions[:, None] - positions).clamp(min=0)
+    if method.has_weight:
+        scores = scores * method.weight(distance.float()).double()
+    if model.settings.pos_emb == "kerple_log":  # the paper's formula
+        p, a = (getattr(method, name).double().clamp(min=0.01).view(-1, 1, 1) for name in ("bias_p", "bias_a"))
+        scores = scores - p * torch.log(1 + a * distance)
+    elif method.has_bias:
+        scores = scores + method.bias(distance.float()).double()
+    if method.modifies_scores:
+        mask = torch.tensor([[not sees(span, i, j) for j in range(LENGTH)] for i in range(LENGTH)])
+        scores = method.modify_scores(
+            scores[None], query[None], positions, positions, mask, method.table(positions.float())
+        )[0]
+    return scores
+
+
+def resolution_by_hand(scores, span):
+    """LEX's equations 3 and 4 for one head's scores `[s, s]`."""
+    by_pair = {}
+    for query in range(LENGTH):
+        for key in range(query + 1):
+            if sees(span, query, key):
+                by_pair.setdefault(query - key, []).append(float(scores[query, key]))
+    s = [math.fsum(by_pair[n]) / len(by_pair[n]) for n in range(len(by_pair))]
+    total = sum(math.exp(one) for one in s[:-1])
+    return sum(math.exp(here) * (math.exp(here) - math.exp(there)) for here, there in zip(s, s[1:])) / total**2  # noqa: B905, RUF007
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap", "rotary", "xpos", "dape_kerple", "learned"])
+@torch.no_grad()
+def test_against_every_pair(method):
+    """In chunks of 20 through the cache, two texts in a batch."""
+    model = small_gpt(method)
+    records = measured(model, list(SPANS), query_chunk=20)
+    exact = copy.deepcopy(model).double()
+    for record, (mode, span) in zip(records, SPANS.items(), strict=True):
+        assert (record["kind"], record["mode"], record["protocol"], record["texts"]) == (
+            "resolution",
+            mode,
+            "first@2",
+            2,
+        )
+        assert record["resolution"] == pytest.approx(sum(record["layers"]) / 2)
+        for layer, value in enumerate(record["layers"]):
+            expected = [
+                resolution_by_hand(head, span)
+                for text in STREAM[: 2 * LENGTH].view(2, LENGTH)
+                for head in scores_of(exact, layer, text, span)
+            ]
+            assert value == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+
+
+def test_chunks_and_batches_change_nothing_and_the_model_is_left_as_it_was():
+    model = small_gpt("alibi")
+    attentions = [block.attention.attention for block in model.blocks]
+    one, other = (
+        measured(model, ["full"], **sizes)[0]["layers"] for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
+    )
+    assert one == pytest.approx(other, rel=1e-5)
+    assert [block.attention.attention for block in model.blocks] == attentions
+
+
+def test_sums_along_the_diagonals():
+    values = torch.arange(15.0).view(3, 5)  # queries at 2, 3, 4 of 5 positions
+    assert by_distance(values).tolist() == [2 + 8 + 14, 1 + 7 + 13, 0 + 6 + 12, 5 + 11, 10]
+
+
+def test_what_has_no_resolution():
+    beyond = measured(small_gpt("learned", max_positions=16), ["full"])[0]
+    assert (beyond["resolution"], beyond["layers"], beyond["texts"]) == (None, [], 0)
+    assert "16" in beyond["note"]
+    assert "fewer than two distances" in measured(small_gpt("alibi"), ["window@1"])[0]["note"]
+    with pytest.raises(
+        UserError, match="--resolution 9: the text holds 4 segments of 48 tokens; choose --resolution 4"
+    ):
+        measured(small_gpt("alibi"), ["full"], texts=9)
+    with pytest.raises(UserError, match="needs the scores inside the model"):
+        measured(lambda tokens: torch.zeros(*tokens.shape, 61), ["full"])

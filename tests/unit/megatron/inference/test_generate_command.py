@@ -1,0 +1,225 @@
+"""generate.py on real checkpoints: the kinds of generation, its files, and what it refuses."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.cli.generate import Writer, interact, main, read_prompts, split_prompts
+from megatron.config import Config, UserError
+from megatron.inference.generation import generate
+from megatron.tokenizer import build_tokenizer
+from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
+
+ROOT = Path(__file__).resolve().parents[4]
+TOKENIZER = build_tokenizer("CharLevelTokenizer")
+CHOICE = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "maximum_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, data):
+    """Folder of a checkpoint, and the model in it."""
+    folder = tmp_path_factory.mktemp("kerple_log")
+    return folder, write_checkpoint(folder, "kerple_log", data)
+
+
+@pytest.fixture
+def configuration(tmp_path, data, trained):
+    """Writes a configuration file with further keys and returns its path."""
+
+    def write(**keys):
+        settings = settings_of("kerple_log", data, load=str(trained[0]), **CHOICE, **keys)
+        return str(write_yaml(tmp_path / "all.yml", settings))
+
+    return write
+
+
+def expected(model, contexts, *, seed=77):
+    """Texts by the library, from the same settings."""
+    prompts = [TOKENIZER.tokenize(context) or [TOKENIZER.eod] for context in contexts]
+    generations = generate(model, prompts, seed=seed, eod=0, vocab_size=512, **CHOICE)
+    return [TOKENIZER.detokenize(generation.tokens) for generation in generations]
+
+
+def read_records(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_prompts_from_a_file_through_the_entry_point(tmp_path, configuration, trained):
+    prompts = ["def main(", "class Ünï:", "x"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, str(ROOT / "generate.py"), configuration(), "-i", "prompts.txt", "-o", str(output)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    records = read_records(output)
+    assert [record["context"] for record in records] == prompts
+    assert [record["text"] for record in records] == expected(trained[1], prompts)
+    for record in records:
+        assert list(record) == ["context", "text", "length", "finished", "message", "duration_seconds"]
+        assert record["finished"] or record["length"] == 48  # beyond the training length of 32
+        assert record["message"] is None
+        assert record["duration_seconds"] > 0
+    assert "3 texts in" in run.stdout
+
+
+def test_unconditional_samples(tmp_path, configuration, trained):
+    output = tmp_path / "samples.jsonl"
+    main([configuration(text_gen_type="unconditional", num_samples=3, sample_output_file=str(output))])
+    records = read_records(output)
+    assert [record["context"] for record in records] == [""] * 3
+    assert [record["text"] for record in records] == expected(trained[1], [""] * 3)
+    assert len({record["text"] for record in records}) == 3
+
+
+def test_several_samples_per_prompt(tmp_path, configuration, trained):
+    (tmp_path / "p.txt").write_text("ab\ncd")
+    output = tmp_path / "o.jsonl"
+    keys = {"text_gen_type": "input-file", "sample_input_file": str(tmp_path / "p.txt"), "num_samples": 2}
+    main([configuration(**keys), "-o", str(output)])
+    records = read_records(output)
+    assert [record["context"] for record in records] == ["ab", "ab", "cd", "cd"]
+    assert [record["text"] for record in records] == expected(trained[1], ["ab", "ab", "cd", "cd"])
+
+
+def test_recompute_and_batches_of_one_give_the_same(tmp_path, configuration):
+    outputs = []
+    for name, keys, words in (("a", {}, []), ("b", {"recompute": True}, []), ("c", {}, ["--batch-size", "1"])):
+        output = tmp_path / name
+        main([configuration(text_gen_type="unconditional", num_samples=3, **keys), "-o", str(output), *words])
+        outputs.append([record["text"] for record in read_records(output)])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_json_lines_on_the_screen(configuration, capsys):
+    main([configuration(text_gen_type="unconditional"), "-o", "-"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["context"] == ""
+
+
+def test_the_checkpoint_alone_is_enough(tmp_path, trained):
+    output = tmp_path / "out.jsonl"
+    (tmp_path / "p.txt").write_text("import")
+    main(["--checkpoint", str(trained[0]), "-i", str(tmp_path / "p.txt"), "-o", str(output)])
+    assert read_records(output)[0]["length"] <= 64  # GPT-NeoX's default
+
+
+def test_the_checkpoints_configuration_with_other_values(tmp_path, trained):
+    folder, model = trained
+    output = tmp_path / "out.jsonl"
+    words = ["--checkpoint", str(folder), "-o", str(output), "--set", "text_gen_type=unconditional"]
+    main([*words, "temperature=0.5", "maximum-tokens=20", "seed=3"])
+    alone = generate(model, [[0]], maximum_tokens=20, temperature=0.5, seed=3, eod=0)[0]
+    assert read_records(output)[0]["text"] == TOKENIZER.detokenize(alone.tokens)
+    with pytest.raises(UserError, match="temprature"):
+        main([*words, "temprature=0.5"])
+
+
+def test_interactive_reads_prompts_until_the_input_ends(tmp_path, configuration, trained):
+    command = [sys.executable, str(ROOT / "generate.py"), configuration(text_gen_type="interactive")]
+    run = subprocess.run(command, cwd=tmp_path, input=b"def f\n\nab", capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr
+    first = expected(trained[1], ["def f"], seed=77)[0]
+    second = expected(trained[1], ["ab"], seed=78)[0]
+    assert run.stdout.decode() == f"{first}\n{second}\n"
+
+
+def test_interactive_prompts_may_span_lines(configuration, trained, data, capsys):
+    config = Config.from_flat(settings_of("kerple_log", data, **CHOICE))
+    writer = Writer(trained[1], TOKENIZER, config.generation, seed=77, batch_size=1)
+    interact(writer, "###", io.BytesIO(b"def f():\n    return ###\nx = 1 ### y"))
+    contexts = ["def f():\n    return ", "x = 1 ", " y"]
+    texts = [expected(trained[1], [context], seed=77 + turn)[0] for turn, context in enumerate(contexts)]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts)
+
+
+def test_learned_positions_stop_with_a_message(tmp_path, data):
+    folder = tmp_path / "learned"
+    write_checkpoint(folder, "learned", data)
+    (tmp_path / "p.txt").write_text("x" * 30 + "\n" + "y" * 40)
+    output = tmp_path / "out.jsonl"
+    main(["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", str(output)])
+    short, long = read_records(output)
+    assert (short["length"], short["finished"]) == (3, False)  # positions 30, 31 and the token after
+    assert (long["text"], long["length"], long["finished"]) == ("", 0, False)
+    assert "32" in short["message"]
+    assert "32" in long["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt_end", "prompts"),
+    [
+        ("a\nb c\n\n  \n d\n", "\n", ["a", "b c", " d"]),
+        ("a\nb###\nc", "###", ["a\nb", "c"]),
+        ("a###\n###\n", "###", ["a"]),
+        ("a<\n>\nb", "<\n>\n", ["a", "b"]),
+        ("\n \n", "\n", []),
+    ],
+)
+def test_splitting_prompts(text, prompt_end, prompts):
+    assert split_prompts(text, prompt_end) == prompts
+
+
+def test_prompt_files_of_other_systems(tmp_path):
+    (tmp_path / "p").write_bytes("é\r\nb\r\n".encode())
+    assert read_prompts(tmp_path / "p", "\n") == ["é", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"good\nb\xe9d\n", r"p\.txt is not UTF-8 text \(byte 0xe9 at 6\)"),
+        (b"", r"p\.txt holds no prompt"),
+        (b" \n\n", r"p\.txt holds no prompt"),
+        (None, r"cannot read the prompts in .*p\.txt: No such file"),
+    ],
+)
+def test_bad_prompt_files(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "p.txt").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_prompts(tmp_path / "p.txt", "\n")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "message"),
+    [
+        ({}, [], "text_gen_type is not set"),
+        ({"text_gen_type": "input-file"}, [], "sample_input_file"),
+        ({"text_gen_type": "unconditional"}, ["-o", "nowhere/out.jsonl"], "there is no folder nowhere"),
+        ({"text_gen_type": "unconditional"}, ["--iteration", "9"], "no checkpoint of iteration 9; it has 4"),
+        ({"text_gen_type": "unconditional"}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
+        ({"text_gen_type": "unconditional", "hidden_size": 64}, [], "hidden_size 32 in the checkpoint, 64 here"),
+        ({"text_gen_type": "unconditional"}, ["--device", "abacus"], "--device abacus"),
+        ({"text_gen_type": "unconditional"}, ["--batch-size", "0"], "batch_size must be at least 1"),
+        ({"text_gen_type": "interactive", "prompt_end": ""}, [], "prompt_end is empty"),
+    ],
+)
+def test_what_is_refused(tmp_path, monkeypatch, configuration, keys, words, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        main([configuration(**keys), *words])
+    assert [path.name for path in tmp_path.iterdir()] == ["all.yml"]
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path, data):
+    folder = tmp_path / "small"
+    write_checkpoint(folder, "none", data, vocabulary=384)
+    (tmp_path / "p.txt").write_text("a")
+    with pytest.raises(UserError, match="the tokenizer has 512 tokens, the model only 384 embeddings"):
+        main(["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
+
+
+def test_an_error_is_one_line_and_status_2(tmp_path, configuration):
+    command = [sys.executable, str(ROOT / "generate.py"), configuration(), "-i", "missing.txt"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.splitlines() == ["error: cannot read the prompts in missing.txt: No such file or directory"]

@@ -1,0 +1,131 @@
+"""Lengths beyond the training length, measured while training: right, on any number of ranks, and without a trace."""
+
+import copy
+import os
+import re
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from kerple.positional import registered_names
+from megatron.config import Config, UserError
+from megatron.data.streams import validation_stream
+from megatron.evaluation import evaluate_extrapolation
+from megatron.inference import load_model
+from megatron.training.loop import train
+from tests.support.language_models import random_tokens, small_gpt
+from tests.support.runs import metrics, training_settings, weights
+
+LENGTHS = [16, 32, 128]
+CURVES = {"extrapolation_lengths": LENGTHS, "extrapolation_tokens": 1100}
+TOKENS = 1024  # the largest multiple of 128 in that
+
+
+def expected(folder, data_path, iteration):
+    """Length -> loss of the checkpoint saved at that iteration."""
+    model, _ = load_model(folder / "checkpoints", iteration=iteration)
+    tokens = validation_stream(data_path, "8,1,1", max_tokens=TOKENS + 1)
+    rows = evaluate_extrapolation(model, tokens, LENGTHS, progress=False)
+    assert {row["tokens"] for row in rows} == {TOKENS}
+    return {row["length"]: row["loss"] for row in rows}
+
+
+def test_the_curves_are_those_of_the_checkpoints_and_leave_no_trace(tmp_path, data_path, wandb_offline, capsys):
+    keys = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "precision": "fp32"}
+    plain, curves = tmp_path / "plain", tmp_path / "curves"
+    train(Config.from_flat(training_settings(plain, data_path, **keys)))
+    capsys.readouterr()
+    tracked = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True}
+    train(Config.from_flat(training_settings(curves, data_path, **keys, **tracked, **CURVES)))
+    console = capsys.readouterr().out
+
+    # Dropout draws from the generators that an evaluation must leave alone: equal bit for bit.
+    assert metrics(curves) == metrics(plain)
+    assert metrics(curves, "validation/loss") == metrics(plain, "validation/loss")
+    ours, theirs = weights(curves, 6), weights(plain, 6)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    wandb = b"".join(path.read_bytes() for path in wandb_offline.glob("offline-run-*/*.wandb"))
+    losses = {iteration: expected(curves, data_path, iteration) for iteration in (3, 6)}
+    for length in LENGTHS:
+        written = {event.step: event.value for event in events.Scalars(f"extrapolation/loss/{length}")}
+        assert written == pytest.approx({step: found[length] for step, found in losses.items()}, abs=1e-5)
+        assert metrics(curves, f"extrapolation/loss/{length}") == pytest.approx(written)
+        assert events.Scalars(f"extrapolation/perplexity/{length}")
+        assert f"extrapolation/perplexity/{length}".encode() in wandb
+    assert f"extrapolation: {TOKENS:,} validation tokens at each of 3 lengths, every 3 iterations" in console
+    lines = re.findall(
+        r"extrapolation at iteration (\d) \| perplexity at 16: (\S+) \| 32: \S+ \| 128: \S+ \| ", console
+    )
+    assert [int(step) for step, _ in lines] == [3, 6]
+    first = metrics(curves, "extrapolation/perplexity/16")
+    assert [float(value) for _, value in lines] == pytest.approx(list(first.values()), abs=1e-3)
+
+
+def test_two_ranks_share_the_text(ranks, tmp_path, data_path):
+    """Replicas of ZeRO 2, an odd number of the longest segments; one segment, so that the other has nothing to do."""
+    layouts = {
+        "one": {"tokens": 896, "size": 1},
+        "zero-2": {"tokens": 896, "zero_optimization": {"stage": 2}},
+        "idle": {"tokens": 128},
+    }
+    for name, keys in layouts.items():
+        tokens = keys.pop("tokens")
+        keys = {**keys, "extrapolation_lengths": LENGTHS, "extrapolation_tokens": tokens}
+        settings = training_settings(tmp_path / name, data_path, train_iters=3, save=None, load=None, **keys)
+        if settings.pop("size", 2) == 1:
+            train(Config.from_flat(settings))
+        else:
+            output = ranks.train(settings)
+            assert f"extrapolation: {tokens:,} validation tokens" in output
+    for length in LENGTHS:
+        name = f"extrapolation/loss/{length}"
+        alone = metrics(tmp_path / "one", name)
+        assert list(alone) == [3]
+        assert metrics(tmp_path / "zero-2", name) == pytest.approx(alone, abs=1e-5)
+        assert metrics(tmp_path / "idle", name)[3] == pytest.approx(alone[3], rel=0.2)
+
+
+def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_path, capsys):
+    keys = {"eval_iters": 0, "eval_interval": 4, "train_iters": 5, "save": None, "load": None, **CURVES}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert list(metrics(tmp_path, "extrapolation/loss/128")) == [4, 5]
+    assert "validation at" not in capsys.readouterr().out
+
+
+def test_a_length_beyond_a_table_has_no_curve(tmp_path, data_path, capsys):
+    """So that one file serves all methods."""
+    keys = {"pos_emb": "learned", "train_iters": 4, "save": None, "load": None, **CURVES}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert list(metrics(tmp_path, "extrapolation/loss/32")) == [3, 4]
+    assert not metrics(tmp_path, "extrapolation/loss/128")
+    console = capsys.readouterr().out
+    assert console.count("extrapolation at length 128: n/a: learned positions end at 31") == 1
+    assert console.count(" | 128: n/a | ") == 2
+
+
+def test_a_text_that_is_too_short_is_refused_before_training(tmp_path, data_path):
+    settings = training_settings(tmp_path, data_path, extrapolation_lengths=[32, 4096])
+    with pytest.raises(UserError, match=r"32, 4096: the validation text has 1,608 tokens, and one more than 4,096"):
+        train(Config.from_flat(settings))
+    assert not os.path.exists(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("pos_emb", registered_names())
+def test_what_an_evaluation_leaves_behind_can_be_trained_through(pos_emb):
+    """Tables that are kept between calls must not come from an evaluation's inference mode."""
+    tokens = random_tokens(33)
+    fresh = small_gpt(pos_emb).train()
+    gradients = []
+    for evaluated in (False, True):
+        model = copy.deepcopy(fresh)
+        if evaluated:
+            evaluate_extrapolation(model, tokens, [8, 32], progress=False)
+            assert model.training
+        model.loss(tokens[None, :-1], tokens[None, 1:]).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())

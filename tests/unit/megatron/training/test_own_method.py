@@ -1,0 +1,70 @@
+"""A method from outside of this project: trained through deepy.py, evaluated, exported."""
+
+import json
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kerple.positional import registry
+from megatron.checkpoint.convert import to_hugging_face
+from megatron.cli.evaluate import main as evaluate
+from megatron.inference import load_model
+from tests.support.runs import metrics, run, training_settings, weights
+
+METHOD = '''
+"""Bias -slope sqrt(distance), the slope learned per head."""
+
+import torch
+from torch import nn
+
+from kerple.positional import PositionalMethod, register
+from kerple.positional.base import bounded, draw
+
+
+@register("test_square_root")
+class SquareRoot(PositionalMethod):
+    def __init__(self, num_heads, floor=0.0):
+        super().__init__()
+        self.floor = floor
+        self.slope = nn.Parameter(torch.empty(num_heads, 1, 1))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator=None):
+        draw(self.slope, "uniform", 0.0, 1.0, generator)
+
+    def statistics(self):
+        return {"slope": bounded(self.slope.detach(), self.floor).flatten()}
+
+    def bias(self, distance):
+        slope = bounded(self.slope, self.floor).reshape(-1, *[1] * distance.dim())
+        return -slope * distance.sqrt()
+'''
+
+
+def test_a_method_of_ones_own(tmp_path, data_path, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    path = tmp_path / "square_root.py"
+    path.write_text(METHOD)
+    keys = {"pos_emb": "test_square_root", "pos_emb_module": str(path), "pos_emb_options": {"floor": 0.02}}
+    run(tmp_path, training_settings(tmp_path, data_path, **keys))
+    assert len(metrics(tmp_path, "kernel/slope/mean")) > 1
+    saved = weights(tmp_path, 6)
+    assert any(name.endswith("attention.rpe.slope") for name in saved)
+    assert not any(torch.equal(tensor, weights(tmp_path, 3)[name]) for name, tensor in saved.items() if "slope" in name)
+
+    folder = tmp_path / "checkpoints"
+    words = ["--lengths", "32", "64", "--tokens", "64", "--output", str(tmp_path / "report")]
+    evaluate(["--checkpoint", str(folder), *words, "--set", f"pos-emb-module={path}"])
+    rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
+    assert [(row["pos_emb"], row["length"]) for row in rows] == [
+        ("test_square_root (floor 0.02)", 32),
+        ("test_square_root (floor 0.02)", 64),
+    ]
+    assert all(0 < row["loss"] < 10 for row in rows)
+
+    model, config = load_model(folder, overrides={"pos_emb_module": str(path)})
+    to_hugging_face(model, config, tmp_path / "hf", report=lambda _: None)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
+    tokens = torch.arange(1, 65)[None]
+    with torch.no_grad():
+        assert (theirs.eval()(tokens).logits - model(tokens)).abs().max() < 1e-4
