@@ -89,7 +89,7 @@ def _check_method(model: "ModelConfig", tensor_parallel_size: int) -> None:
     try:
         with torch.device("meta"):
             method = build(model.pos_emb, shape, **model.positional_options)
-        check_backend(model.attention_backend, bias=method.has_bias, weight=method.has_weight, adapt=method.adapts)
+        check_backend(model.attention_backend, bias=method.has_bias, weight=method.has_weight, modify_scores=method.modifies_scores)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"pos_emb {model.pos_emb}: {error}") from error
     if model.attention_dropout > 0 and model.attention_backend in ("flex", "fused"):
@@ -97,7 +97,7 @@ def _check_method(model: "ModelConfig", tensor_parallel_size: int) -> None:
             f"attention_backend {model.attention_backend} has no attention_dropout ({model.attention_dropout} is set); "
             "use auto or chunked"
         )
-    if method.adapts and tensor_parallel_size > 1:
+    if method.modifies_scores and tensor_parallel_size > 1:
         raise UserError(
             f"pos_emb {model.pos_emb} makes the scores of all heads at once, and with model_parallel_size "
             f"{tensor_parallel_size} no process has them all; use model_parallel_size 1 (pipeline and ZeRO are served)"

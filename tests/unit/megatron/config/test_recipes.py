@@ -25,7 +25,7 @@ def test_there_is_a_file_per_method_dataset_and_seed():
 def test_the_matrix_loads(method):
     folders = set()
     for model in ("small_bf16", "1-3B"):
-        if model == "1-3B" and build(method, SHAPE).adapts:
+        if model == "1-3B" and build(method, SHAPE).modifies_scores:
             # Its heads are on two processes.
             with pytest.raises(UserError, match=f"pos_emb {method} makes the scores of all heads .* 1 .pipeline"):
                 load_config([model, f"pos_emb/{method}"], CONFIGS)

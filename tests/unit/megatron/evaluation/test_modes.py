@@ -41,4 +41,4 @@ def test_mean_number_of_keys(name, length):
     mode = parse_mode(name)
     seen = [position + 1 - mode.span.first_key(position) for position in range(length)]
     assert mode.keys(length) == pytest.approx(sum(seen) / length)
-    assert max(seen) <= mode.span.reach(length)
+    assert max(seen) <= mode.span.max_kv_len(length)
