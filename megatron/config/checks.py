@@ -89,7 +89,12 @@ def _check_method(model: "ModelConfig", tensor_parallel_size: int) -> None:
     try:
         with torch.device("meta"):
             method = build(model.pos_emb, shape, **model.positional_options)
-        check_backend(model.attention_backend, bias=method.has_bias, weight=method.has_weight, modify_scores=method.modifies_scores)
+        check_backend(
+            model.attention_backend,
+            bias=method.has_bias,
+            weight=method.has_weight,
+            modify_scores=method.modifies_scores,
+        )
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"pos_emb {model.pos_emb}: {error}") from error
     if model.attention_dropout > 0 and model.attention_backend in ("flex", "fused"):
