@@ -22,7 +22,7 @@ from megatron.model.settings import ModelSettings
 from megatron.training import metrics
 from megatron.training.bf16 import DeviceOnlyBF16Optimizer
 from megatron.training.distributed import Layout
-from megatron.training.optimizer import build_optimizer, set_learning_rate
+from megatron.training.optimizer import configure_optimizer
 
 Batch = dict[str, Tensor]
 
@@ -150,7 +150,8 @@ class Engine:
         settings.setdefault("timers", {"throughput": {"enabled": False}})
         if self.is_pipeline:
             settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
-        optimizer = build_optimizer(self.config, self.model, report)
+        optimizer, description = configure_optimizer(self.config, self.model)
+        report(f"optimizer: {description}")
         if self.is_pipeline:
             mpu, kind = self.model.mpu(), StageEngine
         else:
@@ -184,7 +185,8 @@ class Engine:
         """One optimizer step over `accumulation` micro-batches, `iteration` steps having been made before; returns the
         mean loss over the global batch, on the device, not synchronized.
         """
-        self._set_rate(learning_rate)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
         for method in positional_methods(self.model.layers()).values():
             method.begin_step(iteration, self.config.training.seed)
         if self.is_pipeline:
@@ -283,9 +285,6 @@ class Engine:
             "tensor_parallel": self.layout.tensor_size,
             "zero_stage": self.zero_stage,
         }
-
-    def _set_rate(self, rate: float) -> None:
-        set_learning_rate(self.engine.optimizer.param_groups, rate)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in batch.items()}

@@ -20,7 +20,7 @@ from megatron.training import distributed, metrics
 from megatron.training.engine import Batch, Engine
 from megatron.training.extrapolation import ExtrapolationCurves
 from megatron.training.logging import Reporter, Trackers, readable_time
-from megatron.training.schedule import Schedule
+from megatron.training.optimizer import Schedule
 from megatron.training.signals import StopRequest
 from megatron.training.step_log import StepLog, not_finite
 

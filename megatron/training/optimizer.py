@@ -1,63 +1,82 @@
-"""The optimizer: Adam or AdamW, fused where that is to be had."""
+"""The optimizer's parameter groups, and the learning-rate schedule.
 
-from collections.abc import Callable, Iterable
+`megatron.optimizers` lists the optimizers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from kerple.positional import PositionalMethod
-from megatron.config import Config, UserError
+from megatron.config import Config
+from megatron.optimizers import build_optimizer
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: what decays, and what does not (norms, biases, and positional parameters).
+def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.Optimizer, str]:
+    """The optimizer for a model, and a description of it for the log.
 
-    Decay would pull a kernel's parameters to its bounds, so they are exempt whatever their shape. The matrices of a
-    method's linear layers and convolutions (DAPE's and FIRE's MLPs) are matrices like any other, and decay.
+    Raises UserError if `optimizer.params.apex` is true and apex is not installed.
+    """
+    settings = config.optimizer
+    params = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, **settings.params}
+    return build_optimizer(settings.type, parameter_groups(model, settings.weight_decay), params)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the trainable parameters into a group with weight decay and a group without it.
+
+    Norms, biases and positional parameters have no weight decay: it would pull the parameters of a kernel towards the
+    limits of their range. The weight matrices of a method's linear and convolution layers (DAPE, FIRE) have it, like
+    all matrices.
     """
     methods = [module for module in model.modules() if isinstance(module, PositionalMethod)]
-    matrices = {
-        id(module.weight)
-        for method in methods
-        for module in method.modules()
-        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
-    }
-    exempt = {id(parameter) for method in methods for parameter in method.parameters()} - matrices
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    exempt = {id(parameter) for method in methods for parameter in method.parameters()}
+    for method in methods:
+        for module in method.modules():
+            if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+                exempt.discard(id(module.weight))
+    decay, no_decay = [], []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (kept if id(parameter) in exempt or parameter.dim() < 2 else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+            (no_decay if id(parameter) in exempt or parameter.dim() < 2 else decay).append(parameter)
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(config: Config, model: nn.Module, report: Callable[[str], None]) -> torch.optim.Optimizer:
-    """Adam, with decoupled weight decay (which is what GPT-NeoX runs under `Adam` and `AdamW` alike) or, where
-    `optimizer.params.adam_w_mode` is false, with the decay added to the gradient.
+@dataclass(frozen=True)
+class Schedule:
+    """Learning-rate schedule of the KERPLE release (GPT-NeoX of 2022).
 
-    `optimizer.params.apex` asks for apex's implementation instead of torch's. `report` is told which was taken.
-    Raises UserError when apex is asked for and not installed.
+    For optimizer step t (the first step has t = 0), W warmup steps and T decay steps, t is clipped to T - W. The warmup
+    is linear: lr * t / W up to t = W. After it, with u = t - W:
+
+        cosine       lr/2 (1 + cos(pi u / T))
+        linear       lr (T - u) / T
+        exponential  lr e^(-0.693 u / T)
+        constant     lr
+
+    and never less than min_lr. As in the release, the period is T, not T - W.
     """
-    settings = config.optimizer
-    groups = parameter_groups(model, settings.weight_decay)
-    options: dict = {"lr": settings.lr, "betas": tuple(settings.betas), "eps": settings.eps}
-    decoupled = settings.params.get("adam_w_mode", True)
-    if settings.params.get("apex", False):
-        try:
-            from apex.optimizers import FusedAdam
-        except ImportError as error:
-            raise UserError(
-                "optimizer.params.apex: apex (NVIDIA's, built from source) is not installed; "
-                "install it, or leave the key out to use torch's fused implementation"
-            ) from error
-        report("optimizer: apex FusedAdam")
-        return FusedAdam(groups, adam_w_mode=decoupled, **options)
-    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
-    report(f"optimizer: torch {cls.__name__}, fused")
-    return cls(groups, fused=True, **options)
 
+    lr: float
+    style: Literal["constant", "linear", "cosine", "exponential"]
+    decay_steps: int
+    warmup_steps: float
+    min_lr: float = 0.0
 
-def set_learning_rate(groups: Iterable[dict], rate: float) -> None:
-    for group in groups:
-        group["lr"] = rate
+    def __call__(self, step: int) -> float:
+        """Learning rate at optimizer step `step`."""
+        step = min(step, self.decay_steps - self.warmup_steps)
+        if self.warmup_steps > 0 and step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        progress = (step - self.warmup_steps) / self.decay_steps if self.decay_steps else 0.0
+        factor = {
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+            "linear": 1 - progress,
+            "exponential": math.exp(-0.693 * progress),
+            "constant": 1.0,
+        }[self.style]
+        return max(self.lr * factor, self.min_lr)

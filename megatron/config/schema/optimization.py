@@ -5,7 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import model_validator
 
 from megatron.config.schema.base import Betas, CaseInsensitive, Group, Int, key
+from megatron.optimizers import OPTIMIZERS, OptimizerType
 from megatron.utils.errors import UserError
+
+_DEFAULTS = OPTIMIZERS["adam"].defaults
 
 # DeepSpeed's keys of ZeRO, and GPT-NeoX's cpu_offload.
 ZeroKey = Literal[
@@ -45,16 +48,22 @@ ZeroKey = Literal[
 class OptimizerConfig(Group):
     """Optimizer"""
 
-    type: Annotated[Literal["adam", "adamw"], CaseInsensitive] = key(
+    type: Annotated[OptimizerType, CaseInsensitive] = key(
         "adam",
         "Adam or AdamW, upper or lower case: both Adam with decoupled weight decay, as in GPT-NeoX.",
         path="optimizer.type",
     )
-    lr: float = key(0.001, "Highest learning rate, reached after the warmup.", path="optimizer.params.lr", ge=0)
-    betas: Betas = key(
-        (0.9, 0.999), "Decay of Adam's averages of the gradient and of its square.", path="optimizer.params.betas"
+    lr: float = key(
+        _DEFAULTS["lr"], "Highest learning rate, reached after the warmup.", path="optimizer.params.lr", ge=0
     )
-    eps: float = key(1e-8, "Added to the root of Adam's second average.", path="optimizer.params.eps", gt=0)
+    betas: Betas = key(
+        _DEFAULTS["betas"],
+        "Decay of Adam's averages of the gradient and of its square.",
+        path="optimizer.params.betas",
+    )
+    eps: float = key(
+        _DEFAULTS["eps"], "Added to the root of Adam's second average.", path="optimizer.params.eps", gt=0
+    )
     params: dict[Literal["apex", "adam_w_mode"], bool] = key(
         {},
         """apex: true takes NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
