@@ -61,9 +61,7 @@ class OptimizerConfig(Group):
         "Decay of Adam's averages of the gradient and of its square.",
         path="optimizer.params.betas",
     )
-    eps: float = key(
-        _DEFAULTS["eps"], "Added to the root of Adam's second average.", path="optimizer.params.eps", gt=0
-    )
+    eps: float = key(_DEFAULTS["eps"], "Added to the root of Adam's second average.", path="optimizer.params.eps", gt=0)
     params: dict[Literal["apex", "adam_w_mode"], bool] = key(
         {},
         """apex: true takes NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
