@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megatron.chomsky.experiment import Settings
 from megatron.chomsky.tasks import TASKS
-from megatron.reporting.plots import COLOURS, STYLES
+from megatron.reporting.figures import COLORS, LINE_STYLES
 
 COLUMNS = 3
 
@@ -102,7 +102,7 @@ def draw(results: Sequence[Result], settings: Settings) -> bytes:
             if runs:
                 lengths = [int(length) for length in runs[0]]
                 means = [100 * statistics.fmean(run[str(length)] for run in runs) for length in lengths]
-                colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
+                colour, style = COLORS[index % len(COLORS)], LINE_STYLES[index % len(LINE_STYLES)]
                 (handles[method],) = axes.plot(lengths, means, color=colour, linestyle=style, linewidth=1.5)
         chance = 100 / TASKS[task].classes
         axes.axhline(chance, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))

@@ -15,7 +15,7 @@ from megatron.checkpoint.directory import iteration_of
 from megatron.cli.model_options import chosen_step, load, load_tokenizer
 from megatron.config import Config, UserError
 from megatron.config.option_parser import option_name
-from megatron.reporting.screen import compact_table, screen
+from megatron.reporting.terminal import compact_table, standard_output
 from megatron.utils.files import write_atomically
 
 RESULTS = "tasks.json"
@@ -249,7 +249,7 @@ def print_tasks(checkpoints: Sequence[dict[str, Any]], console: Console | None =
     table = compact_table("Tasks", titles, cells, len(titles) - 2)
     for line in cells:
         table.add_row(*line)
-    (console or screen()).print(table, crop=False)
+    (console or standard_output()).print(table, crop=False)
 
 
 def _lines(found: dict[str, Any]) -> Iterator[dict[str, str]]:

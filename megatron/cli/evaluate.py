@@ -33,7 +33,7 @@ from megatron.evaluation.results import Results
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
 from megatron.evaluation.work import Origin, Work, measure
 from megatron.model.settings import ModelSettings
-from megatron.reporting.report import print_report, write_report
+from megatron.reporting.summary import print_summary, write_summary
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 DESCRIPTION = "Measure the perplexity of checkpoints on texts as long as those they were trained on, and longer."
@@ -89,8 +89,8 @@ def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: ar
             _measure(model, works, text, prompts, store, config, options, ranks, check=len(models) == 1)
         if store is None:
             return
-        print_report(store.records, options.title, compare_with=options.compare_with)
-        for path in write_report(store.records, output, options.title, compare_with=options.compare_with):
+        print_summary(store.records, options.title, compare_with=options.compare_with)
+        for path in write_summary(store.records, output, options.title, compare_with=options.compare_with):
             print(path, flush=True)
 
 

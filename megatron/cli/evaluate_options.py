@@ -10,7 +10,7 @@ from megatron.evaluation.measures.passkey import DEPTHS, TRIALS
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import PROTOCOLS, parse_protocol
 from megatron.evaluation.work import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
-from megatron.reporting.report import TITLE
+from megatron.reporting.summary import TITLE
 from megatron.utils.errors import UserError
 
 LONGEST_DEFAULT = 16  # times the training length

@@ -10,7 +10,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from megatron.reporting.plots import COLOURS, MARKERS, STYLES
+# Okabe and Ito's palette, told apart by the colour-blind; markers and line styles tell the lines apart in grey. Seven
+# colours and eight markers share no divisor, so that 56 methods pass before a pair comes back.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+MARKERS = (("o", 6.5), ("s", 6), ("^", 7), ("D", 5.5), ("v", 7), ("P", 8), ("X", 8), ("*", 11))
+LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 
 DOTS_PER_INCH = 160
 # Text in the PDF stays text (TrueType), as journals want it.
@@ -59,8 +63,8 @@ def method_style(index: int) -> dict[str, object]:
     """A colour, a line style and a marker for the line of that number, alike in no two of the first 56."""
     marker, size = MARKERS[index % len(MARKERS)]
     return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": STYLES[index % len(STYLES)],
+        "color": COLORS[index % len(COLORS)],
+        "linestyle": LINE_STYLES[index % len(LINE_STYLES)],
         "marker": marker,
         "markersize": size - 1.5,
         "markeredgecolor": "white",
@@ -71,7 +75,7 @@ def method_style(index: int) -> dict[str, object]:
 
 def mode_style(index: int) -> dict[str, object]:
     """The line of the mode of that number, for methods that are told apart by colour and marker."""
-    return {"linestyle": STYLES[index % len(STYLES)]}
+    return {"linestyle": LINE_STYLES[index % len(LINE_STYLES)]}
 
 
 def head_styles(order: Sequence[int]) -> dict[int, dict[str, object]]:
@@ -79,7 +83,11 @@ def head_styles(order: Sequence[int]) -> dict[int, dict[str, object]]:
     scale = colormaps["cividis"]
     last = max(1, len(order) - 1)
     return {
-        line: {"color": scale(0.88 * place / last), "linestyle": STYLES[place % len(STYLES)], "linewidth": 1.6}
+        line: {
+            "color": scale(0.88 * place / last),
+            "linestyle": LINE_STYLES[place % len(LINE_STYLES)],
+            "linewidth": 1.6,
+        }
         for place, line in enumerate(order)
     }
 

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from megatron.evaluation.measures.effective_length import LIMIT
 from megatron.reporting.drawing import (
+    COLORS as COLORS,
+)
+from megatron.reporting.drawing import (
     GREY,
     PaperFigure,
     head_styles,
@@ -24,6 +27,9 @@ from megatron.reporting.drawing import (
     new_figure,
     outside_legend,
     thousands,
+)
+from megatron.reporting.drawing import (
+    LINE_STYLES as LINE_STYLES,
 )
 from megatron.reporting.kernels import Kernel
 from megatron.reporting.published import display_name, published

@@ -24,7 +24,7 @@ from megatron.checkpoint.directory import find_step
 from megatron.config import UserError
 from megatron.inference import load_model
 from megatron.model.initialization import generator_for
-from megatron.reporting.plots import COLOURS, STYLES
+from megatron.reporting.figures import COLORS, LINE_STYLES
 from megatron.utils.files import write_atomically
 
 FARTHEST = 1024
@@ -146,8 +146,8 @@ def _lines(axes: Axes, table: Tensor) -> None:
             range(table.shape[1]),
             table[head].tolist(),
             label=f"head {head + 1}",
-            color=COLOURS[number % len(COLOURS)],
-            linestyle=STYLES[number % len(STYLES)],
+            color=COLORS[number % len(COLORS)],
+            linestyle=LINE_STYLES[number % len(LINE_STYLES)],
             linewidth=1.6,
         )
     axes.set_xscale("symlog", base=2, linthresh=1)

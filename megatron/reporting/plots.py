@@ -10,12 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from megatron.evaluation.records import Row
 from megatron.reporting.aggregate import Series, common_train_length, group, lengths_of, number
-
-# Okabe and Ito's palette, told apart by the colour-blind; markers and line styles tell the lines apart in grey. Seven
-# colours and eight markers share no divisor, so that 56 methods pass before a pair comes back.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
-MARKERS = (("o", 6.5), ("s", 6), ("^", 7), ("D", 5.5), ("v", 7), ("P", 8), ("X", 8), ("*", 11))
-STYLES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
+from megatron.reporting.drawing import COLORS, LINE_STYLES, MARKERS
 
 # Beyond this ratio of the largest perplexity to the smallest the axis is logarithmic.
 LOGARITHMIC_RATIO = 4.0
@@ -67,14 +62,14 @@ def _lines(axes: Axes, series: Sequence[Series]) -> None:
     for one in series:
         method = methods.index((one.pos_emb, one.train_length))
         mode = modes.index((one.mode, one.protocol, one.corpus))
-        colour, (marker, size) = COLOURS[method % len(COLOURS)], MARKERS[method % len(MARKERS)]
+        colour, (marker, size) = COLORS[method % len(COLORS)], MARKERS[method % len(MARKERS)]
         means = [one.mean(length) for length in one.lengths]
         axes.plot(
             one.lengths,
             means,
             label=_label(one, series),
             color=colour,
-            linestyle=STYLES[(mode if len(modes) > 1 else method) % len(STYLES)],
+            linestyle=LINE_STYLES[(mode if len(modes) > 1 else method) % len(LINE_STYLES)],
             linewidth=1.8,
             marker=marker,
             markersize=size,

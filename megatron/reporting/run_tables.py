@@ -22,8 +22,8 @@ from megatron.reporting.aggregate import (
     rough,
     worse,
 )
-from megatron.reporting.screen import compact_table
 from megatron.reporting.statistics import ALPHA
+from megatron.reporting.terminal import compact_table
 from megatron.utils.errors import UserError
 
 SIGNIFICANT = "†"

@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron.reporting import plots
 from megatron.reporting.aggregate import cell, group, number
 from megatron.reporting.plots import draw
-from megatron.reporting.report import print_report, write_report
+from megatron.reporting.summary import print_summary, write_summary
 from megatron.reporting.run_tables import PERPLEXITY, markdown, table
 from megatron.utils.errors import UserError
 
@@ -50,7 +50,7 @@ ROWS = rows_of({"kerple_log": (101.3, 100.5, 100.3), "rotary": (115.3, 131.0, 15
 
 def test_files(tmp_path):
     folder = tmp_path / "runs" / "report"
-    paths = write_report(ROWS, folder, title="A title")
+    paths = write_summary(ROWS, folder, title="A title")
     assert [path.name for path in paths] == ["extrapolation.json", "extrapolation.md", "extrapolation.png"]
     assert sorted(folder.iterdir()) == sorted(paths)  # nothing temporary is left
     assert json.loads(paths[0].read_text()) == {"rows": ROWS}
@@ -61,8 +61,8 @@ def test_files(tmp_path):
 
 
 def test_a_second_report_replaces_the_first_and_a_failed_one_does_not(tmp_path, monkeypatch):
-    write_report(ROWS, tmp_path)
-    write_report(ROWS[:3], tmp_path)
+    write_summary(ROWS, tmp_path)
+    write_summary(ROWS[:3], tmp_path)
     assert json.loads((tmp_path / "extrapolation.json").read_text()) == {"rows": ROWS[:3]}
 
     def disk_full(descriptor):
@@ -71,19 +71,19 @@ def test_a_second_report_replaces_the_first_and_a_failed_one_does_not(tmp_path, 
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     monkeypatch.setattr("os.fsync", disk_full)
     with pytest.raises(UserError, match=r"extrapolation\.json: No space left on device"):
-        write_report(ROWS, tmp_path)
+        write_summary(ROWS, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the report to .*file/report"):
-        write_report(ROWS, tmp_path / "file" / "report")
+        write_summary(ROWS, tmp_path / "file" / "report")
 
 
 def test_nothing_to_report(tmp_path):
     with pytest.raises(UserError, match="no results"):
-        write_report([], tmp_path)
+        write_summary([], tmp_path)
 
 
 def test_table_of_one_mode():
@@ -138,7 +138,7 @@ def test_markdown_says_what_is_scored_and_why_something_is_missing():
 
 def test_screen():
     screen = io.StringIO()
-    print_report(ROWS, "On the screen", Console(file=screen, width=100))
+    print_summary(ROWS, "On the screen", Console(file=screen, width=100))
     text = screen.getvalue()
     assert "On the screen" in text
     assert "kerple_log" in text
@@ -216,7 +216,7 @@ def test_what_was_not_measured_has_no_block():
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_number_is_cut_off_where_the_screen_is_narrow(width):
     screen = io.StringIO()
-    print_report(full_records(), "On the screen", Console(file=screen, width=width))
+    print_summary(full_records(), "On the screen", Console(file=screen, width=width))
     text = screen.getvalue()
     cells = [cell for block in table(full_records()).blocks.values() for line in block for cell in line if cell]
     assert all(cell in text for cell in cells)

@@ -9,7 +9,7 @@ from rich.table import Table
 UNBOUNDED_WIDTH = 200
 
 
-def screen() -> Console:
+def standard_output() -> Console:
     """The standard output; a file or a pipe has no width to fit."""
     console = Console()
     return console if console.is_terminal else Console(width=UNBOUNDED_WIDTH)
