@@ -74,7 +74,8 @@ def trained_methods(folders: Sequence[str | Path]) -> dict[str, Placed]:
 @torch.no_grad()
 def curves(method: PositionalMethod, shape: ModelShape = SHAPE) -> dict[str, Tensor]:
     """What the method makes of distances 0 ... FARTHEST - 1, float32 `[h, FARTHEST]`: its bias and weight; the score
-    that `modify_scores` makes of 0, of a query that is zero; the product of a turned vector with itself, `[1, FARTHEST]`.
+    that `modify_scores` makes of 0, of a query that is zero; the product of a turned vector with itself,
+    `[1, FARTHEST]`.
     Nothing where the distance alone makes no difference.
     """
     if method.modifies_scores:

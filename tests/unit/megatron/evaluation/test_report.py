@@ -14,8 +14,8 @@ from rich.console import Console
 from megatron.reporting import plots
 from megatron.reporting.aggregate import cell, group, number
 from megatron.reporting.plots import draw
-from megatron.reporting.summary import print_summary, write_summary
 from megatron.reporting.run_tables import PERPLEXITY, markdown, table
+from megatron.reporting.summary import print_summary, write_summary
 from megatron.utils.errors import UserError
 
 LENGTHS = (128, 256, 512)
