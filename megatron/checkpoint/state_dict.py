@@ -9,7 +9,6 @@ forward_pass.pt                     a batch and its logits, if the configuration
 """
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,9 @@ from megatron.checkpoint.layers import layer_file, layer_state, load_layers
 from megatron.checkpoint.state import STATE_FILE, TrainingState
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
+from megatron.utils.secrets import without_secrets
 
 CONFIG_FILE = "configs/config.yml"
-
-SECRET = re.compile(
-    r"(api|access|auth|private|secret)_?(key|token)|password|passwd|credential|(^|_)secrets?($|_)|(^|_)(hf|hub|bearer)_token"
-)
-# In a text: NAME=VALUE of such a name, and the user and password of an address.
-SECRET_TEXT = re.compile(r"(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
 
 # What DeepSpeed's engine and its loss scaler count; the rest of them follows from the configuration.
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -144,26 +138,3 @@ def restore_counters(engine, saved: dict[str, Any], *, loss_scale: bool) -> None
     if loss_scale and scaler is not None:
         for name, value in saved["loss_scaler"].items():
             setattr(scaler, name, value)
-
-
-def without_secrets(value: Any) -> Any:
-    """A copy of nested plain values without the keys that name a secret (api_key, access_token, password ...) or whose
-    text holds one (WANDB_API_KEY=..., https://user:password@host).
-    """
-    if isinstance(value, dict):
-        return {
-            name: without_secrets(item)
-            for name, item in value.items()
-            if not (_names_secret(str(name)) or (isinstance(item, str) and _holds_secret(item)))
-        }
-    if isinstance(value, list | tuple):
-        return [without_secrets(item) for item in value]
-    return value
-
-
-def _names_secret(name: str) -> bool:
-    return SECRET.search(name.lower().replace("-", "_")) is not None
-
-
-def _holds_secret(text: str) -> bool:
-    return any(found["name"] is None or _names_secret(found["name"]) for found in SECRET_TEXT.finditer(text))

@@ -18,7 +18,7 @@ from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import Run, State, missing_data, plan
 from megatron.sweep.progress import SweepProgress
 from megatron.sweep.runner import Runner
-from megatron.training.logging import readable_time
+from megatron.utils.progress import readable_time
 
 DESCRIPTION = "Train and evaluate what is missing of a sweep, and write its report."
 

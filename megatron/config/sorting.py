@@ -1,7 +1,6 @@
 """Sorting merged keys into groups: supported, accepted without effect, refused, unknown."""
 
 import difflib
-import re
 import typing
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,8 @@ from megatron.config.merging import Merged
 from megatron.config.schema import GROUPS
 from megatron.config.schema.base import REST
 from megatron.utils.errors import UserError
+from megatron.utils.secrets import is_secret_name
 
-_SECRET = re.compile(r"(api|access|private|secret)_?key|password|passwd|secret|credential|(^|_)token$")
 _MOST_SUGGESTIONS = 3
 
 
@@ -83,7 +82,7 @@ def _rest_names(path: KeyPath) -> set[str]:
 
 def _unknown(path: KeyPath, merged: Merged) -> str:
     where = _where(path, merged)
-    if _SECRET.search(path[-1].lower().replace("-", "_")):
+    if is_secret_name(path[-1]):
         return (
             f"{where} looks like a secret, and a configuration is copied into checkpoints and logs; "
             "remove it (for Weights & Biases set the environment variable WANDB_API_KEY)"

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from megatron.sweep.planning import Run, State
 from megatron.sweep.runner import Failure, Job, Listener
-from megatron.training.logging import readable_time
+from megatron.utils.progress import readable_time
 
 # Without a terminal, so many seconds between two lines that only say how far it is.
 SECONDS_BETWEEN_LINES = 60.0

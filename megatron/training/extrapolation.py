@@ -10,7 +10,8 @@ from megatron.config import Config, UserError
 from megatron.data.streams import evaluation_tokens
 from megatron.evaluation import evaluate_extrapolation
 from megatron.training.distributed import Layout
-from megatron.training.logging import Reporter, readable_time
+from megatron.training.logging import Reporter
+from megatron.utils.progress import readable_time
 
 
 class ExtrapolationCurves:

@@ -95,13 +95,3 @@ def _start_wandb(config: Config):
         raise UserError(
             f"use_wandb: {str(error).splitlines()[0]}; set WANDB_API_KEY, or WANDB_MODE=offline to log to disk"
         ) from error
-
-
-def readable_time(seconds: float) -> str:
-    """e.g. 45s, 3m10s, 2h05m."""
-    seconds = int(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"

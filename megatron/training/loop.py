@@ -19,10 +19,11 @@ from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training import distributed, metrics
 from megatron.training.engine import Batch, Engine
 from megatron.training.extrapolation import ExtrapolationCurves
-from megatron.training.logging import Reporter, Trackers, readable_time
+from megatron.training.logging import Reporter, Trackers
 from megatron.training.optimizer import Schedule
 from megatron.training.signals import StopRequest
 from megatron.training.step_log import StepLog, not_finite
+from megatron.utils.progress import readable_time
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import UserError
 from megatron.training import metrics
-from megatron.training.logging import readable_time
+from megatron.utils.progress import readable_time
 
 # In fp16 a step that overflows is skipped and lowers the loss scale; so many in a row are no longer that.
 MOST_OVERFLOWS = 32

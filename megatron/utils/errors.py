@@ -1,8 +1,14 @@
-"""The one exception that means: the user's input is wrong, and the message says what to do."""
+"""The exception for wrong user input, and the text of other exceptions."""
 
 
 class UserError(Exception):
-    """Bad input from the user. The message names the key, file or value, and what to do about it.
+    """Wrong user input. The message names the key, file or value, and says how to fix it.
 
-    Entry points print it as one line and exit with status 2; no traceback is shown.
+    Entry points print the message as one line and exit with status 2, without a traceback.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or the name of its class if it has no text."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

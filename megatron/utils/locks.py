@@ -1,44 +1,54 @@
-"""A file that tells other processes to keep away. The system gives the lock up with the process, however that ends."""
+"""A lock file that keeps other processes out. The operating system releases it when the process dies."""
 
-import fcntl
-import os
 from pathlib import Path
+from types import TracebackType
+
+import filelock
 
 from megatron.utils.errors import UserError
 
 
 class Lock:
-    """Held between entering and leaving; the file is there as long. A context manager.
+    """An exclusive lock between processes. Use it as a context manager, or call `acquire` and `release`.
+
+    The file exists only while the lock is held.
 
     Args:
-        path: of the file; its folder is made.
-        refusal: the UserError's message where another process holds it.
+        path: the lock file. Its folder is created if missing.
+        busy_message: the message of the UserError that `acquire` raises if another process holds the lock.
     """
 
-    def __init__(self, path: str | Path, refusal: str):
+    def __init__(self, path: str | Path, busy_message: str):
         self._path = Path(path)
-        self._refusal = refusal
+        self._busy_message = busy_message
+        self._lock = filelock.FileLock(str(path), timeout=0, thread_local=False)
 
-    def __enter__(self) -> "Lock":
+    def acquire(self) -> None:
+        """Take the lock without waiting.
+
+        Raises:
+            UserError: another process holds the lock, or the file cannot be written.
+        """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = open(self._path, "ab")
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._holds_the_file():
-                raise BlockingIOError
-        except BlockingIOError as error:
-            raise UserError(self._refusal) from error
+            self._lock.acquire()
+        except filelock.Timeout as error:
+            raise UserError(self._busy_message) from error
         except OSError as error:
             raise UserError(f"cannot write {error.filename or self._path}: {error.strerror}") from error
+
+    def release(self) -> None:
+        """Remove the file and give up the lock. Does nothing if the lock is not held."""
+        if self._lock.is_locked:
+            # filelock ignores a file that was removed between open() and flock(), so this is no race.
+            self._path.unlink(missing_ok=True)
+            self._lock.release(force=True)
+
+    def __enter__(self) -> "Lock":
+        self.acquire()
         return self
 
-    def _holds_the_file(self) -> bool:
-        """False if the process that held the lock removed the file in this very moment."""
-        try:
-            return os.path.samestat(os.fstat(self._stream.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
-
-    def __exit__(self, *exception) -> None:
-        self._path.unlink(missing_ok=True)
-        self._stream.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()

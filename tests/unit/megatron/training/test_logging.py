@@ -6,7 +6,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config import Config
-from megatron.training.logging import readable_time
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
 
@@ -43,8 +42,3 @@ def test_learning_rate_follows_the_schedule(tmp_path, data_path):
     assert metrics(tmp_path, "train/learning_rate") == pytest.approx(
         {1: 0.0, 2: 0.0025, 3: 0.005, 4: 0.005 * 0.97553}, rel=1e-3
     )
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(7.9, "7s"), (75, "1m15s"), (7260, "2h01m")])
-def test_readable_time(seconds, text):
-    assert readable_time(seconds) == text

@@ -1,0 +1,85 @@
+"""Running a function on one or all ranks of a process group so that every rank gets the result, or the error.
+
+All functions also work in a single process without a process group. Otherwise every rank of the group must call them.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.utils.errors import UserError, first_line
+
+T = TypeVar("T")
+
+
+def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `function` on rank 0 while the other ranks wait, and return its value on every rank.
+
+    Args:
+        function: must return a value that can be pickled.
+        group: the process group that carries the value; by default the global one.
+
+    Raises:
+        Exception: what `function` raised, on rank 0. The other ranks raise the same UserError (or subclass), or a
+            UserError with the first line of any other exception.
+    """
+    if not _distributed():
+        return function()
+    # A broadcast and not only a barrier: the other ranks must not continue if rank 0 failed.
+    message: list[tuple[T | None, UserError | None]] = [(None, None)]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            message = [(function(), None)]
+        except Exception as error:
+            failure = error
+            message = [(None, _as_user_error(error))]
+    dist.broadcast_object_list(message, src=0, group=group)
+    value, reported = message[0]
+    if failure is not None:
+        raise failure
+    if reported is not None:
+        raise reported
+    return value  # type: ignore[return-value]  # not None unless `function` returned None
+
+
+def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call `function` on every rank and return the values of all ranks, in rank order, on every rank.
+
+    Raises:
+        Exception: if `function` raised on any rank. A rank whose own call failed raises that exception; the others
+            raise the UserError of the first rank that failed (see `run_on_rank_0`).
+    """
+    if not _distributed():
+        return [function()]
+    outcome: tuple[T | None, UserError | None]
+    failure: Exception | None = None
+    try:
+        outcome = (function(), None)
+    except Exception as error:
+        failure = error
+        outcome = (None, _as_user_error(error))
+    outcomes: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    if failure is not None:
+        raise failure
+    for _, reported in outcomes:
+        if reported is not None:
+            raise reported
+    return [value for value, _ in outcomes]
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _as_user_error(error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        try:
+            pickle.loads(pickle.dumps(error))
+            return error
+        except Exception:  # its constructor takes other arguments than the message
+            return UserError(str(error))
+    return UserError(f"{type(error).__name__} on another rank: {first_line(error)}")

@@ -1,0 +1,35 @@
+"""Recognizing secrets (API keys, tokens, passwords) in configurations, so that they are never stored."""
+
+import re
+from typing import Any
+
+_NAME = re.compile(
+    r"(api|access|auth|private|secret)_?(key|token)|password|passwd|credential|(^|_)secrets?($|_)"
+    r"|(^|_)(hf|hub|bearer)_token|^token$"
+)
+# A secret inside a value: NAME=VALUE with such a name, or the user and password of a URL.
+_ASSIGNMENT_OR_LOGIN = re.compile(r"(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
+
+
+def is_secret_name(name: str) -> bool:
+    """True if a key of this name usually holds a secret: api_key, access_token, password, ..."""
+    return _NAME.search(name.lower().replace("-", "_")) is not None
+
+
+def contains_secret(text: str) -> bool:
+    """True if the text contains a secret, such as WANDB_API_KEY=... or https://user:password@host."""
+    matches = _ASSIGNMENT_OR_LOGIN.finditer(text)
+    return any(match["name"] is None or is_secret_name(match["name"]) for match in matches)
+
+
+def without_secrets(value: Any) -> Any:
+    """A copy of nested plain values without the keys whose name or value is a secret."""
+    if isinstance(value, dict):
+        return {
+            name: without_secrets(item)
+            for name, item in value.items()
+            if not (is_secret_name(str(name)) or (isinstance(item, str) and contains_secret(item)))
+        }
+    if isinstance(value, list | tuple):
+        return [without_secrets(item) for item in value]
+    return value

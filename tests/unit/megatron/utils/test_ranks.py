@@ -1,0 +1,95 @@
+"""The process group is simulated: the ranks run one after the other and exchange pickled objects."""
+
+import pickle
+
+import pytest
+
+from megatron.utils import ranks
+from megatron.utils.errors import UserError
+from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
+
+
+class DataError(UserError):
+    """Can be pickled."""
+
+
+class PlaceError(UserError):
+    """Cannot be unpickled: its constructor takes two arguments."""
+
+    def __init__(self, file, line):
+        super().__init__(f"{file}:{line}: wrong")
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Returns as_rank(rank), which makes the process that rank of a group of two; rank 0 must run first."""
+    sent = {}
+
+    def broadcast(message, src, group):
+        if src == sent["rank"]:
+            sent["message"] = pickle.dumps(message)
+        message[:] = pickle.loads(sent["message"])
+
+    def all_gather(outcomes, outcome, group):
+        sent[sent["rank"]] = pickle.dumps(outcome)
+        outcomes[:] = [pickle.loads(sent.get(rank, pickle.dumps((None, None)))) for rank in range(2)]
+
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: sent["rank"])
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(ranks.dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(ranks.dist, "all_gather_object", all_gather)
+    return lambda rank: sent.__setitem__("rank", rank)
+
+
+def fail(error):
+    raise error
+
+
+def test_single_process():
+    assert run_on_rank_0(lambda: 3) == 3
+    assert run_on_all_ranks(lambda: 3) == [3]
+    with pytest.raises(KeyError):
+        run_on_rank_0(lambda: fail(KeyError("x")))
+
+
+def test_rank_0_computes_for_all(as_rank):
+    as_rank(0)
+    assert run_on_rank_0(lambda: [1, 2]) == [1, 2]
+    as_rank(1)
+    assert run_on_rank_0(lambda: fail(AssertionError("called on rank 1"))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "reported_class", "message"),
+    [
+        (DataError("no space"), DataError, "^no space$"),
+        (PlaceError("a.yml", 3), UserError, "^a.yml:3: wrong$"),
+        (ZeroDivisionError("division\nby zero"), UserError, "^ZeroDivisionError on another rank: division$"),
+    ],
+)
+def test_all_ranks_raise_the_error_of_rank_0(as_rank, error, reported_class, message):
+    as_rank(0)
+    with pytest.raises(type(error)) as raised:
+        run_on_rank_0(lambda: fail(error))
+    assert raised.value is error
+    as_rank(1)
+    with pytest.raises(reported_class, match=message) as raised:
+        run_on_rank_0(lambda: None)
+    assert type(raised.value) is reported_class
+
+
+def test_all_ranks_return_all_values(as_rank):
+    as_rank(0)
+    run_on_all_ranks(lambda: "a")
+    as_rank(1)
+    assert run_on_all_ranks(lambda: "b") == ["a", "b"]
+
+
+def test_all_ranks_raise_the_error_of_any_rank(as_rank):
+    as_rank(0)
+    with pytest.raises(DataError, match="damaged"):
+        run_on_all_ranks(lambda: fail(DataError("damaged")))
+    as_rank(1)
+    with pytest.raises(DataError, match="damaged"):
+        run_on_all_ranks(lambda: 3)
