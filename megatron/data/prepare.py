@@ -17,7 +17,7 @@ from megatron.data.preprocessing import preprocess, summary
 from megatron.data.readers import Corpus
 from megatron.data.stdlib_corpus import StdlibCorpus
 from megatron.data.workers import TokenizerFiles
-from megatron.tokenizer.training import train_bpe
+from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 from megatron.utils.locks import Lock

@@ -1,6 +1,19 @@
-"""Text to token ids and back: Hugging Face `tokenizer.json`, GPT-2's byte-level BPE, and bytes."""
+"""Tokenizers: Hugging Face `tokenizer.json` files, GPT-2's byte-level BPE, and UTF-8 bytes."""
 
-from megatron.tokenizer.base import Tokenizer, padded_vocab_size
-from megatron.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
+from megatron.tokenizer.tokenizer import (
+    END_OF_DOCUMENT,
+    TOKENIZER_TYPES,
+    CharLevelTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    padded_vocab_size,
+)
 
-__all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "padded_vocab_size"]
+__all__ = [
+    "END_OF_DOCUMENT",
+    "TOKENIZER_TYPES",
+    "CharLevelTokenizer",
+    "Tokenizer",
+    "build_tokenizer",
+    "padded_vocab_size",
+]

@@ -1,43 +1,47 @@
-"""Tokenizers that run on Hugging Face's `tokenizers` library: tokenizer.json files and GPT-2's vocabulary."""
+"""Tokenizers based on Hugging Face's `tokenizers` library: tokenizer.json files, GPT-2's vocabulary, BPE training."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
-from megatron.tokenizer.base import END_OF_DOCUMENT, Tokenizer
+from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer
 from megatron.utils.errors import UserError
 
-# The library keeps about 100 bytes per token of the text in hand. Longer texts are cut where no token can straddle.
-_CHARACTERS_AT_ONCE = 1 << 20
+# The library needs about 100 bytes of memory per token of the text it encodes, so longer texts are encoded in pieces.
+_MAX_CHARACTERS = 1 << 20
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
+
+# 256 byte symbols and the end-of-document token.
+MIN_VOCAB_SIZE = 257
 
 
 class _LibraryTokenizer(Tokenizer):
-    """Encoding and decoding by a `tokenizers.Tokenizer`."""
+    """Encodes and decodes with a `tokenizers.Tokenizer`.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, cut_before_spaces: bool):
+    Args:
+        splittable: whether splitting a text before a space or newline never changes its ids.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, splittable: bool):
         self._tokenizer = tokenizer
-        self._cut_before_spaces = cut_before_spaces
+        self._splittable = splittable
         self.eod = eod
         self.fingerprint = fingerprint
-        # Ids need not be dense: the largest one decides the size of the embedding table.
+        # Ids need not be contiguous. The embedding table must cover the largest one.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
-        if len(text) <= _CHARACTERS_AT_ONCE or not self._cut_before_spaces:
+        if len(text) <= _MAX_CHARACTERS or not self._splittable:
             return self._tokenizer.encode(text).ids
-        ids: list[int] = []
-        for piece in _cut(text, _CHARACTERS_AT_ONCE):
-            ids.extend(self._tokenizer.encode(piece).ids)
-        return ids
+        return [token for piece in split_text(text, _MAX_CHARACTERS) for token in self._tokenizer.encode(piece).ids]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if any(len(text) > _CHARACTERS_AT_ONCE for text in texts):
+        if any(len(text) > _MAX_CHARACTERS for text in texts):
             return [self.tokenize(text) for text in texts]
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
@@ -45,24 +49,25 @@ class _LibraryTokenizer(Tokenizer):
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def byte_lengths(self) -> np.ndarray | None:
-        """Known for byte-level vocabularies, in which each character of a token is one byte."""
+        # In a byte-level vocabulary each character of a token is one byte.
         if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            lengths[number] = len(token)
-        for number, added in self._tokenizer.get_added_tokens_decoder().items():
-            lengths[number] = len(added.content.encode("utf-8"))
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            lengths[token_id] = len(token)
+        for token_id, added_token in self._tokenizer.get_added_tokens_decoder().items():
+            lengths[token_id] = len(added_token.content.encode("utf-8"))
         lengths[self.eod] = 0
         return lengths
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """A tokenizer.json, ids as the library's `encode` gives them. Truncation and padding in the file are turned off: a
-    corpus must never be cut, nor filled up.
+    """A tokenizer.json file.
+
+    Truncation and padding settings in the file are ignored, because training data must be neither cut nor padded.
 
     Raises:
-        UserError: not a tokenizer.json, or no `<|endoftext|>` among its tokens.
+        UserError: the file is not a tokenizer.json or has no `<|endoftext|>` token.
     """
 
     name = "HFTokenizer"
@@ -72,50 +77,86 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         try:
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{path} is not a tokenizer.json that the tokenizers library reads: {error}") from error
+            raise UserError(f"the tokenizers library cannot read {path} as a tokenizer.json: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         eod = tokenizer.token_to_id(END_OF_DOCUMENT)
         if eod is None:
             special = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
             raise UserError(
-                f"{path} has no {END_OF_DOCUMENT} token to end documents with; its special tokens: "
-                f"{', '.join(special) if special else 'none'}. Add it with tokenizers' add_special_tokens, or train a "
-                "tokenizer with tools/datasets/train_tokenizer.py"
+                f"{path} has no {END_OF_DOCUMENT} token, which marks the end of a document (its special tokens: "
+                f"{', '.join(special) if special else 'none'}); add it with add_special_tokens of the tokenizers "
+                "library, or train a tokenizer with tools/datasets/train_tokenizer.py"
             )
-        super().__init__(tokenizer, eod, hashlib.sha256(content).hexdigest(), _spaces_begin_pieces(tokenizer))
+        super().__init__(tokenizer, eod, hashlib.sha256(content).hexdigest(), _is_splittable(tokenizer))
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """GPT-2's byte-level BPE from its two files.
+    """GPT-2's byte-level BPE, from its vocabulary and merges files.
 
-    No text is read as a special token: `<|endoftext|>` written in a document becomes ordinary tokens, so that a
-    document cannot forge the end of another.
+    Special tokens in a text are not recognized: a literal `<|endoftext|>` becomes ordinary tokens, so the text of a
+    document cannot end it.
 
     Raises:
-        UserError: files that are not GPT-2's vocabulary and merges, or that do not belong together.
+        UserError: the files are not GPT-2's vocabulary and merges, or do not belong together.
     """
 
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: Path, merge_file: Path):
-        vocabulary_bytes, merges_bytes = _read(vocab_file), _read(merge_file)
-        vocabulary = _parse_vocabulary(vocabulary_bytes, vocab_file)
-        merges = _parse_merges(merges_bytes, merge_file)
+        vocab_content, merges_content = _read(vocab_file), _read(merge_file)
+        vocab = _parse_vocab(vocab_content, vocab_file)
+        merges = _parse_merges(merges_content, merge_file)
         try:
-            model = tokenizers.models.BPE(vocab=vocabulary, merges=merges)
+            model = tokenizers.models.BPE(vocab=vocab, merges=merges)
         except Exception as error:
             raise UserError(f"merge-file {merge_file} does not belong to vocab-file {vocab_file}: {error}") from error
-        if END_OF_DOCUMENT not in vocabulary:
-            raise UserError(f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} entry; GPT-2's has it as id 50256")
-        missing = [symbol for symbol in tokenizers.pre_tokenizers.ByteLevel.alphabet() if symbol not in vocabulary]
+        if END_OF_DOCUMENT not in vocab:
+            raise UserError(f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256")
+        missing = [symbol for symbol in tokenizers.pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
         if missing:
-            raise UserError(f"vocab-file {vocab_file} lacks {len(missing)} of the 256 byte symbols: not GPT-2's format")
-        tokenizer = tokenizers.Tokenizer(model)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        fingerprint = hashlib.sha256(vocabulary_bytes + b"\0" + merges_bytes).hexdigest()
-        super().__init__(tokenizer, vocabulary[END_OF_DOCUMENT], fingerprint, cut_before_spaces=True)
+            raise UserError(
+                f"vocab-file {vocab_file} is not in GPT-2's format: {len(missing)} of the 256 byte symbols are missing"
+            )
+        fingerprint = hashlib.sha256(vocab_content + b"\0" + merges_content).hexdigest()
+        super().__init__(_byte_level_tokenizer(model), vocab[END_OF_DOCUMENT], fingerprint, splittable=True)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> tokenizers.Tokenizer:
+    """Train a byte-level BPE with GPT-2's splitting pattern and no normalization, so decoding is lossless.
+
+    Args:
+        texts: the documents. Read once, in a streaming fashion.
+        vocab_size: number of ids, including `<|endoftext|>` (id 0) and the 256 bytes. The result is smaller if the
+            corpus runs out of pairs that occur twice.
+        progress: show the library's progress bars on a terminal.
+
+    Returns:
+        a library tokenizer. `.save(path)` writes a tokenizer.json for `tokenizer-type: HFTokenizer`. The result is
+        deterministic for the same texts in the same order.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UserError(
+            f"vocabulary size {vocab_size} is too small: a byte-level BPE has the 256 bytes and {END_OF_DOCUMENT}, "
+            f"so at least {MIN_VOCAB_SIZE}"
+        )
+    tokenizer = _byte_level_tokenizer(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return tokenizer
+
+
+def _byte_level_tokenizer(model: tokenizers.models.Model) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
 
 
 def _read(path: Path) -> bytes:
@@ -125,55 +166,65 @@ def _read(path: Path) -> bytes:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _parse_vocabulary(content: bytes, path: Path) -> dict[str, int]:
+def _parse_vocab(content: bytes, path: Path) -> dict[str, int]:
     try:
-        vocabulary = json.loads(content)
+        vocab = json.loads(content)
     except ValueError as error:
         raise UserError(f"vocab-file {path} is not JSON ({error}); GPT-2's is encoder.json or vocab.json") from error
-    if not isinstance(vocabulary, dict) or not all(isinstance(token, int) for token in vocabulary.values()):
+    if not isinstance(vocab, dict) or not all(isinstance(token_id, int) for token_id in vocab.values()):
         raise UserError(
             f"vocab-file {path} does not map tokens to ids; GPT-2's is encoder.json or vocab.json "
             "(for a tokenizer.json use tokenizer-type HFTokenizer)"
         )
-    return vocabulary
+    return vocab
 
 
 def _parse_merges(content: bytes, path: Path) -> list[tuple[str, str]]:
-    """Lines `left right`, best merge first; an optional first line `#version: ...`."""
+    """Parse lines `LEFT RIGHT`, highest-priority merge first, after an optional `#version: ...` line."""
     try:
         lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"merge-file {path} is not UTF-8: {error}") from error
     merges = []
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         line = line.rstrip("\r")
-        if not line or (number == 1 and line.startswith("#version")):
+        if not line or (line_number == 1 and line.startswith("#version")):
             continue
         pair = line.split(" ")
         if len(pair) != 2:
-            raise UserError(f"merge-file {path}, line {number}: expected two tokens, found {line[:60]!r}")
+            raise UserError(f"merge-file {path}, line {line_number}: expected two tokens, found {line[:60]!r}")
         merges.append((pair[0], pair[1]))
     return merges
 
 
-def _spaces_begin_pieces(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether a cut between a character that is not white space and a space or newline never changes the ids.
+def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether splitting any text between a non-space character and a space or newline leaves its ids unchanged.
 
-    GPT-2's splitting pattern always begins a new piece there. Anything in the file that could look further (a
-    normalizer, a post-processor that adds tokens, added tokens with white space in or around them) rules it out.
+    GPT-2's pre-tokenization pattern always starts a new piece there. A normalizer, a post-processor that adds tokens,
+    or added tokens that contain or absorb white space break this property.
     """
     settings = json.loads(tokenizer.to_str())
-    split, finish = settings.get("pre_tokenizer") or {}, settings.get("post_processor") or {"type": "ByteLevel"}
-    plain_split = split.get("type") == "ByteLevel" and split.get("use_regex", True) and not split["add_prefix_space"]
-    plain_tokens = all(
+    pre_tokenizer = settings.get("pre_tokenizer") or {}
+    post_processor = settings.get("post_processor") or {"type": "ByteLevel"}
+    gpt2_pattern = (
+        pre_tokenizer.get("type") == "ByteLevel"
+        and pre_tokenizer.get("use_regex", True)
+        and not pre_tokenizer["add_prefix_space"]
+    )
+    plain_added_tokens = all(
         not re.search(r"\s", token["content"]) and not (token["lstrip"] or token["rstrip"] or token["single_word"])
         for token in settings["added_tokens"]
     )
-    return bool(plain_split and plain_tokens and settings.get("normalizer") is None and finish["type"] == "ByteLevel")
+    return bool(
+        gpt2_pattern
+        and plain_added_tokens
+        and settings.get("normalizer") is None
+        and post_processor["type"] == "ByteLevel"
+    )
 
 
-def _cut(text: str, length: int) -> Iterable[str]:
-    """Pieces of about `length` characters, cut before spaces and newlines."""
+def split_text(text: str, length: int) -> Iterator[str]:
+    """Split `text` into pieces of about `length` characters that end before a space or newline."""
     start = 0
     while start < len(text):
         boundary = _BEFORE_SPACE.search(text, start + length)

@@ -38,7 +38,7 @@ def main() -> None:
     from megatron.data.input_files import find_files
     from megatron.data.progress import CorpusProgress
     from megatron.data.readers import Corpus
-    from megatron.tokenizer.training import train_bpe
+    from megatron.tokenizer.hugging_face import train_bpe
     from megatron.utils.errors import UserError
     from megatron.utils.files import write_atomically
 

@@ -9,8 +9,7 @@ import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.config import Config, UserError
-from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.base import END_OF_DOCUMENT
+from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
 
 # Of a byte-level alphabet, the character that stands for the byte NUL.
 NUL = "\u0100"

@@ -22,7 +22,7 @@ from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import Passkey, Record
 from megatron.evaluation.scoring import read
 from megatron.evaluation.work import Origin, Run, Work
-from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
 
 PROTOCOL = "passkey"

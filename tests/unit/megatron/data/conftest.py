@@ -10,7 +10,7 @@ from megatron.config import load_config
 from megatron.data.indexed_writer import IndexedWriter
 from megatron.data.samples import SampleSettings
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.training import train_bpe
+from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.texts import KINDS
 
 VOCABULARY = 1000

@@ -14,9 +14,8 @@ from megatron.evaluation.loss_accumulator import standard_error
 from megatron.evaluation.protocols import parse_protocol
 from megatron.evaluation.text import Text
 from megatron.reporting.statistics import p_value
-from megatron.tokenizer.characters import CharLevelTokenizer
-from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
-from megatron.tokenizer.training import train_bpe
+from megatron.tokenizer import CharLevelTokenizer
+from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
 from tests.support.language_models import VOCABULARY, direct_losses, random_tokens, small_gpt
 

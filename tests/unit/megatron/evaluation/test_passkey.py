@@ -7,9 +7,8 @@ import torch
 
 from megatron.evaluation.measures.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
 from megatron.evaluation.work import Origin, measure
-from megatron.tokenizer.characters import CharLevelTokenizer
-from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
-from megatron.tokenizer.training import train_bpe
+from megatron.tokenizer import CharLevelTokenizer
+from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
 from tests.support.language_models import small_gpt
 

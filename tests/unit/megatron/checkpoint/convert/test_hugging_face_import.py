@@ -13,7 +13,7 @@ from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.inference import load_model
-from megatron.tokenizer.training import train_bpe
+from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
 from tests.support.texts import KINDS
 

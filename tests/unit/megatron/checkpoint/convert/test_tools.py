@@ -19,7 +19,7 @@ from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError
 from megatron.inference import load_model
-from megatron.tokenizer.training import train_bpe
+from megatron.tokenizer.hugging_face import train_bpe
 from megatron.training.loop import train
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens

