@@ -28,10 +28,9 @@ from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_p
 from megatron.evaluation.measures.resolution import plan_resolution
 from megatron.evaluation.protocols import Protocol, parse_protocol
 from megatron.evaluation.ranks import Ranks, joined
-from megatron.evaluation.records import Checkpoint
-from megatron.evaluation.results import Results
+from megatron.evaluation.records import Checkpoint, Provenance, ResultsFile
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
-from megatron.evaluation.work import Origin, Work, measure
+from megatron.evaluation.work import Work, measure
 from megatron.model.settings import ModelSettings
 from megatron.reporting.summary import print_summary, write_summary
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -63,7 +62,7 @@ class Model:
     folder: Path
     step: Path
     saved: Config
-    origin: Origin
+    origin: Provenance
 
 
 def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, ranks: Ranks) -> None:
@@ -82,7 +81,7 @@ def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: ar
     planned = [_plan(text, prompts, lengths, protocols, budget, model.origin, options) for model in models]
     fingerprints = [model.origin.checkpoint["fingerprint"] for model in models]
     with contextlib.ExitStack() as stack:
-        store = open_store(Results(output, fingerprints, replace=options.replace), stack, ranks)
+        store = open_store(ResultsFile(output, fingerprints, replace=options.replace), stack, ranks)
         for model, works in zip(models, planned, strict=True):
             if options.effective_length and store is not None:
                 _effective_lengths(model, text.corpus, store)
@@ -94,7 +93,7 @@ def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: ar
             print(path, flush=True)
 
 
-def open_store(store: Results, stack: contextlib.ExitStack, ranks: Ranks) -> Results | None:
+def open_store(store: ResultsFile, stack: contextlib.ExitStack, ranks: Ranks) -> ResultsFile | None:
     """The store on rank 0, None on the others. Raises UserError on every rank where rank 0 cannot open it: none waits
     for one that has left.
     """
@@ -115,7 +114,7 @@ def _measure(
     works: list[Work],
     text: Text,
     prompts: Prompts | None,
-    store: Results | None,
+    store: ResultsFile | None,
     config: Config,
     options: argparse.Namespace,
     ranks: Ranks,
@@ -150,7 +149,7 @@ def _plan(
     lengths: Sequence[int],
     protocols: Sequence[Protocol],
     budget: int | None,
-    origin: Origin,
+    origin: Provenance,
     options: argparse.Namespace,
 ) -> list[Work]:
     """Everything to measure of one model by running it."""
@@ -163,7 +162,7 @@ def _plan(
     return works
 
 
-def _effective_lengths(model: Model, corpus: str | None, store: Results) -> None:
+def _effective_lengths(model: Model, corpus: str | None, store: ResultsFile) -> None:
     """From the positional parameters alone."""
     wanted = plan_effective_lengths(model.origin, corpus)
     if store.find(wanted) is None:
@@ -187,7 +186,7 @@ def _models(folders: Sequence[Path], config: Config, options: argparse.Namespace
         if options.own:
             _check_text(saved, models[0].saved if models else saved, config, folder)
         settings = (options.precision, saved.model.release_bf16_distances, sorted(saved.model.pos_emb_options.items()))
-        origin = Origin(
+        origin = Provenance(
             Checkpoint(
                 path=str(folder),
                 iteration=iteration_of(step),

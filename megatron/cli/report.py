@@ -5,8 +5,8 @@ from pathlib import Path
 
 from kerple.positional.registry import canonical_name
 from megatron.config.option_parser import OptionParser
-from megatron.evaluation.results import RESULTS
-from megatron.reporting.report import TITLE, Sources, collect_records, write_report
+from megatron.evaluation.records import RESULTS, read_results
+from megatron.reporting.report import TITLE, Sources, write_report
 from megatron.reporting.results import Method, method_of
 from megatron.reporting.tables import REFERENCE
 from megatron.utils.errors import UserError
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if not (options.results or options.checkpoint or options.benchmark):
         raise UserError("nothing to report: give folders of results, or --checkpoint, or --benchmark")
-    sources = Sources(collect_records(options.results), options.checkpoint, options.benchmark)
+    sources = Sources(read_results(options.results, strict=False), options.checkpoint, options.benchmark)
     path = write_report(sources, options.output, options.title, _reference(options.reference, sources))
     for note in sources.notes:
         print(f"note: {note}", flush=True)

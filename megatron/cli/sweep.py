@@ -13,7 +13,8 @@ from rich.table import Table
 from megatron.cli.evaluate_options import check_options
 from megatron.config import UserError
 from megatron.config.option_parser import OptionParser
-from megatron.reporting.report import Sources, collect_records, write_report
+from megatron.evaluation.records import read_results
+from megatron.reporting.report import Sources, write_report
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import Run, State, missing_data, plan
 from megatron.sweep.progress import SweepProgress
@@ -116,7 +117,7 @@ def _work(console: Console, root: Path, sweep: Sweep, runs: Sequence[Run], devic
         stopped = runner.run(runs)
     done = [run for run in runs if run.state() is State.FINISHED]
     if done:
-        sources = Sources(collect_records(run.results for run in done))
+        sources = Sources(read_results((run.results for run in done), strict=False))
         report = write_report(sources, sweep.output / "report", sweep.title)
         for note in sources.notes:
             console.print(f"note: {note}", highlight=False, markup=False)

@@ -3,7 +3,14 @@
 from megatron.evaluation.extrapolation import evaluate_extrapolation
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import PROTOCOLS, parse_protocol
-from megatron.evaluation.records import Record, Row
-from megatron.evaluation.results import read_results
+from megatron.evaluation.records import ExtrapolationRecord, Record, read_results
 
-__all__ = ["PROTOCOLS", "Record", "Row", "evaluate_extrapolation", "parse_mode", "parse_protocol", "read_results"]
+__all__ = [
+    "PROTOCOLS",
+    "ExtrapolationRecord",
+    "Record",
+    "evaluate_extrapolation",
+    "parse_mode",
+    "parse_protocol",
+    "read_results",
+]

@@ -13,10 +13,10 @@ from kerple.positional import PositionsExceeded
 from megatron.evaluation.loss_accumulator import Tally
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Protocol, Segments, parse_protocol
-from megatron.evaluation.records import Positions, Record, Row, perplexity
+from megatron.evaluation.records import ExtrapolationRecord, PositionsRecord, Provenance, Record, perplexity
 from megatron.evaluation.scoring import score
 from megatron.evaluation.text import Text, as_text
-from megatron.evaluation.work import QUERY_CHUNK, Origin, Run, Work, measure
+from megatron.evaluation.work import QUERY_CHUNK, Run, Work, measure
 from megatron.utils.errors import UserError
 
 
@@ -49,10 +49,10 @@ class Losses(Work):
         record, known = {**record, "note": note}, note is None
         if record["kind"] == "positions":
             if not known:
-                return Positions(**record, edges=[], losses=[], counts=[])
+                return PositionsRecord(**record, edges=[], losses=[], counts=[])
             bins = tally.by_position(self.bins)
-            return Positions(**record, edges=bins.edges, losses=bins.losses, counts=bins.counts)
-        return Row(
+            return PositionsRecord(**record, edges=bins.edges, losses=bins.losses, counts=bins.counts)
+        return ExtrapolationRecord(
             **record,
             tokens=tally.tokens if known else 0,
             segments=len(self.segments.starts),
@@ -70,7 +70,7 @@ def plan_work(
     modes: Sequence[str],
     protocols: Sequence[str | Protocol],
     token_budget: int | None,
-    origin: Origin,
+    origin: Provenance,
     bins: int | None = None,
 ) -> list[Losses]:
     """Every protocol, mode and length, in that order. Raises UserError."""
@@ -88,9 +88,9 @@ def plan_work(
         for mode in wanted:
             for part, digest in zip(segments, digests, strict=True):
                 about = {"corpus": text.corpus, "mode": mode.name, "protocol": name, "length": part.length}
-                records = [origin.record("extrapolation", **about, decided_by=digest)]
+                records = [origin.record("extrapolation", **about, determined_by=digest)]
                 if bins is not None:
-                    records.append(origin.record("positions", **about, decided_by=(digest, bins)))
+                    records.append(origin.record("positions", **about, determined_by=(digest, bins)))
                 works.append(Losses(mode, part, tuple(records), text, bins))
     return works
 
@@ -113,7 +113,7 @@ def evaluate_extrapolation(
     seed: int | None = None,
     train_length: int | None = None,
     on_record: Callable[[Record], None] | None = None,
-) -> list[Row]:
+) -> list[ExtrapolationRecord]:
     """Loss and perplexity of a token stream, read in segments of each of the given lengths.
 
     model: any callable from int64 tokens `[b, s]` to logits `[b, s, v]` (or an object that holds them as `.logits`). A
@@ -144,7 +144,7 @@ def evaluate_extrapolation(
     for name, value in (("token_budget", token_budget), ("position_bins", position_bins)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
-    origin = Origin(pos_emb=pos_emb, seed=seed, train_length=train_length)
+    origin = Provenance(pos_emb=pos_emb, seed=seed, train_length=train_length)
     works = plan_work(text, lengths, modes, protocols, token_budget, origin, position_bins)
     sizes = {"query_chunk": query_chunk, "batch_tokens": batch_tokens}
     records = measure(model, works, device=device, progress=progress, on_record=on_record, **sizes)

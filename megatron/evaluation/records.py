@@ -1,15 +1,32 @@
-"""The records of a results file: what was measured, of which checkpoint, on which text.
+"""Evaluation records and the file that stores them, `results.jsonl`.
 
-`results.jsonl` (see `megatron.evaluation.results`) holds one record per line. Its `kind` says which of the types below
-it is; the keys of `Record` are in every one of them. What is not known is None.
+`results.jsonl` holds one JSON object per line. Its key `kind` selects one of the record types below; the keys of
+`Record` are common to all of them. A value that is not known is null. Each record is appended and flushed to disk
+before the next measurement starts, so an interrupted evaluation resumes with the first record that is missing. An
+incomplete last line, which a killed process can leave, is ignored and overwritten.
 """
 
+import fcntl
+import hashlib
+import json
 import math
-from typing import TypedDict
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypedDict, cast, overload
+
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+
+if TYPE_CHECKING:
+    import pandas
+
+RESULTS = "results.jsonl"
 
 
 class Checkpoint(TypedDict):
-    """The weights measured: the folder that holds `latest`, the step, a digest of the weights, and their sizes."""
+    """The evaluated weights. path: the folder that contains `latest`. fingerprint: a digest of the weights."""
 
     path: str | None
     iteration: int | None
@@ -19,12 +36,15 @@ class Checkpoint(TypedDict):
 
 
 class Record(TypedDict):
-    """Common to all kinds.
+    """Keys of every kind of record.
 
-    corpus: the text's name, e.g. openwebtext2, also where the measure reads none of it: a method's checkpoints on
-    several corpora differ in it. protocol: with its sizes, e.g. last-k@256. length: tokens of a segment.
-    note: why there is no value. measurement: a digest of everything that decides the value beside the weights, e.g. of
-    the scored tokens; a record whose digest is the same need not be measured again.
+    Attributes:
+        corpus: name of the text, e.g. openwebtext2. Set for every kind, including those that read no text.
+        protocol: with its size, e.g. last-k@256.
+        length: tokens per segment.
+        note: the reason if there is no value.
+        measurement: digest of everything except the weights that determines the value, e.g. the scored tokens. A record
+            with the same digest does not have to be measured again.
     """
 
     kind: str
@@ -40,14 +60,18 @@ class Record(TypedDict):
     measurement: str
 
 
-class Row(Record):
-    """Kind `extrapolation`: the loss of one method and seed, in one mode and protocol, at one length.
+class ExtrapolationRecord(Record):
+    """Kind `extrapolation`: the loss at one length. If it could not be measured, the values are None and tokens is 0.
 
-    tokens: targets scored, in so many segments, which are of so many documents (None: boundaries not known).
-    loss: mean negative log-likelihood of a target, in nats. stderr: its standard error over documents, or over segments
-    where documents are not known; None with fewer than two of them. bits_per_byte: bits of all targets over the bytes
-    of their text; None without a tokenizer. perplexity: exp(loss), None beyond a float. Where nothing could be measured
-    all are None, `tokens` is 0 and `note` says why.
+    Attributes:
+        tokens: number of scored tokens.
+        segments: number of segments they are in.
+        documents: number of documents they are in; None if document boundaries are not known.
+        loss: mean negative log-likelihood per token, in nats.
+        stderr: standard error of the loss over documents, or over segments if document boundaries are not known; None
+            with fewer than two of them.
+        bits_per_byte: bits of all scored tokens divided by the UTF-8 bytes of their text; None without a tokenizer.
+        perplexity: exp(loss); None if it overflows a float.
     """
 
     tokens: int
@@ -59,11 +83,9 @@ class Row(Record):
     perplexity: float | None
 
 
-class Positions(Record):
-    """Kind `positions`: the mean loss by position in the segment.
-
-    Bin i holds the positions from edges[i] up to edges[i + 1], not itself: `losses[i]` is the mean of `counts[i]`
-    targets, in nats.
+class PositionsRecord(Record):
+    """Kind `positions`: the loss by position in the segment. Bin i covers the positions `edges[i]` to
+    `edges[i + 1] - 1`; `losses[i]` is its mean loss in nats and `counts[i]` its number of scored tokens.
     """
 
     edges: list[int]
@@ -71,11 +93,13 @@ class Positions(Record):
     counts: list[int]
 
 
-class Resolution(Record):
+class ResolutionRecord(Record):
     """Kind `resolution`: attention resolution (LEX, arXiv 2212.10554, equations 3 and 4).
 
-    layers: of each layer, the mean over its heads and over so many `texts`. resolution: the mean over layers. Where
-    nothing could be measured they are empty and None, and `note` says why.
+    Attributes:
+        texts: number of segments averaged over.
+        layers: mean over the heads and segments, per layer.
+        resolution: mean over the layers; None if it could not be measured.
     """
 
     texts: int
@@ -83,10 +107,14 @@ class Resolution(Record):
     resolution: float | None
 
 
-class Passkey(Record):
-    """Kind `passkey`: in how many of `trials` prompts of `length` tokens the model gives back a hidden number, whole.
+class PasskeyRecord(Record):
+    """Kind `passkey`: passkey retrieval.
 
-    depth: where it is hidden, from 0 at the beginning to 1 just before the question. accuracy: correct / trials.
+    Attributes:
+        depth: position of the pass key, from 0 (start of the prompt) to 1 (just before the question).
+        trials: number of prompts.
+        correct: number of prompts answered with the complete pass key.
+        accuracy: correct / trials; None if it could not be measured.
     """
 
     depth: float
@@ -95,12 +123,14 @@ class Passkey(Record):
     accuracy: float | None
 
 
-class EffectiveLengths(Record):
-    """Kind `effective_length`: the smallest distance whose bias is below -2, of every head (KERPLE, Figure 6).
+class EffectiveLengthRecord(Record):
+    """Kind `effective_length`: per head, the smallest distance with a bias below -2 (KERPLE, Figure 6).
 
-    `length` is the number of distances looked at, and stands for a head whose bias does not fall that low. layers: what
-    each list in `effective_lengths` is of, "layer 3", or "all layers" where they share the method. Both are empty for a
-    method without a bias.
+    `length` is the number of distances examined, and also the value for a head whose bias stays above -2.
+
+    Attributes:
+        layers: label of each list in `effective_lengths`: "layer 3", or "all layers" if the layers share the method.
+        effective_lengths: one list per entry of `layers`, with one number per head. Empty for a method without a bias.
     """
 
     layers: list[str]
@@ -108,24 +138,240 @@ class EffectiveLengths(Record):
 
 
 KINDS: dict[str, type[Record]] = {
-    "extrapolation": Row,
-    "positions": Positions,
-    "resolution": Resolution,
-    "passkey": Passkey,
-    "effective_length": EffectiveLengths,
+    "extrapolation": ExtrapolationRecord,
+    "positions": PositionsRecord,
+    "resolution": ResolutionRecord,
+    "passkey": PasskeyRecord,
+    "effective_length": EffectiveLengthRecord,
 }
 
 
-def rows_of(records: list[Record]) -> list[Row]:
-    """The records of kind `extrapolation`."""
-    return [record for record in records if record["kind"] == "extrapolation"]
+@dataclass(frozen=True)
+class Provenance:
+    """Where the values of records come from. settings: whatever changes the values for given weights, e.g. the
+    precision.
+    """
+
+    checkpoint: Checkpoint | None = None
+    pos_emb: str | None = None
+    seed: int | None = None
+    train_length: int | None = None
+    settings: str = ""
+
+    def record(
+        self, kind: str, *, corpus: str | None, mode: str, protocol: str, length: int, determined_by: object
+    ) -> Record:
+        """A record without values. `determined_by` and `settings` together determine the values."""
+        digest = hashlib.sha256(repr((determined_by, self.settings)).encode()).hexdigest()[:16]
+        return Record(
+            kind=kind,
+            corpus=corpus,
+            checkpoint=self.checkpoint,
+            pos_emb=self.pos_emb,
+            seed=self.seed,
+            train_length=self.train_length,
+            mode=mode,
+            protocol=protocol,
+            length=length,
+            note=None,
+            measurement=digest,
+        )
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp(loss), or None where there is no loss or no float holds it."""
-    if loss is None:
-        return None
+    """exp(loss); None if the loss is None or the result overflows."""
     try:
-        return math.exp(loss)
+        return None if loss is None else math.exp(loss)
     except OverflowError:
         return None
+
+
+def extrapolation_records(records: Iterable[Record]) -> list[ExtrapolationRecord]:
+    """The records of kind `extrapolation`."""
+    return [cast(ExtrapolationRecord, record) for record in records if record["kind"] == "extrapolation"]
+
+
+def identity(record: Record) -> tuple[object, ...]:
+    """What a record measures. A later record with the same identity replaces an earlier one."""
+    keys = ("corpus", "pos_emb", "seed", "train_length", "mode", "protocol", "length", "depth")
+    checkpoint = record.get("checkpoint") or cast(Checkpoint, {})
+    return (record["kind"], checkpoint.get("fingerprint") or checkpoint.get("path"), *(record.get(key) for key in keys))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def has_results(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder contains a results.jsonl."""
+    return (Path(folder) / RESULTS).is_file()
+
+
+Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+@overload
+def read_results(folders: Folders, *, as_frame: Literal[False] = False, strict: bool = True) -> list[Record]: ...
+
+
+@overload
+def read_results(folders: Folders, *, as_frame: Literal[True], strict: bool = True) -> "pandas.DataFrame": ...
+
+
+def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = True) -> "list[Record] | pandas.DataFrame":
+    """The evaluation records stored in one or more folders, in file order.
+
+    Args:
+        folders: a folder that contains results.jsonl, or folders of which each contains it or has subfolders that do.
+        as_frame: return a pandas DataFrame with one row per record and one column per key. The keys of `checkpoint`
+            become columns `checkpoint_path`, `checkpoint_iteration`, `checkpoint_fingerprint`, `checkpoint_layers` and
+            `checkpoint_hidden_size`. Keys that a kind does not have are NaN, so select a kind first:
+            `frame[frame.kind == "extrapolation"].pivot_table("perplexity", "pos_emb", "length")`.
+        strict: require a known `kind` and all its keys. With False, records written by other tools may lack keys or
+            have a kind of their own.
+
+    If a file has several records with the same identity (measured on other tokens or in another precision), the last
+    one is returned. Raises UserError if a folder has no results or a line is not a record.
+    """
+    if isinstance(folders, str | os.PathLike):
+        folders = [folders]
+    records: list[Record] = []
+    for folder in map(Path, folders):
+        paths = [folder / RESULTS] if has_results(folder) else sorted(folder.rglob(RESULTS))
+        if not paths:
+            raise UserError(f"{folder}: no {RESULTS} in this folder or below it; evaluate.py writes it")
+        for path in paths:
+            records += _read_file(path, strict)
+    if not as_frame:
+        return records
+    import pandas
+
+    rows = []
+    for record in records:
+        columns: dict[str, object] = {}
+        for key, value in record.items():
+            if key == "checkpoint":
+                columns |= {f"checkpoint_{name}": (value or {}).get(name) for name in Checkpoint.__annotations__}
+            else:
+                columns[key] = value
+        rows.append(columns)
+    return pandas.DataFrame(rows)
+
+
+def _read_file(path: Path, strict: bool) -> list[Record]:
+    """The records of one results.jsonl, the last one of each identity. Raises UserError."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    records: dict[tuple[object, ...], Record] = {}
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            missing = KINDS[record["kind"]].__required_keys__ - record.keys() if strict else ()
+            key = identity(record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path}, line {number}: not a record of evaluate.py ({error!r}); remove the line or the file"
+            ) from error
+        if missing:
+            raise UserError(
+                f"{path}, line {number}: the record has no {', '.join(sorted(missing))}; remove the line or the file"
+            )
+        records[key] = record
+    return list(records.values())
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class ResultsFile:
+    """The results.jsonl of a folder, opened to add records. Use as a context manager.
+
+    Args:
+        folder: created if needed.
+        checkpoints: fingerprints of the models to evaluate.
+        replace: drop stored records of other models.
+
+    Entering raises UserError if the folder cannot be written to, if another process is writing to it, or if it
+    contains records of other models and `replace` is False.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], checkpoints: Sequence[str] = (), *, replace: bool = False):
+        self.folder = Path(folder)
+        self.path = self.folder / RESULTS
+        self.records: list[Record] = []
+        self._checkpoints = set(checkpoints)
+        self._replace = replace
+
+    def __enter__(self) -> "ResultsFile":
+        if self.path.is_file():
+            self._check_models(_read_file(self.path, strict=True))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._open_locked()
+        except OSError as error:
+            raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
+        self._file.seek(0)
+        content = self._file.read()
+        complete = content.rfind(b"\n") + 1
+        if complete < len(content):
+            self._file.truncate(complete)
+        stored = _read_file(self.path, strict=True)
+        self.records = [record for record in stored if _fingerprint(record) in self._checkpoints]
+        if self._replace and len(self.records) < len(stored):
+            lines = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)
+            write_atomically(self.path, lines)
+            self._file.close()
+            self._file = self._open_locked()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def find(self, planned: Record) -> Record | None:
+        """The stored record with the same identity and measurement digest, if there is one."""
+        key = identity(planned)
+        for record in self.records:
+            if identity(record) == key and record["measurement"] == planned["measurement"]:
+                return record
+        return None
+
+    def add(self, record: Record) -> None:
+        """Append a record and flush it to disk. Raises UserError if it cannot be written."""
+        try:
+            self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from error
+        key = identity(record)
+        self.records = [stored for stored in self.records if identity(stored) != key] + [record]
+
+    def _check_models(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if _fingerprint(record) not in self._checkpoints and not self._replace:
+                checkpoint = record["checkpoint"] or cast(Checkpoint, {})
+                raise UserError(
+                    f"{self.folder}: contains results of another model, {record['pos_emb']} with seed {record['seed']} "
+                    f"({checkpoint.get('path')} at iteration {checkpoint.get('iteration')}, weights "
+                    f"{checkpoint.get('fingerprint')}); choose another --output, evaluate that model too (--checkpoint "
+                    "A B), or drop its results with --replace"
+                )
+
+    def _open_locked(self) -> BinaryIO:
+        """The file, opened for appending and locked until it is closed or the process ends."""
+        file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have replaced the file between open and flock.
+            if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                return file
+        except BlockingIOError:
+            pass
+        file.close()
+        raise UserError(
+            f"{self.path}: another evaluation is writing to it; wait until it ends, or choose another --output"
+        )
+
+
+def _fingerprint(record: Record) -> str | None:
+    return (record["checkpoint"] or cast(Checkpoint, {})).get("fingerprint")

@@ -1,6 +1,5 @@
 """Measurements planned and made: what is wanted of a model, and the loop over it."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,45 +11,13 @@ from megatron.evaluation.modes import Mode
 from megatron.evaluation.progress import Progress
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.ranks import ALONE, Ranks
-from megatron.evaluation.records import Checkpoint, Record
+from megatron.evaluation.records import Record
 from megatron.inference.decoder import Decoder, as_decoder, inference, model_device
 from megatron.utils.errors import UserError
 
 QUERY_CHUNK = 512
 # A processor's caches hold no more at once; a GPU is idle with less.
 BATCH_TOKENS_CPU, BATCH_TOKENS_GPU = 8192, 32768
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What is measured, for the records. `settings`: whatever changes the numbers of the same weights, e.g. the
-    precision.
-    """
-
-    checkpoint: Checkpoint | None = None
-    pos_emb: str | None = None
-    seed: int | None = None
-    train_length: int | None = None
-    settings: str = ""
-
-    def record(
-        self, kind: str, *, corpus: str | None, mode: str, protocol: str, length: int, decided_by: object
-    ) -> Record:
-        """The record's keys, its values yet to come. `decided_by`: with `settings`, what the values follow from."""
-        digest = hashlib.sha256(repr((decided_by, self.settings)).encode()).hexdigest()[:16]
-        return Record(
-            kind=kind,
-            corpus=corpus,
-            checkpoint=self.checkpoint,
-            pos_emb=self.pos_emb,
-            seed=self.seed,
-            train_length=self.train_length,
-            mode=mode,
-            protocol=protocol,
-            length=length,
-            note=None,
-            measurement=digest,
-        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from megatron.evaluation.records import Row
+from megatron.evaluation.records import ExtrapolationRecord
 from megatron.reporting.aggregate import Series, common_train_length, group, lengths_of, number
 from megatron.reporting.drawing import COLORS, LINE_STYLES, MARKERS
 
@@ -18,14 +18,14 @@ LOGARITHMIC_RATIO = 4.0
 HOLDING_RATIO = 1.5
 
 
-def draw(rows: Sequence[Row], title: str) -> bytes:
+def draw(rows: Sequence[ExtrapolationRecord], title: str) -> bytes:
     """The plot as a PNG."""
     image = io.BytesIO()
     figure(rows, title).savefig(image, format="png")
     return image.getvalue()
 
 
-def figure(rows: Sequence[Row], title: str) -> Figure:
+def figure(rows: Sequence[ExtrapolationRecord], title: str) -> Figure:
     """The plot, with a second panel for the lowest curves where the others leave them no room."""
     series = [one for one in group(rows) if one.lengths]
     means = [one.mean(length) for one in series for length in one.lengths]
@@ -112,7 +112,7 @@ def _legend(figure: Figure, axes: Axes, series: Sequence[Series]) -> None:
     )
 
 
-def _axes(axes: Axes, rows: Sequence[Row]) -> None:
+def _axes(axes: Axes, rows: Sequence[ExtrapolationRecord]) -> None:
     lengths = lengths_of(rows)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths))

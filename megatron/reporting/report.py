@@ -1,13 +1,11 @@
 """Stored results -> tables/, figures/ and report.html in one folder."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.evaluation.results import RESULTS, latest
 from megatron.reporting import adaptive, figures, plots, speed
 from megatron.reporting.drawing import PaperFigure
 from megatron.reporting.kernels import Kernel, kernels_of
@@ -238,24 +236,3 @@ def _provenance(sources: Sources) -> list[str]:
                 f"{label}: {checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
             )
     return [*found.values(), *(f"Kernels of {folder}." for folder in sources.checkpoints), *sources.notes]
-
-
-def collect_records(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """The records of all results in and below these folders. Raises UserError for one that holds none."""
-    records: list[dict[str, Any]] = []
-    for folder in folders:
-        files = [folder / RESULTS] if (folder / RESULTS).is_file() else sorted(folder.rglob(RESULTS))
-        if not files:
-            raise UserError(f"{folder}: holds no {RESULTS}, nor does any folder below it; evaluate.py writes it")
-        for file in files:
-            records += _read(file)
-    return records
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Records of any kind, also of kinds that evaluate.py does not write itself; of several of one thing, the last."""
-    try:
-        # What follows the last end of a line is what a killed run left of a record.
-        return latest(list(map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1])))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: does not hold the results of evaluate.py ({error!r})") from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
-from megatron.evaluation.records import Record, rows_of
+from megatron.evaluation.records import Record, extrapolation_records
 from megatron.reporting.aggregate import (
     NOT_AVAILABLE,
     Series,
@@ -115,7 +115,7 @@ def table(records: Sequence[Record], compare_with: str | None = None) -> Table:
 
 def explanation(records: Sequence[Record], compare_with: str | None = None) -> list[str]:
     """What the numbers are and why some are missing, one sentence each, for below the table."""
-    rows = rows_of(records)
+    rows = extrapolation_records(records)
     sentences = ["By length of the text in tokens; of perplexity, loss (in nats) and bits per byte, lower is better."]
     if common_train_length(rows) in lengths_of(rows):
         sentences.append("The star marks the training length.")

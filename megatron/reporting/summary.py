@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron.evaluation.records import Record, rows_of
+from megatron.evaluation.records import Record, extrapolation_records
 from megatron.reporting.plots import draw
 from megatron.reporting.run_tables import explanation, markdown, rich_table
 from megatron.reporting.terminal import standard_output
@@ -29,7 +29,7 @@ def write_summary(
     compare_with: as of `tables.table`. Each file is replaced only when its successor is whole. Returns their paths.
     Raises UserError when there is nothing to report or the folder cannot be written to.
     """
-    rows = rows_of(records)
+    rows = extrapolation_records(records)
     if not rows:
         raise UserError("there are no results to report")
     folder = Path(directory)

@@ -17,7 +17,7 @@ from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_o
 from megatron.checkpoint.manifest import find_damage
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file
-from megatron.evaluation.results import has_results
+from megatron.evaluation.records import has_results
 from megatron.reporting.speed import METRICS, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import write_atomically

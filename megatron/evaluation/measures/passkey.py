@@ -19,9 +19,9 @@ from torch import Tensor
 from kerple.positional import PositionsExceeded
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Segments
-from megatron.evaluation.records import Passkey, Record
+from megatron.evaluation.records import PasskeyRecord, Provenance, Record
 from megatron.evaluation.scoring import read
-from megatron.evaluation.work import Origin, Run, Work
+from megatron.evaluation.work import Run, Work
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
 
@@ -140,7 +140,7 @@ class PasskeyWork(Work):
         run.ranks.add(correct)
         (record,), known = self.wanted, note is None
         return [
-            Passkey(
+            PasskeyRecord(
                 **{**record, "note": note},
                 trials=trials,
                 correct=int(correct) if known else 0,
@@ -155,7 +155,7 @@ def plan_passkey(
     modes: Sequence[str],
     depths: Sequence[float],
     trials: int,
-    origin: Origin,
+    origin: Provenance,
     corpus: str | None = None,
 ) -> list[PasskeyWork]:
     """Every mode, length and depth, in that order. Raises UserError for a length without room for the prompt."""
@@ -169,7 +169,7 @@ def plan_passkey(
         mode = parse_mode(name, origin.train_length)
         for (length, depth), decided_by in decided.items():
             about = {"corpus": corpus, "mode": mode.name, "protocol": PROTOCOL, "length": length}
-            record = {**origin.record("passkey", **about, decided_by=decided_by), "depth": depth}
+            record = {**origin.record("passkey", **about, determined_by=decided_by), "depth": depth}
             segments = Segments(length, range(0, trials * (length + 1), length + 1))
             works.append(PasskeyWork(mode, segments, (record,), prompts, depth))
     return works

@@ -25,10 +25,10 @@ from kerple.attention.backends.adaptive import masked_pairs
 from kerple.positional import PositionsExceeded
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Segments
-from megatron.evaluation.records import Record, Resolution
+from megatron.evaluation.records import Provenance, Record, ResolutionRecord
 from megatron.evaluation.scoring import read
 from megatron.evaluation.text import Text
-from megatron.evaluation.work import Origin, Run, Work
+from megatron.evaluation.work import Run, Work
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 
@@ -67,7 +67,7 @@ class ResolutionWork(Work):
                 note = "a score is no finite number, or there are fewer than two distances"
         (record,), known = self.wanted, note is None
         return [
-            Resolution(
+            ResolutionRecord(
                 **{**record, "note": note},
                 texts=texts if known else 0,
                 layers=totals.tolist() if known else [],
@@ -77,7 +77,7 @@ class ResolutionWork(Work):
 
 
 def plan_resolution(
-    text: Text, lengths: Sequence[int], modes: Sequence[str], texts: int, origin: Origin
+    text: Text, lengths: Sequence[int], modes: Sequence[str], texts: int, origin: Provenance
 ) -> list[ResolutionWork]:
     """The first `texts` segments of each length (of a text in rows, the beginnings of the rows), in every mode. Raises
     UserError where there are fewer.
@@ -96,7 +96,7 @@ def plan_resolution(
             segments = Segments(length, range(0, texts * stride, stride))
             protocol = f"first@{texts}" + (" by document" if text.row is not None else "")
             about = {"corpus": text.corpus, "mode": mode.name, "protocol": protocol, "length": length}
-            record = origin.record("resolution", **about, decided_by=text.digest(segments))
+            record = origin.record("resolution", **about, determined_by=text.digest(segments))
             works.append(ResolutionWork(mode, segments, (record,), text))
     return works
 

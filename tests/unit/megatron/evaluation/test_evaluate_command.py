@@ -17,7 +17,7 @@ from megatron.cli.evaluate import main, open_store
 from megatron.cli.report import main as report
 from megatron.data.streams import validation_stream
 from megatron.evaluation.ranks import Ranks
-from megatron.evaluation.results import Results, read_results
+from megatron.evaluation.records import ResultsFile, read_results
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.language_models import direct_losses
@@ -284,7 +284,7 @@ def test_results_of_another_model_are_refused(tmp_path, checkpoints):
     words = ["--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
     main(["--checkpoint", str(checkpoints["alibi"][0]), *words])
     other = ["--checkpoint", str(checkpoints["kerple_log"][0]), *words]
-    with pytest.raises(UserError, match=r"holds results of another model, alibi with seed 77 .*--output.*--replace"):
+    with pytest.raises(UserError, match=r"contains results of another model, alibi with seed 77 .*--output.*--replace"):
         main(other)
     main([*other, "--replace"])
     assert {row["pos_emb"] for row in rows_in(tmp_path)} == {"kerple_log"}
@@ -356,11 +356,11 @@ def test_every_rank_ends_where_the_results_cannot_be_written(tmp_path):
             return told[0]
 
     for rank in range(2):
-        with contextlib.ExitStack() as stack, pytest.raises(UserError, match="cannot write the report"):
-            open_store(Results(tmp_path / "file" / "x"), stack, Told(rank, 2))
+        with contextlib.ExitStack() as stack, pytest.raises(UserError, match="cannot write results"):
+            open_store(ResultsFile(tmp_path / "file" / "x"), stack, Told(rank, 2))
     told.clear()
     with contextlib.ExitStack() as stack:
-        stores = [open_store(Results(tmp_path), stack, Told(rank, 2)) for rank in range(2)]
+        stores = [open_store(ResultsFile(tmp_path), stack, Told(rank, 2)) for rank in range(2)]
         assert [store is None for store in stores] == [False, True]
 
 

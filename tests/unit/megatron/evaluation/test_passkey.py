@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.evaluation.measures.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
-from megatron.evaluation.work import Origin, measure
+from megatron.evaluation.records import Provenance
+from megatron.evaluation.work import measure
 from megatron.tokenizer import CharLevelTokenizer
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
@@ -57,7 +58,7 @@ def test_prompts_follow_from_the_seed():
     with pytest.raises(
         UserError, match=r"--passkey: 64 tokens have no room .* choose --lengths from (\d+) on"
     ) as error:
-        plan_passkey(Prompts(CHARACTERS), [64], ["full"], [0.5], 1, Origin())
+        plan_passkey(Prompts(CHARACTERS), [64], ["full"], [0.5], 1, Provenance())
     least = int(re.search(r"from (\d+) on", str(error.value))[1])
     assert Prompts(CHARACTERS).make(least, 0.5, 1)[0].shape == (1, least + 1)
 
@@ -81,7 +82,7 @@ def test_the_whole_number_counts_and_nothing_before_it(bytes_and_pairs):
                 row[spoiled[trial]] = 0
         return logits
 
-    work = plan_passkey(prompts, [600], ["full"], [0.5], 6, Origin(), "corpus")
+    work = plan_passkey(prompts, [600], ["full"], [0.5], 6, Provenance(), "corpus")
     (record,) = measure(reader, work, batch_tokens=1300, progress=False)
     assert (record["correct"], record["trials"], record["accuracy"]) == (4, 6, 4 / 6)
     assert (record["length"], record["depth"], record["protocol"], record["corpus"]) == (600, 0.5, "passkey", "corpus")
@@ -100,13 +101,13 @@ def test_through_the_cache_it_is_greedy_decoding():
             return rows, answers
 
     with torch.no_grad():
-        works = plan_passkey(OwnAnswers(CHARACTERS), [256], ["full"], [0.5], 4, Origin())
+        works = plan_passkey(OwnAnswers(CHARACTERS), [256], ["full"], [0.5], 4, Provenance())
         (record,) = measure(model, works, query_chunk=253, batch_tokens=600, progress=False)
     assert record["correct"] == 2
 
 
 def test_a_length_without_positions_has_a_note():
-    works = plan_passkey(Prompts(CHARACTERS), [256], ["full"], [0.0, 1.0], 2, Origin())
+    works = plan_passkey(Prompts(CHARACTERS), [256], ["full"], [0.0, 1.0], 2, Provenance())
     model = small_gpt("learned", max_positions=32, padded_vocab_size=512)
     for record in measure(model, works, progress=False):
         assert (record["accuracy"], record["correct"], record["trials"]) == (None, 0, 2)

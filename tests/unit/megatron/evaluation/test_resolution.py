@@ -8,8 +8,9 @@ import torch
 
 from kerple.attention import FULL, Span
 from megatron.evaluation.measures.resolution import by_distance, plan_resolution
+from megatron.evaluation.records import Provenance
 from megatron.evaluation.text import Text
-from megatron.evaluation.work import Origin, measure
+from megatron.evaluation.work import measure
 from megatron.utils.errors import UserError
 from tests.support.language_models import random_tokens, small_gpt
 
@@ -19,7 +20,7 @@ SPANS = {"full": FULL, "window@9": Span(window=9), "blockwise@16": Span(block=8)
 
 
 def measured(model, modes, *, texts=2, **sizes):
-    works = plan_resolution(Text(STREAM), [LENGTH], modes, texts, Origin())
+    works = plan_resolution(Text(STREAM), [LENGTH], modes, texts, Provenance())
     return measure(model, works, progress=False, **sizes)
 
 

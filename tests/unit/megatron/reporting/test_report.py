@@ -108,7 +108,7 @@ def test_refusals(tmp_path):
     with pytest.raises(UserError, match="nothing to report"):
         command.main(output)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty: holds no results\.jsonl"):
+    with pytest.raises(UserError, match=r"empty: no results\.jsonl in this folder"):
         command.main([str(tmp_path / "empty"), *output])
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "results.jsonl").write_text("no JSON\n")
