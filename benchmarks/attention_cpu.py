@@ -53,7 +53,7 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
 
     def with_tables(method: PositionalMethod, backend: str) -> Callable[[], None]:
         def forward() -> Tensor:
-            bias, weight = tables(method, length)
+            bias, weight = tables(method, length, "cpu")
             return attend(query, key, value, bias_table=bias, weight_table=weight, backend=backend)
 
         return step(forward, method)
@@ -74,7 +74,7 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
 def evaluation_alternatives(heads: int, queries: int, keys: int, size: int) -> dict[str, Callable[[], None]]:
     """One chunk of queries at the end of long keys, without gradients."""
     query, key, value = states(1, heads, queries, keys, size, train=False)
-    bias, weight = (table.detach() for table in tables(KerpleBiasWeight(heads), keys))
+    bias, weight = (table.detach() for table in tables(KerpleBiasWeight(heads), keys, "cpu"))
     return {
         # It sees the future of the chunk too, which costs next to nothing.
         "sdpa, no positions": lambda: F.scaled_dot_product_attention(query, key, value),
@@ -93,7 +93,7 @@ def dape_step(length: int, backend: str) -> Callable[[], None]:
     leaves = [query, key, value, *method.parameters()]
 
     def step() -> None:
-        table = score_table(method, length)
+        table = score_table(method, length, "cpu")
         context = attend(query, key, value, modify_scores=method.modify_scores, table=table, backend=backend)
         torch.autograd.grad(context, leaves, upstream)
 

@@ -124,7 +124,7 @@ def parameter_errors(bench: Bench, name: str, query, key, value, upstream, windo
         if not any(parameter.requires_grad for parameter in method.parameters()):
             return []
         changes = dict(zip(DIFFERENTIALS, jacobians(method, max_kv_len, query.device), strict=True))
-        found = tables(method, max_kv_len)
+        found = tables(method, max_kv_len, query.device)
         if kind == torch.float64:
             found, changes = [None if table is None else table.double() for table in found], {}
         states = [part.detach().to(kind) for part in (query, key, value)]
@@ -147,7 +147,7 @@ def check(bench: Bench) -> bool:
             for name in ("none", "kerple_log", "kerple_power__ap", "kerple_bias_wht", "rpe"):
                 query, key, value, upstream = states(bench, 2, t, 3, size, dtype)
                 query, upstream = (part[:, :, t - s :].detach() for part in (query, upstream))
-                found_tables = tables(method_of(bench, name, t, 3, size), t if window is None else window)
+                found_tables = tables(method_of(bench, name, t, 3, size), t if window is None else window, bench.device)
                 runs = []
                 for backend, kind in (("fused", dtype), ("reference", torch.float64)):
                     leaves = [part.detach().to(kind).requires_grad_() for part in (query, key, value)]

@@ -1,6 +1,6 @@
 """A positional method as a `score_mod` of PyTorch's FlexAttention, for models that use it.
 
-    flex_attention(query, key, value, score_mod=score_mod(method, length), block_mask=block_mask)
+    flex_attention(query, key, value, score_mod=score_mod(method, length, query.device), block_mask=block_mask)
 
 Legend: b batch, s query length, t key length, h heads.
 """
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from kerple.attention.tables import tables
+from kerple.positional import PositionalMethod
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def score_mod(method, length: int, *, offset: int = 0, device: torch.device | None = None) -> ScoreMod:
+def score_mod(method: PositionalMethod, length: int, device: torch.device | str, *, offset: int = 0) -> ScoreMod:
     """weight(δ) * score + bias(δ), by tables over the distances 0 ... length - 1 that are made here, once.
 
     method: one whose bias or weight is a function of the distance. length: the number of keys, t. offset: the position

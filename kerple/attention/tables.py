@@ -6,9 +6,11 @@ Legend: s query length, t key length, h heads.
 import torch
 from torch import Tensor
 
+from kerple.positional import PositionalMethod, TableJacobian
+
 
 def tables(
-    method, length: int, device: torch.device | None = None, *, rounded: bool = False
+    method: PositionalMethod, length: int, device: torch.device | str, *, rounded: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """(bias, weight) of a positional method at distances 0 ... length-1, float32 `[h, length]`; None where it has none.
 
@@ -18,7 +20,7 @@ def tables(
     """
     if not (method.has_bias or method.has_weight):
         return None, None
-    distance = _distances(method, length, device)
+    distance = torch.arange(length, dtype=torch.float32, device=device)
     if rounded:
         distance = _nearest_bfloat16(distance)
     found = (
@@ -28,23 +30,18 @@ def tables(
     return tuple(_nearest_bfloat16(table) if rounded and table is not None else table for table in found)
 
 
-def jacobians(method, length: int, device: torch.device | None = None):
+def jacobians(
+    method: PositionalMethod, length: int, device: torch.device | str
+) -> tuple[TableJacobian | None, TableJacobian | None]:
     """(bias, weight) as `TableJacobian`s of a positional method at distances 0 ... length-1; None where it has none.
 
     Attention that takes them (see `attend`) adds up the gradients of a few numbers per head instead of the table's.
     """
-    distance = _distances(method, length, device)
+    distance = torch.arange(length, dtype=torch.float32, device=device)
     return tuple(
         getattr(method, f"{name}_jacobian")(distance) if exists and _has_jacobian(type(method), name) else None
         for name, exists in (("bias", method.has_bias), ("weight", method.has_weight))
     )
-
-
-def _distances(method, length: int, device: torch.device | None) -> Tensor:
-    """Unless told otherwise, where the method is."""
-    if device is None:
-        device = next((tensor.device for tensor in (*method.parameters(), *method.buffers())), None)
-    return torch.arange(length, dtype=torch.float32, device=device)
 
 
 def _has_jacobian(cls: type, name: str) -> bool:
@@ -56,8 +53,8 @@ def _has_jacobian(cls: type, name: str) -> bool:
     return owner <= of_table
 
 
-def score_table(method, length: int, device: torch.device | None = None) -> Tensor | None:
-    """What the method's `modify_scores` needs at distances 0 ... length-1, `[..., length]`; None where it needs nothing."""
+def score_table(method: PositionalMethod, length: int, device: torch.device | str) -> Tensor | None:
+    """The `table` for `modify_scores` at distances 0 ... length-1, `[..., length]`; None if the method has none."""
     return method.table(torch.arange(length, dtype=torch.float32, device=device))
 
 

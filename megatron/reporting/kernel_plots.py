@@ -94,7 +94,8 @@ def _adapted(method: PositionalMethod, shape: ModelShape) -> Tensor:
     nothing = torch.zeros(1, shape.num_heads, 1, shape.head_size)
     query, _ = method.rotate(nothing, nothing[:, :, :0], keys[-1:], keys[:0])
     scores, unseen = torch.zeros(1, shape.num_heads, 1, FARTHEST), torch.zeros(1, FARTHEST, dtype=torch.bool)
-    return method.modify_scores(scores, query, keys[-1:], keys, unseen, score_table(method, FARTHEST))[0, :, 0].flip(-1)
+    table = score_table(method, FARTHEST, "cpu")
+    return method.modify_scores(scores, query, keys[-1:], keys, unseen, table)[0, :, 0].flip(-1)
 
 
 def _product(method: PositionalMethod, shape: ModelShape) -> Tensor:

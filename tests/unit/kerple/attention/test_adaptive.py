@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 from kerple.attention import FULL, Attention, Span, attend, score_mod, score_table
 from kerple.attention.backends.adaptive import adaptive_attention, masked_pairs
 from kerple.positional import ModelShape, PositionalMethod, build
-from tests.support.adaptive import attended, states, visible
-from tests.unit.kerple.attention.test_memory import LargestStorage
+from tests.support.attention import LargestStorage, attended, states, visible
 
 SHAPE = ModelShape(num_heads=3, head_size=4, hidden_size=12, num_layers=1, max_positions=64)
 METHODS = [
@@ -65,7 +64,7 @@ def test_chunks_take_nothing_from_another_device(name, monkeypatch):
     monkeypatch.setattr("kerple.attention.backends.adaptive.FEWEST_ROWS", 8)
     monkeypatch.setattr("kerple.attention.backends.adaptive.MOST_ROWS", 8)
     method = make(name)
-    table = score_table(method, 30)
+    table = score_table(method, 30, "cpu")
     table = None if table is None else table.detach().to("meta")
     method.to("meta")
     leaves = [torch.randn(1, 3, 30, 4, device="meta", requires_grad=True) for _ in range(3)]
@@ -138,7 +137,7 @@ def test_memory_at_evaluation_is_linear_in_the_length(name, monkeypatch):
     method = make(name)
     query, key, value = (torch.randn(1, 3, length, 4) for length in (48, 16_384, 16_384))
     with torch.no_grad():
-        table = score_table(method, 16_384)
+        table = score_table(method, 16_384, "cpu")
         with LargestStorage() as largest:
             Attention("auto", method)(query, key, value, table=table)
     assert largest.elements <= 36 * 16 * 16_384
@@ -148,7 +147,7 @@ def peak(length: int, backend: str) -> int:
     """The most bytes that forward and backward pass held at once beyond what was there."""
     method = build("dape_kerple", SHAPE)
     leaves = [torch.randn(1, 3, length, 4, requires_grad=True) for _ in range(3)]
-    table = score_table(method, length)
+    table = score_table(method, length, "cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         Attention(backend, method)(*leaves, table=table).sum().backward()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -178,7 +177,7 @@ def test_what_is_refused():
     with pytest.raises(NotImplementedError, match="'sdpa' cannot hand scores"):
         attend(query, query, query, modify_scores=build("fire", SHAPE).modify_scores, backend="sdpa")
     with pytest.raises(ValueError, match=r"Dape has neither bias nor weight .*; it makes the scores"):
-        score_mod(build("dape", SHAPE), 8)
+        score_mod(build("dape", SHAPE), 8, "cpu")
 
     class Both(PositionalMethod):
         def modify_scores(self, scores, *context):

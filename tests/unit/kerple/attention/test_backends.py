@@ -36,7 +36,7 @@ def case(
     positional = build(method, ModelShape(heads, size, heads * size, 1, t))
     bias, weight = (
         None if table is None else table.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        for table in tables(positional, t if window is None else min(t, window))
+        for table in tables(positional, t if window is None else min(t, window), "cpu")
     )
     # As a model hands them over: heads and positions interleaved in memory.
     query, key, value = (
@@ -200,7 +200,7 @@ def test_gradients_reach_the_kernel_s_parameters():
     gradients = {}
     for backend in ("reference", "chunked"):
         arguments = case("none", 2, 2, 150, 150, 8, dtype=torch.float32)
-        arguments["bias_table"], arguments["weight_table"] = tables(positional, 150)
+        arguments["bias_table"], arguments["weight_table"] = tables(positional, 150, "cpu")
         positional.zero_grad()
         attend(backend=backend, **arguments).square().sum().backward()
         gradients[backend] = [parameter.grad.clone() for parameter in positional.parameters()]

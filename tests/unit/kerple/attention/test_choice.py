@@ -47,7 +47,7 @@ def test_auto_takes_the_fastest_for_each_call_and_says_so(ran, monkeypatch):
     ran.clear()
     method = build("kerple_log", SHAPE)
     biased = Attention("auto", method)
-    biased(*states(), bias_table=tables(method, 6)[0])
+    biased(*states(), bias_table=tables(method, 6, "cpu")[0])
     assert ran == ["chunked"]
     assert biased.choice("cuda").startswith("fused (auto")
     assert biased.choice("cpu") == "chunked (auto: the fastest on cpu for this method)"
@@ -57,7 +57,7 @@ def test_auto_takes_the_fastest_for_each_call_and_says_so(ran, monkeypatch):
 def test_a_backend_asked_for_is_the_one_that_runs(ran, backend):
     method = build("alibi", SHAPE)
     attention = Attention(backend, method)
-    attention(*states(), bias_table=tables(method, 6)[0])
+    attention(*states(), bias_table=tables(method, 6, "cpu")[0])
     assert ran == [backend]
     assert attention.choice("cpu") == f"{backend} (as configured)"
 
@@ -109,12 +109,12 @@ def test_arguments_that_do_not_fit_are_named(change, message):
 
 
 def test_tables_cover_the_distances():
-    bias, weight = tables(build("kerple_bias_wht", SHAPE), 5)
+    bias, weight = tables(build("kerple_bias_wht", SHAPE), 5, "cpu")
     assert bias.shape == weight.shape == (2, 5)
     assert bias.dtype == weight.dtype == torch.float32
     assert (bias[:, 0] == 0).all()
     assert (weight[:, 0] == 1).all()
-    assert tables(build("rotary", SHAPE), 5) == (None, None)
+    assert tables(build("rotary", SHAPE), 5, "cpu") == (None, None)
 
 
 def test_on_a_gpu_auto_takes_the_fused_kernels_where_they_serve():

@@ -86,15 +86,13 @@ def test_every_method_of_the_distance(method):
     arguments = case(1, 2, length, length, 16, bias=False, weight=False, window=window)
     torch.manual_seed(0)
     positional = build(method, SHAPE).to(DEVICE)
-    with_jacobians = dict(
-        zip(("bias_jacobian", "weight_jacobian"), jacobians(positional, window, DEVICE), strict=True)
-    )
+    with_jacobians = dict(zip(("bias_jacobian", "weight_jacobian"), jacobians(positional, window, DEVICE), strict=True))
     ways = [("reference", {}), ("fused", {})]
     if any(with_jacobians.values()):
         ways.append(("fused", with_jacobians))
     gradients = []
     for backend, extra in ways:
-        arguments["bias_table"], arguments["weight_table"] = tables(positional, window)
+        arguments["bias_table"], arguments["weight_table"] = tables(positional, window, DEVICE)
         positional.zero_grad()
         attend(backend=backend, **arguments, **extra).square().sum().backward()
         gradients.append([parameter.grad for parameter in positional.parameters()])

@@ -88,7 +88,7 @@ def test_windows_and_blocks_have_the_same_gradients(pos_emb, options, span, aske
     for backend in ("fused", "reference"):
         attention = Attention(backend, method)
         assert attention.uses_jacobians(states[0].device, states[0].dtype, states[0].shape) == (backend == "fused")
-        bias, weight = tables(method, max_kv_len)
+        bias, weight = tables(method, max_kv_len, DEVICE)
         changes = dict(zip(("bias_jacobian", "weight_jacobian"), jacobians(method, max_kv_len, DEVICE), strict=True))
         context = attention(
             *states, bias_table=bias, weight_table=weight, **changes, window=span.window, block=span.block

@@ -2,25 +2,9 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kerple.attention import attend
-
-
-class LargestStorage(TorchDispatchMode):
-    """Records the largest storage, in elements of float32, of what any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(results):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // 4)
-        return results
+from tests.support.attention import LargestStorage
 
 
 def states(s: int, t: int, heads: int = 2, size: int = 8) -> list[torch.Tensor]:

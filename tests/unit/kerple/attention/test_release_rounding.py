@@ -23,7 +23,7 @@ def in_bfloat16(method, length):
 def test_long_distances_collapse_as_in_the_release():
     method = build("kerple_log", SHAPE)
     with torch.no_grad():
-        rounded, exact = (tables(method, 16_384, rounded=how)[0] for how in (True, False))
+        rounded, exact = (tables(method, 16_384, "cpu", rounded=how)[0] for how in (True, False))
     # bfloat16 has 8 significant bits: 256 whole numbers, then 128 values for each doubling up to 2^14, and 2^14.
     distances = torch.arange(16_384).bfloat16().unique()
     assert len(distances) == 256 + 6 * 128 + 1
@@ -38,7 +38,7 @@ def test_table_is_that_of_bfloat16_arithmetic():
     for parameter in method.parameters():
         parameter.data = parameter.data.bfloat16().float()
     with torch.no_grad():
-        rounded = tables(method, 16_384, rounded=True)[0]
+        rounded = tables(method, 16_384, "cpu", rounded=True)[0]
     reference_table = in_bfloat16(method, 16_384).float()
     # A few of bfloat16's steps of 2^-8: the release also rounded between the operations.
     torch.testing.assert_close(rounded, reference_table, rtol=4 * 2.0**-8, atol=2.0**-7)
@@ -49,7 +49,7 @@ def test_gradient_passes_the_rounding():
     gradients = []
     for rounded in (True, False):
         method.zero_grad()
-        tables(method, 100, rounded=rounded)[0].sum().backward()
+        tables(method, 100, "cpu", rounded=rounded)[0].sum().backward()
         gradients.append(method.bias_p.grad.clone())
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=0)
 

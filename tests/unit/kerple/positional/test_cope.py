@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kerple.positional import Cope
-from tests.support.adaptive import assert_is_formula
+from tests.support.attention import assert_is_formula
 
 
 @pytest.mark.usefixtures("small_chunks")

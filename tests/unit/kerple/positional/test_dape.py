@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kerple.positional import Dape, DapeAlibi, DapeFire, DapeKerple, ModelShape, build
-from tests.support.adaptive import assert_is_formula
+from tests.support.attention import assert_is_formula
 from tests.unit.kerple.positional.test_fire import fire_bias
 
 HEADS, SIZE = 3, 4

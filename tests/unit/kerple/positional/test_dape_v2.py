@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kerple.positional import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple
-from tests.support.adaptive import assert_is_formula
+from tests.support.attention import assert_is_formula
 from tests.unit.kerple.positional.test_dape import HEADS, SIZE, static_bias
 
 

@@ -21,8 +21,8 @@ def attended(method: PositionalMethod, hidden: torch.Tensor) -> torch.Tensor:
     query, key, value = placed.unsqueeze(1).unbind(0)
     query, _ = method.rotate(query[:, :, -LAST:], key[:, :, :0], positions[-LAST:], positions[:0])
     _, key = method.rotate(query[:, :, :0], key, positions[:0], positions)
-    bias, weight = tables(method, LENGTH)
-    table = score_table(method, LENGTH) if method.modifies_scores else None
+    bias, weight = tables(method, LENGTH, "cpu")
+    table = score_table(method, LENGTH, "cpu") if method.modifies_scores else None
     return Attention("auto", method)(query, key, value, bias_table=bias, weight_table=weight, table=table)
 
 

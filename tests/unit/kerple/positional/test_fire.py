@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kerple.positional import Fire
-from tests.support.adaptive import assert_is_formula
+from tests.support.attention import assert_is_formula
 
 
 def fire_bias(method, length: int) -> torch.Tensor:

@@ -12,13 +12,13 @@ from kerple.positional.kerple import KerpleLog
 SHAPE = ModelShape(num_heads=3, head_size=16, hidden_size=48, num_layers=1, max_positions=300)
 LENGTH = 300
 EXPRESSIONS = {"bias": "log + 0.5 gaussian3", "weight": "power"}
-FOUND = {name: jacobians(build(name, SHAPE), LENGTH) for name in primary_names()}
+FOUND = {name: jacobians(build(name, SHAPE), LENGTH, "cpu") for name in primary_names()}
 
 
 def gradients(method, upstreams: list[torch.Tensor], found) -> list[torch.Tensor]:
     """Of the parameters, for upstream gradients of the tables: through the tables, but for what is found."""
     total = torch.zeros(())
-    for table, upstream, one in zip(tables(method, LENGTH), upstreams, found, strict=True):
+    for table, upstream, one in zip(tables(method, LENGTH, "cpu"), upstreams, found, strict=True):
         if table is None:
             continue
         nearer = upstream if one is None else upstream * (torch.arange(LENGTH) < one.dense)
@@ -37,7 +37,7 @@ def test_the_same_gradients_as_through_the_table(name, options):
     torch.manual_seed(0)
     method = build(name, SHAPE, **options)
     upstreams = [torch.randn(SHAPE.num_heads, LENGTH) for _ in range(2)]
-    found = jacobians(method, LENGTH)
+    found = jacobians(method, LENGTH, "cpu")
     for one in found:
         assert one is None or not one.directions.requires_grad
     expected = gradients(method, upstreams, (None, None))
@@ -59,8 +59,8 @@ def test_a_subclass_with_another_bias_does_not_inherit_them():
         def bias(self, distance):
             return 2 * super().bias(distance)
 
-    assert jacobians(KerpleLog(2), 8)[0] is not None
-    assert jacobians(Steeper(2), 8) == (None, None)
+    assert jacobians(KerpleLog(2), 8, "cpu")[0] is not None
+    assert jacobians(Steeper(2), 8, "cpu") == (None, None)
 
 
 def test_a_method_may_add_its_own():
@@ -68,4 +68,4 @@ def test_a_method_may_add_its_own():
         def bias_jacobian(self, distance):
             return TableJacobian(torch.ones(2, 1), distance.expand(2, 1, -1))
 
-    assert jacobians(Learned(2), 8)[0].directions.shape == (2, 1, 8)
+    assert jacobians(Learned(2), 8, "cpu")[0].directions.shape == (2, 1, 8)

@@ -24,7 +24,7 @@ def scores(name: str, shift: int) -> torch.Tensor:
     found = query @ key.transpose(-1, -2) / 8**0.5
     mask = positions > positions[:, None]
     if method.modifies_scores:
-        found = method.modify_scores(found, query, positions, positions, mask, score_table(method, LENGTH))
+        found = method.modify_scores(found, query, positions, positions, mask, score_table(method, LENGTH, "cpu"))
     return found.masked_fill(mask, 0.0)
 
 

@@ -33,7 +33,7 @@ for name in registered_names():
     hidden = method.embed(torch.randn(2, 16, 32, requires_grad=True), torch.arange(16))
     states = hidden.view(2, 16, 4, 8).transpose(1, 2)
     query, key = method.rotate(states, states, torch.arange(16), torch.arange(16))
-    bias, weight = tables(method, 16)
+    bias, weight = tables(method, 16, "cpu")
     table = score_table(method, 16, states.device) if method.modifies_scores else None
     attention = Attention(positional=method)
     attention(query, key, states, bias_table=bias, weight_table=weight, table=table).square().sum().backward()
@@ -85,8 +85,10 @@ def test_score_mod_in_flex_attention(name, queries):
     mask = create_block_mask(
         lambda b, h, q, k: q + offset >= k, None, None, queries, length, device="cpu", BLOCK_SIZE=8
     )
-    found = flex_attention(query, key, value, score_mod=score_mod(method, length, offset=offset), block_mask=mask)
-    bias, weight = tables(method, length)
+    found = flex_attention(
+        query, key, value, score_mod=score_mod(method, length, "cpu", offset=offset), block_mask=mask
+    )
+    bias, weight = tables(method, length, "cpu")
     exact = (None if table is None else table.double() for table in (bias, weight))
     bias, weight = exact
     expected = attend(
@@ -99,14 +101,14 @@ def test_score_mod_in_flex_attention(name, queries):
 
 def test_methods_without_tables_have_no_score_mod():
     with pytest.raises(ValueError, match=r"Rotary has neither .*turn queries and keys by its `rotate`"):
-        score_mod(Rotary(8), 16)
+        score_mod(Rotary(8), 16, "cpu")
     with pytest.raises(ValueError, match="NoPositions has neither bias nor weight"):
-        score_mod(NoPositions(), 16)
+        score_mod(NoPositions(), 16, "cpu")
 
 
 def test_a_score_mod_knows_the_parameters_at_its_making():
     method = KerpleLog(2)
-    modify = score_mod(method, 8)
+    modify = score_mod(method, 8, "cpu")
     score = torch.zeros(())
     head, query, key = torch.tensor(1), torch.tensor(7), torch.tensor(2)
     value = modify(score, torch.tensor(0), head, query, key)

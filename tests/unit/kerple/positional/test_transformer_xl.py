@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kerple.positional import TransformerXL
-from tests.support.adaptive import assert_is_formula
+from tests.support.attention import assert_is_formula
 
 HEADS, SIZE, HIDDEN = 3, 4, 10
 

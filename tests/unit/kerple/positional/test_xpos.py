@@ -5,7 +5,7 @@ import torch
 
 from kerple.attention import FULL, Span
 from kerple.positional import XPos
-from tests.support.adaptive import assert_is_formula, attended
+from tests.support.attention import assert_is_formula, attended
 
 SIZE = 16
 

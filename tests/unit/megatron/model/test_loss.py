@@ -59,7 +59,7 @@ def test_a_model_s_loss_and_gradients_are_the_same_by_pieces(masked, tied, monke
 
 
 def test_the_logits_are_never_whole():
-    from tests.unit.kerple.attention.test_memory import LargestStorage
+    from tests.support.attention import LargestStorage
 
     hidden, weight = torch.randn(4096, 4, requires_grad=True), torch.randn(40_000, 4, requires_grad=True)
     with LargestStorage() as largest:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kerple.attention import FULL, Attention, Span, score_table
 
@@ -48,7 +50,7 @@ def attended(backend: str, method, query: Tensor, key: Tensor, value: Tensor, s:
     t = key.shape[2]
     queries, _ = method.rotate(query[:, :, t - s :], key[:, :, :0], torch.arange(t - s, t), torch.arange(0))
     _, keys = method.rotate(query[:, :, :0], key, torch.arange(0), torch.arange(t))
-    table = score_table(method, span.max_kv_len(t)) if method.modifies_scores else None
+    table = score_table(method, span.max_kv_len(t), "cpu") if method.modifies_scores else None
     attention = Attention(backend, method)
     return attention(queries, keys, value, table=table, window=span.window, block=span.block, **options)
 
@@ -79,3 +81,18 @@ def assert_is_formula(
                 torch.testing.assert_close(
                     ours, theirs, rtol=1e-8, atol=10 * atol, msg=lambda text, note=note: note + text
                 )
+
+
+class LargestStorage(TorchDispatchMode):
+    """Records the largest storage, in elements of float32, of what any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // 4)
+        return results
