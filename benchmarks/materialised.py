@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.model.gpt import PositionTables
+
 
 def materialised_attention(
     query: Tensor,
@@ -60,7 +62,7 @@ def attend_as_the_original(model: nn.Module, length: int) -> nn.Module:
     for block in model.blocks:
         layer = block.attention
         layer.attention = OriginalAttention(layer.rpe, length)
-        layer.has_table = False  # no tables are made beside it
+        layer.position_tables = lambda *_: PositionTables()  # this attention computes none
     return model
 
 

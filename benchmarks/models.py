@@ -1,6 +1,7 @@
 """Our model, as a run begins with it."""
 
-from megatron.model.gpt import GPT, initialize
+from megatron.model.gpt import GPT
+from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 
 

@@ -8,16 +8,14 @@ compiled (`torch-compile`), which takes a C++ compiler.
 
 Beside it, at lengths 512 and 2,048 with as many tokens, the same model computed as the original's recipe does: every
 score in memory, bias and weight computed for every pair in every layer, every layer's activations recomputed in the
-backward pass (checkpoint-activations), linear layers as PyTorch has them, and the loss of logits that are whole. The
-rows between take away one of these after the other, PyTorch's linear layers last (`megatron/model/linear.py` says where
-ours differ). Ours may take 1 / 1.5 of the original's time. Exit status 1 when a limit is missed.
+backward pass (checkpoint-activations), and the loss of logits that are whole. The rows between take away one of these
+after the other. Ours may take 1 / 1.5 of the original's time. Exit status 1 when a limit is missed.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,6 @@ from benchmarks.models import our_model
 from benchmarks.plain_decoder import PlainDecoder
 from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import dispatch as select
-from megatron.model import linear
 from megatron.model.compiled import compile_blocks
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -65,16 +62,6 @@ def training_step(model: nn.Module, groups: list[dict], tokens: Tensor, labels: 
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def with_pytorch_s_products(step: Callable[[], None]) -> Callable[[], None]:
-    """The step with linear layers as PyTorch has them."""
-
-    def run() -> None:
-        with patch.object(linear, "ONEDNN_IS_FASTER", False):
-            step()
-
-    return run
 
 
 def batch(size: int = BATCH, length: int = LENGTH) -> tuple[Tensor, Tensor]:
@@ -116,7 +103,6 @@ def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[T
                 "without recomputation": with_whole_logits(attend_as_the_original(bench_model(pos_emb), length)),
                 "and with tables": with_whole_logits(bench_model(pos_emb, backend="materialised")),
                 "and attention by chunks": with_whole_logits(bench_model(pos_emb)),
-                "and the loss by pieces": bench_model(pos_emb),
                 OURS: bench_model(pos_emb),
             }
             losses = torch.stack([model.loss(tokens, labels).detach() for model in models.values()])
@@ -125,7 +111,6 @@ def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[T
                 name: training_step(model, parameter_groups(model, 0.0), tokens, labels)
                 for name, model in models.items()
             }
-            steps = {name: step if name == OURS else with_pytorch_s_products(step) for name, step in steps.items()}
             title = f"training step with {pos_emb}, length {length}, {len(tokens)} at a time, other sizes as above"
             limits = {OURS: BESIDE_ORIGINAL_LIMIT}
             results[title] = compare(steps, rounds=rounds, limits=limits, clock=clock)

@@ -1,7 +1,7 @@
-"""Blocks whose forward and backward passes in training are compiled by torch.compile.
+"""torch.compile for the blocks' forward and backward passes in training.
 
-The classes of a model's modules are exchanged, and nothing else: parameters keep their names, so that checkpoints are
-those of a model that is not compiled. All layers share one compiled graph.
+`compile_blocks` replaces the classes of the modules and nothing else. Parameters keep their names, so checkpoints are
+interchangeable with those of an uncompiled model. All layers share one compiled graph.
 
 Legend: b batch, s tokens, e hidden size.
 """
@@ -10,20 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from kerple.attention import FULL, Span
-from megatron.model.block import PositionTables, SelfAttention, TransformerBlock
-from megatron.model.cache import LayerCache
+from megatron.model.gpt import LayerCache, PositionTables, SelfAttention, TransformerBlock
 
 
 class _UncompiledAttention(SelfAttention):
-    """Projections belong to the block's graph. What is between them has kernels of its own, and positional methods
-    do what cannot be traced.
+    """Only the projections become part of the block's graph. Attention has kernels of its own, and positional methods
+    use Python that cannot be traced.
     """
 
     context = torch.compiler.disable(SelfAttention.context)
 
 
 class _CompiledBlock(TransformerBlock):
-    """`[b, s, e] -> [b, s, e]`, compiled in training; the many lengths of an evaluation are not worth it."""
+    """`[b, s, e] -> [b, s, e]`, compiled in training only: evaluation would recompile for each of its many lengths."""
 
     _compiled = torch.compile(TransformerBlock.forward, dynamic=False)
 
@@ -40,22 +39,18 @@ class _CompiledBlock(TransformerBlock):
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:
-    """Have the model's blocks compiled when they are first called in training, for this device.
+    """Compile the model's blocks for this device, at their first call in training.
 
-    Raises RuntimeError where nothing can be compiled.
+    Raises RuntimeError if torch.compile does not work on this machine.
     """
-    _try_compiler(device)
+    try:
+        torch.compile(lambda states: states.sin() + 1)(torch.ones(64, device=device))
+    except Exception as error:  # a missing compiler, header or Triton surfaces as many different exceptions
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RuntimeError(
+            f"torch.compile does not work on this machine ({reason}); it needs a C++ compiler (CXX, or g++) and "
+            "Python's headers, and on a GPU also Triton"
+        ) from error
     for module in model.modules():
         if isinstance(module, TransformerBlock):
             module.__class__, module.attention.__class__ = _CompiledBlock, _UncompiledAttention
-
-
-def _try_compiler(device: torch.device) -> None:
-    try:
-        torch.compile(lambda states: states.sin() + 1)(torch.ones(64, device=device))
-    except Exception as error:  # what a compiler, its headers or Triton can lack is wrapped in ever other classes
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise RuntimeError(
-            f"torch.compile does not work on this machine ({reason}); it takes a C++ compiler (CXX, or g++) and "
-            "Python's headers, on a GPU Triton too"
-        ) from error

@@ -1,144 +1,482 @@
-"""The GPT model: one list of layers, run as a plain sequence here and by DeepSpeed's pipeline in `pipeline.py`.
+"""The GPT model, from the attention layer to the loss.
 
-Layer indices are GPT-NeoX's: 0 embedding, 1 a function, 2 ... L+1 blocks, L+2 a function, L+3 final norm, L+4 output.
+The model is a list of layers with GPT-NeoX's indices: 0 embedding, 1 a function, 2 ... L+1 blocks, L+2 a function, L+3
+final norm, L+4 output. `GPT` runs them as a plain sequence, `pipeline.py` as stages of DeepSpeed's pipeline. Parameter
+names are those of GPT-NeoX's checkpoints.
 
-Legend: b batch, s tokens, e hidden size, v padded vocabulary.
+Legend: b batch, s query length, t key length, h heads of this rank, d head size, e hidden size, v padded vocabulary.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kerple.attention import FULL, Span
-from kerple.positional import PositionalMethod, build, outermost
-from megatron.model.block import PositionTables, TransformerBlock
-from megatron.model.cache import KVCache
-from megatron.model.embedding import Embedding
-from megatron.model.initialization import initialize_layer, initializer
-from megatron.model.output import FinalNorm, Output
-from megatron.model.parallel import gather_vocabulary
+from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
+from kerple.positional import PositionalMethod, TableJacobian, build, outermost
+from megatron.model.loss import chunk_elements, linear_cross_entropy, mean_loss
+from megatron.model.parallel import (
+    column_linear,
+    gather_vocabulary,
+    row_linear,
+    sum_head_gradients,
+    tensor_parallel_group,
+    vocab_embedding,
+)
 from megatron.model.settings import ModelSettings
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda hidden: F.gelu(hidden, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
 
-def positional_source(settings: ModelSettings) -> Callable[[], PositionalMethod]:
-    """A function that gives each layer its positional method: the one shared instance, or a new one where the method
-    is per layer.
+
+def make_norm(settings: ModelSettings) -> nn.Module:
+    """The norm layer that the configuration names, over the hidden size."""
+    if settings.norm == "layernorm":
+        return nn.LayerNorm(settings.hidden_size, eps=settings.norm_epsilon)
+    if settings.norm == "rmsnorm":
+        return nn.RMSNorm(settings.hidden_size, eps=settings.norm_epsilon)
+    raise ValueError(f"norm {settings.norm!r} is unknown; choose layernorm or rmsnorm")
+
+
+class LayerCache:
+    """Keys and values of one layer, `[b, h, t, d]`, stored as attention uses them (after rotation).
+
+    The buffers double in size when they are full, up to `max_length` if it is given, so appending a token costs
+    amortized constant time.
     """
-    made: list[PositionalMethod] = []
 
-    def give() -> PositionalMethod:
-        if made and made[0].shared:
-            return made[0]
-        made.append(build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options)))
-        return made[-1]
+    def __init__(self, max_length: int | None = None):
+        self.max_length = max_length
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
 
-    return give
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values `[b, h, s, d]`; return all of them, `[b, h, t + s, d]`, as views of the buffers."""
+        end = self.length + key.shape[2]
+        keys, values = self._keys, self._values
+        if keys is None or values is None or end > keys.shape[2]:
+            capacity = self._capacity(end, 0 if keys is None else keys.shape[2])
+            keys, values = (_grow(buffer, key, capacity, self.length) for buffer in (keys, values))
+            self._keys, self._values = keys, values
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        self.length = end
+        return keys[:, :, :end], values[:, :, :end]
+
+    def _capacity(self, required: int, current: int) -> int:
+        if self.max_length is None:
+            return max(required, 2 * current, 64)
+        return max(required, min(2 * current, self.max_length) if current else self.max_length)
+
+    def select(self, rows: Tensor) -> None:
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[rows], self._values[rows]
+
+    def truncate(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+
+def _grow(buffer: Tensor | None, like: Tensor, capacity: int, length: int) -> Tensor:
+    batch, heads, _, head_size = like.shape
+    larger = like.new_empty(batch, heads, capacity, head_size)
+    if buffer is not None:
+        larger[:, :, :length] = buffer[:, :, :length]
+    return larger
+
+
+class KVCache:
+    """The key-value cache for incremental decoding and chunked evaluation: one `LayerCache` per block."""
+
+    def __init__(self, num_layers: int, max_length: int | None = None):
+        self.layers = [LayerCache(max_length) for _ in range(num_layers)]
+
+    @property
+    def length(self) -> int:
+        """Number of cached tokens, which is the position of the next token."""
+        return self.layers[0].length
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows with these int64 indices, in this order."""
+        rows = torch.as_tensor(rows, dtype=torch.long)
+        for layer in self.layers:
+            layer.select(rows)
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from position `length` on."""
+        for layer in self.layers:
+            layer.truncate(length)
+
+
+class PositionTables(NamedTuple):
+    """A positional method's tables over distance, as attention takes them; None for those the method does not have."""
+
+    bias: Tensor | None = None
+    weight: Tensor | None = None
+    bias_jacobian: TableJacobian | None = None
+    weight_jacobian: TableJacobian | None = None
+    scores: Tensor | None = None  # for the method's `modify_scores`
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention with a positional method."""
+
+    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
+        super().__init__()
+        hidden, tp = settings.hidden_size, settings.tp
+        self.head_size = settings.head_size
+        self.tp = tp
+        self.local_heads = tp.heads(settings.num_heads)
+        self.query_key_value = column_linear(hidden, 3 * hidden, bias=True, tp=tp)
+        if not positional.embeds:
+            self.rpe = positional
+        self.rotates = positional.rotates
+        self.bf16_distances = settings.release_bf16_distances
+        self.dropout = settings.attention_dropout
+        self.attention = Attention(settings.attention_backend, positional)
+        self.dense = row_linear(hidden, hidden, bias=True, tp=tp)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: LayerCache | None = None,
+        span: Span = FULL,
+        tables: PositionTables | None = None,
+    ) -> Tensor:
+        """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None."""
+        return self.dense(self.context(self.query_key_value(hidden), cache, span, tables))
+
+    def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
+        """The heads' outputs: `[b, s, 3 h d] -> [b, s, h d]`. The model parts around it are what torch.compile gets."""
+        batch, length, _ = qkv.shape
+        # GPT-NeoX groups the rows of query_key_value by head: each head's query, key and value are adjacent.
+        qkv = qkv.view(batch, length, -1, 3, self.head_size)
+        query, key, value = (part.squeeze(3).transpose(1, 2) for part in qkv.split(1, dim=3))
+        if self.rotates:
+            start = cache.length if cache is not None else 0
+            positions = torch.arange(start, start + length, device="cpu")
+            query, key = self.rpe.rotate(query, key, positions, positions)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        if tables is None:
+            tables = self.position_tables(span.max_kv_len(key.shape[2]), query)
+        context = self.attention(
+            query,
+            key,
+            value,
+            bias_table=tables.bias,
+            weight_table=tables.weight,
+            bias_jacobian=tables.bias_jacobian,
+            weight_jacobian=tables.weight_jacobian,
+            table=tables.scores,
+            window=span.window,
+            block=span.block,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return context.transpose(1, 2).reshape(batch, length, -1)
+
+    def position_tables(self, max_kv_len: int, states: Tensor) -> PositionTables:
+        """Tables over the distances below `max_kv_len`, of this rank's heads, on the device of the states
+        `[b, ..., s, e or d]`. All layers that share a positional method can share its tables.
+        """
+        device, method = states.device, getattr(self, "rpe", None)
+        if method is None:
+            return PositionTables()
+        if method.modifies_scores:
+            return PositionTables(scores=score_table(method, max_kv_len, device))
+        if not (method.has_bias or method.has_weight):
+            return PositionTables()
+        bias, weight = (
+            None if table is None else self._local(table)
+            for table in tables(method, max_kv_len, device, rounded=self.bf16_distances)
+        )
+        heads = self.local_heads.stop - self.local_heads.start
+        shape = (len(states), heads, states.shape[-2], self.head_size)
+        if self.bf16_distances or not self.attention.uses_jacobians(device, states.dtype, shape):
+            return PositionTables(bias, weight)
+        bias_jacobian, weight_jacobian = (
+            jacobian
+            and replace(
+                jacobian,
+                coefficients=self._local(jacobian.coefficients),
+                directions=jacobian.directions[self.local_heads],
+            )
+            for jacobian in jacobians(method, max_kv_len, device)
+        )
+        return PositionTables(bias, weight, bias_jacobian, weight_jacobian)
+
+    def _local(self, values: Tensor) -> Tensor:
+        """The rows of this rank's heads, of values `[h, ...]` of all heads that replicated parameters produce."""
+        return sum_head_gradients(values, self.tp)[self.local_heads]
+
+
+class MLP(nn.Module):
+    """`[b, s, e] -> [b, s, 4e] -> [b, s, e]`."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        hidden, tp = settings.hidden_size, settings.tp
+        self.dense_h_to_4h = column_linear(hidden, 4 * hidden, bias=True, tp=tp)
+        self.dense_4h_to_h = row_linear(4 * hidden, hidden, bias=True, tp=tp)
+        self.activation = ACTIVATIONS[settings.activation]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
+
+
+class TransformerBlock(nn.Module):
+    """Layers 2 ... L+1: pre-norm attention and MLP, `[b, s, e] -> [b, s, e]`.
+
+    The residuals are sequential, or parallel as in GPT-J: attention and MLP then read the same input.
+    """
+
+    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
+        super().__init__()
+        self.input_layernorm = make_norm(settings)
+        self.attention = SelfAttention(settings, positional)
+        self.post_attention_layernorm = make_norm(settings)
+        self.mlp = MLP(settings)
+        self.dropout = nn.Dropout(settings.hidden_dropout)
+        self.parallel_residual = settings.parallel_residual
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: LayerCache | None = None,
+        span: Span = FULL,
+        tables: PositionTables | None = None,
+    ) -> Tensor:
+        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, span, tables))
+        if self.parallel_residual:
+            return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+        hidden = hidden + attended
+        return hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class Embedding(nn.Module):
+    """Layer 0: token embeddings, plus position embeddings for absolute methods; int64 `[b, s] -> [b, s, e]`."""
+
+    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
+        super().__init__()
+        self.word_embeddings = vocab_embedding(settings.padded_vocab_size, settings.hidden_size, tp=settings.tp)
+        self.embeds = positional.embeds
+        if self.embeds:
+            self.position_embeddings = positional
+        self.dropout = nn.Dropout(settings.hidden_dropout)
+
+    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
+        """`offset`: the position of the first token."""
+        hidden = self.word_embeddings(tokens)
+        if self.embeds:
+            positions = torch.arange(offset, offset + tokens.shape[1], device="cpu")
+            hidden = self.position_embeddings.embed(hidden, positions)
+        return self.dropout(hidden)
+
+
+class FinalNorm(nn.Module):
+    """Layer L+3: `[b, s, e] -> [b, s, e]`."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        self.norm = make_norm(settings)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+
+class VocabularyLinear(nn.Linear):
+    """`[..., e] -> [..., v]`; with labels `[n]`, hidden states `[n, e]` to the sum of their losses.
+
+    The loss is computed inside a call of this module because ZeRO 3 gathers the weight only during that call.
+    """
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return super().forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, labels, mask)
+
+
+class Output(nn.Module):
+    """Layer L+4: the projection to the vocabulary, `[b, s, e] -> [b, s, v / tensor-parallel size]`, without bias.
+
+    Attributes:
+        in_loss: return the hidden states unchanged, for a pipeline whose loss function calls `loss`.
+    """
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        self.tp = settings.tp
+        self.in_loss = False
+        if self.tp.size == 1:
+            self.final_linear: nn.Module = VocabularyLinear(
+                settings.hidden_size, settings.padded_vocab_size, bias=False
+            )
+        else:
+            self.final_linear = column_linear(
+                settings.hidden_size, settings.padded_vocab_size, bias=False, tp=settings.tp
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden if self.in_loss else self.final_linear(hidden)
+
+    def loss(self, hidden: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+        """Mean cross entropy in nats over the tokens with a non-zero mask: hidden `[b, s, e]`, labels int64 `[b, s]`,
+        mask float `[b, s]`. Large logits are computed in chunks (see `loss.py`).
+        """
+        weight = cast(nn.Parameter, self.final_linear.weight)
+        # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its real shape.
+        vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
+        if labels.numel() * vocabulary <= chunk_elements(hidden.device, vocabulary):
+            return mean_loss(self.final_linear(hidden), labels, mask, self.tp)
+        flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
+        flat_mask = None if mask is None else mask.flatten()
+        if self.tp.size == 1:
+            total = self.final_linear(flat_hidden, flat_labels, flat_mask)
+        else:
+            total = linear_cross_entropy(
+                flat_hidden,
+                weight,
+                flat_labels,
+                flat_mask,
+                first_token=self.tp.rank * len(weight),
+                group=tensor_parallel_group(self.tp),
+            )
+        return total / (labels.numel() if mask is None else mask.sum().clamp(min=1.0))
 
 
 def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module]]:
-    """Layer index -> a function that builds the layer. Layers built in one process share the positional method."""
-    positional = positional_source(settings)
+    """Layer index -> a function that builds the layer.
+
+    Layers built in one process share one instance of the positional method, unless the method is per layer.
+    """
+    methods: list[PositionalMethod] = []
+
+    def positional() -> PositionalMethod:
+        if not (methods and methods[0].shared):
+            # A method computes constants when it is built, so it gets real tensors even in a model on the meta device.
+            on_meta = torch.get_default_device().type == "meta"
+            with torch.device("cpu") if on_meta else nullcontext():
+                methods.append(build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options)))
+        return methods[-1]
+
     last = settings.num_layers
     factories: dict[int, Callable[[], nn.Module]] = {0: lambda: Embedding(settings, positional())}
-    for index in range(last):
-        factories[2 + index] = lambda: TransformerBlock(settings, positional())
+    for index in range(2, last + 2):
+        factories[index] = lambda: TransformerBlock(settings, positional())
     factories[last + 3] = lambda: FinalNorm(settings)
     factories[last + 4] = lambda: Output(settings)
     return factories
 
 
-def initialize(
-    layers: dict[int, nn.Module],
-    settings: ModelSettings,
-    *,
-    seed: int,
-    init_method: str,
-    output_init_method: str,
-    std: float,
-) -> None:
-    """Fill the weights of the given layers in place; the result does not depend on which layers are here."""
-    sizes = {"std": std, "num_layers": settings.num_layers, "hidden_size": settings.hidden_size}
-    reader = initializer(init_method, **sizes)
-    writer = initializer(output_init_method, **sizes)
+def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMethod]:
+    """Layer index -> positional method, for the given layers. A shared method is listed once, at its first layer."""
+    methods: dict[int, PositionalMethod] = {}
     for index, layer in layers.items():
-        if settings.tied_embeddings and index == settings.num_layers + 4:
-            continue  # the embedding's values are its own
-        initialize_layer(layer, index, seed=seed, reader=reader, writer=writer, tensor_parallel_rank=settings.tp.rank)
+        for _, method in outermost(layer):
+            if all(method is not listed for listed in methods.values()):
+                methods[index] = method
+    return methods
 
 
 class GPT(nn.Module):
     """A decoder-only language model as a plain sequence of layers.
 
-    The submodules are named by their layer index, as DeepSpeed's PipelineModule names them, so that a parameter has
-    the same name in both.
+    Submodules are named by their layer index, as in DeepSpeed's PipelineModule, so both have the same parameter names.
 
     forward: int64 tokens `[b, s]` -> logits `[b, s, v]`.
     """
 
     def __init__(self, settings: ModelSettings, *, checkpoint_every: int = 0):
-        """`checkpoint_every`: recompute activations in groups of so many blocks; 0 keeps them all."""
+        """checkpoint_every: recompute activations in the backward pass, in groups of this many blocks; 0: never."""
         super().__init__()
         self.settings = settings
         self.checkpoint_every = checkpoint_every
         for index, factory in layer_factories(settings).items():
             self.add_module(str(index), factory())
-        if settings.tied_embeddings:
+        self._tie_embeddings()
+
+    def _tie_embeddings(self) -> None:
+        if self.settings.tied_embeddings:
             self.output.final_linear.weight = self.embedding.word_embeddings.weight
+
+    @classmethod
+    def on_meta(cls, settings: ModelSettings) -> "GPT":
+        """The model with its parameters on the meta device: they have names and shapes, but no memory. Only the
+        positional methods are real, since they hold constants. `allocate` turns it into a model to load weights into.
+        """
+        with torch.device("meta"):
+            return cls(settings)
+
+    def allocate(self, device: torch.device | str = "cpu") -> "GPT":
+        """Replace the parameters on the meta device by uninitialized ones on `device`; returns the model."""
+        self._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+        self._tie_embeddings()
+        return self
 
     @property
     def embedding(self) -> Embedding:
-        return self.get_submodule("0")
+        return cast(Embedding, self.get_submodule("0"))
 
     @property
     def blocks(self) -> list[TransformerBlock]:
-        return [self.get_submodule(str(2 + index)) for index in range(self.settings.num_layers)]
+        return [cast(TransformerBlock, self.get_submodule(str(2 + i))) for i in range(self.settings.num_layers)]
 
     @property
     def output(self) -> Output:
-        return self.get_submodule(str(self.settings.num_layers + 4))
+        return cast(Output, self.get_submodule(str(self.settings.num_layers + 4)))
 
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer."""
         return {int(name): module for name, module in self.named_children()}
 
     def positional_methods(self) -> dict[int, PositionalMethod]:
-        """Layer index -> its positional method; one entry when the method is shared by the layers."""
+        """Layer index -> its positional method; one entry if the layers share the method."""
         return positional_methods(self.layers())
 
     def new_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
-        """An empty cache for incremental decoding; `max_length` tokens are reserved at once when given."""
+        """An empty cache for incremental decoding; allocates `max_length` tokens at once if it is given.
+
+        batch_size is not needed: the cache takes it from the first tokens.
+        """
         return KVCache(self.settings.num_layers, max_length)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, span: Span = FULL) -> Tensor:
-        """Hidden states after the final norm, `[b, s, e]`.
+        """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached ones.
 
-        With a cache, `tokens` follow those it holds. `span`: which keys each query sees, in every layer.
+        span: which keys each query sees, in every layer.
         """
-        held = cache.length if cache is not None else 0
-        hidden = self.embedding(tokens, offset=held)
+        start = cache.length if cache is not None else 0
+        hidden = self.embedding(tokens, offset=start)
         blocks = self.blocks
-        tables = self._shared_tables(hidden, span.max_kv_len(held + tokens.shape[1]))
+        tables = self._shared_tables(hidden, span.max_kv_len(start + tokens.shape[1]))
         recompute = self.checkpoint_every and self.training and torch.is_grad_enabled()
         if recompute and cache is None and span == FULL:
-            for start in range(0, len(blocks), self.checkpoint_every):
-                group = blocks[start : start + self.checkpoint_every]
-                hidden = checkpoint(_through, group, hidden, tables, use_reentrant=False)
+            for first in range(0, len(blocks), self.checkpoint_every):
+                group = blocks[first : first + self.checkpoint_every]
+                hidden = checkpoint(_run_blocks, group, hidden, tables, use_reentrant=False)
         else:
             for index, block in enumerate(blocks):
                 hidden = block(hidden, cache.layers[index] if cache is not None else None, span, tables)
         return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
 
     def _shared_tables(self, hidden: Tensor, max_kv_len: int) -> PositionTables | None:
-        """The tables of the layers' one method, made once; None where layers must make their own."""
-        first, *others = (block.attention for block in self.blocks)
-        method = getattr(first, "rpe", None)
-        if method is None or any(other.rpe is not method for other in others):
+        """The tables that all layers share, computed once; None if each layer must compute its own."""
+        attention, *later = (block.attention for block in self.blocks)
+        method = getattr(attention, "rpe", None)
+        if method is None or any(layer.rpe is not method for layer in later):
             return None
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
-            return None  # ZeRO 3 gathers a parameter for the layers that are called
-        return first.position_tables(max_kv_len, hidden)
+            return None  # ZeRO 3 gathers the method's parameters only during a layer's call
+        return attention.position_tables(max_kv_len, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""
@@ -148,25 +486,13 @@ class GPT(nn.Module):
         return self.logits(self.hidden(tokens, cache, span))
 
     def loss(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mean cross entropy in nats over the tokens whose mask is not zero; labels int64 and mask float, both `[b,
-        s]`.
+        """Mean cross entropy in nats over the tokens with a non-zero mask; labels int64 `[b, s]`, mask float
+        `[b, s]`.
         """
         return self.output.loss(self.hidden(tokens), labels, mask)
 
 
-def _through(blocks: list[TransformerBlock], hidden: Tensor, tables: PositionTables | None) -> Tensor:
+def _run_blocks(blocks: list[TransformerBlock], hidden: Tensor, tables: PositionTables | None) -> Tensor:
     for block in blocks:
         hidden = block(hidden, tables=tables)
     return hidden
-
-
-def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMethod]:
-    """Layer index -> positional method among the given layers; a shared one is listed once, at the first layer that
-    holds it.
-    """
-    found: dict[int, PositionalMethod] = {}
-    for index, layer in layers.items():
-        for _, method in outermost(layer):
-            if all(method is not other for other in found.values()):
-                found[index] = method
-    return found

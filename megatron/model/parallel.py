@@ -1,84 +1,80 @@
-"""Linear and embedding layers that are torch's own on one rank and megatron-core's when the model is tensor parallel.
+"""Linear and embedding layers for tensor parallelism: torch's on one rank, megatron-core's on several.
 
-Both kinds have the same parameter names, and the same parameter shapes up to the slice, so nothing else needs to know
-which is in use.
+Both kinds have the same parameter names, and the same shapes up to the slice, so checkpoints and the rest of the model
+treat them alike. megatron-core is imported only if the model is tensor parallel: a model on one rank then needs neither
+megatron-core nor a process group.
 """
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.linear import Linear
+from megatron.model.settings import TensorParallel
 
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """This rank's place in the tensor-parallel group; megatron-core's parallel_state holds the group itself."""
-
-    size: int = 1
-    rank: int = 0
-
-    def heads(self, num_heads: int) -> slice:
-        """The heads this rank holds, of `num_heads` in all."""
-        local = num_heads // self.size
-        return slice(self.rank * local, (self.rank + 1) * local)
-
-
-ONE_RANK = TensorParallel()
+if TYPE_CHECKING:
+    from megatron.core import ModelParallelConfig
 
 
 def column_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParallel) -> nn.Module:
     """`[..., input_size] -> [..., output_size / tp.size]`: the output features are split over the ranks."""
     if tp.size == 1:
-        return Linear(input_size, output_size, bias=bias)
-    from megatron.model import tensor_parallel
+        return nn.Linear(input_size, output_size, bias=bias)
+    from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    return tensor_parallel.ColumnLinear(input_size, output_size, bias)
+    layer = ColumnParallelLinear(
+        input_size, output_size, config=_core_config(tp), init_method=_skip, bias=bias, gather_output=False
+    )
+    _mark_partition(layer.weight, 0)
+    if bias:
+        _mark_partition(layer.bias, 0)
+    return _with_one_output(layer)
 
 
 def row_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParallel) -> nn.Module:
-    """`[..., input_size / tp.size] -> [..., output_size]`: the input features are split, the outputs summed over the
-    ranks.
+    """`[..., input_size / tp.size] -> [..., output_size]`: the input features are split over the ranks, the partial
+    outputs are summed.
     """
     if tp.size == 1:
-        return Linear(input_size, output_size, bias=bias)
-    from megatron.model import tensor_parallel
+        return nn.Linear(input_size, output_size, bias=bias)
+    from megatron.core.tensor_parallel import RowParallelLinear
 
-    return tensor_parallel.RowLinear(input_size, output_size, bias)
+    layer = RowParallelLinear(
+        input_size,
+        output_size,
+        config=_core_config(tp),
+        init_method=_skip,
+        bias=bias,
+        input_is_parallel=True,
+        skip_bias_add=False,
+    )
+    _mark_partition(layer.weight, 1)
+    return _with_one_output(layer)
 
 
 def vocab_embedding(vocab_size: int, hidden_size: int, *, tp: TensorParallel) -> nn.Module:
-    """int64 `[b, s] -> [b, s, hidden]`: the vocabulary is split over the ranks."""
+    """int64 `[b, s] -> [b, s, hidden_size]`: the vocabulary is split over the ranks."""
     if tp.size == 1:
         return nn.Embedding(vocab_size, hidden_size)
-    from megatron.model import tensor_parallel
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
 
-    return tensor_parallel.Embedding(vocab_size, hidden_size)
+    layer = VocabParallelEmbedding(vocab_size, hidden_size, init_method=_skip, config=_core_config(tp))
+    _mark_partition(layer.weight, 0)
+    return layer
 
 
 def sum_head_gradients(table: Tensor, tp: TensorParallel) -> Tensor:
     """Identity whose gradient is summed over the tensor-parallel group.
 
-    A table over all heads, `[h, length]`, comes from replicated parameters; each rank uses its own heads' rows, so
-    each sees a part of the gradient, and the sum is the gradient of the whole.
+    Every rank computes a table of all heads, `[h, length]`, from replicated parameters, but uses only the rows of its
+    own heads. The sum of the ranks' gradients is therefore the full gradient of the parameters.
     """
     if tp.size == 1:
         return table
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
     return copy_to_tensor_model_parallel_region(table)
-
-
-def tensor_parallel_group(tp: TensorParallel) -> dist.ProcessGroup | None:
-    """The ranks that hold slices of the same model; None for one rank."""
-    if tp.size == 1:
-        return None
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
@@ -90,21 +86,40 @@ def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
     return gather_from_tensor_model_parallel_region(logits)
 
 
-def token_losses(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-    """Cross entropy in nats of each token, float32 `[b, s]`, from this rank's slice of the logits, `[b, s, v /
-    tp.size]`.
-    """
+def tensor_parallel_group(tp: TensorParallel) -> dist.ProcessGroup | None:
+    """The process group of the ranks that hold slices of this model; None on one rank."""
     if tp.size == 1:
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+        return None
+    from megatron.core import parallel_state
 
-    # It writes into its input, so it is given a copy.
-    return vocab_parallel_cross_entropy(logits.to(torch.float32, copy=True), labels)
+    return parallel_state.get_tensor_model_parallel_group()
 
 
-def mean_loss(logits: Tensor, labels: Tensor, mask: Tensor | None, tp: TensorParallel) -> Tensor:
-    """Mean cross entropy in nats over the tokens whose mask (float `[b, s]`) is not zero; a scalar."""
-    losses = token_losses(logits, labels, tp)
-    if mask is None:
-        return losses.mean()
-    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+def _core_config(tp: TensorParallel) -> "ModelParallelConfig":
+    from megatron.core import ModelParallelConfig
+
+    return ModelParallelConfig(
+        tensor_model_parallel_size=tp.size,
+        # Weights are created on the CPU, filled by `initialization.py`, and moved with the rest of the model.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=torch.get_default_dtype(),
+    )
+
+
+def _skip(tensor: Tensor) -> None:
+    """megatron-core requires an initializer even with perform_initialization=False."""
+
+
+def _mark_partition(parameter: nn.Parameter, dim: int) -> None:
+    # megatron-core sets these attributes only when it initializes the weight itself. DeepSpeed's gradient norm and our
+    # checkpoints read them.
+    for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+        setattr(parameter, name, value)
+
+
+def _with_one_output(layer: nn.Module) -> nn.Module:
+    """megatron-core's linear layers return (output, bias); make the layer return the output, as nn.Linear does."""
+    layer.register_forward_hook(lambda module, args, output: output[0])
+    return layer

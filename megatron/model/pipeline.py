@@ -1,13 +1,14 @@
 """The GPT model as stages of DeepSpeed's pipeline.
 
-The layers, their indices and their names are those of `gpt.py`. What is particular here is the parameters that live
-on several stages: the shared positional method, and the embedding when it is tied to the output. Each stage holds a
-copy, starts from the same values, sees the gradient of its own layers, and takes the sum over the stages before the
-optimizer's step, so that a copy never differs from the others.
+Layers, their indices and their names are those of `gpt.py`. This module handles the parameters that several stages
+share: the shared positional method, and the embedding if it is tied to the output. Each stage has a copy. The copies
+start from the same values and get the gradients of their own layers; these are summed over the stages before the
+optimizer's step, so the copies stay identical.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,22 +16,20 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.block import TransformerBlock
-from megatron.model.gpt import layer_factories, positional_methods
-from megatron.model.output import Output
+from megatron.model.gpt import Embedding, Output, TransformerBlock, layer_factories, positional_methods
 from megatron.model.settings import ModelSettings
 
 
-class _Factory(LayerSpec):
-    """A layer made by a function rather than by a class with arguments."""
+class _FactorySpec(LayerSpec):
+    """A LayerSpec for a function that builds the layer, instead of a class and its arguments."""
 
-    def __init__(self, name: str, layer_type: type[nn.Module] | None, build: Callable[[], nn.Module]):
-        super().__init__(layer_type or nn.Module)
+    def __init__(self, name: str, layer_type: type[nn.Module], factory: Callable[[], nn.Module]):
+        super().__init__(layer_type)
         self.name = name
-        self._build = build
+        self._factory = factory
 
     def build(self, log: bool = False) -> nn.Module:
-        return self._build()
+        return self._factory()
 
 
 def _identity(hidden: Tensor) -> Tensor:
@@ -40,26 +39,29 @@ def _identity(hidden: Tensor) -> Tensor:
 class GPTPipeline(PipelineModule):
     """This rank's stage of the model.
 
-    Labels are tuples (labels int64 [b, s], loss mask float [b, s]). The output layer's part is the loss function's, on
-    the last stage, so that logits need not be whole; what DeepSpeed takes for logits are hidden states.
+    Labels are tuples (labels int64 `[b, s]`, loss mask float `[b, s]`). The loss function includes the output layer, so
+    that it can compute the logits in chunks; what DeepSpeed takes for logits are the final hidden states.
     """
 
     def __init__(
         self,
         settings: ModelSettings,
         *,
-        topology,
+        topology: Any,
         partition_method: str,
         checkpoint_every: int = 0,
     ):
+        """topology: a DeepSpeed PipeModelDataParallelTopology. partition_method: DeepSpeed's, such as "parameters" or
+        "type:TransformerBlock". checkpoint_every: as for `GPT`.
+        """
         factories = layer_factories(settings)
         specs: list[object] = []
         for index in range(settings.num_layers + 5):
             if index not in factories:
                 specs.append(_identity)
                 continue
-            kind = TransformerBlock if 2 <= index < settings.num_layers + 2 else None
-            specs.append(_Factory(f"layer {index}", kind, factories[index]))
+            layer_type = TransformerBlock if 2 <= index < settings.num_layers + 2 else nn.Module
+            specs.append(_FactorySpec(f"layer {index}", layer_type, factories[index]))
         self.settings = settings
         super().__init__(
             specs,
@@ -76,70 +78,72 @@ class GPTPipeline(PipelineModule):
 
     @property
     def output(self) -> Output | None:
-        """The output layer, on the last stage."""
-        return self.layers().get(self.settings.num_layers + 4)
+        """The output layer; None on all stages but the last."""
+        return cast("Output | None", self.layers().get(self.settings.num_layers + 4))
 
     def layers(self) -> dict[int, nn.Module]:
-        """Layer index -> layer, those of this stage only."""
+        """Layer index -> layer, for the layers of this stage."""
         return {int(name): self.forward_funcs[local] for name, local in self.fwd_map.items()}
 
     def of_all_stages(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The stages' values by name, in the order of the stages; every rank calls it together."""
+        """Merge the stages' values by name, in the order of the stages. All ranks must call it together."""
         stages: list[dict[str, Tensor]] = [{}] * self.num_stages
         dist.all_gather_object(stages, values, group=self._grid.get_pipe_parallel_group())
         return {name: value for stage in stages for name, value in stage.items()}
 
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """DeepSpeed calls this to sum the gradients of shared parameters after the backward passes of a batch."""
+        return self._shared
+
+    def synchronize_shared(self) -> None:
+        """Copy the first stage's values to all stages: a loaded checkpoint has one value of each shared parameter."""
+        for parameter, group in self._shared:
+            with torch.no_grad():
+                dist.broadcast(parameter.data, src=dist.get_global_rank(group, 0), group=group)
+
     def _find_shared(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Parameters of which other stages hold a copy, with the group over which their gradients are summed."""
+        """This stage's shared parameters, each with the group that sums its gradients."""
         if self.num_stages == 1:
             return []
         pipe_group = self._grid.get_pipe_parallel_group()
-        shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         layers = self.layers()
-        for method in positional_methods(layers).values():
-            if method.shared and not method.embeds:
-                shared.extend((parameter, pipe_group) for parameter in method.parameters())
-        # Every stage takes part in every sum; a stage of the tail alone (norm, output) holds no block, and so no copy.
-        holders = [None] * self.num_stages
-        dist.all_gather_object(holders, len(shared), group=pipe_group)
-        if len(set(holders)) > 1:
-            group = self._group_of_stages([stage for stage, count in enumerate(holders) if count])
-            shared = [(parameter, group) for parameter, _ in shared]
-        first = next((stage for stage, count in enumerate(holders) if count), 0)
-        for parameter, _ in shared:
-            # DeepSpeed's gradient norm counts a replicated parameter once.
-            parameter.ds_pipe_replicated = self.stage_id != first
+        parameters = [
+            parameter
+            for method in positional_methods(layers).values()
+            if method.shared and not method.embeds
+            for parameter in method.parameters()
+        ]
+        # A stage with only the final norm or the output has no block, so it has no copy and is not in the group.
+        counts = [0] * self.num_stages
+        dist.all_gather_object(counts, len(parameters), group=pipe_group)
+        block_stages = [stage for stage, count in enumerate(counts) if count]
+        group = pipe_group if len(set(counts)) == 1 else self._group_of_stages(block_stages)
+        for parameter in parameters:
+            # DeepSpeed counts a replicated parameter only once in the gradient norm.
+            self._mark_replicated(parameter, self.stage_id != block_stages[0])
+        shared = [(parameter, group) for parameter in parameters]
         if self.settings.tied_embeddings:
             group = self._group_of_stages([0, self.num_stages - 1])
-            embedding, output = layers.get(0), self.output
-            if embedding is not None:
-                shared.append((embedding.word_embeddings.weight, group))
-            elif output is not None:
-                output.final_linear.weight.ds_pipe_replicated = True
-                shared.append((output.final_linear.weight, group))
+            if 0 in layers:
+                shared.append((cast(Embedding, layers[0]).word_embeddings.weight, group))
+            elif self.output is not None:
+                self._mark_replicated(self.output.final_linear.weight, True)
+                shared.append((self.output.final_linear.weight, group))
         return shared
 
-    def _group_of_stages(self, stages: list[int]) -> dist.ProcessGroup | None:
-        """The group of the given stages among the ranks that share this rank's data and tensor coordinates.
+    @staticmethod
+    def _mark_replicated(parameter: nn.Parameter, replicated: bool) -> None:
+        parameter.ds_pipe_replicated = replicated  # type: ignore[attr-defined]  # DeepSpeed reads this attribute
 
-        Groups are made by all ranks together, so every rank makes all of them.
+    def _group_of_stages(self, stages: list[int]) -> dist.ProcessGroup | None:
+        """The process group of these stages, for the ranks with this rank's data and tensor coordinates.
+
+        torch.distributed requires that all ranks create all groups.
         """
-        mine = None
+        own_group = None
         for fiber in self._topo.get_axis_comm_lists("pipe"):
             ranks = [fiber[stage] for stage in stages]
             group = dist.new_group(ranks)
             if self.global_rank in ranks:
-                mine = group
-        return mine
-
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """DeepSpeed sums the gradients of these after the backward passes of a batch."""
-        return self._shared
-
-    def synchronize_shared(self) -> None:
-        """Give every stage the first stage's values: the copies were initialized alike, and a loaded checkpoint holds
-        one value each.
-        """
-        for parameter, group in self._shared:
-            with torch.no_grad():
-                dist.broadcast(parameter.data, src=dist.get_global_rank(group, 0), group=group)
+                own_group = group
+        return own_group

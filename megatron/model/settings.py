@@ -1,18 +1,33 @@
-"""What the layers need to know, taken from the configuration once."""
+"""The sizes and choices of one model on one rank, resolved from the configuration."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kerple.positional import ModelShape
-from megatron.model.parallel import ONE_RANK, TensorParallel
 
-if TYPE_CHECKING:  # the model itself needs torch alone
+if TYPE_CHECKING:  # the model does not depend on the configuration package
     from megatron.config import Config
 
 
 @dataclass(frozen=True)
+class TensorParallel:
+    """This rank's place in the tensor-parallel group. The process group itself is in megatron-core's parallel_state."""
+
+    size: int = 1
+    rank: int = 0
+
+    def heads(self, num_heads: int) -> slice:
+        """The slice of all `num_heads` attention heads that this rank computes."""
+        local = num_heads // self.size
+        return slice(self.rank * local, (self.rank + 1) * local)
+
+
+ONE_RANK = TensorParallel()
+
+
+@dataclass(frozen=True)
 class ModelSettings:
-    """Sizes and choices of one model, on one rank. Sizes are of the whole model, not of the rank's slice."""
+    """Sizes and choices of a model. Sizes are those of the full model, not of a tensor-parallel slice."""
 
     num_layers: int
     hidden_size: int
@@ -56,7 +71,7 @@ class ModelSettings:
             max_positions=model.max_position_embeddings,
             norm=model.norm,
             norm_epsilon=model.norm_epsilon,
-            # GPT-NeoX's fused bias+GELU computes the tanh form; a model trained with it is evaluated with it.
+            # GPT-NeoX's fused bias+GELU kernel computes the tanh approximation, so evaluation must use it too.
             activation="gelu_tanh" if model.activation == "gelu" and model.bias_gelu_fusion else model.activation,
             parallel_residual=model.gpt_j_residual,
             tied_embeddings=not model.no_weight_tying,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron.config import Config, UserError
-from megatron.model.parallel import TensorParallel
+from megatron.model.settings import TensorParallel
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
 from megatron.config import Config, UserError
-from megatron.model.block import SelfAttention
-from megatron.model.gpt import GPT, initialize, positional_methods
+from megatron.model.gpt import GPT, SelfAttention, positional_methods
+from megatron.model.initialization import initialize
 from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings

@@ -14,7 +14,6 @@ from megatron.checkpoint.state import TrainingState
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError, check_vocabulary
 from megatron.data import build_datasets, build_loader, document_lengths
-from megatron.model import linear
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training import distributed, metrics
 from megatron.training.engine import Batch, Engine
@@ -100,9 +99,6 @@ def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
     engine = Engine(config, vocabulary, layout, report)
     counts = engine.count_parameters()
     report(f"attention: {engine.attention_choice()}")
-    products = linear.choice(layout.device, next(engine.model.parameters()).dtype)
-    if products is not None and layout.tensor_size == 1:
-        report(f"linear layers: {products}")
     report(
         f"model: {counts['total']:,} parameters, {counts['positional']:,} of them positional ({config.model.pos_emb}); "
         f"vocabulary {tokenizer.vocab_size:,} padded to {vocabulary:,}; {config.precision.dtype}"

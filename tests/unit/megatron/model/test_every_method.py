@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kerple.positional import primary_names
-from megatron.model.gpt import GPT, initialize
+from megatron.model.gpt import GPT
+from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 from tests.support.texts import PYTHON

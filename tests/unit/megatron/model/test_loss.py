@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model import loss, output
-from megatron.model.gpt import GPT, initialize
+from megatron.model import gpt, loss
+from megatron.model.gpt import GPT
+from megatron.model.initialization import initialize
 from megatron.model.loss import linear_cross_entropy
 from megatron.model.settings import ModelSettings
 
@@ -14,7 +15,7 @@ from megatron.model.settings import ModelSettings
 @pytest.mark.parametrize("masked", [True, False])
 def test_values_and_gradients(masked, piece, monkeypatch):
     """From one token at a time to all at once."""
-    monkeypatch.setattr(loss, "PIECE", piece)
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", piece)
     torch.manual_seed(0)
     hidden = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(40, 8, dtype=torch.float64, requires_grad=True)
@@ -50,8 +51,8 @@ def test_a_model_s_loss_and_gradients_are_the_same_by_pieces(masked, tied, monke
     results = []
     for pieces in (False, True):
         if pieces:
-            monkeypatch.setattr(loss, "PIECE", 64 * 5)
-            monkeypatch.setattr(output, "mean_loss", None)  # the logits are not made whole
+            monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 64 * 5)
+            monkeypatch.setattr(gpt, "mean_loss", None)  # the logits are not made whole
         value = model.loss(text[:, :-1], text[:, 1:], mask)
         results.append([value, *torch.autograd.grad(value, list(model.parameters()))])
     for found, wanted in zip(results[1], results[0], strict=True):
@@ -64,4 +65,4 @@ def test_the_logits_are_never_whole():
     hidden, weight = torch.randn(4096, 4, requires_grad=True), torch.randn(40_000, 4, requires_grad=True)
     with LargestStorage() as largest:
         linear_cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.int64), None).backward()
-    assert largest.elements <= loss.largest_piece(hidden.device, len(weight)) < 4096 * 40_000
+    assert largest.elements <= loss.chunk_elements(hidden.device, len(weight)) < 4096 * 40_000

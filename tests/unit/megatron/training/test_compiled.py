@@ -5,7 +5,8 @@ import torch
 
 from megatron.config import Config, UserError
 from megatron.model.compiled import compile_blocks
-from megatron.model.gpt import GPT, initialize
+from megatron.model.gpt import GPT
+from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.loop import train
 from tests.support.runs import go_back, metrics, run, training_settings

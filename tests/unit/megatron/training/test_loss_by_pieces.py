@@ -13,8 +13,8 @@ LAYOUTS = {
 }
 VOCABULARY = 512
 BY_PIECES = {
-    "megatron.model.output:mean_loss": None,  # what would make the logits whole
-    "megatron.model.loss:PIECE": VOCABULARY * 5,
+    "megatron.model.gpt:mean_loss": None,  # what would make the logits whole
+    "megatron.model.loss:CHUNK_ELEMENTS": VOCABULARY * 5,
 }
 
 
