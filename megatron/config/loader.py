@@ -15,7 +15,6 @@ from megatron.config.placeholders import fill_placeholders
 from megatron.config.schema.base import REST
 from megatron.config.sorting import sort_keys
 from megatron.config.yaml_files import Entry, Place, find_file, read_file
-from megatron.training.deepspeed_config import deepspeed_dict
 from megatron.utils.errors import UserError
 
 
@@ -68,10 +67,6 @@ class Config(BaseModel):
     def notices(self) -> tuple[str, ...]:
         """What the user should be told once: keys that are accepted without effect, and why."""
         return self._notices
-
-    def deepspeed_dict(self, data_parallel_size: int) -> dict[str, Any]:
-        """DeepSpeed's configuration without optimizer and scheduler. Raises UserError if batch sizes do not fit."""
-        return deepspeed_dict(self, data_parallel_size)
 
 
 def load_config(

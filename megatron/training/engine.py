@@ -19,6 +19,7 @@ from megatron.model.initialization import initialize
 from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
+from megatron.training.deepspeed_config import deepspeed_dict
 from megatron.training import metrics
 from megatron.training.bf16 import DeviceOnlyBF16Optimizer
 from megatron.training.distributed import Layout
@@ -130,7 +131,7 @@ class Engine:
             raise UserError(f"torch_compile: {error}; install them, or leave torch_compile out") from error
 
     def _build_engine(self, report: Callable[[str], None]) -> DeepSpeedEngine:
-        settings = self.config.deepspeed_dict(self.layout.data_size)
+        settings = deepspeed_dict(self.config, self.layout.data_size)
         if self.zero_stage == 0 and self.config.precision.dtype != "fp32":
             # Stage 0 in half precision keeps one master copy and one step per parameter; stage 1 does the same
             # arithmetic on flat groups.

@@ -70,7 +70,6 @@ def test_the_paper_s_model_and_training():
     assert config.batch.resolve(1) == (32, 1, 32)
     assert (config.data.split, config.data.data_path) == ("949,50,1", "data/openwebtext2/openwebtext2_text_document")
     assert (config.training.eval_interval, config.checkpoint.save_interval) == (1000, 10_000)
-    assert config.deepspeed_dict(1)["bf16"] == {"enabled": True}
 
 
 def test_the_larger_model():
