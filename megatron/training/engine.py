@@ -19,9 +19,9 @@ from megatron.model.initialization import initialize
 from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
-from megatron.training.deepspeed_config import deepspeed_dict
 from megatron.training import metrics
 from megatron.training.bf16 import DeviceOnlyBF16Optimizer
+from megatron.training.deepspeed_config import deepspeed_dict
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import configure_optimizer
 
