@@ -1,17 +1,19 @@
-# make setup   a virtual environment in .venv with everything installed (does nothing when it is current)
-# make demo    the main job: prepare text, train three small models at length 128, test them up to 2,048
-# make test    all tests
-# make lint    ruff
-# make bench   benchmarks: ratios measured side by side
-# make bench-gpu   those that need an NVIDIA GPU (and PyTorch for it, under PYTHON)
-# make pictures   train every method that learns with the demonstration's settings (what is missing), and draw all
+# make setup       create .venv with all dependencies (does nothing if it is up to date)
+# make demo        the main job: prepare a corpus, train three small models at length 128, test them up to 2,048
+# make test        all tests
+# make test-unit   unit tests only, no processes started
+# make lint        ruff and mypy
+# make bench       benchmarks on this CPU: ratios measured in one run
+# make bench-gpu   benchmarks that need an NVIDIA GPU (PYTHON=... must have PyTorch with CUDA)
+# make pictures    train every trainable method with the demo's settings (if missing) and redraw docs/pictures
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test lint bench bench-gpu pictures clean
+.PHONY: setup demo test test-unit lint bench bench-gpu pictures clean
 
 setup: $(VENV)/.installed
 
@@ -26,15 +28,19 @@ demo: setup
 	$(BIN)/python tools/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-unit: setup
+	$(PYTEST) tests/unit
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
-# Of the others there is nothing to draw, or nothing that training would change.
-UNCHANGED := learned none sinusoidal cope dape alibi kerple_power_original rotary sandwich xpos
-TRAINED := $(filter-out $(UNCHANGED),$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
+# These methods have no trainable parameters, or training does not change what is drawn.
+UNTRAINED := learned none sinusoidal cope dape alibi kerple_power_original rotary sandwich xpos
+TRAINED := $(filter-out $(UNTRAINED),$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
 
 pictures: setup
 	$(BIN)/python tools/demo.py --output runs/pictures --tokens 2048 --methods $(TRAINED)
@@ -47,4 +53,4 @@ bench-gpu:
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache
+	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache
