@@ -26,7 +26,7 @@ from benchmarks.plain_decoder import PlainDecoder
 from kerple.attention import dispatch as select
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
-from megatron.training.metrics import count_parameters, device_peak, flops_per_token
+from megatron.training.logging import count_parameters, flops_per_token, peak_flops
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
 COMPILED = MATERIALISED = ("kerple_log", "kerple_bias_wht")
@@ -118,7 +118,7 @@ def main() -> int:
                 training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous()), seconds=3
             )
             per_second = batch * length / seconds
-            peak = device_peak(bench.device)
+            peak = peak_flops(bench.device)
             first.setdefault("plain", seconds)
             return {
                 "seconds_per_step": seconds,

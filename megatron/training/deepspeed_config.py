@@ -1,34 +1,37 @@
-"""DeepSpeed's configuration, from ours. Keys: https://www.deepspeed.ai/docs/config-json/"""
+"""DeepSpeed's configuration, derived from ours. Its keys: https://www.deepspeed.ai/docs/config-json/"""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron.config.loader import Config
+from megatron.config import Config, UserError
 
 
-def deepspeed_dict(config: "Config", data_parallel_size: int) -> dict[str, Any]:
-    """What deepspeed.initialize is given; the optimizer and the schedule are built by us, and so not in it.
+def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
+    """The configuration for DeepSpeed's engine, without optimizer and learning-rate schedule, which we build ourselves.
 
-    Raises UserError if the batch sizes do not fit this many data-parallel processes, or if deepspeed_extra_args holds
-    what other keys set.
+    Raises UserError if the batch sizes do not fit `data_parallel_size` replicas, or if `deepspeed_extra_args` contains
+    a key that is set here.
     """
-    micro, accumulation, total = config.batch.resolve(data_parallel_size)
-    precision = config.precision
-    result: dict[str, Any] = {
-        "train_batch_size": total,
-        "train_micro_batch_size_per_gpu": micro,
+    micro_batch, accumulation, global_batch = config.batch.resolve(data_parallel_size)
+    precision, optimizer = config.precision, config.optimizer
+    zero = dict(optimizer.zero)
+    if zero.pop("cpu_offload", False):  # GPT-NeoX's name; DeepSpeed has renamed it
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    # In half precision, stage 1 does the arithmetic of stage 0 on flat tensors instead of parameter by parameter.
+    stage = 1 if optimizer.zero_stage == 0 and precision.dtype != "fp32" else optimizer.zero_stage
+    settings: dict[str, Any] = {
+        "train_batch_size": global_batch,
+        "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": config.optimizer.gradient_clipping,
+        "gradient_clipping": optimizer.gradient_clipping,
         "steps_per_print": config.training.steps_per_print,
         "wall_clock_breakdown": config.training.wall_clock_breakdown,
-        "zero_optimization": {"stage": config.optimizer.zero_stage, **_zero(config)},
-        # ZeRO asks for this before it takes an optimizer that is not DeepSpeed's own; torch's and apex's Adam are fine.
-        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **zero},
+        "zero_allow_untested_optimizer": True,  # ZeRO requires it for optimizers that are not DeepSpeed's own
     }
+    if stage == 0 and not optimizer.gradient_clipping:
+        settings["gradient_clipping"] = float("inf")  # no clipping, but DeepSpeed still computes the norm for the log
     if precision.dtype == "fp16":
-        result["fp16"] = {
+        settings["fp16"] = {
             "enabled": True,
             "loss_scale": precision.loss_scale,
             "loss_scale_window": precision.loss_scale_window,
@@ -37,19 +40,18 @@ def deepspeed_dict(config: "Config", data_parallel_size: int) -> dict[str, Any]:
             "min_loss_scale": precision.min_loss_scale,
         }
     elif precision.dtype == "bf16":
-        result["bf16"] = {"enabled": True}
+        settings["bf16"] = {"enabled": True}
     if config.parallel.fp32_allreduce:
-        result["communication_data_type"] = "fp32"
+        settings["communication_data_type"] = "fp32"
+    reserved = {*settings, "optimizer", "scheduler", "fp16", "bf16", "communication_data_type"}
     for key, value in config.training.deepspeed_extra_args.items():
-        if key in result or key in ("optimizer", "scheduler", "fp16", "bf16", "communication_data_type"):
-            raise UserError(f'"deepspeed_extra_args.{key}": DeepSpeed\'s {key} is set from other keys; remove it')
-        result[key] = value
-    return result
-
-
-def _zero(config: "Config") -> dict[str, Any]:
-    """The further ZeRO keys. DeepSpeed has renamed GPT-NeoX's `cpu_offload` to `offload_optimizer: {device: cpu}`."""
-    zero = dict(config.optimizer.zero)
-    if zero.pop("cpu_offload", False):
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
-    return zero
+        if key in reserved:
+            raise UserError(f'"deepspeed_extra_args.{key}": remove it; DeepSpeed\'s {key} is set from other keys')
+        settings[key] = value
+    if precision.dtype == "bf16" and stage == 1:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.parallel.pipe_parallel_size > 1:
+        settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    # DeepSpeed's throughput timer would wait for the device before and after every micro-batch. Our log has its own.
+    settings.setdefault("timers", {"throughput": {"enabled": False}})
+    return settings

@@ -1,11 +1,16 @@
-"""Process groups, devices and random seeds."""
+"""Process groups, the layout of ranks, random seeds, and signals that all ranks act on together."""
 
 import os
 import random
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron.config import Config, UserError
 from megatron.model.settings import TensorParallel
@@ -13,7 +18,7 @@ from megatron.model.settings import TensorParallel
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place among pipeline stages, data-parallel replicas and tensor-parallel slices."""
+    """The parallel sizes, and this rank's pipeline stage, data-parallel rank and tensor-parallel rank."""
 
     rank: int
     world_size: int
@@ -30,16 +35,8 @@ class Layout:
         return TensorParallel(self.tensor_size, self.tensor_rank)
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage == self.pipeline_size - 1
-
-    @property
     def is_main(self) -> bool:
-        """True on the one rank that prints and writes what belongs to the whole run."""
+        """True on rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
     def describe(self) -> str:
@@ -50,79 +47,113 @@ class Layout:
 
 
 def initialize(config: Config) -> Layout:
-    """Join the process group of the launcher (or make one of this process alone), and lay the ranks out.
+    """Join the process group of the launcher, or create one for this process alone; return the layout of the ranks.
 
-    Ranks are ordered tensor-parallel fastest, then data, then pipeline, in DeepSpeed and in megatron-core alike.
-    Raises UserError when the number of ranks does not fit the parallel sizes.
+    The tensor-parallel rank varies fastest, then the data-parallel rank, then the pipeline stage, as in DeepSpeed and
+    megatron-core. Raises UserError if the number of ranks does not fit the parallel sizes.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     from megatron.core import parallel_state
+    from megatron.training.deepspeed_patches import disable_shared_memory_collectives
 
     on_gpu = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if on_gpu:
         torch.cuda.set_device(local_rank)
-    # DeepSpeed would compile its shared-memory collectives here, at run time and with a compiler; gloo needs neither.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    disable_shared_memory_collectives()
     backend = config.parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
     if backend == "nccl" and not on_gpu:
         backend = "gloo"
         if int(os.environ.get("RANK", "0")) == 0:
-            print("distributed-backend: nccl needs a GPU and none is here; using gloo", flush=True)
-    if not torch.distributed.is_initialized():
-        if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-            deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-        else:
+            print("distributed-backend: nccl requires a GPU, and there is none; using gloo", flush=True)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-            # One process needs no address: the store is a table in memory.
-            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-            deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+            # A single process needs no address: it keeps the store in memory.
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    pipeline, tensor = max(1, config.parallel.pipe_parallel_size), config.parallel.model_parallel_size
-    if world % (pipeline * tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pipeline_size, tensor_size = max(1, config.parallel.pipe_parallel_size), config.parallel.model_parallel_size
+    if world_size % (pipeline_size * tensor_size):
         raise UserError(
-            f"{world} ranks cannot be divided into pipe-parallel-size {pipeline} x model-parallel-size {tensor}; "
-            f"start a multiple of {pipeline * tensor} (num_gpus) or change these keys"
+            f"{world_size} ranks cannot be divided into pipe-parallel-size {pipeline_size} x model-parallel-size "
+            f"{tensor_size}; start a multiple of {pipeline_size * tensor_size} ranks (num_gpus) or change these keys"
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
+            tensor_model_parallel_size=tensor_size, pipeline_model_parallel_size=pipeline_size
         )
-    data = world // (pipeline * tensor)
+    data_size = world_size // (pipeline_size * tensor_size)
     return Layout(
         rank=rank,
-        world_size=world,
-        pipeline_size=pipeline,
-        tensor_size=tensor,
-        data_size=data,
-        stage=rank // (data * tensor),
-        data_rank=rank // tensor % data,
-        tensor_rank=rank % tensor,
+        world_size=world_size,
+        pipeline_size=pipeline_size,
+        tensor_size=tensor_size,
+        data_size=data_size,
+        stage=rank // (data_size * tensor_size),
+        data_rank=rank // tensor_size % data_size,
+        tensor_rank=rank % tensor_size,
         device=torch.device(get_accelerator().device_name(local_rank) if on_gpu else "cpu"),
     )
 
 
 def seed_everything(seed: int, layout: Layout) -> None:
-    """Seed Python, NumPy and torch for what is random while training (dropout); tensor-parallel ranks agree, replicas
-    differ.
+    """Seed Python, NumPy and torch, for dropout. Tensor-parallel ranks share a seed; replicas and stages differ.
 
-    The initial weights do not depend on these: see `megatron/model/initialization.py`.
+    The initial weights do not depend on these generators: see `megatron/model/initialization.py`.
     """
-    local = (seed * 1_000_003 + layout.stage * 65_537 + layout.data_rank) % 2**32
-    random.seed(local)
-    np.random.seed(local)  # noqa: NPY002 (the generator that libraries share)
-    torch.manual_seed(local)
+    local_seed = (seed * 1_000_003 + layout.stage * 65_537 + layout.data_rank) % 2**32
+    random.seed(local_seed)
+    np.random.seed(local_seed)  # noqa: NPY002 (libraries use the global generator)
+    torch.manual_seed(local_seed)
 
 
 def shutdown() -> None:
-    """Leave the process groups, so that nothing is left to time out at exit and another run can start here."""
+    """Destroy the process groups. Otherwise they could time out at exit, and this process could not train again."""
     import deepspeed
 
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
+    if dist.is_initialized():
         deepspeed.comm.destroy_process_group()
+
+
+class DistributedSignalHandler:
+    """Records SIGTERM and SIGINT, so that all ranks stop after the same iteration. A context manager.
+
+    A second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        # A CPU process group: with NCCL, every rank would wait for its GPU after each iteration.
+        needs_group = dist.get_world_size() > 1 and dist.get_backend() == "nccl"
+        self._group = dist.new_group(backend="gloo") if needs_group else None
+        self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+
+    def __enter__(self) -> "DistributedSignalHandler":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        if self.received is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.received = number
+
+    def received_by_any_rank(self) -> bool:
+        """True on all ranks if any rank has received a signal. A collective: call it on every rank."""
+        if dist.get_world_size() == 1:
+            return self.received is not None
+        flag = torch.tensor([self.received is not None], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())

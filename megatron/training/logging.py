@@ -1,97 +1,292 @@
-"""Where a run's numbers go: the console (and a copy of it on disk), TensorBoard, Weights & Biases."""
+"""The training log: console and log file, metrics (JSON lines, TensorBoard, Weights & Biases), a line per interval."""
 
+import contextlib
 import json
 import os
+import re
+import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.checkpoint.state import TrainingState
 from megatron.config import Config, UserError
+from megatron.model.gpt import positional_methods
+from megatron.model.settings import ModelSettings
 from megatron.training.distributed import Layout
+from megatron.utils.progress import readable_time
+
+if TYPE_CHECKING:
+    from megatron.training.engine import Engine
+
+# In fp16, a step that overflows is skipped and lowers the loss scale. More overflows in a row than this are an error.
+MAX_CONSECUTIVE_OVERFLOWS = 32
+
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The longest match counts.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "A10": 125e12,
+    "A40": 149.7e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+}
 
 
-class Reporter:
-    """Prints once per run, on rank 0, and copies what it prints to `log-dir`."""
+class Logger:
+    """Writes text and metrics of a run, on rank 0 only.
+
+    Text goes to the console and to `LOG_DIR/train.log`. Metrics go to `LOG_DIR/metrics.jsonl`, TensorBoard and Weights
+    & Biases, whichever are configured.
+    """
 
     def __init__(self, config: Config, layout: Layout):
-        self.is_main = layout.is_main
-        self._file = None
-        if self.is_main and config.logging.log_dir:
-            folder = Path(config.logging.log_dir)
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._file = open(folder / "train.log", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-            except OSError as error:
-                raise UserError(f"log-dir: {folder}: cannot be written ({error.strerror})") from error
+        """Raises UserError if `log-dir` cannot be written."""
+        self._config = config
+        self._is_main = layout.is_main
+        self._text: TextIO | None = None
+        self._metrics: TextIO | None = None
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if self._is_main and config.logging.log_dir:
+            self._text = self._open("train.log")
 
-    def __call__(self, text: str) -> None:
-        if not self.is_main:
+    def _open(self, name: str) -> TextIO:
+        folder = Path(self._config.logging.log_dir or "")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return open(folder / name, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise UserError(f"log-dir: cannot write to {folder}: {error.strerror}") from error
+
+    def start_metrics(self) -> None:
+        """Open the metrics file, TensorBoard and Weights & Biases. Raises UserError if one of them is not available."""
+        settings = self._config.logging
+        if not self._is_main:
             return
-        print(text, flush=True)
-        if self._file is not None:
-            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-class Trackers:
-    """Numbers over steps, on rank 0 only: JSON lines in `log-dir`, TensorBoard, Weights & Biases, where asked for."""
-
-    def __init__(self, config: Config, layout: Layout):
-        self._tensorboard = None
-        self._wandb = None
-        self._lines = None
-        if not layout.is_main:
-            return
-        logging = config.logging
-        if logging.log_dir:
-            self._lines = open(Path(logging.log_dir) / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        if logging.tensorboard_dir:
+        if settings.log_dir:
+            self._metrics = self._open("metrics.jsonl")
+        if settings.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(logging.tensorboard_dir)
-        if logging.use_wandb:
-            self._wandb = _start_wandb(config)
+            self._tensorboard = SummaryWriter(settings.tensorboard_dir)
+        if settings.use_wandb:
+            self._wandb = _start_wandb(self._config)
 
-    def scalars(self, values: dict[str, float], step: int) -> None:
-        """Log numbers under their names at an optimizer step."""
-        if self._lines is not None:
-            self._lines.write(json.dumps({"iteration": step, **values}) + "\n")
+    def info(self, text: str) -> None:
+        """Print a line."""
+        if not self._is_main:
+            return
+        print(text, flush=True)
+        if self._text is not None:
+            self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def metrics(self, values: dict[str, float], iteration: int) -> None:
+        """Record metrics by name."""
+        if self._metrics is not None:
+            self._metrics.write(json.dumps({"iteration": iteration, **values}) + "\n")
         if self._tensorboard is not None:
             for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+                self._tensorboard.add_scalar(name, value, iteration)
         if self._wandb is not None:
-            self._wandb.log(values, step=step)
+            self._wandb.log(values, step=iteration)
 
     def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for writer in (self._text, self._metrics, self._tensorboard):
+            if writer is not None:
+                writer.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
-def _start_wandb(config: Config):
+def _start_wandb(config: Config) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise UserError(
-            "use_wandb: the package wandb is not installed; install it or set use_wandb to false"
-        ) from error
-    logging = config.logging
-    if logging.wandb_host:
-        os.environ.setdefault("WANDB_BASE_URL", logging.wandb_host)
+        raise UserError("use_wandb: wandb is not installed; install it or set use_wandb to false") from error
+    settings = config.logging
+    if settings.wandb_host:
+        os.environ.setdefault("WANDB_BASE_URL", settings.wandb_host)
     try:
         return wandb.init(
-            project=logging.wandb_project,
-            group=logging.wandb_group,
-            entity=logging.wandb_team,
-            name=logging.wandb_run_name,
+            project=settings.wandb_project,
+            group=settings.wandb_group,
+            entity=settings.wandb_team,
+            name=settings.wandb_run_name,
             config=config.to_flat(),
         )
     except (wandb.errors.UsageError, wandb.errors.CommError) as error:
         raise UserError(
             f"use_wandb: {str(error).splitlines()[0]}; set WANDB_API_KEY, or WANDB_MODE=offline to log to disk"
         ) from error
+
+
+class StepLog:
+    """The log line of every `log-interval`, and the check that losses are finite.
+
+    Losses stay on the device until the next line or check, so that no step waits for one.
+    """
+
+    def __init__(self, config: Config, engine: "Engine", logger: Logger, flops_per_token: float):
+        self._config, self._engine, self._logger = config, engine, logger
+        self._flops_per_token = flops_per_token
+        self._losses: list[torch.Tensor] = []
+        self._checked = 0  # of these losses
+        self._overflows = 0  # consecutive ones
+        self.seconds = 0.0  # of training since the last line, up to the last pause
+        self._started_at = time.perf_counter()
+
+    def add(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time spent in validation or saving as training."""
+        self.seconds += time.perf_counter() - self._started_at
+        try:
+            yield
+        finally:
+            self._started_at = time.perf_counter()
+
+    def check(self, iteration: int) -> None:
+        """Raise UserError if a loss since the last check, the last one of them being of `iteration`, is not finite."""
+        losses = self._losses[self._checked :]
+        self._checked = len(self._losses)
+        if not losses:
+            return
+        max_overflows = MAX_CONSECUTIVE_OVERFLOWS if self._engine.loss_scale is not None else 0
+        for index, is_finite in enumerate(torch.isfinite(torch.stack(losses).float()).tolist()):
+            self._overflows = 0 if is_finite else self._overflows + 1
+            if self._overflows > max_overflows:
+                raise non_finite_loss(self._config, f"at iteration {iteration - len(losses) + 1 + index}")
+
+    def write(self, state: TrainingState, learning_rate: float) -> None:
+        """Check the losses, then write their mean since the last line and what else describes the training."""
+        self.check(state.iteration)
+        with self.paused():
+            self._write(state, learning_rate)
+        self._losses, self._checked, self.seconds = [], 0, 0.0
+
+    def _write(self, state: TrainingState, learning_rate: float) -> None:
+        engine, layout, steps = self._engine, self._engine.layout, len(self._losses)
+        last_iteration = self._config.schedule.train_iters or 0
+        losses = torch.stack(self._losses).float().cpu()
+        loss = float(losses[torch.isfinite(losses)].mean())
+        samples_per_second = steps * engine.global_batch / max(self.seconds, 1e-9)
+        tokens_per_second = samples_per_second * engine.seq_length
+        memory = peak_memory(layout.device)
+        values = {
+            "train/loss": loss,
+            "train/learning_rate": learning_rate,
+            "train/tokens_per_second": tokens_per_second,
+            "train/tokens": float(state.tokens),
+            "train/memory_bytes": float(memory),
+        }
+        texts = [
+            f"iteration {state.iteration:,}/{last_iteration:,}",
+            f"lm loss {loss:.4f}",
+            f"lr {learning_rate:.3e}",
+        ]
+        grad_norm, loss_scale, device_peak = engine.grad_norm, engine.loss_scale, peak_flops(layout.device)
+        if grad_norm is not None:
+            values["train/grad_norm"] = grad_norm
+            texts.append(f"grad norm {grad_norm:.3f}")
+        if loss_scale is not None:
+            values["train/loss_scale"] = loss_scale
+            texts.append(f"loss scale {loss_scale:g}")
+        texts += [f"{samples_per_second:,.1f} samples/s", f"{tokens_per_second:,.0f} tokens/s"]
+        if device_peak is not None:
+            values["train/mfu"] = tokens_per_second * self._flops_per_token / (device_peak * layout.world_size)
+            texts.append(f"MFU {100 * values['train/mfu']:.1f} %")
+        seconds_left = (last_iteration - state.iteration) * self.seconds / max(steps, 1)
+        texts += [f"{memory / 2**30:.2f} GiB", f"{readable_time(seconds_left)} left"]
+        self._logger.info(" | ".join(texts))
+        for name, heads in engine.kernel_statistics().items():
+            low, mean, high = heads.min().item(), heads.mean().item(), heads.max().item()
+            values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
+            self._logger.info(f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads")
+        self._logger.metrics(values, state.iteration)
+
+
+def non_finite_loss(config: Config, when: str) -> UserError:
+    """The error for a loss that is nan or inf."""
+    folder = config.checkpoint.save
+    return UserError(
+        f"the loss is not finite (nan or inf) {when}; training stops without saving. "
+        + (f"The last good checkpoint is in {folder}. " if folder else "")
+        + "Lower the learning rate, clip gradients (gradient_clipping), or use a wider number format"
+    )
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device in FLOP/s; None if it is not known, as on a CPU."""
+    if device.type != "cuda":
+        return None
+    device_name = torch.cuda.get_device_name(device)
+    matches = [name for name in PEAK_FLOPS if re.search(rf"(?<!\w){name}(?!\w)", device_name)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak memory in bytes: allocated on the GPU, or resident set size of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def count_parameters(
+    layers: dict[int, nn.Module], settings: ModelSettings, layout: Layout | None = None
+) -> dict[str, int]:
+    """Count the parameters of the whole model, each one once however many ranks have a copy.
+
+    Returns `total`, `positional` (of the positional methods) and `outside_embedding` (without the input embedding,
+    unless it is also the output layer), from which `flops_per_token` computes. `layout`: in a distributed run.
+    """
+    positional = {id(p) for method in positional_methods(layers).values() for p in method.parameters()}
+    counts = {"total": 0, "positional": 0, "embedding": 0}
+    seen: set[int] = set()
+    for index, layer in layers.items():
+        for name, parameter in layer.named_parameters():
+            if id(parameter) in seen or getattr(parameter, "ds_pipe_replicated", False):
+                continue
+            seen.add(id(parameter))
+            numel = getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: before ZeRO 3 partitions it
+            if getattr(parameter, "tensor_model_parallel", False):
+                numel *= settings.tp.size
+            counts["total"] += numel
+            if id(parameter) in positional:
+                counts["positional"] += numel
+            elif index == 0 and name.startswith("word_embeddings"):
+                counts["embedding"] += numel
+    if layout is not None and layout.pipeline_size > 1:
+        from megatron.core import parallel_state
+
+        values = torch.tensor(list(counts.values()), device=layout.device)
+        dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
+        counts = dict(zip(counts, values.tolist(), strict=True))
+    embedding = counts.pop("embedding")
+    counts["outside_embedding"] = counts["total"] - (0 if settings.tied_embeddings else embedding)
+    return counts
+
+
+def flops_per_token(outside_embedding: int, settings: ModelSettings, seq_length: int) -> float:
+    """Floating-point operations of forward and backward pass per token, for the MFU.
+
+    6 per parameter outside the input embedding, and 6 x layers x hidden size x sequence length for causal attention.
+    Activation recomputation is not counted.
+    """
+    return 6.0 * outside_embedding + 6.0 * settings.num_layers * settings.hidden_size * seq_length

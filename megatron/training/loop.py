@@ -1,9 +1,6 @@
-"""The training run: set-up, steps, validation, checkpoints, and a clean end."""
+"""The training loop: setup, iterations, validation, checkpoints, and a clean end."""
 
 import math
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -11,294 +8,197 @@ from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.loading import load_checkpoint, locate_checkpoint
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state import TrainingState
-from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError, check_vocabulary
-from megatron.data import build_datasets, build_loader, document_lengths
-from megatron.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.training import distributed, metrics
-from megatron.training.engine import Batch, Engine
-from megatron.training.extrapolation import ExtrapolationCurves
-from megatron.training.logging import Reporter, Trackers
+from megatron.data import build_datasets, document_lengths
+from megatron.data.datasets import Datasets
+from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.training import distributed
+from megatron.training.engine import Engine
+from megatron.training.logging import Logger, StepLog, count_parameters, flops_per_token, non_finite_loss
 from megatron.training.optimizer import Schedule
-from megatron.training.signals import StopRequest
-from megatron.training.step_log import StepLog, not_finite
-from megatron.utils.progress import readable_time
-
-
-@dataclass
-class Run:
-    """All that a run holds."""
-
-    config: Config
-    layout: distributed.Layout
-    engine: Engine
-    state: TrainingState
-    schedule: Schedule
-    report: Reporter
-    trackers: Trackers
-    checkpointer: Checkpointer | None
-    curves: ExtrapolationCurves | None
-    flops_per_token: float
-    train_batches: Iterator[Batch] | None
-    valid_dataset: object | None
-    test_dataset: object | None
-    probe: torch.Tensor
-    validated_at: int | None = None
-
-    @property
-    def last_iteration(self) -> int:
-        return self.config.schedule.train_iters
+from megatron.training.validation import ExtrapolationCurves, Validator
 
 
 def train(config: Config) -> TrainingState:
-    """Train as the configuration says; with `train-iters: 0`, only validate. Returns where the run ended.
+    """Train as configured, or only validate if `train-iters` is 0. Returns the state at the end of the run.
 
-    Raises UserError for input that cannot be used; nothing has been written then.
+    Raises UserError for unusable input, before anything is written.
     """
     layout = distributed.initialize(config)
-    report = Reporter(config, layout)
+    logger = Logger(config, layout)
     try:
-        run = set_up(config, layout, report)
-        try:
-            with StopRequest() as stop:
-                try:
-                    left_early = _steps(run, stop)
-                finally:
-                    if run.checkpointer is not None:
-                        run.checkpointer.finish()
-            if left_early is None:
-                _final_evaluation(run)
-            return run.state
-        finally:
-            run.trackers.close()
+        trainer = Trainer(config, layout, logger)
+        with distributed.DistributedSignalHandler() as signals:
+            try:
+                finished = trainer.train(signals)
+            finally:
+                if trainer.checkpointer is not None:
+                    trainer.checkpointer.finish()
+        if finished:
+            trainer.evaluate_at_end()
+        return trainer.state
     finally:
-        report.close()
+        logger.close()
         distributed.shutdown()
 
 
-def set_up(config: Config, layout: distributed.Layout, report: Reporter) -> Run:
-    """Tokenizer, model, optimizer, checkpoint and data of one rank."""
-    if config.schedule.train_iters is None:
-        raise UserError("train-iters is not set; it says how many steps to train (0: only evaluate)")
-    report(layout.describe())
-    distributed.seed_everything(config.training.seed, layout)
-    tokenizer = build_tokenizer(
-        config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file
-    )
-    check_vocabulary(config, tokenizer.vocab_size)
-    vocabulary = config.model.padded_vocab_size or padded_vocab_size(
-        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
-    )
-    checkpoint = locate_checkpoint(config, layout, vocabulary, report)
-    if checkpoint is None and config.schedule.train_iters == 0:
-        where = f"load: {config.checkpoint.load}: holds no checkpoint" if config.checkpoint.load else "load is not set"
-        raise UserError(f"{where}; train-iters is 0, which evaluates a trained model")
-    _note_save_folder(config, report)
-    datasets = _datasets(config, tokenizer, layout, report)
-    curves = ExtrapolationCurves(config, layout, report) if config.training.extrapolation_lengths else None
-    engine = Engine(config, vocabulary, layout, report)
-    counts = engine.count_parameters()
-    report(f"attention: {engine.attention_choice()}")
-    report(
-        f"model: {counts['total']:,} parameters, {counts['positional']:,} of them positional ({config.model.pos_emb}); "
-        f"vocabulary {tokenizer.vocab_size:,} padded to {vocabulary:,}; {config.precision.dtype}"
-    )
-    state = load_checkpoint(engine, config, checkpoint, report)
-    _note_data_order(state, datasets.train, report)
-    train_batches = None
-    if config.schedule.train_iters > state.iteration:
-        train_batches = iter(_loader(config, engine, datasets.train, state.consumed_samples))
-    return Run(
-        config=config,
-        layout=layout,
-        engine=engine,
-        state=state,
-        schedule=_schedule(config),
-        report=report,
-        trackers=Trackers(config, layout),
-        checkpointer=Checkpointer(engine, config, report) if config.checkpoint.save else None,
-        curves=curves,
-        flops_per_token=metrics.flops_per_token(counts["outside_embedding"], engine.settings, config.model.seq_length),
-        train_batches=train_batches,
-        valid_dataset=datasets.valid,
-        test_dataset=datasets.test,
-        probe=_probe(config, layout, tokenizer.vocab_size),
-    )
+class Trainer:
+    """A training run on this rank: data, engine, state, checkpoints and log."""
 
+    def __init__(self, config: Config, layout: distributed.Layout, logger: Logger):
+        """Build the tokenizer, the datasets and the model, and load the checkpoint.
 
-def _probe(config: Config, layout: distributed.Layout, vocab_size: int) -> torch.Tensor:
-    """A micro-batch of random tokens, int64 `[b, s + 1]`, on which the weights are tried before they are saved."""
-    micro, _, _ = config.batch.resolve(layout.data_size)
-    generator = torch.Generator().manual_seed(config.training.seed)
-    return torch.randint(vocab_size, (micro, config.model.seq_length + 1), generator=generator)
+        Raises UserError for unusable input. What can be checked without the model is checked before it is built.
+        """
+        if config.schedule.train_iters is None:
+            raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
+        self.config, self.layout, self.logger = config, layout, logger
+        self.last_iteration = config.schedule.train_iters
+        logger.info(layout.describe())
+        distributed.seed_everything(config.training.seed, layout)
 
-
-def _note_data_order(state: TrainingState, dataset, report: Reporter) -> None:
-    """A position in the data means the same samples only while their order is the same."""
-    order = dataset.order if dataset is not None else state.data_order
-    if state.data_order and state.consumed_samples and order != state.data_order:
-        report(
-            "the order of the training samples is not that of the checkpoint (data, split, seed or seq-length differ): "
-            f"training goes on at sample {state.consumed_samples:,} of the new order, so some "
-            "samples may be seen twice and others not at all"
+        tokenizer = build_tokenizer(
+            config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file
         )
-    state.data_order = order
-
-
-def _schedule(config: Config) -> Schedule:
-    settings = config.schedule
-    decay = settings.lr_decay_iters or settings.train_iters
-    return Schedule(config.optimizer.lr, settings.lr_decay_style, decay, settings.warmup * decay, settings.min_lr)
-
-
-def _note_save_folder(config: Config, report: Reporter) -> None:
-    """Say so when the run saves among checkpoints that it did not start from."""
-    folder = config.checkpoint.save
-    if folder is not None and folder != config.checkpoint.load and has_checkpoint(folder):
-        report(f"save: {folder} holds checkpoints already, which `load` does not name; this run's go beside them")
-
-
-def _datasets(config: Config, tokenizer, layout: distributed.Layout, report: Reporter):
-    iterations, validation = config.schedule.train_iters, config.training
-    _, _, global_batch = config.batch.resolve(layout.data_size)
-    rounds = iterations // validation.eval_interval + 1 if validation.eval_iters else 0
-    per_round = validation.eval_iters * global_batch
-    tested = per_round if _has_test_text(config) else 0
-    wanted = (iterations * global_batch, rounds * per_round, tested)
-    datasets = build_datasets(config, tokenizer, config.model.seq_length, wanted, validation.seq_length_val)
-    if iterations and datasets.train is None:
-        raise UserError("there are no training documents: check split, or name train-data-paths")
-    if validation.eval_iters and datasets.valid is None:
-        report("no validation documents (see split and valid-data-paths): the run is not validated")
-    return datasets
-
-
-def _has_test_text(config: Config) -> bool:
-    """Test data of its own, or a test part of `split` that holds a sample: often it is too small to."""
-    data = config.data
-    if data.data_path is None:
-        return bool(data.test_data_paths)
-    try:
-        lengths = document_lengths(data.data_path, data.split, "test")
-    except UserError:
-        return False
-    return int(lengths.sum()) > (config.training.seq_length_val or config.model.seq_length)
-
-
-def _loader(config: Config, engine: Engine, dataset, consumed: int):
-    layout = engine.layout
-    micro, _, _ = config.batch.resolve(layout.data_size)
-    return build_loader(
-        dataset,
-        micro_batch_size=micro,
-        data_parallel_rank=layout.data_rank,
-        data_parallel_size=layout.data_size,
-        consumed_samples=consumed,
-        num_workers=config.data.num_workers,
-        pin_memory=layout.device.type == "cuda",
-    )
-
-
-# -- steps ------------------------------------------------------------------------------------------------------------
-
-
-def _steps(run: Run, stop: StopRequest) -> str | None:
-    """Train to the last iteration (None), or until all ranks agree to leave before it (why)."""
-    config, state, engine = run.config, run.state, run.engine
-    training = config.training
-    log = StepLog(run)
-    while state.iteration < run.last_iteration:
-        rate = run.schedule(state.iteration)
-        loss = engine.train_step(run.train_batches, rate, state.iteration)
-        state.iteration += 1
-        state.consumed_samples += engine.global_batch
-        state.tokens += engine.global_batch * config.model.seq_length
-        log.add(loss)
-
-        last = state.iteration == run.last_iteration
-        leave = _reason_to_leave(stop, training.exit_interval, state.iteration) if not last else None
-        if _due(state.iteration, training.log_interval) or last or leave:
-            log.write(rate)
-        if _due(state.iteration, training.eval_interval) and not leave:
-            with log.paused():
-                _evaluate(run)
-        if run.checkpointer is not None and (_due(state.iteration, config.checkpoint.save_interval) or last or leave):
-            with log.paused():
-                log.check()
-                _check_weights(run)
-                run.checkpointer.save(state)
-        if leave:
-            kept = "its checkpoint is saved" if run.checkpointer else "nothing is saved (no `save` folder is set)"
-            run.report(f"leaving after iteration {state.iteration}: {leave}; {kept}")
-            return leave
-    return None
-
-
-def _reason_to_leave(stop: StopRequest, exit_interval: int | None, iteration: int) -> str | None:
-    if stop.agreed():
-        return "a signal asked to stop"
-    return f"exit-interval {exit_interval}" if _due(iteration, exit_interval) else None
-
-
-def _check_weights(run: Run) -> None:
-    """Raise UserError if the weights give no finite loss: such a checkpoint must not replace a good one."""
-    batch = {"tokens": run.probe[:, :-1], "labels": run.probe[:, 1:]}
-    if not math.isfinite(run.engine.validate(iter([batch]), 1)):
-        raise UserError(not_finite(run, f"after iteration {run.state.iteration}"))
-
-
-def _due(iteration: int, every: int | None) -> bool:
-    return every is not None and iteration % every == 0
-
-
-# -- validation -------------------------------------------------------------------------------------------------------
-
-
-def _evaluate(run: Run) -> None:
-    """What is due every `eval-interval`: a validation, and the curves of extrapolation."""
-    if run.config.training.eval_iters:
-        _validate(run)
-    if run.curves is not None:
-        run.curves.measure(run)
-
-
-def _validate(run: Run, dataset: str = "valid") -> float | None:
-    """Mean loss over the next `eval-iters` batches of the validation samples, printed and tracked."""
-    source = run.valid_dataset if dataset == "valid" else run.test_dataset
-    if source is None:
-        return None
-    iterations, state = run.config.training.eval_iters, run.state
-    consumed = state.consumed_valid_samples if dataset == "valid" else 0
-    batches = iter(_loader(run.config, run.engine, source, consumed))
-    started = time.perf_counter()
-    loss = run.engine.validate(batches, iterations * run.engine.accumulation)
-    if dataset == "valid":
-        state.consumed_valid_samples += iterations * run.engine.global_batch
-        run.validated_at = state.iteration
-    length = run.config.training.seq_length_val or run.config.model.seq_length
-    name = "validation" if dataset == "valid" else dataset
-    perplexity = math.exp(min(loss, 700.0))
-    run.report(
-        f"{name} at iteration {state.iteration:,} | length {length:,} | loss {loss:.4f} | "
-        f"perplexity {perplexity:.3f} | {readable_time(time.perf_counter() - started)}"
-    )
-    run.trackers.scalars({f"{name}/loss": loss, f"{name}/perplexity": perplexity}, state.iteration)
-    return loss
-
-
-def _final_evaluation(run: Run) -> None:
-    """Validation, curves and test at the end; all there is when `train-iters` is 0."""
-    validated, trained = run.config.training.eval_iters > 0, run.config.schedule.train_iters > 0
-    if validated and run.valid_dataset is None and not trained:
-        raise UserError(
-            "train-iters is 0 and there are no validation documents: nothing to do. Check data-path and split"
+        check_vocabulary(config, tokenizer.vocab_size)
+        vocab_size = config.model.padded_vocab_size or padded_vocab_size(
+            tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
         )
-    if validated and run.validated_at != run.state.iteration:
-        _validate(run)
-    if run.curves is not None and run.curves.measured_at != run.state.iteration:
-        run.curves.measure(run)
-    if validated and trained:
-        _validate(run, "test")
+        load, save = config.checkpoint.load, config.checkpoint.save
+        checkpoint = locate_checkpoint(config, layout, vocab_size, logger.info)
+        if checkpoint is None and self.last_iteration == 0:
+            problem = f"load: {load} contains no checkpoint" if load else "load is not set"
+            raise UserError(f"{problem}; train-iters is 0, which evaluates a trained model")
+        if save is not None and save != load and has_checkpoint(save):
+            logger.info(f"save: {save} already contains checkpoints of another run; this run adds its own")
+        datasets = self._build_datasets(tokenizer)
+        self.curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
+
+        self.engine = Engine(config, vocab_size, layout, logger.info)
+        parameters = count_parameters(self.engine.layers(), self.engine.settings, layout)
+        logger.info(f"attention: {self.engine.attention_choice()}")
+        logger.info(
+            f"model: {parameters['total']:,} parameters, {parameters['positional']:,} of them positional "
+            f"({config.model.pos_emb}); vocabulary {tokenizer.vocab_size:,} padded to {vocab_size:,}; "
+            f"{config.precision.dtype}"
+        )
+        self.state = load_checkpoint(self.engine, config, checkpoint, logger.info)
+
+        data_order = self.state.data_order if datasets.train is None else datasets.train.order
+        if self.state.data_order and self.state.consumed_samples and data_order != self.state.data_order:
+            logger.info(
+                "the order of the training samples differs from the checkpoint's (data, split, seed or seq-length "
+                f"changed): training resumes at sample {self.state.consumed_samples:,} of the new order, so some "
+                "samples may be seen twice and others never"
+            )
+        self.state.data_order = data_order
+        if datasets.train is not None and self.state.iteration < self.last_iteration:
+            self.train_batches = self.engine.batches(datasets.train, self.state.consumed_samples)
+        self.validator = Validator(self.engine, logger, datasets.valid, datasets.test)
+        self.checkpointer = Checkpointer(self.engine, config, logger.info) if save else None
+        decay_iters = config.schedule.lr_decay_iters or self.last_iteration
+        self.schedule = Schedule(
+            config.optimizer.lr,
+            config.schedule.lr_decay_style,
+            decay_iters,
+            config.schedule.warmup * decay_iters,
+            config.schedule.min_lr,
+        )
+        self.flops_per_token = flops_per_token(
+            parameters["outside_embedding"], self.engine.settings, self.engine.seq_length
+        )
+        # Random tokens int64 [micro-batch, s + 1], on which the weights are checked before they are saved.
+        self.probe = torch.randint(
+            tokenizer.vocab_size,
+            (self.engine.micro_batch, self.engine.seq_length + 1),
+            generator=torch.Generator().manual_seed(config.training.seed),
+        )
+        logger.start_metrics()
+
+    def _build_datasets(self, tokenizer: Tokenizer) -> Datasets:
+        config, training = self.config, self.config.training
+        _, _, global_batch = config.batch.resolve(self.layout.data_size)
+        samples_per_validation = training.eval_iters * global_batch
+        validations = self.last_iteration // training.eval_interval + 1 if training.eval_iters else 0
+        num_samples = (
+            self.last_iteration * global_batch,
+            validations * samples_per_validation,
+            samples_per_validation if self._has_test_sample() else 0,
+        )
+        datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
+        if self.last_iteration and datasets.train is None:
+            raise UserError("there are no training documents: check split, or set train-data-paths")
+        if training.eval_iters and datasets.valid is None:
+            if self.last_iteration == 0:
+                raise UserError("train-iters is 0 and there are no validation documents: check data-path and split")
+            self.logger.info("there are no validation documents (see split and valid-data-paths): no validation")
+        return datasets
+
+    def _has_test_sample(self) -> bool:
+        """Whether there is test data; the test part of `split` is often too small for a single sample."""
+        data = self.config.data
+        if data.data_path is None:
+            return bool(data.test_data_paths)
+        try:
+            lengths = document_lengths(data.data_path, data.split, "test")
+        except UserError:
+            return False
+        return int(lengths.sum()) > (self.config.training.seq_length_val or self.config.model.seq_length)
+
+    def train(self, signals: distributed.DistributedSignalHandler) -> bool:
+        """Train to the last iteration. Returns False if a signal or `exit-interval` ended the run before it."""
+        training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        state, log = self.state, StepLog(self.config, self.engine, self.logger, self.flops_per_token)
+        while state.iteration < self.last_iteration:
+            learning_rate = self.schedule(state.iteration)
+            loss = self.engine.train_step(self.train_batches, learning_rate, state.iteration)
+            state.iteration += 1
+            state.consumed_samples += self.engine.global_batch
+            state.tokens += self.engine.global_batch * self.engine.seq_length
+            log.add(loss)
+
+            is_last = state.iteration == self.last_iteration
+            exit_reason = None
+            if not is_last:
+                if signals.received_by_any_rank():
+                    exit_reason = "received a signal to stop"
+                elif _is_due(state.iteration, training.exit_interval):
+                    exit_reason = f"exit-interval {training.exit_interval}"
+            if _is_due(state.iteration, training.log_interval) or is_last or exit_reason:
+                log.write(state, learning_rate)
+            if _is_due(state.iteration, training.eval_interval) and not exit_reason:
+                with log.paused():
+                    if training.eval_iters:
+                        self.validator.validate(state)
+                    if self.curves is not None:
+                        self.curves.measure(self.engine, state.iteration)
+            if self.checkpointer is not None and (_is_due(state.iteration, save_interval) or is_last or exit_reason):
+                with log.paused():
+                    log.check(state.iteration)
+                    self._check_weights()
+                    self.checkpointer.save(state)
+            if exit_reason:
+                saved = "checkpoint saved" if self.checkpointer else "no checkpoint saved (`save` is not set)"
+                self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
+                return False
+        return True
+
+    def _check_weights(self) -> None:
+        """Raise UserError if the weights do not give a finite loss. They must not replace a good checkpoint."""
+        batch = {"tokens": self.probe[:, :-1], "labels": self.probe[:, 1:]}
+        if not math.isfinite(self.engine.validate(iter([batch]), 1)):
+            raise non_finite_loss(self.config, f"after iteration {self.state.iteration}")
+
+    def evaluate_at_end(self) -> None:
+        """Validation, extrapolation curves and test at the last iteration."""
+        has_validation = self.config.training.eval_iters > 0
+        if has_validation and self.validator.validated_at != self.state.iteration:
+            self.validator.validate(self.state)
+        if self.curves is not None and self.curves.measured_at != self.state.iteration:
+            self.curves.measure(self.engine, self.state.iteration)
+        if has_validation and self.last_iteration > 0:
+            self.validator.test(self.state)
 
 
-__all__ = ["CheckpointError", "Run", "set_up", "train"]
+def _is_due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0

@@ -9,7 +9,7 @@ from megatron.config import load_config
 from megatron.model.gpt import GPT, layer_factories
 from megatron.model.initialization import initialize, initializer
 from megatron.model.settings import ModelSettings
-from megatron.training.metrics import count_parameters, flops_per_token
+from megatron.training.logging import count_parameters, flops_per_token
 from tests.support.release import METHODS
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "padded_vocab_size": 128, "max_positions": 64}

@@ -187,7 +187,7 @@ def test_change_of_the_data_is_told(tmp_path, data_path, capsys):
     trained(tmp_path, data_path, train_iters=8)
     assert "order of the training samples" not in capsys.readouterr().out
     trained(tmp_path, data_path, train_iters=9, split="7,2,1")
-    assert "order of the training samples is not that of the checkpoint" in capsys.readouterr().out
+    assert "order of the training samples differs from the checkpoint" in capsys.readouterr().out
 
 
 def test_change_of_the_global_batch_is_told(tmp_path, data_path, capsys):

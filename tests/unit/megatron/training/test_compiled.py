@@ -93,7 +93,7 @@ def test_the_entry_point_with_zero_2(tmp_path, data_path):
     keys = {"zero_optimization": {"stage": 2}, "save": None, "load": None, "gradient_accumulation_steps": 2}
     train(Config.from_flat(training_settings(tmp_path / "eager", data_path, **keys)))
     output = run(tmp_path / "compiled", training_settings(tmp_path / "compiled", data_path, torch_compile=True, **keys))
-    assert output.count("torch.compile: the blocks, in training; not attention") == 1
+    assert output.count("torch.compile: transformer blocks in training, without attention") == 1
     for name in ("train/loss", "train/grad_norm", "validation/loss", "kernel/bias_p/mean"):
         assert metrics(tmp_path / "compiled", name) == pytest.approx(metrics(tmp_path / "eager", name), abs=1e-4), name
 
@@ -103,7 +103,7 @@ def test_a_missing_compiler_is_one_clear_error(tmp_path, data_path, monkeypatch)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "nothing is compiled yet"))
     torch._dynamo.reset()
     with pytest.raises(
-        UserError, match=r"torch_compile: .* not work on this machine .*C\+\+ compiler.*leave torch_comp"
+        UserError, match=r"torch_compile: .* not work on this machine .*C\+\+ compiler.*remove torch_comp"
     ):
         train(Config.from_flat(training_settings(tmp_path, data_path, torch_compile=True)))
     assert not (tmp_path / "checkpoints").exists()

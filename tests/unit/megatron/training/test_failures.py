@@ -11,8 +11,8 @@ from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
+from megatron.training.logging import StepLog
 from megatron.training.loop import train
-from megatron.training.step_log import StepLog
 from tests.support.runs import ROOT, environment, metrics, run, training_settings, weights
 
 
@@ -188,15 +188,15 @@ def test_split_without_training_documents(tmp_path, data_path):
 def test_exit_interval_leaves_without_an_evaluation(tmp_path, data_path, capsys):
     trained(tmp_path, data_path, exit_interval=2, eval_interval=100)
     output = capsys.readouterr().out
-    assert "leaving after iteration 2: exit-interval 2; its checkpoint is saved" in output
+    assert "exiting after iteration 2: exit-interval 2; checkpoint saved" in output
     assert "validation at" not in output
 
 
 def test_the_clock_counts_training_and_not_validation(monkeypatch):
     """Training before a validation counts, the validation does not."""
     now = [0.0]
-    monkeypatch.setattr("megatron.training.step_log.time.perf_counter", lambda: now[0])
-    log = StepLog(run=None)
+    monkeypatch.setattr("megatron.training.logging.time.perf_counter", lambda: now[0])
+    log = StepLog(None, None, None, 0.0)
     now[0] = 3.0
     with log.paused():
         now[0] = 100.0

@@ -111,5 +111,5 @@ def test_signal_to_one_rank_stops_all(tmp_path, data_path):
     ranks[-1].send_signal(signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    assert "a signal asked to stop; its checkpoint is saved" in output
+    assert "received a signal to stop; checkpoint saved" in output
     assert "validation at" not in output

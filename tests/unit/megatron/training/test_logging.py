@@ -28,7 +28,7 @@ def test_tensorboard_and_wandb_hold_the_numbers_of_the_console(tmp_path, data_pa
     (offline,) = wandb_offline.glob("offline-run-*")
     assert any(path.suffix == ".wandb" and path.stat().st_size > 1000 for path in offline.iterdir())
     console = capsys.readouterr().out
-    assert "iteration 6/6 | loss" in console
+    assert "iteration 6/6 | lm loss" in console
     assert "bias_p: " in console
     for folder, _, files in os.walk(tmp_path):
         for name in files:

@@ -63,7 +63,7 @@ def test_sigterm_saves_and_leaves(tmp_path, data_path):
             process.send_signal(signal.SIGTERM)
             break
     output = process.communicate(timeout=120)[0]
-    assert "asked to stop" in output, output
+    assert "received a signal to stop" in output, output
     (iteration,) = saved_iterations(tmp_path / "checkpoints")
     assert 5 <= iteration < 100_000
     state = trained(tmp_path, data_path, train_iters=iteration, load=None, save=None)

@@ -1,0 +1,110 @@
+"""Patches of DeepSpeed. Each one names the upstream behaviour that it replaces and the reason.
+
+All of them are for DeepSpeed 0.19.8; check each one against the source of a new version before updating. Settings that
+avoid unwanted behaviour without a patch are in `deepspeed_config.py`.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed import PipelineEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+PATCHED_VERSION = "0.19.8"
+
+
+def disable_shared_memory_collectives() -> None:
+    """Use gloo for collectives between CPU ranks.
+
+    Upstream: `deepspeed.comm.torch.TorchBackend` compiles a C++ extension with shared-memory collectives when it is
+    created on a CPU. That takes a compiler and half a minute, and gloo serves as well.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class PatchedEngine(DeepSpeedEngine):
+    """DeepSpeed's engine for a model that is not a pipeline."""
+
+    def _do_sanity_check(self) -> None:
+        """Allow fp16 on a CPU.
+
+        Upstream: raises if the CPU has no fp16 instructions. PyTorch computes fp16 on such CPUs too, only slower.
+        """
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cpu":
+            super()._do_sanity_check()
+            return
+        with patch.object(accelerator, "is_fp16_supported", lambda: True):
+            super()._do_sanity_check()
+
+    @torch.no_grad()
+    def clip_fp32_gradients(self) -> None:
+        """Clip fp32 gradients without ZeRO by the norm of the whole model, and record the norm for the log.
+
+        Upstream: `deepspeed.runtime.utils.clip_grad_norm_` counts only the parameters of model-parallel rank 0, which
+        in a pipeline are those of the first stage, and discards the norm. The ZeRO and bf16 optimizers do neither.
+        """
+        tensor_rank = self.mpu.get_slice_parallel_rank() if self.mpu is not None else 0
+        gradients, counted = [], []
+        for parameter in self.module.parameters():
+            if parameter.grad is None:
+                continue
+            gradients.append(parameter.grad)
+            is_copy = getattr(parameter, "ds_pipe_replicated", False) or (
+                tensor_rank > 0 and not getattr(parameter, "tensor_model_parallel", False)
+            )
+            if not is_copy:
+                counted.append(parameter.grad)
+        norm = torch.nn.utils.get_total_norm(counted)
+        if self.mpu is not None:
+            squared = norm.float().square().to(gradients[0].device)
+            dist.all_reduce(squared, group=self.mpu.get_model_parallel_group())
+            norm = squared.sqrt()
+        scale = (self.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale)
+        self._global_grad_norm = norm
+
+
+class PatchedPipelineEngine(PatchedEngine, PipelineEngine):
+    """DeepSpeed's engine for one stage of a pipeline."""
+
+
+class DeviceOnlyBF16Optimizer(BF16_Optimizer):
+    """DeepSpeed's optimizer for bf16 weights with fp32 master weights, without waiting for the device.
+
+    Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not finite and to clip.
+    The device idles until the next kernels are launched. Here both happen on the device, with the same arithmetic. The
+    inner optimizer must support `found_inf`, as torch's fused optimizers do.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        gradients, _ = self.get_grads_for_norm()
+        norm = get_global_norm_of_tensors(gradients, mpu=self.mpu, norm_type=self.norm_type)
+        overflow = ~torch.isfinite(norm) | (norm < 0)  # DeepSpeed returns -1 for a norm that is not finite
+        self._global_grad_norm = norm.masked_fill(overflow, float("inf"))
+        if self.clip_grad > 0:
+            scale = (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(self.get_grads_for_norm(for_clipping=True), scale)
+        for master, gradient in zip(
+            self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, strict=True
+        ):
+            master.grad = gradient
+        self.optimizer.found_inf = overflow.float()
+        self.optimizer.step()
+        self._lazy_init_hp_params_optimizer_state()
+        self.update_lp_params()
+        self.clear_hp_grads()
+
+
+def patch_optimizer(engine: Any) -> None:
+    """Replace DeepSpeed's bf16 optimizer where the inner optimizer can skip a step on the device."""
+    optimizer = engine.optimizer
+    if type(optimizer) is BF16_Optimizer and getattr(optimizer.optimizer, "_step_supports_amp_scaling", False):
+        optimizer.__class__ = DeviceOnlyBF16Optimizer

@@ -1,0 +1,118 @@
+"""Evaluation during training: validation loss, test loss, and extrapolation curves."""
+
+import math
+import time
+
+import torch
+
+from megatron.checkpoint.state import TrainingState
+from megatron.config import Config, UserError
+from megatron.data.datasets import Samples
+from megatron.data.streams import evaluation_tokens
+from megatron.evaluation import evaluate_extrapolation
+from megatron.training.distributed import Layout
+from megatron.training.engine import Engine
+from megatron.training.logging import Logger
+from megatron.utils.progress import readable_time
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), limited to what a float can represent."""
+    return math.exp(min(loss, 700.0))
+
+
+class Validator:
+    """Measures the loss of validation and test samples at the training length, or at `seq-length-val`."""
+
+    def __init__(self, engine: Engine, logger: Logger, valid_dataset: Samples | None, test_dataset: Samples | None):
+        self._engine, self._logger = engine, logger
+        self._valid_dataset, self._test_dataset = valid_dataset, test_dataset
+        self.validated_at: int | None = None  # iteration
+
+    def validate(self, state: TrainingState) -> None:
+        """Log the mean loss of the next `eval-iters` global batches of the validation samples."""
+        if self._valid_dataset is not None:
+            self._measure("validation", self._valid_dataset, state, state.consumed_valid_samples)
+            state.consumed_valid_samples += self._engine.config.training.eval_iters * self._engine.global_batch
+            self.validated_at = state.iteration
+
+    def test(self, state: TrainingState) -> None:
+        """Log the mean loss of the first `eval-iters` global batches of the test samples."""
+        if self._test_dataset is not None:
+            self._measure("test", self._test_dataset, state, 0)
+
+    def _measure(self, name: str, dataset: Samples, state: TrainingState, consumed_samples: int) -> None:
+        engine, started_at = self._engine, time.perf_counter()
+        batches = engine.batches(dataset, consumed_samples)
+        loss = engine.validate(batches, engine.config.training.eval_iters * engine.accumulation)
+        length = engine.config.training.seq_length_val or engine.seq_length
+        self._logger.info(
+            f"{name} at iteration {state.iteration:,} | length {length:,} | lm loss {loss:.4f} | "
+            f"perplexity {perplexity(loss):.3f} | {readable_time(time.perf_counter() - started_at)}"
+        )
+        self._logger.metrics({f"{name}/loss": loss, f"{name}/perplexity": perplexity(loss)}, state.iteration)
+
+
+class ExtrapolationCurves:
+    """Measures the validation loss at each of `extrapolation-lengths`, on the same tokens at every length and time.
+
+    The replicas share the text. Nothing random is drawn and no weight is changed, so the losses of the run are the same
+    with and without it. A length that the positional method does not support has no curve.
+    """
+
+    def __init__(self, config: Config, layout: Layout, logger: Logger):
+        """Read this replica's share of the tokens. Raises UserError if the validation text is too short."""
+        training = config.training
+        self._logger = logger
+        self.lengths = tuple(dict.fromkeys(training.extrapolation_lengths or ()))
+        self.measured_at: int | None = None  # iteration
+        unit = math.lcm(*self.lengths)
+        tokens = evaluation_tokens(config, "valid", training.extrapolation_budget + 1)
+        units = (len(tokens) - 1) // unit
+        if units < 1:
+            raise UserError(
+                f"extrapolation-lengths {', '.join(map(str, self.lengths))}: the validation text has {len(tokens):,} "
+                f"tokens, but these lengths need {unit + 1:,}; use shorter lengths, or enlarge the validation part of "
+                "split"
+            )
+        self.num_tokens = units * unit
+        # Rounded up, so that rank 0, which prints, has work even if there are fewer units than replicas.
+        first, last = (-(-rank * units // layout.data_size) for rank in (layout.data_rank, layout.data_rank + 1))
+        self._tokens = tokens[first * unit : last * unit + 1]
+        logger.info(
+            f"extrapolation: {self.num_tokens:,} validation tokens at each of {len(self.lengths)} lengths, every "
+            f"{training.eval_interval:,} iterations"
+        )
+
+    def measure(self, engine: Engine, iteration: int) -> None:
+        """Log the mean loss (in nats) and the perplexity at each length. A collective."""
+        started_at = time.perf_counter()
+        num_targets = len(self._tokens) - 1
+        totals = torch.zeros(len(self.lengths), dtype=torch.float64, device=engine.layout.device)
+        if num_targets:
+            records = evaluate_extrapolation(
+                engine.model,
+                self._tokens,
+                self.lengths,
+                vocab_size=engine.settings.padded_vocab_size,
+                progress=False,
+            )
+            for index, record in enumerate(records):
+                if record["note"] and self.measured_at is None:
+                    self._logger.info(f"extrapolation at length {record['length']:,}: n/a: {record['note']}")
+                totals[index] = math.nan if record["loss"] is None else record["loss"] * num_targets
+        losses = engine.mean_over_replicas(totals) * engine.layout.data_size / self.num_tokens
+        self.measured_at = iteration
+        values, texts = {}, []
+        for length, loss in zip(self.lengths, losses.tolist(), strict=True):
+            if not math.isfinite(loss):
+                texts.append(f"{length:,}: n/a")
+                continue
+            texts.append(f"{length:,}: {perplexity(loss):.3f}")
+            values[f"extrapolation/loss/{length}"] = loss
+            values[f"extrapolation/perplexity/{length}"] = perplexity(loss)
+        self._logger.info(
+            f"extrapolation at iteration {iteration:,} | perplexity at {' | '.join(texts)} | "
+            f"{readable_time(time.perf_counter() - started_at)}"
+        )
+        self._logger.metrics(values, iteration)
