@@ -1,86 +1,137 @@
-"""A folder of checkpoints: `latest`, and one `global_stepN` for each.
+"""The checkpoint directory: `latest`, one `global_stepN` per checkpoint, and the manifest that verifies its files.
 
-What is being written, replaced or deleted has another name: `global_stepN.unfinished`, `.global_stepN.replaced`,
-`.global_stepN.deleted`. A process that is killed leaves such folders behind; `tidy` finishes or undoes its work.
+A checkpoint that is being written, replaced or deleted has another name: `global_stepN.unfinished`,
+`.global_stepN.replaced`, `.global_stepN.deleted`. A killed process leaves such directories behind; `clean_up` completes
+or reverts what it was doing.
+
+`manifest.json`: {"format": 1, "iteration": N, "checksum": "crc32", "files": {NAME: {"size": BYTES, "crc32": HEX}}}, with
+names relative to `global_stepN`. It is written after all other files are on disk. Checkpoints of the KERPLE release have
+no manifest. A checkpoint saved by this project that lost its manifest counts as damaged.
 """
 
 import contextlib
+import hashlib
+import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron.checkpoint.manifest import find_damage
-from megatron.checkpoint.storage import CheckpointError, write_text
-from megatron.utils.files import sync_folder
+from megatron.checkpoint.storage import CheckpointError, FileRecord, file_record, load_tensors, write_json
+from megatron.utils.files import sync_folder, write_atomically
+
+# Files of a checkpoint.
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+STATE_FILE = "mp_rank_00_model_states.pt"
+OPTIMIZER_FILES = "optimizer_rank_*.pt"
+RANDOM_STATE_FILES = "random_rank_*.pt"
+CONFIG_FILE = "configs/config.yml"
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
 
 STEP = re.compile(r"global_step(\d+)")
 UNFINISHED = re.compile(r"global_step\d+\.unfinished")
 REPLACED = re.compile(r"\.(global_step\d+)\.replaced")
 DELETED = re.compile(r"\.global_step\d+\.deleted")
-HALF_WRITTEN = re.compile(r"latest\.partial-\d+")
+PARTIAL_LATEST = re.compile(r"latest\.partial-\d+")
 
 
 def tag_for(iteration: int) -> str:
     return f"global_step{iteration}"
 
 
+def iteration_of(step: Path) -> int:
+    """The iteration in the name of a checkpoint's directory."""
+    match = STEP.search(step.name)
+    if match is None:
+        raise CheckpointError(f"{step}: is not named global_stepN")
+    return int(match[1])
+
+
+def layer_file(step: Path, index: int, tensor_rank: int) -> Path:
+    return step / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt"
+
+
+def layer_files(step: Path) -> dict[int, list[Path]]:
+    """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError if a rank's file is missing."""
+    by_layer: dict[int, dict[int, Path]] = {}
+    for path in step.iterdir():
+        if match := LAYER_FILE.fullmatch(path.name):
+            by_layer.setdefault(int(match[1]), {})[int(match[2])] = path
+    if not by_layer:
+        raise CheckpointError(f"{step}: is not a checkpoint, it has no layer_XX-model_YY-model_states.pt")
+    ranks = range(max(len(files) for files in by_layer.values()))
+    for index, files in by_layer.items():
+        for rank in ranks:
+            if rank not in files:
+                raise CheckpointError(f"{layer_file(step, index, rank)}: no such file; the checkpoint is incomplete")
+    return {index: [files[rank] for rank in ranks] for index, files in sorted(by_layer.items())}
+
+
+def has_checkpoint(directory: str | Path) -> bool:
+    return (Path(directory) / "latest").is_file()
+
+
 def saved_iterations(directory: Path) -> list[int]:
-    """Iterations whose folders are there, oldest first; folders of unfinished saves have other names."""
+    """Iterations of the saved checkpoints, oldest first. Unfinished saves do not count."""
     if not directory.is_dir():
         return []
     names = [path.name for path in directory.iterdir() if path.is_dir()]
-    matches = (STEP.fullmatch(match[1] if (match := REPLACED.fullmatch(name)) else name) for name in names)
+    matches = (STEP.fullmatch(replaced[1] if (replaced := REPLACED.fullmatch(name)) else name) for name in names)
     return sorted({int(match[1]) for match in matches if match})
 
 
 def step_folder(directory: Path, tag: str) -> Path:
-    """The checkpoint's folder. A process killed while it replaced a checkpoint may have left the old one under the
-    other name.
+    """The checkpoint's directory: normally `directory / tag`. If a process was killed while replacing the checkpoint,
+    only the previous one may exist, under its temporary name.
     """
-    set_aside = directory / f".{tag}.replaced"
-    return directory / tag if (directory / tag).is_dir() or not set_aside.is_dir() else set_aside
+    replaced = directory / f".{tag}.replaced"
+    return directory / tag if (directory / tag).is_dir() or not replaced.is_dir() else replaced
 
 
 def find_step(directory: str | Path, iteration: int | None = None) -> Path:
-    """The folder of the checkpoint to load: that of `iteration`, or the one that `latest` names.
+    """The global_stepN directory to load: that of `iteration`, or the one `latest` names.
 
-    Raises CheckpointError when it is not there, with what is.
+    Raises CheckpointError if it does not exist, listing the checkpoints that do.
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such folder; give the folder that holds `latest` and global_stepN")
-    there = saved_iterations(directory)
-    listed = ", ".join(str(step) for step in there) or "none"
+        raise CheckpointError(f"{directory}: no such folder; give the folder that contains `latest` and global_stepN")
+    iterations = saved_iterations(directory)
+    available = ", ".join(map(str, iterations)) or "none"
     if iteration is not None:
-        if iteration not in there:
-            raise CheckpointError(f"{directory}: has no checkpoint of iteration {iteration}; it has {listed}")
+        if iteration not in iterations:
+            raise CheckpointError(f"{directory}: no checkpoint of iteration {iteration}; available: {available}")
         return step_folder(directory, tag_for(iteration))
     latest = directory / "latest"
     if not latest.is_file():
         raise CheckpointError(
-            f"{directory}: has no file `latest`; iterations there: {listed}. Name one with `iteration`"
+            f"{directory}: has no file `latest`; choose a checkpoint with `iteration` (available: {available})"
         )
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if not STEP.fullmatch(tag) or not step_folder(directory, tag).is_dir():
-        raise CheckpointError(f"{latest}: names {tag!r}, which is not there; iterations there: {listed}")
+        raise CheckpointError(f"{latest}: names {tag!r}, which does not exist; available iterations: {available}")
     return step_folder(directory, tag)
 
 
-def find_whole_step(
+def find_valid_step(
     directory: str | Path,
     iteration: int | None = None,
     *,
     fallback: bool = False,
     report: Callable[[str], None] = print,
-    check: Callable[[Path], str | None] = find_damage,
+    check: Callable[[Path], str | None] | None = None,
 ) -> Path:
-    """`find_step`, with every file checked against the manifest.
+    """`find_step`, and verify every file against the manifest.
 
-    fallback: where the checkpoint is damaged, take the newest whole one and report it. Otherwise CheckpointError names
-    the damage and that checkpoint. `check` gives what is wrong with a checkpoint, or None.
+    fallback: if the checkpoint is damaged, report it and return the newest valid one instead. Otherwise raise
+    CheckpointError, naming the damage and that checkpoint. check: returns what is wrong with a checkpoint, or None;
+    `find_damage` by default.
     """
-    directory = Path(directory)
+    directory, check = Path(directory), check or find_damage
+    step: Path | None = None
     try:
         step = find_step(directory, iteration)
         damage = check(step)
@@ -88,44 +139,35 @@ def find_whole_step(
         if not saved_iterations(directory):
             raise
         step, damage = None, str(error)
-    if damage is None:
+    if step is not None and damage is None:
         return step
-    others = (step_folder(directory, tag_for(other)) for other in reversed(saved_iterations(directory)))
-    whole = next((other for other in others if other != step and check(other) is None), None)
-    if whole is None:
-        raise CheckpointError(f"the checkpoint is damaged. {damage}; {directory} holds no other whole checkpoint")
+    candidates = (step_folder(directory, tag_for(saved)) for saved in reversed(saved_iterations(directory)))
+    newest = next((candidate for candidate in candidates if candidate != step and check(candidate) is None), None)
+    if newest is None:
+        raise CheckpointError(f"the checkpoint is damaged: {damage}; {directory} contains no other valid checkpoint")
     if not fallback:
         raise CheckpointError(
-            f"the checkpoint is damaged. {damage}. The newest whole one in {directory} is that of iteration "
-            f"{iteration_of(whole)}: take it with --fallback"
+            f"the checkpoint is damaged: {damage}. The newest valid one in {directory} is iteration "
+            f"{iteration_of(newest)}; use it with --fallback"
         )
-    report(f"fallback: the checkpoint is damaged. {damage}. Taking the newest whole one, {whole}")
-    return whole
-
-
-def iteration_of(step: Path) -> int:
-    """The iteration that a checkpoint's folder is named after."""
-    return int(re.search(STEP, step.name)[1])
-
-
-def has_checkpoint(directory: str | Path) -> bool:
-    return (Path(directory) / "latest").is_file()
+    report(f"fallback: the checkpoint is damaged: {damage}. Using the newest valid one, {newest}")
+    return newest
 
 
 def point_latest(directory: Path, tag: str) -> None:
-    write_text(directory / "latest", tag)
+    write_atomically(directory / "latest", tag.encode())
 
 
-def tidy(directory: Path) -> None:
-    """Remove what a killed process left, and put back a checkpoint that it had set aside to replace. Only for a folder
-    to which no other process is saving.
+def clean_up(directory: Path) -> None:
+    """Remove what a killed process left behind, and restore a checkpoint that it was replacing. Call this only if no
+    other process is saving to the directory.
     """
     if not directory.is_dir():
         return
     for path in directory.iterdir():
         if UNFINISHED.fullmatch(path.name) or DELETED.fullmatch(path.name):
             shutil.rmtree(path)
-        elif HALF_WRITTEN.fullmatch(path.name):
+        elif PARTIAL_LATEST.fullmatch(path.name):
             path.unlink()
         elif match := REPLACED.fullmatch(path.name):
             if (directory / match[1]).exists():
@@ -136,41 +178,153 @@ def tidy(directory: Path) -> None:
 
 
 def publish(directory: Path, unfinished: Path, tag: str) -> None:
-    """Give a whole checkpoint its name, and point `latest` at it.
+    """Give a completely written checkpoint its name, and point `latest` at it.
 
-    After every single step the folder holds a checkpoint that `find_step` finds: a folder cannot be renamed onto
-    another, so the one that is replaced is set aside under a name that `step_folder` knows.
+    `find_step` finds a checkpoint after each of these system calls. A directory cannot be renamed onto an existing one,
+    so a replaced checkpoint is first renamed to a name that `step_folder` knows.
     """
-    final, set_aside = directory / tag, directory / f".{tag}.replaced"
+    final, replaced = directory / tag, directory / f".{tag}.replaced"
     sync_folder(unfinished)
     if final.exists():
-        final.rename(set_aside)
+        final.rename(replaced)
     unfinished.rename(final)
     sync_folder(directory)
     point_latest(directory, tag)
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(set_aside)
+        shutil.rmtree(replaced)
 
 
 def remove_older(directory: Path, keep: int, newest: int) -> list[int]:
-    """Delete all but the last `keep` checkpoints up to iteration `newest`; returns the iterations deleted.
+    """Delete all but the last `keep` checkpoints up to iteration `newest`; return the deleted iterations.
 
-    Never the one that `latest` names; and nothing at all unless a checkpoint that stays has all its files at their full
-    size.
+    Never deletes the checkpoint that `latest` names. Deletes nothing unless at least one of the remaining checkpoints
+    has all its files at their full size.
     """
     latest = directory / "latest"
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-    # Checkpoints of later iterations are of a run that went another way; they say nothing of this one's.
-    mine = [iteration for iteration in saved_iterations(directory) if iteration <= newest]
-    kept = [directory / tag_for(iteration) for iteration in mine[-keep:]]
-    if all(find_damage(step, contents=False) is not None for step in kept):
+    latest_tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    # Checkpoints of later iterations belong to a run that was rolled back; they do not count.
+    iterations = [iteration for iteration in saved_iterations(directory) if iteration <= newest]
+    remaining = [directory / tag_for(iteration) for iteration in iterations[-keep:]]
+    if all(find_damage(step, contents=False) is not None for step in remaining):
         return []
     removed = []
-    for iteration in mine[:-keep]:
-        if tag_for(iteration) != named:
-            # Renamed first: a half-deleted folder must not look like a checkpoint.
-            doomed = directory / f".{tag_for(iteration)}.deleted"
-            (directory / tag_for(iteration)).rename(doomed)
-            shutil.rmtree(doomed)
+    for iteration in iterations[:-keep]:
+        if tag_for(iteration) != latest_tag:
+            # Rename first: a half-deleted directory must not look like a checkpoint.
+            deleted = directory / f".{tag_for(iteration)}.deleted"
+            (directory / tag_for(iteration)).rename(deleted)
+            shutil.rmtree(deleted)
             removed.append(iteration)
     return removed
+
+
+# -- manifest ----------------------------------------------------------------------------------------------------------
+
+
+def write_manifest(step: Path, iteration: int, records: Mapping[str, FileRecord]) -> None:
+    files = {name: {"size": record.size, "crc32": f"{record.crc32:08x}"} for name, record in sorted(records.items())}
+    manifest = {"format": MANIFEST_FORMAT, "iteration": iteration, "checksum": "crc32", "files": files}
+    write_json(step / MANIFEST, manifest)
+
+
+def write_manifest_of_folder(step: Path, iteration: int) -> None:
+    """Write a manifest of the files now on disk: for imported checkpoints, or one that lost its manifest."""
+    paths = (path for path in step.rglob("*") if path.is_file() and path != step / MANIFEST)
+    write_manifest(step, iteration, {path.relative_to(step).as_posix(): file_record(path) for path in paths})
+
+
+def read_manifest(step: Path) -> dict[str, FileRecord] | None:
+    """File name -> record, or None if there is no manifest. Raises CheckpointError if it is damaged."""
+    path = step / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read, the file is damaged ({error})") from error
+    try:
+        if manifest["format"] != MANIFEST_FORMAT or manifest["checksum"] != "crc32":
+            raise CheckpointError(
+                f"{path}: has format {manifest['format']} with {manifest['checksum']} checksums; "
+                f"this version reads format {MANIFEST_FORMAT} with crc32"
+            )
+        return {name: FileRecord(int(file["size"]), int(file["crc32"], 16)) for name, file in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is not a checkpoint manifest; the file is damaged") from error
+
+
+def find_damage(
+    step: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1), threads: int | None = None
+) -> str | None:
+    """The first file that does not match the manifest, as `FILE: what is wrong`. None for a valid checkpoint, and for
+    one without a manifest that another program saved.
+
+    contents: read the files and compare checksums; otherwise compare sizes only. share: (rank, ranks), to check only
+    this rank's part of the files.
+    """
+    try:
+        records = read_manifest(step)
+    except CheckpointError as error:
+        return str(error)
+    if records is None:
+        if not saved_by_this_project(step):
+            return None
+        return (
+            f"{step / MANIFEST}: no such file, so the checkpoint cannot be verified (if you trust its files: "
+            f"python tools/ckpts/inspect.py {step} --accept)"
+        )
+    unlisted = sorted(path.name for path in step.glob("*.pt") if path.name not in records)
+    if unlisted:
+        return f"{step / unlisted[0]}: is not in the manifest, so it does not belong to this checkpoint"
+
+    def damage_of(name: str) -> str | None:
+        path, record = step / name, records[name]
+        try:
+            size = path.stat().st_size
+            if size != record.size:
+                return f"{path}: has {size:,} bytes instead of {record.size:,}"
+            if contents and file_record(path) != record:
+                return f"{path}: contents differ from what was saved (wrong checksum)"
+        except FileNotFoundError:
+            return f"{path}: no such file"
+        except OSError as error:
+            return f"{path}: cannot be read ({error.strerror})"
+        return None
+
+    # Largest first, so that equal numbers of files are roughly equal work.
+    names = sorted(records, key=lambda name: -records[name].size)[share[0] :: share[1]]
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+        return next((damage for damage in pool.map(damage_of, names) if damage), None)
+
+
+def saved_by_this_project(step: Path) -> bool:
+    """Whether the checkpoint contains files that only this project writes."""
+    if any(any(step.glob(pattern)) for pattern in (OPTIMIZER_FILES, RANDOM_STATE_FILES)):
+        return True
+    try:
+        state = load_tensors(step / STATE_FILE, mmap=True)
+    except CheckpointError:
+        return False
+    return isinstance(state, dict) and "training" in state
+
+
+def weights_fingerprint(step: Path) -> str:
+    """16 hexadecimal digits that identify the weights, independent of the checkpoint's path.
+
+    Computed from the layer files' sizes and checksums in the manifest, or from their contents if there is none. Raises
+    CheckpointError if files are missing or cannot be read.
+    """
+    digest = hashlib.sha256()
+    records = read_manifest(step)
+    for paths in layer_files(step).values():
+        for path in paths:
+            if records is not None and path.name in records:
+                record = records[path.name]
+                digest.update(f"{path.name} {record.size} {record.crc32}\n".encode())
+                continue
+            contents = hashlib.sha256()
+            with open(path, "rb") as file:
+                while chunk := file.read(1 << 22):
+                    contents.update(chunk)
+            digest.update(f"{path.name} {contents.hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]

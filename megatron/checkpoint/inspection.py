@@ -1,105 +1,174 @@
-"""The command line of tools/ckpts/inspect.py."""
+"""Contents of a checkpoint, read without building a model: sizes, positional parameters, damage, differences.
 
-import json
-from collections.abc import Sequence
+Legend: h heads.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.description import describe, differences
-from megatron.checkpoint.directory import STEP, find_step, iteration_of
-from megatron.checkpoint.layers import layer_files, load_layer_file
-from megatron.checkpoint.manifest import MANIFEST, find_damage, write_manifest_of_folder
-from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.config.option_parser import OptionParser
+import torch
+from torch import Tensor
+
+from kerple.positional import PositionalMethod, build
+from megatron.checkpoint.directory import (
+    OPTIMIZER_FILES,
+    STATE_FILE,
+    find_damage,
+    iteration_of,
+    layer_files,
+    read_manifest,
+)
+from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES
+from megatron.checkpoint.storage import CheckpointError, load_file, load_layer_file
 from megatron.model.settings import ModelSettings
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """tools/ckpts/inspect.py: the exit status."""
-    parser = OptionParser(prog="inspect.py", description="What a checkpoint is, and whether its files are whole.")
-    parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="compare with this one")
-    parser.add_argument("--iteration", type=int, help="step to look at; default: the one named in `latest`")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--accept",
-        action="store_true",
-        help=f"write a {MANIFEST} of the files as they are, for a checkpoint that has none",
-    )
-    options = parser.parse_args(arguments)
-    if options.accept:
-        _accept(_step(options.directory, options.iteration))
-    steps = [_step(folder, options.iteration) for folder in (options.directory, options.other) if folder is not None]
-    described = [_describe(step) for step in steps]
-    report: dict[str, Any] = described[0]
-    if options.other is not None:
-        report = {"first": described[0], "second": described[1], "differences": differences(*described, *steps)}
-    print(json.dumps(report, indent=2) if options.json else _readable(report))
-    return 0 if all(one["manifest"] in ("whole", "none") for one in described) else 1
+def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any]:
+    """A checkpoint as plain values: `step`, `iteration`, `manifest`, `files`, `bytes`, `parameters`, `layers`,
+    `tensor_parallel`, `dtypes`, `optimizer`, `training`, `shape`; with `settings` also `pos_emb` and `kernels`.
+
+    settings: of the model, from the checkpoint's configuration. manifest: "whole", "none", or the damage. kernels: see
+    `head_values`. Raises CheckpointError if a file cannot be read safely.
+    """
+    layers = layer_files(step)
+    paths = [path for path in step.rglob("*") if path.is_file()]
+    damage = find_damage(step)
+    state_file = step / STATE_FILE
+    saved = load_file(state_file) if state_file.is_file() else {}
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{state_file}: contains a {type(saved).__name__} instead of a dictionary")
+    optimizer_files = len(list(step.glob(OPTIMIZER_FILES)))
+    optimizer = "the release's" if saved.get("optimizer") else "none"
+    if optimizer_files:
+        optimizer = f"per parameter, in {optimizer_files} file{'s' * (optimizer_files > 1)}"
+    counts, dtypes = _parameter_counts(layers, shared=settings is None or _build_method(settings).shared)
+    description = {
+        "step": str(step),
+        "iteration": int(saved.get("iteration", iteration_of(step))),
+        "manifest": damage or ("none" if read_manifest(step) is None else "whole"),
+        "files": len(paths),
+        "bytes": sum(path.stat().st_size for path in paths),
+        "parameters": sum(counts.values()),
+        "layers": {str(index): sum(path.stat().st_size for path in files) for index, files in layers.items()},
+        "tensor_parallel": max(map(len, layers.values())),
+        "dtypes": sorted(dtypes),
+        "optimizer": optimizer,
+        "training": saved.get("training"),
+        "shape": saved.get("shape"),
+    }
+    if settings is not None:
+        description["pos_emb"] = settings.pos_emb
+        description["kernels"] = head_values(step, settings)
+    return description
 
 
-def _step(folder: Path, iteration: int | None) -> Path:
-    return folder if STEP.fullmatch(folder.resolve().name) else find_step(folder, iteration)
+def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[dict[str, int], set[str]]:
+    """(name -> elements, dtypes). A tensor of which layers or shards store copies is counted once.
+
+    shared: all layers have the same positional parameters.
+    """
+    counts: dict[str, int] = {}
+    dtypes: set[str] = set()
+    for index, paths in layers.items():
+        shards = [load_layer_file(path) for path in paths]
+        for name, tensor in shards[0].items():
+            dtypes.add(str(tensor.dtype).removeprefix("torch."))
+            if name in COMPUTED_BUFFERS:
+                continue
+            positional = name.startswith(POSITIONAL_PREFIXES)
+            # Replicas on the tensor-parallel ranks are equal, slices are not.
+            replicas = positional or (len(shards) > 1 and all(torch.equal(tensor, shard[name]) for shard in shards[1:]))
+            key = name if positional and shared else f"{index}.{name}"
+            counts[key] = tensor.numel() if replicas else sum(shard[name].numel() for shard in shards)
+    return counts, dtypes
 
 
-def _accept(step: Path) -> None:
-    """Write a manifest of the files as they are. Raises CheckpointError if there is one, or a file cannot be read."""
-    if (step / MANIFEST).exists():
-        damage = find_damage(step)
-        state = f"it says: {damage}" if damage else "and all files are as it says"
-        raise CheckpointError(f"{step}: --accept is for a checkpoint that lost its {MANIFEST}; this has it, {state}")
-    for path in sorted(step.glob("*.pt")):
-        load_file(path)
-    write_manifest_of_folder(step, iteration_of(step))
+def _build_method(settings: ModelSettings) -> PositionalMethod:
+    return build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
 
 
-def _describe(step: Path) -> dict[str, Any]:
-    try:
-        config = checkpoint_config(step)
-    except CheckpointError as error:
-        return {**describe(step), "configuration": str(error)}
-    rows = sum(load_layer_file(path)["word_embeddings.weight"].shape[0] for path in layer_files(step)[0])
-    return describe(step, ModelSettings.from_config(config, rows))
+def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[str, PositionalMethod]]:
+    """The positional methods of a checkpoint with their parameters: ("all layers", method) if the layers share one, or
+    ("layer I", method) for each layer. Reads only the positional parameters.
+    """
+    for index, (path, *_) in layer_files(step).items():
+        if not 2 <= index < settings.num_layers + 2:
+            continue
+        method = _build_method(settings)
+        own_names = {name for name, _ in method.named_parameters()}
+        parameters = {
+            name.removeprefix(prefix): tensor.float()
+            for name, tensor in load_layer_file(path).items()
+            for prefix in POSITIONAL_PREFIXES
+            if name.startswith(prefix) and name.removeprefix(prefix) in own_names
+        }
+        if method.embeds or (own_names and not parameters):
+            continue
+        method.load_state_dict({**method.state_dict(), **parameters})
+        yield ("all layers" if method.shared else f"layer {index - 2}"), method
+        if method.shared:
+            break
 
 
-def _readable(report: dict[str, Any]) -> str:
-    if "differences" not in report:
-        return _summary(report)
-    found = report["differences"]
-    lines = [_summary(report["first"]), "", _summary(report["second"]), "", "differences"]
-    lines += [f"  {name}: {first} | {second}" for name, (first, second) in found["values"].items() if name != "kernels"]
-    lines += [
-        f"  {name}: {value if isinstance(value, str) else f'{value:.3g}'}" for name, value in found["tensors"].items()
-    ]
-    return "\n".join(lines if found["values"] or found["tensors"] else [*lines, "  none"])
+def head_values(step: Path, settings: ModelSettings) -> dict[str, dict[str, list[float]]]:
+    """"all layers" or "layer I" -> parameter name -> its value for each head, as the method uses it.
+
+    Methods with a bias add `effective_length`, the smallest distance whose bias is below -2 (Figure 6 of the KERPLE
+    paper), or 20,480 if there is none.
+    """
+    values_by_place: dict[str, dict[str, list[float]]] = {}
+    for place, method in positional_methods(step, settings):
+        values = {name: values.tolist() for name, values in method.statistics().items()}
+        if method.has_bias:
+            values["effective_length"] = method.effective_length().tolist()
+        if values:
+            values_by_place[place] = values
+    return values_by_place
 
 
-def _summary(report: dict[str, Any]) -> str:
-    training, shape = report["training"] or {}, report["shape"] or {}
-    lines = [
-        report["step"],
-        f"  iteration       {report['iteration']:,}",
-        f"  manifest        {report['manifest']}",
-        f"  files           {report['files']}, {report['bytes'] / 1e6:,.1f} MB",
-        f"  parameters      {report['parameters']:,} ({', '.join(report['dtypes'])})",
-        f"  shards          {len(report['layers'])} layers x {report['tensor_parallel']} tensor parallel",
-        f"  optimizer       {report['optimizer']}",
-    ]
-    if training:
-        lines.append(f"  samples read    {training['consumed_samples']:,}")
-    if shape:
-        lines.append(
-            "  saved with      " + ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in shape.items())
-        )
-    if "configuration" in report:
-        lines.append(f"  configuration   {report['configuration']}")
-    if "pos_emb" in report:
-        lines.append(f"  pos-emb         {report['pos_emb']}")
-    for where, values in report.get("kernels", {}).items():
-        lines.append(f"  kernels, {where}")
-        lines.append("    head " + "".join(f"{name:>18}" for name in values))
-        for head, row in enumerate(zip(*values.values(), strict=True)):
-            cells = (f"{value:>18,}" if isinstance(value, int) else f"{value:>18.4f}" for value in row)
-            lines.append(f"    {head:>4} " + "".join(cells))
-    return "\n".join(lines)
+def check_finite(step: Path) -> None:
+    """Read all weights. Raises CheckpointError, naming the first tensor that contains NaN or infinity."""
+    for paths in layer_files(step).values():
+        for path in paths:
+            for name, tensor in load_layer_file(path).items():
+                count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+                if count:
+                    raise CheckpointError(f"{path}: {name} contains {count} values that are not finite (NaN or infinity)")
+
+
+def differences(first: dict[str, Any], second: dict[str, Any], first_step: Path, second_step: Path) -> dict[str, Any]:
+    """Differences of two checkpoints: of their descriptions, and per tensor the largest absolute difference.
+
+    Returns {"values": {name: [first, second]}, "tensors": {name: difference, or a text}}.
+    """
+    values = {
+        name: [first.get(name), second.get(name)]
+        for name in sorted(first.keys() | second.keys())
+        if name not in ("step", "layers") and first.get(name) != second.get(name)
+    }
+    tensors: dict[str, float | str] = {}
+    first_files, second_files = layer_files(first_step), layer_files(second_step)
+    for index in sorted(first_files.keys() | second_files.keys()):
+        if index not in first_files or index not in second_files:
+            tensors[f"layer {index}"] = f"only in {first_step if index in first_files else second_step}"
+            continue
+        if len(first_files[index]) != len(second_files[index]):
+            shards = f"{len(first_files[index])} and {len(second_files[index])}"
+            tensors[f"layer {index}"] = f"{shards} tensor-parallel shards"
+            continue
+        for first_path, second_path in zip(first_files[index], second_files[index], strict=True):
+            left, right = load_layer_file(first_path), load_layer_file(second_path)
+            for name in sorted(left.keys() | right.keys()):
+                difference = _tensor_difference(left.get(name), right.get(name))
+                if difference:
+                    tensors[f"{first_path.name}/{name}"] = difference
+    return {"values": values, "tensors": tensors}
+
+
+def _tensor_difference(left: Tensor | None, right: Tensor | None) -> float | str:
+    if left is None or right is None:
+        return "only in the first" if right is None else "only in the second"
+    if left.shape != right.shape:
+        return f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
+    return (left.double() - right.double()).abs().max().item() if left.numel() else 0.0

@@ -1,206 +1,200 @@
 """Weights on disk: one file per layer and tensor-parallel rank, `layer_XX-model_YY-model_states.pt`.
 
-This is the layout of DeepSpeed's pipeline and of the KERPLE release; a plain sequence of layers is saved in the same
-way, so that a checkpoint's weights do not depend on how the run was laid out.
+This is the layout of DeepSpeed's pipeline and of the KERPLE release. Models without a pipeline are saved in the same
+layout, so the weights in a checkpoint do not depend on the parallel layout of the run.
 """
 
-import re
-from collections.abc import Container
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from kerple.positional import PositionalMethod
-from megatron.checkpoint.storage import CheckpointError, load_tensors
+from megatron.checkpoint.directory import layer_file, layer_files
+from megatron.checkpoint.storage import CheckpointError, load_layer_file
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
 
-LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+EMBEDDING = "word_embeddings.weight"
 
-# Buffers that older checkpoints hold and this model computes.
+# Prefixes of the positional method's parameters: in blocks, and in the embedding.
+POSITIONAL_PREFIXES = ("attention.rpe.", "position_embeddings.")
+
+# Buffers that GPT-NeoX saves and this model computes.
 COMPUTED_BUFFERS = (
     "attention.rotary_emb.inv_freq",
     "attention.alibi_embed.slopes",
     "position_embeddings.inv_freq",
 )
 
+# Layer index -> the tensors in the file of each tensor-parallel rank.
+LayerStates = Mapping[int, Sequence[Mapping[str, Tensor]]]
 
-def layer_file(directory: Path, index: int, tensor_rank: int) -> Path:
-    return directory / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt"
+
+def tied_output(settings: ModelSettings) -> int | None:
+    """Index of the output layer if it uses the embedding's weights; it then has no file."""
+    return settings.num_layers + 4 if settings.tied_embeddings else None
 
 
-def layer_files(directory: Path) -> dict[int, list[Path]]:
-    """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError where a rank's file is
-    missing.
-    """
-    found: dict[int, dict[int, Path]] = {}
-    for path in directory.iterdir():
-        match = LAYER_FILE.fullmatch(path.name)
-        if match:
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
-    if not found:
-        raise CheckpointError(f"{directory}: holds no layer_XX-model_YY-model_states.pt, so it is not a checkpoint")
-    ranks = max(len(files) for files in found.values())
-    for index, files in found.items():
-        for rank in range(ranks):
-            if rank not in files:
-                raise CheckpointError(f"{layer_file(directory, index, rank)}: missing; the checkpoint is not whole")
-    return {index: [files[rank] for rank in range(ranks)] for index, files in sorted(found.items())}
+def weight_layers(layers: Mapping[int, nn.Module], settings: ModelSettings) -> dict[int, nn.Module]:
+    """The layers that have files: all but an output layer that uses the embedding's weights."""
+    return {index: layer for index, layer in layers.items() if index != tied_output(settings)}
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's parameters and persistent buffers; megatron-core's layers put a place-holder beside them."""
+    """The layer's parameters and persistent buffers, without the placeholders that megatron-core adds."""
     return {name: tensor for name, tensor in layer.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}
 
 
 def layer_state(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's parameters and persistent buffers, for saving: each the only one in its storage, which is what
-    torch.save writes. They are the live tensors where these are so already.
+    """The layer's parameters and persistent buffers, ready for torch.save, which writes a tensor's whole storage.
+
+    A tensor is the live one if it is contiguous and fills its storage, and otherwise a copy.
     """
-    return {name: _alone(tensor.detach()) for name, tensor in tensors_of(layer).items()}
+    state = {}
+    for name, tensor in tensors_of(layer).items():
+        fills_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        detached = tensor.detach()
+        state[name] = detached if fills_storage else detached.clone(memory_format=torch.contiguous_format)
+    return state
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+# -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
-def merge_shards(name: str, shards: list[Tensor], expected: torch.Size, where: Path) -> Tensor:
-    """One tensor of the expected shape from the tensor-parallel ranks' pieces.
+def full_shape(tensor: Tensor, tensor_size: int) -> torch.Size:
+    """The tensor's shape before tensor-parallel slicing and ZeRO 3's partitioning."""
+    shape = list(getattr(tensor, "ds_shape", tensor.shape))
+    if getattr(tensor, "tensor_model_parallel", False):
+        shape[tensor.partition_dim] *= tensor_size  # type: ignore[attr-defined]  # set by megatron-core
+    return torch.Size(shape)
 
-    A piece of the expected shape is a replica (norms, biases of row-parallel layers, our positional parameters);
-    otherwise the pieces are joined along the one dimension in which their sizes add up. Raises CheckpointError that
-    names both shapes when neither fits.
+
+def slice_for_rank(tensor: Tensor, full: Tensor, tensor_rank: int) -> Tensor:
+    """This tensor-parallel rank's slice of `full`, an unsliced value for `tensor`."""
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return full
+    dim: int = tensor.partition_dim  # type: ignore[attr-defined]  # set by megatron-core
+    size = tensor.shape[dim]
+    return full.narrow(dim, tensor_rank * size, size)
+
+
+def merge_shards(name: str, shards: Sequence[Tensor], expected: torch.Size, source: Path) -> Tensor:
+    """One tensor of the expected shape from the shards of all tensor-parallel ranks.
+
+    Shards of the expected shape are replicas (norms, biases of row-parallel layers, positional parameters). Otherwise
+    the shards are concatenated along the one dimension in which their sizes add up. Raises CheckpointError, naming both
+    shapes, if neither fits.
     """
     if all(shard.shape == expected for shard in shards):
         return shards[0]
     if len(shards) > 1 and all(shard.dim() == len(expected) for shard in shards):
         for dim in range(len(expected)):
-            others = [size for axis, size in enumerate(expected) if axis != dim]
-            fits = all([size for axis, size in enumerate(shard.shape) if axis != dim] == others for shard in shards)
+            rest = (*expected[:dim], *expected[dim + 1 :])
+            fits = all((*shard.shape[:dim], *shard.shape[dim + 1 :]) == rest for shard in shards)
             if fits and sum(shard.shape[dim] for shard in shards) == expected[dim]:
-                return torch.cat(shards, dim)
+                return torch.cat(list(shards), dim)
     shapes = " + ".join(str(tuple(shard.shape)) for shard in shards)
     raise CheckpointError(
-        f"{where}: {name} has shape {shapes} in the checkpoint and {tuple(expected)} in the configured model; "
-        "the configuration is of another model size"
+        f"{source}: {name} has shape {shapes} in the checkpoint and {tuple(expected)} in the configured model; "
+        "the configuration describes a model of another size"
     )
 
 
-def computed_names(layer: nn.Module) -> set[str]:
-    """Names that a checkpoint may hold and this layer computes."""
-    methods = ((name, module) for name, module in layer.named_modules() if isinstance(module, PositionalMethod))
-    return {*COMPUTED_BUFFERS, *(f"{name}.{tensor}" for name, method in methods for tensor in method.computed)}
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def read_layer(
-    files: list[Path], expected: dict[str, torch.Size], computed: Container[str] = (), *, shapes_only: bool = False
-) -> dict[str, Tensor]:
-    """The whole (unsliced) state of one layer, to be read only. `expected` holds the shapes in the model, unsliced;
-    tensors named in `computed` are left alone. shapes_only: the tensors have no data, and none is read.
+def open_layers(step: Path, indices: Iterable[int] | None = None) -> dict[int, list[dict[str, Tensor]]]:
+    """Open the files of all layers, or of `indices`. The tensors are memory-mapped: do not write to them."""
+    files = layer_files(step)
+    chosen = files if indices is None else [index for index in indices if index in files]
+    return {index: [load_layer_file(path) for path in files[index]] for index in chosen}
 
-    Raises CheckpointError for a tensor that the model lacks or the file lacks, or of another shape.
+
+def load_layers(
+    layers: Mapping[int, nn.Module],
+    step: Path,
+    *,
+    states: LayerStates | None = None,
+    tensor_size: int = 1,
+    tensor_rank: int = 0,
+) -> None:
+    """Fill the layers in place from a checkpoint of any tensor-parallel size.
+
+    states: the opened files, from `open_layers`; by default they are opened here. Raises CheckpointError, before a
+    layer is changed, if its names or shapes differ.
     """
-    shards = [load_layer_file(path) for path in files]
-    if shapes_only:
-        shards = [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
-    where = files[0]
-    extra = [name for name in shards[0] if name not in expected and name not in computed]
-    missing = [name for name in expected if name not in shards[0]]
-    if extra or missing:
-        parts = []
-        if missing:
-            parts.append(f"lacks {', '.join(missing)}, which the configured model has")
-        if extra:
-            parts.append(f"holds {', '.join(extra)}, which the configured model has not")
-        raise CheckpointError(f"{where}: {' and '.join(parts)}; check pos-emb and the other keys of the model's shape")
-    return {
-        name: merge_shards(name, [shard[name] for shard in shards], shape, where) for name, shape in expected.items()
-    }
-
-
-def load_layer_file(path: Path) -> dict[str, Tensor]:
-    """Name -> tensor, mapped. Raises CheckpointError for a file that holds anything else."""
-    state = load_tensors(path, mapped=True)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__} instead of named tensors")
-    for name, value in state.items():
-        if not torch.is_tensor(value):
-            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor")
-    return state
-
-
-def full_shapes(layer: nn.Module, tensor_size: int) -> dict[str, torch.Size]:
-    """Shapes of the layer's tensors before tensor-parallel slicing."""
-    shapes: dict[str, torch.Size] = {}
-    for name, tensor in tensors_of(layer).items():
-        shape = list(getattr(tensor, "ds_shape", tensor.shape))
-        if getattr(tensor, "tensor_model_parallel", False):
-            shape[tensor.partition_dim] *= tensor_size
-        shapes[name] = torch.Size(shape)
-    return shapes
-
-
-def slice_for_rank(layer: nn.Module, state: dict[str, Tensor], tensor_rank: int) -> dict[str, Tensor]:
-    """This tensor-parallel rank's piece of every tensor of an unsliced state."""
-    pieces = {}
-    for name, tensor in tensors_of(layer).items():
-        whole = state[name]
-        if getattr(tensor, "tensor_model_parallel", False):
-            size = tensor.shape[tensor.partition_dim]
-            whole = whole.narrow(tensor.partition_dim, tensor_rank * size, size)
-        pieces[name] = whole
-    return pieces
-
-
-def load_layers(layers: dict[int, nn.Module], directory: Path, *, tensor_size: int = 1, tensor_rank: int = 0) -> None:
-    """Fill the given layers in place from a checkpoint of any tensor-parallel size. Raises CheckpointError before a
-    layer is changed.
-    """
+    states = open_layers(step, layers) if states is None else states
     for index, layer in layers.items():
-        state = _read_whole(index, layer, layer_files(directory), directory, tensor_size)
-        pieces = slice_for_rank(layer, state, tensor_rank)
+        full = _merge_layer(index, layer, states, step, tensor_size)
         with torch.no_grad():
             for name, tensor in tensors_of(layer).items():
-                tensor.copy_(pieces[name])
+                tensor.copy_(slice_for_rank(tensor, full[name], tensor_rank))
 
 
-def check_layers(layers: dict[int, nn.Module], directory: Path, *, tied: bool) -> None:
-    """Compare the files' names, shapes and number with those of a whole model, which may be on the meta device: no
-    weights are read. tied: the output layer, which uses the embedding's weights, is not among `layers`, and a file of
-    it is passed over. Raises CheckpointError that names both sides of a difference.
+def check_sizes(step: Path, settings: ModelSettings) -> None:
+    """Compare names, shapes and number of all tensors in a checkpoint with a model of these settings, on one rank.
+
+    Neither reads nor allocates weights. Raises CheckpointError, naming both sides of a difference.
     """
-    files = layer_files(directory)
-    last = max(layers)
-    if max(files) not in (last, last + tied):
+    with torch.device("meta"):
+        layers = weight_layers(GPT(settings).layers(), settings)
+    states = {
+        index: [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
+        for index, shards in open_layers(step).items()
+    }
+    check_dimensions(states, settings, step)
+    for index, layer in layers.items():
+        _merge_layer(index, layer, states, step, tensor_size=1)
+
+
+def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -> None:
+    """Compare the number of layers and the hidden size with the checkpoint's, before the model is allocated. Raises
+    CheckpointError, naming both sides of a difference.
+    """
+    # A checkpoint may contain the output layer even if the model uses the embedding's weights for it.
+    last = settings.num_layers + (3 if settings.tied_embeddings else 4)
+    if max(states) not in (last, settings.num_layers + 4):
         raise CheckpointError(
-            f"{directory}: its last layer file has index {max(files)}, that of the configured model would have {last}; "
+            f"{step}: the last layer file has index {max(states)}, but the configured model would have {last}; "
             "num-layers (or no-weight-tying) differs"
         )
-    for index, layer in layers.items():
-        _read_whole(index, layer, files, directory, 1, shapes_only=True)
+    rows = embedding_rows(states, step)
+    shards = [shard[EMBEDDING].to("meta") for shard in states[0]]
+    merge_shards(EMBEDDING, shards, torch.Size((rows, settings.hidden_size)), layer_file(step, 0, 0))
 
 
-def read_tensor(directory: Path, index: int, name: str, expected: torch.Size) -> Tensor:
-    """One unsliced tensor of one layer, to be read only."""
-    files = layer_files(directory)[index]
-    return merge_shards(name, [load_tensors(path, mapped=True)[name] for path in files], expected, files[0])
+def embedding_rows(states: LayerStates, step: Path) -> int:
+    """The padded vocabulary size: rows of the word embedding over all tensor-parallel ranks."""
+    for rank, shard in enumerate(states.get(0, [{}])):
+        if EMBEDDING not in shard:
+            raise CheckpointError(f"{layer_file(step, 0, rank)}: lacks {EMBEDDING}")
+    return sum(shard[EMBEDDING].shape[0] for shard in states[0])
 
 
-def _read_whole(
-    index: int,
-    layer: nn.Module,
-    files: dict[int, list[Path]],
-    directory: Path,
-    tensor_size: int,
-    *,
-    shapes_only: bool = False,
+def _merge_layer(
+    index: int, layer: nn.Module, states: LayerStates, step: Path, tensor_size: int
 ) -> dict[str, Tensor]:
-    shapes = full_shapes(layer, tensor_size)
-    if not shapes:
+    """The layer's full (unsliced) tensors. Raises CheckpointError for a missing, unknown or misshapen tensor."""
+    expected = {name: full_shape(tensor, tensor_size) for name, tensor in tensors_of(layer).items()}
+    if not expected:
         return {}
-    if index not in files:
-        raise CheckpointError(
-            f"{directory}: has no file of layer {index}, which the configured model has; num-layers differs"
-        )
-    return read_layer(files[index], shapes, computed_names(layer), shapes_only=shapes_only)
+    if index not in states:
+        raise CheckpointError(f"{step}: has no file for layer {index} of the configured model; num-layers differs")
+    shards, source = states[index], layer_file(step, index, 0)
+    computed = {*COMPUTED_BUFFERS}
+    for prefix, module in layer.named_modules():
+        if isinstance(module, PositionalMethod):
+            computed |= {f"{prefix}.{name}" for name in module.computed}
+    missing = [name for name in expected if name not in shards[0]]
+    unknown = [name for name in shards[0] if name not in expected and name not in computed]
+    if missing or unknown:
+        parts = [f"lacks {', '.join(missing)}, which the configured model has"] if missing else []
+        parts += [f"contains {', '.join(unknown)}, which the configured model does not have"] if unknown else []
+        raise CheckpointError(f"{source}: {' and '.join(parts)}; check pos-emb and the keys that set the model's shape")
+    for name in expected:
+        for shard in shards:
+            if name not in shard:
+                raise CheckpointError(f"{source}: another tensor-parallel rank's file of this layer lacks {name}")
+    return {name: merge_shards(name, [shard[name] for shard in shards], shape, source) for name, shape in expected.items()}

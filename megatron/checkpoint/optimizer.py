@@ -1,42 +1,54 @@
-"""The optimizer's state on disk: per parameter, by name, in a form that no parallel layout is part of.
+"""Optimizer state on disk: per parameter, by name, independent of the parallel layout.
 
-Each rank writes what it owns to `optimizer_rank_NNNNN.pt`:
+Each rank writes the state it owns to `optimizer_rank_NNNNN.pt`:
 
     {"tensor_rank": T, "parameters": {NAME: {"shape": (...), "start": S, "step": N, "exp_avg": [n], "exp_avg_sq": [n],
                                              "master": [n]}}}
 
-NAME is the layer's index and the name in the layer's file ("2.attention.dense.weight"); a parameter that several layers
-share has one name ("positional.bias_p"). "shape" is that of the tensor-parallel slice T, flattened; the tensors are
-float32 and hold its elements S ... S+n-1: all of them, or what ZeRO gave this rank. "master" is there where the weights
-themselves are not float32. Any other layout is served by putting the pieces of a parameter together and cutting it
-anew.
+NAME is the layer index and the name in the layer's file ("2.attention.dense.weight"). A parameter that layers share has
+one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice T. The float32 tensors contain elements S
+... S+n-1 of the flattened slice: all of them, or the fragment that ZeRO assigned to this rank. Which tensors there are,
+`megatron.optimizers` defines; "master", the float32 weights, is added if the model's weights have another precision.
+Loading joins the fragments of a parameter and cuts them for the current layout.
 
-Legend: n elements of a piece.
+Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number, under
+"optimizer" in `mp_rank_00_model_states.pt`. `read_released_optimizer` maps it to these names.
+
+Legend: n elements of a fragment.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kerple.positional import outermost
-from megatron.checkpoint.layers import merge_shards
-from megatron.checkpoint.storage import CheckpointError, load_tensors
+from megatron.checkpoint.directory import OPTIMIZER_FILES, layer_files
+from megatron.checkpoint.layers import (
+    COMPUTED_BUFFERS,
+    POSITIONAL_PREFIXES,
+    full_shape,
+    merge_shards,
+    open_layers,
+    slice_for_rank,
+    tied_output,
+    weight_layers,
+)
+from megatron.checkpoint.state_dict import TrainingEngine
+from megatron.checkpoint.storage import CheckpointError, load_layer_file, load_tensors
+from megatron.optimizers import OPTIMIZERS, get_step, initialize_state, set_step
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-FILES = "optimizer_rank_*.pt"
 
-
-def rank_file(rank: int) -> str:
+def optimizer_file(rank: int) -> str:
     return f"optimizer_rank_{rank:05d}.pt"
 
 
-def parameter_names(layers: dict[int, nn.Module], tied_output: int | None) -> dict[str, nn.Parameter]:
-    """Name -> parameter, each parameter once. `tied_output`: index of the output layer when its weights are the
-    embedding's.
+def parameter_names(layers: Mapping[int, nn.Module], tied_output: int | None) -> dict[str, nn.Parameter]:
+    """Name -> parameter; a shared parameter is listed once. `tied_output`: index of an output layer that uses the
+    embedding's weights.
     """
     names: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
@@ -48,20 +60,27 @@ def parameter_names(layers: dict[int, nn.Module], tied_output: int | None) -> di
             for name, parameter in method.named_parameters()
         }
         for name, parameter in layer.named_parameters():
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            own = "0.word_embeddings.weight" if index == tied_output else f"{index}.{name}"
-            names[shared.get(id(parameter), own)] = parameter
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                own_name = "0.word_embeddings.weight" if index == tied_output else f"{index}.{name}"
+                names[shared.get(id(parameter), own_name)] = parameter
     return names
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What this rank's optimizer holds of a parameter: elements `start` ... of its flattened slice.
+# -- the optimizer in memory -------------------------------------------------------------------------------------------
 
-    master: float32 view of the weights that the optimizer works on. group: the optimizer's parameter group. key: the
-    tensor under which the optimizer keeps its state, and offset: where in it this piece begins.
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of a parameter that this rank's optimizer owns.
+
+    Attributes:
+        shape: of the parameter's tensor-parallel slice.
+        start: index of the fragment's first element in the flattened slice.
+        master: the fragment of the float32 weights that the optimizer updates, flattened.
+        group: the optimizer's parameter group.
+        key: the tensor under which the optimizer stores the state.
+        offset: index of the fragment's first element in the flattened `key`.
     """
 
     shape: torch.Size
@@ -71,188 +90,247 @@ class Piece:
     key: Tensor
     offset: int
 
-    @property
-    def numel(self) -> int:
-        return self.master.numel()
+    def of(self, state: Tensor) -> Tensor:
+        """The fragment's view of a state tensor of `key`."""
+        return state.detach().view(-1).narrow(0, self.offset, self.master.numel())
 
 
-class OptimizerPieces:
-    """This rank's part of the optimizer's state, under whichever of DeepSpeed's optimizers runs: none (torch's own),
-    ZeRO 1 and 2, bf16's, or ZeRO 3.
+def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
+    """Parameter name -> the fragment that this rank owns. Parameters owned by other ranks are omitted.
+
+    Finds them in torch's own optimizer, in DeepSpeed's ZeRO 1 and 2 and bf16 optimizers, and in ZeRO 3. `engine` is
+    DeepSpeed's engine.
     """
-
-    def __init__(self, engine: Any, names: dict[str, nn.Parameter]):
-        """`engine` is DeepSpeed's engine, `names` the rank's parameters."""
-        wrapper = engine.optimizer
-        self.base: torch.optim.Optimizer = getattr(wrapper, "optimizer", wrapper)
-        if engine.zero_optimization_partition_weights():
-            pieces = {name: _zero3_piece(wrapper, self.base, parameter) for name, parameter in names.items()}
-        elif wrapper is self.base:
-            groups = {id(parameter): group for group in self.base.param_groups for parameter in group["params"]}
-            pieces = {
-                name: Piece(parameter.shape, 0, parameter.data.view(-1), groups[id(parameter)], parameter, 0)
-                for name, parameter in names.items()
-            }
-        else:
-            pieces = {name: _zero_piece(self.base, parameter) for name, parameter in names.items()}
-        self.pieces: dict[str, Piece] = {name: piece for name, piece in pieces.items() if piece is not None}
-
-    def state(self, *, with_master: bool) -> dict[str, dict[str, Any]]:
-        """Name -> what the file holds of it; the tensors are the live ones."""
-        return {name: self._state(piece, with_master) for name, piece in self.pieces.items()}
-
-    def _state(self, piece: Piece, with_master: bool) -> dict[str, Any]:
-        held = self.base.state.get(piece.key, {})
-        entry: dict[str, Any] = {"shape": tuple(piece.shape), "start": piece.start}
-        entry["step"] = int(held.get("step", piece.group.get("step", 0)))
-        entry |= {name: self._view(held[name], piece) for name in MOMENTS if name in held}
-        if with_master:
-            entry["master"] = piece.master
-        return entry
-
-    @torch.no_grad()
-    def load(self, whole: Callable[[str, str], Tensor | None], step: Callable[[str], int]) -> None:
-        """Fill in place. `whole(name, kind)` gives this rank's slice of a parameter's "exp_avg", "exp_avg_sq" or
-        "master", unflattened, or None where there is none; `step(name)` the steps that the parameter has seen.
-        """
-        for name, piece in self.pieces.items():
-            for kind in MOMENTS:
-                if (value := whole(name, kind)) is not None:
-                    self._view(self._held(piece)[kind], piece).copy_(_cut(value, piece))
-                    self._set_step(piece, step(name))
-            if (value := whole(name, "master")) is not None:
-                piece.master.copy_(_cut(value, piece))
-
-    def _held(self, piece: Piece) -> dict[str, Any]:
-        """The state under the piece's key; Adam makes it at its first step, and resuming comes before that."""
-        held = self.base.state[piece.key]
-        for name in MOMENTS:
-            if name not in held:
-                held[name] = torch.zeros_like(piece.key, memory_format=torch.preserve_format)
-        return held
-
-    def _set_step(self, piece: Piece, step: int) -> None:
-        if isinstance(self.base, torch.optim.Adam):
-            # On the parameters' device, as the fused implementation keeps it.
-            self.base.state[piece.key]["step"] = torch.tensor(float(step), device=piece.key.device)
-        else:
-            piece.group["step"] = step  # apex counts in the group
-
-    @staticmethod
-    def _view(tensor: Tensor, piece: Piece) -> Tensor:
-        return tensor.detach().view(-1).narrow(0, piece.offset, piece.numel)
+    wrapper = engine.optimizer
+    optimizer: torch.optim.Optimizer = getattr(wrapper, "optimizer", wrapper)
+    fragments: dict[str, Fragment] = {}
+    if engine.zero_optimization_partition_weights():
+        # ZeRO 3 cuts each parameter into equal parts, the last one padded, and concatenates parts into flat tensors.
+        for name, parameter in parameters.items():
+            sub_group, offset, _ = wrapper.grad_position[wrapper.get_param_id(parameter)]
+            flat = wrapper.fp32_partitioned_groups_flat[sub_group]
+            size = parameter.partition_numel()  # type: ignore[operator]  # set by DeepSpeed
+            start = size * wrapper._get_param_partition_rank(parameter)
+            size = min(size, parameter.ds_numel - start)  # type: ignore[operator]  # set by DeepSpeed
+            if size > 0:
+                group = optimizer.param_groups[wrapper.sub_group_to_group_id[sub_group]]
+                master = flat.detach().narrow(0, offset, size)
+                fragments[name] = Fragment(parameter.ds_shape, start, master, group, flat, offset)  # type: ignore[arg-type]
+    elif wrapper is optimizer:
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in parameters.items():
+            master = parameter.data.view(-1)
+            fragments[name] = Fragment(parameter.shape, 0, master, groups[id(parameter)], parameter, 0)
+    else:
+        # ZeRO 1 and 2 and the bf16 optimizer keep one flat float32 partition per parameter group.
+        for name, parameter in parameters.items():
+            mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # set by DeepSpeed
+            if mapping is not None:
+                group = optimizer.param_groups[mapping.param_group_index]
+                (flat,) = group["params"]
+                start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
+                fragments[name] = Fragment(parameter.shape, start, mapping.hp_fragment.detach(), group, flat, offset)
+    return fragments
 
 
-def _cut(value: Tensor, piece: Piece) -> Tensor:
-    return value.reshape(-1).narrow(0, piece.start, piece.numel)
+def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
+    """The contents of this rank's file. The tensors are the optimizer's own, not copies."""
+    parameters = parameter_names(engine.layers(), tied_output(engine.settings))
+    fragments = optimizer_fragments(engine.engine, parameters)
+    optimizer = getattr(engine.engine.optimizer, "optimizer", engine.engine.optimizer)
+    spec = OPTIMIZERS[engine.config.optimizer.type]
+    entries = {}
+    for name, fragment in fragments.items():
+        state = optimizer.state.get(fragment.key, {})
+        entries[name] = {
+            "shape": tuple(fragment.shape),
+            "start": fragment.start,
+            "step": get_step(optimizer, fragment.group, fragment.key),
+            **{kind: fragment.of(state[kind]) for kind in spec.state_tensors if kind in state},
+        }
+        if engine.config.precision.dtype != "fp32":
+            entries[name]["master"] = fragment.master
+    return {"tensor_rank": engine.layout.tensor_rank, "parameters": entries}
 
 
-def _zero_piece(base: torch.optim.Optimizer, parameter: nn.Parameter) -> Piece | None:
-    """ZeRO 1 and 2 and the bf16 optimizer keep flat float32 partitions, one per parameter group."""
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return None  # all of it is on other ranks
-    group = base.param_groups[mapping.param_group_index]
-    (flat,) = group["params"]
-    return Piece(
-        parameter.shape, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), group, flat,
-        mapping.hp_fragment_address.start,
-    )  # fmt: skip
+class OptimizerSource(Protocol):
+    """Optimizer state of a checkpoint, by parameter name."""
+
+    def has(self, name: str, kind: str) -> bool:
+        """Whether there is a state tensor `kind` (or "step", or "master") for this parameter."""
+
+    def step(self, name: str) -> int:
+        """Optimizer steps that the parameter has received."""
+
+    def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
+        """The unsliced tensor, of the expected shape."""
 
 
-def _zero3_piece(wrapper: Any, base: torch.optim.Optimizer, parameter: nn.Parameter) -> Piece | None:
-    """ZeRO 3 cuts each parameter into equal parts, the last one padded, and keeps flat partitions of several."""
-    sub_group, offset, _ = wrapper.grad_position[wrapper.get_param_id(parameter)]
-    flat = wrapper.fp32_partitioned_groups_flat[sub_group]
-    part = parameter.partition_numel()
-    start = part * wrapper._get_param_partition_rank(parameter)
-    numel = min(part, parameter.ds_numel - start)
-    if numel <= 0:
-        return None
-    group = base.param_groups[wrapper.sub_group_to_group_id[sub_group]]
-    return Piece(parameter.ds_shape, start, flat.detach().narrow(0, offset, numel), group, flat, offset)
+@torch.no_grad()
+def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) -> None:
+    """Fill this rank's part of the optimizer state from `source`, and the float32 weights from `source` or, if they are
+    not in it, from the layer files of `step`. Raises CheckpointError if a parameter is missing.
+    """
+    layout = engine.layout
+    parameters = parameter_names(engine.layers(), tied_output(engine.settings))
+    fragments = optimizer_fragments(engine.engine, parameters)
+    optimizer = getattr(engine.engine.optimizer, "optimizer", engine.engine.optimizer)
+    state_tensors = OPTIMIZERS[engine.config.optimizer.type].state_tensors
+    engine.refresh_masters()
+    missing = [name for name in parameters if not source.has(name, "step")]
+    if missing:
+        raise CheckpointError(f"{step}: the optimizer files lack {missing[0]}; the checkpoint is incomplete")
+
+    def local_fragment(name: str, full: Tensor) -> Tensor:
+        local = slice_for_rank(parameters[name], full, layout.tensor_rank).reshape(-1)
+        return local.narrow(0, fragments[name].start, fragments[name].master.numel())
+
+    for name, fragment in fragments.items():
+        shape = full_shape(parameters[name], layout.tensor_size)
+        for kind in state_tensors:
+            if source.has(name, kind):
+                state = initialize_state(optimizer, fragment.key, state_tensors)
+                fragment.of(state[kind]).copy_(local_fragment(name, source.tensor(name, kind, shape)))
+                set_step(optimizer, fragment.group, fragment.key, source.step(name))
+        if source.has(name, "master"):
+            fragment.master.copy_(local_fragment(name, source.tensor(name, "master", shape)))
+    if engine.config.precision.dtype == "fp32":
+        if hasattr(engine.engine.optimizer, "update_lp_params"):
+            engine.engine.optimizer.update_lp_params()
+        return
+    # A checkpoint of a float32 run has no master weights: its layer files contain the exact weights, of which the
+    # model took a rounded copy.
+    places = {
+        id(parameter): (index, name)
+        for index, layer in weight_layers(engine.layers(), engine.settings).items()
+        for name, parameter in layer.named_parameters()
+    }
+    by_layer: dict[int, list[str]] = {}
+    for name in fragments:
+        if not source.has(name, "master") and parameters[name].dtype != torch.float32:
+            by_layer.setdefault(places[id(parameters[name])][0], []).append(name)
+    for index, names in by_layer.items():
+        shards = open_layers(step, [index])[index]
+        for name in names:
+            file_name = places[id(parameters[name])][1]
+            expected = full_shape(parameters[name], layout.tensor_size)
+            full = merge_shards(file_name, [shard[file_name] for shard in shards], expected, step)
+            fragments[name].master.copy_(local_fragment(name, full))
 
 
-def _check_entry(name: str, entry: dict[str, Any]) -> None:
-    """Raises ValueError, or KeyError, for what is not a piece of a parameter."""
-    end = int(entry["start"]) + max((tensor.numel() for tensor in entry.values() if torch.is_tensor(tensor)), default=0)
-    if int(entry["step"]) < 0 or int(entry["start"]) < 0 or end > torch.Size(entry["shape"]).numel():
-        raise ValueError(f"{name}: its piece does not fit its shape {tuple(entry['shape'])}")
+# -- the optimizer's files ---------------------------------------------------------------------------------------------
 
 
-class SavedState:
-    """The optimizer's files of a checkpoint, read by parameter."""
+class SavedOptimizer:
+    """The optimizer files of a checkpoint that this project saved."""
 
     def __init__(self, step: Path):
-        """Raises CheckpointError if a file cannot be read safely."""
-        self.where = step
+        """Raises CheckpointError if a file is damaged or cannot be read safely."""
+        self._step = step
+        # Parameter name -> tensor-parallel rank -> the fragments of all files.
         self._entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
-        for path in sorted(step.glob(FILES)):
-            content = load_tensors(path, mapped=True)
+        for path in sorted(step.glob(OPTIMIZER_FILES)):
+            content = load_tensors(path, mmap=True)
             try:
                 for name, entry in content["parameters"].items():
-                    _check_entry(name, entry)
+                    length = max((item.numel() for item in entry.values() if torch.is_tensor(item)), default=0)
+                    end = int(entry["start"]) + length
+                    if int(entry["step"]) < 0 or int(entry["start"]) < 0 or end > torch.Size(entry["shape"]).numel():
+                        raise ValueError(f"{name}: the fragment does not fit its shape {tuple(entry['shape'])}")
                     self._entries.setdefault(name, {}).setdefault(int(content["tensor_rank"]), []).append(entry)
             except (KeyError, TypeError, AttributeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{path}: is not an optimizer's file ({error}); the checkpoint is damaged"
-                ) from error
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
+                raise CheckpointError(f"{path}: is not an optimizer file ({error}); it is damaged") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
-    def step(self, name: str) -> int:
-        return int(self._first(name)["step"])
-
     def has(self, name: str, kind: str) -> bool:
         return name in self._entries and kind in self._first(name)
 
-    def whole(self, name: str, kind: str, expected: torch.Size) -> Tensor:
-        """The unsliced tensor. Raises CheckpointError if pieces are missing or the sizes do not fit `expected`."""
-        if name not in self._entries:
-            raise CheckpointError(f"{self.where}: the optimizer's files lack {name}, which the configured model has")
-        ranks = self._entries[name]
-        slices = [self._join(name, kind, ranks[rank]) for rank in sorted(ranks)]
-        return merge_shards(name, slices, expected, self.where)
+    def step(self, name: str) -> int:
+        return int(self._first(name)["step"])
+
+    def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
+        """The unsliced tensor. Raises CheckpointError if fragments are missing or the sizes do not fit `expected`."""
+        by_rank = self._entries[name]
+        slices = [self._join(name, kind, by_rank[rank]) for rank in sorted(by_rank)]
+        return merge_shards(name, slices, expected, self._step)
 
     def _first(self, name: str) -> dict[str, Any]:
         return next(iter(self._entries[name].values()))[0]
 
-    def _join(self, name: str, kind: str, entries: Iterable[dict[str, Any]]) -> Tensor:
-        """One tensor-parallel slice from its pieces; stages that share a parameter wrote equal ones."""
+    def _join(self, name: str, kind: str, entries: list[dict[str, Any]]) -> Tensor:
+        """One tensor-parallel slice from its fragments. Pipeline stages that share a parameter wrote equal ones."""
         entries = sorted(entries, key=lambda entry: entry["start"])
         shape = torch.Size(entries[0]["shape"])
         if entries[0][kind].numel() == shape.numel():
             return entries[0][kind].view(shape)
-        result, filled = torch.empty(shape.numel()), 0
+        joined, filled = torch.empty(shape.numel()), 0
         for entry in entries:
             if entry["start"] > filled:
                 break
             end = entry["start"] + entry[kind].numel()
-            result[entry["start"] : end] = entry[kind]
+            joined[entry["start"] : end] = entry[kind]
             filled = max(filled, end)
         if filled != shape.numel():
             raise CheckpointError(
-                f"{self.where}: the optimizer's files hold {filled:,} of the {shape.numel():,} elements of {name}; "
-                "a rank's file is missing"
+                f"{self._step}: the optimizer files contain {filled:,} of the {shape.numel():,} elements of {name}; "
+                "the file of a rank is missing"
             )
-        return result.view(shape)
+        return joined.view(shape)
 
 
-def slice_parameter(parameter: nn.Parameter, whole: Tensor, tensor_rank: int) -> Tensor:
-    """This tensor-parallel rank's slice of an unsliced tensor of the parameter's."""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return whole
-    size = parameter.shape[parameter.partition_dim]
-    return whole.narrow(parameter.partition_dim, tensor_rank * size, size)
+class ReleasedOptimizer:
+    """Adam's state in a checkpoint of the KERPLE release, by parameter name."""
+
+    def __init__(self, entries: dict[str, dict[str, Any]]):
+        self._entries = entries
+
+    def has(self, name: str, kind: str) -> bool:
+        return name in self._entries and kind in self._entries[name]
+
+    def step(self, name: str) -> int:
+        return int(self._entries[name]["step"])
+
+    def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
+        """`read_released_optimizer` has compared the shape with the weight's."""
+        return self._entries[name][kind]
 
 
-def full_shape(parameter: nn.Parameter, tensor_size: int) -> torch.Size:
-    """Shape before tensor-parallel slicing and ZeRO 3's partitioning."""
-    shape = list(getattr(parameter, "ds_shape", parameter.shape))
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= tensor_size
-    return torch.Size(shape)
+def read_released_optimizer(
+    saved: Mapping[str, Any], step: Path, tied_output: int | None, state_tensors: tuple[str, ...]
+) -> tuple[ReleasedOptimizer, str | None]:
+    """The optimizer state of a released checkpoint, and why it cannot be used (None if it can).
+
+    Parameters are numbered in the order of the model, which is the order of names in the layer files; a parameter that
+    layers share is counted once, where it first occurs. In half precision the release stores flat partitions, or nothing
+    in this file. saved: the contents of `mp_rank_00_model_states.pt`.
+    """
+    empty, state = ReleasedOptimizer({}), saved.get("optimizer")
+    if state is None:
+        return empty, "the checkpoint has no optimizer state"
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
+        return empty, "the optimizer state is not that of torch's Adam"
+    if len(state["param_groups"]) != 1:
+        return empty, "the optimizer has several parameter groups, whose parameters have no names"
+    files = layer_files(step)
+    if any(len(paths) > 1 for paths in files.values()):
+        return empty, "the checkpoint is tensor parallel"
+    shapes: dict[str, torch.Size] = {}
+    for index, (path, *_) in files.items():
+        for name, tensor in load_layer_file(path).items():
+            if name in COMPUTED_BUFFERS or index == tied_output:
+                continue
+            prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)
+            key = f"{index}.{name}" if prefix is None else f"positional.{name.removeprefix(prefix)}"
+            shapes.setdefault(key, tensor.shape)
+    numbers = state["param_groups"][0]["params"]
+    if len(numbers) != len(shapes):
+        return empty, f"it has {len(numbers)} parameters, the layer files have {len(shapes)}"
+    entries = {}
+    for number, (name, shape) in zip(numbers, shapes.items(), strict=True):
+        entry = state["state"].get(number, {})
+        if any(kind not in entry or entry[kind].shape != shape for kind in state_tensors) or "step" not in entry:
+            return empty, f"its parameter {number} does not have the shape of {name}"
+        entries[name] = entry
+    return ReleasedOptimizer(entries), None

@@ -1,9 +1,21 @@
-"""Saving: everything goes to a folder of another name, which takes its own name when it is whole and on the disk."""
+"""Saving a checkpoint, in the foreground or in the background.
 
+Files are written to `global_stepN.unfinished`, which gets its final name when all of them are on disk:
+
+    layer_XX-model_YY-model_states.pt   weights of layer XX, tensor-parallel slice YY (data-parallel rank 0)
+    optimizer_rank_NNNNN.pt             this rank's part of the optimizer state
+    random_rank_NNNNN.pt                this rank's random states
+    mp_rank_00_model_states.pt          progress and counters of the run (rank 0)
+    configs/config.yml                  the configuration, without secrets (rank 0)
+    forward_pass.pt                     tokens and their logits, with checkpoint_validation_with_forward_pass
+    manifest.json                       size and CRC-32 of every file, written last (rank 0)
+"""
+
+import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,58 +24,96 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.directory import publish, remove_older, tag_for, tidy
-from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.optimizer import FILES as OPTIMIZER_FILES
-from megatron.checkpoint.state import TrainingState
-from megatron.checkpoint.state_dict import rank_files
-from megatron.checkpoint.storage import CheckpointError, FileRecord, record_of, save_file
-from megatron.config import Config, UserError
+from megatron.checkpoint.directory import (
+    CONFIG_FILE,
+    OPTIMIZER_FILES,
+    STATE_FILE,
+    clean_up,
+    layer_file,
+    publish,
+    remove_older,
+    tag_for,
+    write_manifest,
+)
+from megatron.checkpoint.layers import layer_state, weight_layers
+from megatron.checkpoint.optimizer import optimizer_file, optimizer_state
+from megatron.checkpoint.state_dict import (
+    FORWARD_PASS_FILE,
+    TrainingEngine,
+    TrainingState,
+    capture_forward_pass,
+    capture_random_state,
+    gathered,
+    random_state_file,
+    run_state,
+)
+from megatron.checkpoint.storage import CheckpointError, FileRecord, file_record, save_file
+from megatron.config import Config
+from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import sync_folder, write_atomically
+from megatron.utils.ranks import run_on_rank_0
+from megatron.utils.secrets import without_secrets
 
-# (file name -> record, or None if this rank failed; the error)
-Written = tuple[dict[str, FileRecord] | None, str | None]
+# File name -> record (None if this rank failed), and the error.
+WriteResult = tuple[dict[str, FileRecord] | None, str | None]
 
 
 class Checkpointer:
     """Saves to `config.checkpoint.save`. Every rank has one and calls it at the same steps."""
 
-    def __init__(self, engine, config: Config, report: Callable[[str], None]):
-        """`engine` is `megatron.training.engine.Engine`; `report` prints once per run."""
+    def __init__(self, engine: TrainingEngine, config: Config, report: Callable[[str], None]):
+        """`report` prints once per run."""
+        if config.checkpoint.save is None:
+            raise ValueError("config.checkpoint.save is not set")
         self.engine, self.config, self.report = engine, config, report
         self.directory = Path(config.checkpoint.save)
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self._copy: dict[str, Any] = {}
+        self._host_copy: dict[str, Any] = {}
         self._group = None
         if config.checkpoint.async_save and dist.get_world_size() > 1:
-            # The writers of the ranks meet here, while training uses the other groups.
+            # Background threads communicate in a group of their own, while training uses the others.
             self._group = dist.new_group(backend="gloo")
 
     def save(self, state: TrainingState) -> None:
-        """Write global_stepN and point `latest` at it. With `async-save` this returns when the tensors are copied to
-        the host's memory, and the rest is done in the background.
+        """Write global_stepN and point `latest` at it. With `async_save`, returns after copying all tensors to host
+        memory, and writes in the background.
 
-        If a rank cannot write (a full disk), every rank raises CheckpointError, what was written is removed, and the
-        previous checkpoints stay as they were; of a save in the background, at the next `save` or `finish`.
+        If any rank fails to write (disk full), every rank raises CheckpointError, the partial checkpoint is removed, and
+        previous checkpoints are unchanged. A background save raises it at the next `save` or `finish`.
         """
         self.finish()
         unfinished = self.directory / f"{tag_for(state.iteration)}.unfinished"
-        self._on_main(lambda: _prepare(self.directory, unfinished))
+
+        def prepare() -> None:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                clean_up(self.directory)
+                unfinished.mkdir()
+            except OSError as error:
+                raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error
+
+        run_on_rank_0(prepare, self._group)
         files = rank_files(self.engine, self.config, state)
-        if self.config.checkpoint.async_save:
-            # The memory of the last copy is used again: what costs time is to be given new memory.
-            self._copy = {name: to_host(value, self._copy.get(name)) for name, value in files}
-            files = list(self._copy.items())
-            self._thread = threading.Thread(
-                target=self._write_in_background, args=(files, state.iteration, unfinished), name="checkpoint"
-            )
-            self._thread.start()
-        else:
+        if not self.config.checkpoint.async_save:
             self._write(files, state.iteration, unfinished)
+            return
+        # Reuse the memory of the last copy: allocating new memory is what takes time.
+        self._host_copy = {name: to_host(value, self._host_copy.get(name)) for name, value in files}
+
+        def write_in_background() -> None:
+            try:
+                self._write(self._host_copy.items(), state.iteration, unfinished)
+            except CheckpointError as error:
+                self._error = error
+            except RuntimeError as error:  # another rank has exited
+                self._error = CheckpointError(f"{unfinished}: could not be saved ({error})")
+
+        self._thread = threading.Thread(target=write_in_background, name="checkpoint")
+        self._thread.start()
 
     def finish(self) -> None:
-        """Wait for a save in the background. Raises its CheckpointError."""
+        """Wait for a background save. Raises its CheckpointError."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -71,87 +121,95 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def _write_in_background(self, files: list[tuple[str, Any]], iteration: int, unfinished: Path) -> None:
-        try:
-            self._write(files, iteration, unfinished)
-        except CheckpointError as error:
-            self._error = error
-        except RuntimeError as error:  # the other ranks are gone
-            self._error = CheckpointError(f"{unfinished}: could not be saved ({error})")
-
     def _write(self, files: Iterable[tuple[str, Any]], iteration: int, unfinished: Path) -> None:
         tag = tag_for(iteration)
-        written: list[Written] = [(None, None)] * self.engine.layout.world_size
-        dist.all_gather_object(written, write_files(unfinished, files), group=self._group)
-        failure = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(written) if error), None)
+        results: list[WriteResult] = [(None, None)] * self.engine.layout.world_size
+        dist.all_gather_object(results, write_files(unfinished, files), group=self._group)
+        failure = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error), None)
+
+        def complete() -> None:
+            if failure is not None:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                return
+            records = {name: record for part, _ in results for name, record in (part or {}).items()}
+            try:
+                write_manifest(unfinished, iteration, records)
+                publish(self.directory, unfinished, tag)
+                keep = self.config.checkpoint.keep_last_n_checkpoints
+                if keep is not None:
+                    remove_older(self.directory, keep, iteration)
+            except OSError as error:
+                raise CheckpointError(f"{error.filename or self.directory}: {error.strerror}") from error
+            except UserError as error:
+                raise CheckpointError(str(error)) from error
+
+        run_on_rank_0(complete, self._group)
         if failure is not None:
-            self._on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True))
             raise CheckpointError(
-                f"{self.directory / tag}: could not be saved ({failure}); free some space or check the folder's "
-                "permissions. The checkpoints saved before are untouched"
+                f"{self.directory / tag}: could not be saved ({failure}); free some disk space or check the folder's "
+                "permissions. Previously saved checkpoints are unchanged"
             )
-        records = {name: record for part, _ in written for name, record in (part or {}).items()}
-        self._on_main(lambda: self._publish(records, iteration, unfinished))
         self.report(f"saved {self.directory / tag}")
 
-    def _publish(self, records: dict[str, FileRecord], iteration: int, unfinished: Path) -> None:
-        write_manifest(unfinished, iteration, records)
-        publish(self.directory, unfinished, tag_for(iteration))
-        keep = self.config.checkpoint.keep_last_n_checkpoints
-        if keep is not None:
-            remove_older(self.directory, keep, iteration)
 
-    def _on_main(self, action: Callable[[], object]) -> None:
-        """Run on rank 0 while the others wait; its error is raised on every rank."""
-        outcome: list[str | None] = [None]
-        if self.engine.layout.is_main:
-            try:
-                action()
-            except UserError as error:
-                outcome[0] = str(error)
-            except OSError as error:
-                outcome[0] = f"{error.filename or 'checkpoint'}: {error.strerror}"
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[0] is not None:
-            raise CheckpointError(outcome[0])
+def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:
+    """(file name, contents) of this rank's files. Every rank iterates at the same time.
+
+    Contents of type bytes are written unchanged, all others with torch.save. Tensors are the live ones, and valid only
+    until the next file is requested.
+    """
+    layout, settings = engine.layout, config.checkpoint
+    for index, layer in weight_layers(engine.layers(), engine.settings).items():
+        with gathered(engine, layer):
+            if layout.data_rank == 0:
+                yield layer_file(Path(), index, layout.tensor_rank).name, layer_state(layer)
+    if not settings.no_save_optim and (layout.data_rank == 0 or engine.engine.zero_optimization()):
+        yield optimizer_file(layout.rank), optimizer_state(engine)
+    if not settings.no_save_rng:
+        yield random_state_file(layout.rank), capture_random_state()
+    if settings.checkpoint_validation_with_forward_pass:
+        forward_pass = capture_forward_pass(engine)
+        if forward_pass is not None:
+            yield FORWARD_PASS_FILE, forward_pass
+    if layout.rank == 0:
+        yield STATE_FILE, run_state(engine, config, state)
+        # JSON is valid YAML, so the file loads like any other configuration.
+        yield CONFIG_FILE, (json.dumps(without_secrets(config.to_flat()), indent=2) + "\n").encode()
 
 
-def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> Written:
-    """Write one rank's files. An error is returned rather than raised, and the iterable is run through in any case: the
-    other ranks wait for this one.
+def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> WriteResult:
+    """Write this rank's files. Always consumes the whole iterable and returns an error instead of raising it, because
+    the other ranks wait for this one.
     """
     records: dict[str, FileRecord] = {}
-    failure: str | None = None
-    # The disk works on one file while the next one is put together.
+    errors: list[BaseException] = []
+    # One thread flushes a file to disk while the next one is serialized.
     with ThreadPoolExecutor(1) as disk:
-        pending: list[Future] = []
+        pending: list[Future[None]] = []
 
         def sync(descriptor: int) -> None:
             pending.append(disk.submit(_sync_and_close, os.dup(descriptor)))
 
         for name, value in files:
-            if failure is None:
-                try:
-                    records[name] = _write_file(folder, name, value, sync)
-                except (OSError, RuntimeError, UserError) as error:
-                    failure = _first_line(error)
-        for future in pending:
-            if (error := future.exception()) is not None and failure is None:
-                failure = _first_line(error)
-    if failure is not None:
-        return None, failure
+            if errors:
+                continue
+            try:
+                path = folder / name
+                path.parent.mkdir(exist_ok=True)
+                if isinstance(value, bytes):
+                    write_atomically(path, value)
+                    records[name] = file_record(path)
+                else:
+                    zip_checksums = not fnmatch(name, OPTIMIZER_FILES)  # only torch.load reads optimizer files
+                    records[name] = save_file(path, value, zip_checksums=zip_checksums, sync=sync)
+            except (OSError, RuntimeError, UserError) as error:
+                errors.append(error)
+        errors += [error for future in pending if (error := future.exception()) is not None]
+    if errors:
+        text = first_line(errors[0])
+        return None, text if isinstance(errors[0], UserError) else f"{type(errors[0]).__name__}: {text}"
     sync_folder(folder)
     return records, None
-
-
-def _write_file(folder: Path, name: str, value: Any, sync: Callable[[int], None]) -> FileRecord:
-    path = folder / name
-    if path.parent != folder:
-        path.parent.mkdir(exist_ok=True)
-    if isinstance(value, bytes):
-        write_atomically(path, value)
-        return record_of(path)
-    return save_file(path, value, zip_checksums=not fnmatch(name, OPTIMIZER_FILES), sync=sync)
 
 
 def _sync_and_close(descriptor: int) -> None:
@@ -161,31 +219,17 @@ def _sync_and_close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return text.splitlines()[0]
-
-
-def to_host(value: Any, old: Any = None) -> Any:
-    """A copy of nested containers with every tensor copied to the host's memory, in storage of its own; in that of
-    `old`, an earlier copy, where there is such a tensor.
+def to_host(value: Any, previous: Any = None) -> Any:
+    """Copy nested containers with all tensors in host memory. Reuses the memory of `previous`, an earlier copy, for
+    tensors of the same shape and dtype.
     """
     if isinstance(value, torch.Tensor):
-        if not (isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype)):
-            old = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        return old.copy_(value)
+        reusable = isinstance(previous, torch.Tensor) and (previous.shape, previous.dtype) == (value.shape, value.dtype)
+        target = previous if reusable else torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return target.copy_(value)
     if isinstance(value, dict):
-        old = old if isinstance(old, dict) else {}
-        return {name: to_host(item, old.get(name)) for name, item in value.items()}
+        previous = previous if isinstance(previous, dict) else {}
+        return {name: to_host(item, previous.get(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(to_host(item) for item in value)
     return value
-
-
-def _prepare(directory: Path, unfinished: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tidy(directory)
-        unfinished.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"save: {directory}: cannot be written ({error.strerror})") from error

@@ -1,116 +1,34 @@
-"""What a rank puts into a checkpoint.
+"""State of a training run other than weights and optimizer: progress, counters, random states, a forward pass to verify.
 
-layer_XX-model_YY-model_states.pt   weights of layer XX, tensor-parallel slice YY (data-parallel rank 0)
-optimizer_rank_NNNNN.pt             this rank's part of the optimizer's state
-random_rank_NNNNN.pt                this rank's random states
-mp_rank_00_model_states.pt          where the run stands (rank 0)
-configs/config.yml                  the configuration (rank 0)
-forward_pass.pt                     a batch and its logits, if the configuration asks for it
+All of it is saved as tensors and plain Python values, so that loading it runs no code.
 """
 
-import json
-from collections.abc import Iterator
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.checkpoint import forward_pass, optimizer, random_state
-from megatron.checkpoint.layers import layer_file, layer_state, load_layers
-from megatron.checkpoint.state import STATE_FILE, TrainingState
-from megatron.checkpoint.storage import CheckpointError
+from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.config import Config
-from megatron.utils.secrets import without_secrets
+from megatron.model.settings import ModelSettings
 
-CONFIG_FILE = "configs/config.yml"
+FORWARD_PASS_FILE = "forward_pass.pt"
+FORWARD_PASS_LENGTH = 64
+# Largest allowed difference of two logits, relative to the largest logit: other parallel layouts sum in another order.
+FORWARD_PASS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 
-# What DeepSpeed's engine and its loss scaler count; the rest of them follows from the configuration.
+# Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration.
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-
-def rank_files(engine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:
-    """(file name, contents) of this rank; every rank runs through it together. Tensors are live, and valid until the
-    next file is asked for. Contents of type bytes are written as they are, all others by torch.save.
-    """
-    layout, settings = engine.layout, config.checkpoint
-    for index, layer in weight_layers(engine).items():
-        with gathered(engine, layer):
-            if layout.data_rank == 0:
-                yield layer_file(Path(), index, layout.tensor_rank).name, layer_state(layer)
-    if not settings.no_save_optim and (layout.data_rank == 0 or engine.engine.zero_optimization()):
-        yield optimizer.rank_file(layout.rank), optimizer_state(engine)
-    if not settings.no_save_rng:
-        yield random_state.rank_file(layout.rank), random_state.capture()
-    if settings.checkpoint_validation_with_forward_pass:
-        probe = forward_pass.capture(engine)
-        if probe is not None:
-            yield forward_pass.FILE, probe
-    if layout.is_main:
-        yield STATE_FILE, run_state(engine, config, state)
-        # JSON is YAML: the file loads like any other configuration.
-        yield CONFIG_FILE, (json.dumps(without_secrets(config.to_flat()), indent=2) + "\n").encode()
-
-
-def weight_layers(engine) -> dict[int, nn.Module]:
-    """The rank's layers that have files: all but an output layer that uses the embedding's weights."""
-    tied = tied_output(engine)
-    return {index: layer for index, layer in engine.layers().items() if index != tied}
-
-
-def tied_output(engine) -> int | None:
-    """Index of the output layer if its weights are the embedding's."""
-    return engine.settings.num_layers + 4 if engine.settings.tied_embeddings else None
-
-
-def gathered(engine, layer: nn.Module, modifier_rank: int | None = None) -> GatheredParameters:
-    """Within it, the layer's parameters are whole, which under ZeRO 3 they otherwise are not."""
-    enabled = engine.engine.zero_optimization_partition_weights()
-    return GatheredParameters(list(layer.parameters()), modifier_rank=modifier_rank, enabled=enabled)
-
-
-def load_weights(engine, step: Path) -> None:
-    """Fill the rank's layers from a checkpoint of any layout. Raises CheckpointError before anything is changed in a
-    layer whose file does not fit.
-    """
-    layout = engine.layout
-    for index, layer in weight_layers(engine).items():
-        with gathered(engine, layer, modifier_rank=0):
-            load_layers({index: layer}, step, tensor_size=layout.tensor_size, tensor_rank=layout.tensor_rank)
-    if layout.pipeline_size > 1:
-        engine.model.synchronize_shared()
-
-
-def optimizer_pieces(engine) -> tuple[dict[str, nn.Parameter], optimizer.OptimizerPieces]:
-    """The rank's parameters by name, and what its optimizer holds of them."""
-    names = optimizer.parameter_names(engine.layers(), tied_output(engine))
-    return names, optimizer.OptimizerPieces(engine.engine, names)
-
-
-def optimizer_state(engine) -> dict[str, Any]:
-    _, pieces = optimizer_pieces(engine)
-    with_master = engine.config.precision.dtype != "fp32"
-    return {"tensor_rank": engine.layout.tensor_rank, "parameters": pieces.state(with_master=with_master)}
-
-
-def run_state(engine, config: Config, state: TrainingState) -> dict[str, Any]:
-    """What belongs to the run as a whole, as plain values."""
-    scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
-    return {
-        "iteration": state.iteration,
-        "training": state.to_dict(),
-        "shape": engine.shape(),
-        "global_batch": engine.global_batch,
-        "precision": config.precision.dtype,
-        "optimizer_left_out": config.checkpoint.no_save_optim,
-        "counters": {name: int(getattr(engine.engine, name)) for name in COUNTERS},
-        "loss_scaler": {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)},
-    }
-
-
-# Of what `run_state` gives: the types that reading it relies on.
-RUN_STATE = {
+# Entries of `run_state` that loading requires, with their types.
+REQUIRED_ENTRIES = {
     "training": dict,
     "shape": dict,
     "global_batch": int,
@@ -120,21 +38,189 @@ RUN_STATE = {
 }
 
 
-def check_run_state(saved: dict[str, Any], path: Path) -> None:
-    """Raises CheckpointError, naming `path`, for what `run_state` has not given."""
-    for name, kind in RUN_STATE.items():
-        if not isinstance(saved.get(name), kind):
-            raise CheckpointError(f"{path}: its {name} is missing or is no {kind.__name__}; the file is damaged")
-    missing = [name for name in COUNTERS if name not in saved["counters"]]
-    if missing:
-        raise CheckpointError(f"{path}: lacks the counter {missing[0]}; the file is damaged")
+class RankLayout(Protocol):
+    """This rank's position; implemented by `megatron.training.distributed.Layout`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def pipeline_size(self) -> int: ...
+    @property
+    def tensor_size(self) -> int: ...
+    @property
+    def data_rank(self) -> int: ...
+    @property
+    def tensor_rank(self) -> int: ...
 
 
-def restore_counters(engine, saved: dict[str, Any], *, loss_scale: bool) -> None:
-    """Put back what `run_state` took of DeepSpeed's engine; the loss scale only if `loss_scale`."""
+class TrainingEngine(Protocol):
+    """What saving and loading need of a training run; implemented by `megatron.training.engine.Engine`."""
+
+    config: Config
+    settings: ModelSettings
+    seq_length: int
+    global_batch: int
+    engine: Any  # DeepSpeed's engine
+    model: Any
+
+    @property
+    def layout(self) -> RankLayout: ...
+
+    def layers(self) -> dict[int, nn.Module]:
+        """Layer index -> layer, of this rank."""
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Logits of int64 tokens `[batch, sequence]`, on the ranks of the last pipeline stage."""
+
+    def refresh_masters(self) -> None:
+        """Copy the weights to the optimizer's float32 weights."""
+
+    def shape(self) -> dict[str, int]:
+        """The parallel layout: data_parallel, pipeline_stages, tensor_parallel, zero_stage."""
+
+
+@dataclass
+class TrainingState:
+    """Progress of a run.
+
+    Attributes:
+        iteration: completed optimizer steps.
+        consumed_samples: training sequences read by all replicas; the position in the data.
+        consumed_valid_samples: the same for the validation data.
+        tokens: training tokens read.
+        data_order: identifies the order of the training samples to which consumed_samples refers; empty if unknown.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_valid_samples: int = 0
+    tokens: int = 0
+    data_order: str = ""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainingState":
+        """From a saved dictionary; missing fields get their defaults, unknown ones are ignored."""
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+
+
+def gathered(engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None = None) -> GatheredParameters:
+    """Context manager in which the layer's parameters are complete under ZeRO 3."""
+    enabled = engine.engine.zero_optimization_partition_weights()
+    return GatheredParameters(list(layer.parameters()), modifier_rank=modifier_rank, enabled=enabled)
+
+
+# -- the run as a whole ------------------------------------------------------------------------------------------------
+
+
+def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> dict[str, Any]:
+    """The contents of `mp_rank_00_model_states.pt`, as plain Python values."""
+    scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
+    return {
+        "iteration": state.iteration,
+        "training": asdict(state),
+        "shape": engine.shape(),
+        "global_batch": engine.global_batch,
+        "precision": config.precision.dtype,
+        "optimizer_left_out": config.checkpoint.no_save_optim,
+        "counters": {name: int(getattr(engine.engine, name)) for name in COUNTERS},
+        "loss_scaler": {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)},
+    }
+
+
+def check_run_state(saved: Mapping[str, Any], path: Path) -> None:
+    """Raises CheckpointError, naming `path`, if an entry of `run_state` is missing or has another type."""
+    for name, expected_type in REQUIRED_ENTRIES.items():
+        if not isinstance(saved.get(name), expected_type):
+            raise CheckpointError(
+                f"{path}: {name} is missing or is not a {expected_type.__name__}; the file is damaged"
+            )
+    for name in COUNTERS:
+        if name not in saved["counters"]:
+            raise CheckpointError(f"{path}: the counter {name} is missing; the file is damaged")
+
+
+def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_scale: bool) -> None:
+    """Restore the counters of DeepSpeed's engine from `run_state`, and the loss scaler if `loss_scale`."""
     for name in COUNTERS:
         setattr(engine.engine, name, saved["counters"][name])
     scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
     if loss_scale and scaler is not None:
         for name, value in saved["loss_scaler"].items():
             setattr(scaler, name, value)
+
+
+# -- random states -----------------------------------------------------------------------------------------------------
+
+
+def random_state_file(rank: int) -> str:
+    return f"random_rank_{rank:05d}.pt"
+
+
+def capture_random_state() -> dict[str, Any]:
+    """State of the generators of Python, NumPy and torch (CPU, and the current GPU if there is one)."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the generator that libraries share)
+    return {
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_random_state(state: Mapping[str, Any], path: Path) -> None:
+    """Restore what `capture_random_state` returned. Raises CheckpointError, naming `path`, for anything else."""
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path}: does not contain random states ({error}); the file is damaged") from error
+
+
+# -- checkpoint_validation_with_forward_pass ---------------------------------------------------------------------------
+
+
+def capture_forward_pass(engine: TrainingEngine) -> dict[str, Any] | None:
+    """Random tokens and their logits, on the one rank that saves them, and None on the others. Every rank calls it."""
+    length = min(FORWARD_PASS_LENGTH, engine.seq_length)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, engine.settings.padded_vocab_size, (1, length), generator=generator)
+    logits = engine.logits(tokens)
+    if logits is None or engine.layout.data_rank or engine.layout.tensor_rank:
+        return None
+    return {"tokens": tokens, "logits": logits.float().cpu(), "precision": engine.config.precision.dtype}
+
+
+def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
+    """Compare the loaded model's logits with the saved ones, and return a message on the ranks that have logits. Every
+    rank calls it. Raises CheckpointError if they differ by more than rounding.
+    """
+    path = step / FORWARD_PASS_FILE
+    if not path.is_file():
+        return f"{step}: has no {FORWARD_PASS_FILE}, so the loaded model's logits are not verified"
+    saved = load_tensors(path)
+    logits = engine.logits(saved["tokens"])
+    if logits is None:
+        return None
+    expected = saved["logits"]
+    if logits.shape != expected.shape:
+        raise CheckpointError(
+            f"{path}: the saved logits have shape {tuple(expected.shape)}, this model's {tuple(logits.shape)}"
+        )
+    difference = (logits.float().cpu() - expected).abs().max().item()
+    tolerance = max(FORWARD_PASS_TOLERANCE[saved["precision"]], FORWARD_PASS_TOLERANCE[engine.config.precision.dtype])
+    allowed = tolerance * expected.abs().max().item()
+    if not difference <= allowed:  # also true for NaN
+        raise CheckpointError(
+            f"{path}: the loaded model's logits differ from the saved ones by {difference:.3g}, more than the "
+            f"{allowed:.3g} that rounding explains; the configuration is of another model, or the weights are damaged"
+        )
+    return f"the loaded model's logits match the saved ones (largest difference {difference:.2g})"

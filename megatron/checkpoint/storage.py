@@ -1,55 +1,36 @@
-"""Reading and writing checkpoint files: no pickle is executed, and no file is seen half-written."""
+"""Read and write checkpoint files. Reading never executes a pickle; writing is durable when it returns."""
 
-import contextlib
 import json
 import os
 import pickle
+import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from megatron.config import UserError
+from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be read or written; the message names the file and what to do."""
+    """A checkpoint cannot be read or written. The message names the file and says how to fix it."""
 
 
-def _deepspeed_globals() -> list[Any]:
-    """Classes that the states of DeepSpeed's optimizers hold beside tensors and plain values, in files that others
-    wrote: all are data, none runs code when built.
-    """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-
-
-def _numpy_globals() -> list[Any]:
-    """What a pickled NumPy random state is made of, under the names of NumPy 1 and 2."""
-    reconstruct = np._core.multiarray._reconstruct
-    dtype_classes = [type(np.dtype(name)) for name in ("uint32", "uint64", "int64", "float64")]
-    return [np.ndarray, np.dtype, reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct"), *dtype_classes]
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What is known of a file that was written: its size in bytes and the CRC-32 of its contents."""
+class FileRecord(NamedTuple):
+    """Size in bytes and CRC-32 of a file's contents."""
 
     size: int
     crc32: int
 
 
-class _Recorded:
-    """A binary file that counts and sums up what is written to it."""
+class _ChecksumWriter:
+    """A binary file that records the size and CRC-32 of everything written to it."""
 
     def __init__(self, handle: BinaryIO):
         self._handle = handle
@@ -62,7 +43,7 @@ class _Recorded:
         try:
             return self._handle.write(data)
         except OSError as error:
-            self.error = error  # torch.save raises another in its place
+            self.error = error  # torch.save raises its own RuntimeError instead
             raise
 
     def flush(self) -> None:
@@ -72,38 +53,34 @@ class _Recorded:
 def save_file(
     path: str | Path, value: Any, *, zip_checksums: bool = True, sync: Callable[[int], object] = os.fsync
 ) -> FileRecord:
-    """`torch.save`, on the disk when it returns. Raises OSError or RuntimeError when it cannot be written.
+    """`torch.save`, flushed to disk. Raises OSError or RuntimeError if the file cannot be written.
 
-    zip_checksums: False leaves out the checksums that torch.save puts into its zip archive, and takes half of its time
-    with them: for files that nothing but torch.load is meant to read, which does not look at them. sync: is given the
-    file's descriptor to send it to the disk, and may do so later, on a duplicate.
+    Args:
+        zip_checksums: False omits the checksums inside the zip archive, which take half of torch.save's time.
+            torch.load does not check them.
+        sync: called with the file descriptor to flush it to disk. To flush later, duplicate the descriptor.
     """
-    with open(path, "wb") as handle, _zip_checksums(zip_checksums):
-        recorded = _Recorded(handle)
-        try:
-            torch.save(value, recorded)
-        except RuntimeError as error:
-            raise recorded.error or error from error
-        handle.flush()
-        sync(handle.fileno())
-    return FileRecord(recorded.size, recorded.crc32)
-
-
-@contextlib.contextmanager
-def _zip_checksums(wanted: bool) -> Iterator[None]:
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(wanted)
+    zip_checksums_before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(zip_checksums)
     try:
-        yield
+        with open(path, "wb") as handle:
+            writer = _ChecksumWriter(handle)
+            try:
+                torch.save(value, writer)  # type: ignore[arg-type]  # it needs write and flush only
+            except RuntimeError as error:
+                raise writer.error or error from error
+            handle.flush()
+            sync(handle.fileno())
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(zip_checksums_before)
+    return FileRecord(writer.size, writer.crc32)
 
 
-def record_of(path: str | Path, chunk: int = 1 << 22) -> FileRecord:
-    """Size and checksum of a file as it is on the disk. Raises OSError when it cannot be read."""
+def file_record(path: str | Path, chunk_size: int = 1 << 22) -> FileRecord:
+    """Size and CRC-32 of a file on disk. Raises OSError if it cannot be read."""
     size = crc32 = 0
     with open(path, "rb", buffering=0) as handle:
-        buffer = bytearray(chunk)
+        buffer = bytearray(chunk_size)
         view = memoryview(buffer)
         while count := handle.readinto(buffer):
             crc32 = zlib.crc32(view[:count], crc32)
@@ -111,57 +88,85 @@ def record_of(path: str | Path, chunk: int = 1 << 22) -> FileRecord:
     return FileRecord(size, crc32)
 
 
-def load_tensors(path: str | Path, *, mapped: bool = False) -> Any:
-    """`torch.load`, to the CPU, of a file of tensors and plain values. Raises as `load_file` does.
+def load_tensors(path: str | Path, *, mmap: bool = False) -> Any:
+    """Load a file of tensors and plain Python values to the CPU. Raises CheckpointError as `load_file` does.
 
-    mapped: the tensors stay in the file until they are read, so that what is not needed is not read; they must not be
-    written to.
+    mmap: map the tensors from the file, so that only what is used is read. Do not write to them.
     """
-    return _load(path, [], "cpu", mapped)
+    return _load(path, [], mmap=mmap)
 
 
-def load_file(path: str | Path, *, map_location: Any = "cpu") -> Any:
-    """`torch.load` that builds tensors, plain containers and an allow-list of data classes, and nothing else.
+def load_file(path: str | Path) -> Any:
+    """Load a file of tensors, plain Python values and a fixed set of data classes (NumPy arrays, DeepSpeed's loss
+    scalers) to the CPU.
 
-    Raises CheckpointError when the file is missing, damaged, or holds anything else.
+    Raises CheckpointError if the file is missing, damaged, or contains any other object.
     """
+    reconstruct = np._core.multiarray._reconstruct
+    # A pickled NumPy random state, under the names of NumPy 1 and 2.
+    allowed: list[Any] = [np.ndarray, np.dtype, reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
+    allowed += [type(np.dtype(name)) for name in ("uint32", "uint64", "int64", "float64")]
     try:
-        return _load(path, _numpy_globals(), map_location)
+        return _load(path, allowed)
     except CheckpointError as error:
-        if "GLOBAL deepspeed." not in str(error):
+        if "deepspeed." not in str(error):
             raise
-    return _load(path, _numpy_globals() + _deepspeed_globals(), map_location)
+    # Data classes in the optimizer state of checkpoints that DeepSpeed wrote. None of them runs code when built.
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return _load(path, [*allowed, LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
 
 
-def _load(path: str | Path, allowed: list[Any], map_location: Any, mapped: bool = False) -> Any:
+def _load(path: str | Path, allowed: list[Any], *, mmap: bool = False) -> Any:
     try:
         with torch.serialization.safe_globals(allowed):
-            # Files of torch before 1.6 are no zip archives, and cannot be mapped.
-            mapped = mapped and zipfile.is_zipfile(path)
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+            # Files written by torch before 1.6 are not zip archives and cannot be mapped.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; the checkpoint is not whole") from error
+        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete") from error
     except pickle.UnpicklingError as error:
+        # torch's own message advises weights_only=False, which would execute the file.
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        if refused:
+            raise CheckpointError(
+                f"{path}: refused, it contains {refused[1]}; only tensors and plain Python values are loaded"
+            ) from error
         raise CheckpointError(
-            f"{path}: refused, it holds objects other than tensors and plain values ({_first_line(error)})"
+            f"{path}: refused, it is damaged or contains objects other than tensors and plain Python values"
         ) from error
     except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read, the file is damaged ({_first_line(error)})") from error
+        reason = next((line for line in str(error).splitlines() if line and "weights_only" not in line), "")
+        raise CheckpointError(
+            f"{path}: cannot be read, the file is damaged ({reason or type(error).__name__})"
+        ) from error
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error)
-    marker = "Unsupported global: GLOBAL "
-    if marker in text:
-        return "GLOBAL " + text.split(marker)[1].split()[0]
-    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+def load_layer_file(path: Path) -> dict[str, Tensor]:
+    """Tensor name -> memory-mapped tensor. Raises CheckpointError if the file contains anything else."""
+    state = load_tensors(path, mmap=True)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: contains a {type(state).__name__} instead of named tensors")
+    for name, value in state.items():
+        if not torch.is_tensor(value):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor")
+    return state
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Whole or not at all, as `write_atomically`. Raises UserError."""
-    write_atomically(path, text.encode("utf-8"))
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError if the file is missing or is not a JSON object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: is not a JSON object")
+    return value
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Whole or not at all, as `write_atomically`. Raises UserError."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write atomically. Raises UserError if the file cannot be written."""
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
