@@ -23,13 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from timing import Timing, add_options, apply_options, compare, show, write_json
 
-from megatron.checkpoint.directory import find_whole_step
-from megatron.checkpoint.layers import layer_state
-from megatron.checkpoint.loading import load_optimizer
-from megatron.checkpoint.optimizer import SavedState
+from megatron.checkpoint.directory import find_valid_step
+from megatron.checkpoint.layers import layer_state, weight_layers
+from megatron.checkpoint.loading import load_weights
+from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, optimizer_state
 from megatron.checkpoint.saving import Checkpointer
-from megatron.checkpoint.state import TrainingState
-from megatron.checkpoint.state_dict import load_weights, optimizer_state, weight_layers
+from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
 from megatron.training import distributed
 from megatron.training.engine import Engine
@@ -68,7 +67,7 @@ def trained_engine(config: Config) -> Engine:
 
 
 def same_tensors(engine: Engine) -> dict[str, object]:
-    weights = {index: layer_state(layer) for index, layer in weight_layers(engine).items()}
+    weights = {index: layer_state(layer) for index, layer in weight_layers(engine.layers(), engine.settings).items()}
     return {"weights": weights, "optimizer": optimizer_state(engine)}
 
 
@@ -102,9 +101,9 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
             os.fsync(handle.fileno())
 
     def load() -> None:
-        step = find_whole_step(config.checkpoint.save)
+        step = find_valid_step(config.checkpoint.save)
         load_weights(engine, step)
-        load_optimizer(engine, SavedState(step), step)
+        load_optimizer(engine, SavedOptimizer(step), step)
 
     def copied() -> Timing:
         """Seconds that `save` takes in the background; the writing itself is waited for outside."""

@@ -4,9 +4,9 @@ A checkpoint that is being written, replaced or deleted has another name: `globa
 `.global_stepN.replaced`, `.global_stepN.deleted`. A killed process leaves such directories behind; `clean_up` completes
 or reverts what it was doing.
 
-`manifest.json`: {"format": 1, "iteration": N, "checksum": "crc32", "files": {NAME: {"size": BYTES, "crc32": HEX}}}, with
-names relative to `global_stepN`. It is written after all other files are on disk. Checkpoints of the KERPLE release have
-no manifest. A checkpoint saved by this project that lost its manifest counts as damaged.
+`manifest.json`: {"format": 1, "iteration": N, "checksum": "crc32", "files": {NAME: {"size": BYTES, "crc32": HEX}}},
+with names relative to `global_stepN`. It is written after all other files are on disk. Checkpoints of the KERPLE
+release have no manifest. A checkpoint saved by this project that lost its manifest counts as damaged.
 """
 
 import contextlib

@@ -112,7 +112,7 @@ def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[st
 
 
 def head_values(step: Path, settings: ModelSettings) -> dict[str, dict[str, list[float]]]:
-    """"all layers" or "layer I" -> parameter name -> its value for each head, as the method uses it.
+    """ "all layers" or "layer I" -> parameter name -> its value for each head, as the method uses it.
 
     Methods with a bias add `effective_length`, the smallest distance whose bias is below -2 (Figure 6 of the KERPLE
     paper), or 20,480 if there is none.
@@ -134,7 +134,7 @@ def check_finite(step: Path) -> None:
             for name, tensor in load_layer_file(path).items():
                 count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
                 if count:
-                    raise CheckpointError(f"{path}: {name} contains {count} values that are not finite (NaN or infinity)")
+                    raise CheckpointError(f"{path}: {name} contains {count} values that are NaN or infinite")
 
 
 def differences(first: dict[str, Any], second: dict[str, Any], first_step: Path, second_step: Path) -> dict[str, Any]:

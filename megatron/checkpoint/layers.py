@@ -138,13 +138,13 @@ def check_sizes(step: Path, settings: ModelSettings) -> None:
 
     Neither reads nor allocates weights. Raises CheckpointError, naming both sides of a difference.
     """
-    with torch.device("meta"):
-        layers = weight_layers(GPT(settings).layers(), settings)
     states = {
         index: [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
         for index, shards in open_layers(step).items()
     }
     check_dimensions(states, settings, step)
+    with torch.device("meta"):
+        layers = weight_layers(GPT(settings).layers(), settings)
     for index, layer in layers.items():
         _merge_layer(index, layer, states, step, tensor_size=1)
 
@@ -173,9 +173,7 @@ def embedding_rows(states: LayerStates, step: Path) -> int:
     return sum(shard[EMBEDDING].shape[0] for shard in states[0])
 
 
-def _merge_layer(
-    index: int, layer: nn.Module, states: LayerStates, step: Path, tensor_size: int
-) -> dict[str, Tensor]:
+def _merge_layer(index: int, layer: nn.Module, states: LayerStates, step: Path, tensor_size: int) -> dict[str, Tensor]:
     """The layer's full (unsliced) tensors. Raises CheckpointError for a missing, unknown or misshapen tensor."""
     expected = {name: full_shape(tensor, tensor_size) for name, tensor in tensors_of(layer).items()}
     if not expected:
@@ -197,4 +195,6 @@ def _merge_layer(
         for shard in shards:
             if name not in shard:
                 raise CheckpointError(f"{source}: another tensor-parallel rank's file of this layer lacks {name}")
-    return {name: merge_shards(name, [shard[name] for shard in shards], shape, source) for name, shape in expected.items()}
+    return {
+        name: merge_shards(name, [shard[name] for shard in shards], shape, source) for name, shape in expected.items()
+    }

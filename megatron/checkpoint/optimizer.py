@@ -11,8 +11,8 @@ one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice T.
 `megatron.optimizers` defines; "master", the float32 weights, is added if the model's weights have another precision.
 Loading joins the fragments of a parameter and cuts them for the current layout.
 
-Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number, under
-"optimizer" in `mp_rank_00_model_states.pt`. `read_released_optimizer` maps it to these names.
+Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number,
+under "optimizer" in `mp_rank_00_model_states.pt`. `read_released_optimizer` maps it to these names.
 
 Legend: n elements of a fragment.
 """
@@ -303,8 +303,8 @@ def read_released_optimizer(
     """The optimizer state of a released checkpoint, and why it cannot be used (None if it can).
 
     Parameters are numbered in the order of the model, which is the order of names in the layer files; a parameter that
-    layers share is counted once, where it first occurs. In half precision the release stores flat partitions, or nothing
-    in this file. saved: the contents of `mp_rank_00_model_states.pt`.
+    layers share is counted once, where it first occurs. In half precision the release stores flat partitions, or
+    nothing in this file. saved: the contents of `mp_rank_00_model_states.pt`.
     """
     empty, state = ReleasedOptimizer({}), saved.get("optimizer")
     if state is None:

@@ -79,8 +79,8 @@ class Checkpointer:
         """Write global_stepN and point `latest` at it. With `async_save`, returns after copying all tensors to host
         memory, and writes in the background.
 
-        If any rank fails to write (disk full), every rank raises CheckpointError, the partial checkpoint is removed, and
-        previous checkpoints are unchanged. A background save raises it at the next `save` or `finish`.
+        If any rank fails to write (disk full), every rank raises CheckpointError, the partial checkpoint is removed,
+        and previous checkpoints are unchanged. A background save raises it at the next `save` or `finish`.
         """
         self.finish()
         unfinished = self.directory / f"{tag_for(state.iteration)}.unfinished"

@@ -1,4 +1,4 @@
-"""State of a training run other than weights and optimizer: progress, counters, random states, a forward pass to verify.
+"""State of a training run besides weights and optimizer: progress, counters, random states, a forward pass to verify.
 
 All of it is saved as tensors and plain Python values, so that loading it runs no code.
 """

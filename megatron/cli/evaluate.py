@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.configuration import evaluated_method
-from megatron.checkpoint.description import positional_methods
-from megatron.checkpoint.directory import iteration_of
-from megatron.checkpoint.fingerprint import weights_fingerprint
-from megatron.checkpoint.layers import layer_files
+from megatron.checkpoint.directory import iteration_of, weights_fingerprint
+from megatron.checkpoint.inspection import positional_methods
 from megatron.cli import eval_tasks as tasks
 from megatron.cli.evaluate_options import LONGEST_DEFAULT, add_options, check_chosen, check_tasks_alone
 from megatron.cli.model_options import (
@@ -167,7 +165,7 @@ def _effective_lengths(model: Model, corpus: str | None, store: ResultsFile) -> 
     wanted = plan_effective_lengths(model.origin, corpus)
     if store.find(wanted) is None:
         settings = ModelSettings.from_config(model.saved, padded_vocab_size=1)
-        record = effective_lengths(wanted, positional_methods(layer_files(model.step), settings))
+        record = effective_lengths(wanted, positional_methods(model.step, settings))
         store.add(record)
         if record["note"] is not None:
             print(f"{model.folder}: {record['note']}", flush=True)

@@ -18,7 +18,7 @@ import yaml
 
 from kerple.positional import method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
-from megatron.checkpoint.directory import find_step, find_whole_step, has_checkpoint, iteration_of
+from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.config import Config, UserError
 from megatron.config.arguments import parse
 from megatron.config.command_line import MERGED_OPTION, take_overrides
@@ -207,7 +207,7 @@ def _step(folder: str | Path, iteration: int | None, fallback: bool) -> Path:
     """The checkpoint to load; with `fallback` the newest whole one, where that is damaged."""
     if not fallback:
         return find_step(folder, iteration)  # load_model checks it
-    return find_whole_step(folder, iteration, fallback=True, report=partial(print, file=sys.stderr, flush=True))
+    return find_valid_step(folder, iteration, fallback=True, report=partial(print, file=sys.stderr, flush=True))
 
 
 def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Path:

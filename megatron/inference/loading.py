@@ -36,8 +36,8 @@ def load_model(
         fallback: if the checkpoint is damaged, print so and load the newest valid one.
 
     Raises:
-        UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not have the sizes in its
-            configuration.
+        UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not have the sizes in
+            its configuration.
     """
     step = find_valid_step(directory, iteration, fallback=fallback)
     config = checkpoint_config(step, overrides)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.description import positional_methods
 from megatron.checkpoint.directory import find_step
-from megatron.checkpoint.layers import layer_files
+from megatron.checkpoint.inspection import positional_methods
 from megatron.evaluation.measures.effective_length import LIMIT
 from megatron.model.settings import ModelSettings
 
@@ -48,7 +47,7 @@ def kernels_of(
     settings = ModelSettings.from_config(config, padded_vocab_size=1)
     distances = torch.arange(longest, dtype=torch.float32)
     found = []
-    for place, method in positional_methods(layer_files(step), settings):
+    for place, method in positional_methods(step, settings):
         bias = method.bias(distances) if method.has_bias else None
         weight = method.weight(distances) if method.has_weight else None
         if bias is not None or weight is not None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.configuration import evaluated_method
-from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of, tag_for
-from megatron.checkpoint.manifest import find_damage
+from megatron.checkpoint.directory import find_damage, find_step, has_checkpoint, iteration_of, tag_for
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file
 from megatron.evaluation.records import has_results

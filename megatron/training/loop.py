@@ -7,7 +7,7 @@ import torch
 from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.loading import load_checkpoint, locate_checkpoint
 from megatron.checkpoint.saving import Checkpointer
-from megatron.checkpoint.state import TrainingState
+from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
 from megatron.data import build_datasets, document_lengths
 from megatron.data.datasets import Datasets

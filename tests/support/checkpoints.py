@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.checkpoint.layers import layer_file, layer_state
+from megatron.checkpoint.directory import layer_file
+from megatron.checkpoint.layers import layer_state
 from megatron.data.indexed_writer import IndexedWriter
 from megatron.model.gpt import GPT
 from tests.support.language_models import small_gpt

@@ -15,8 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron.checkpoint.directory import find_step, has_checkpoint
-from megatron.checkpoint.manifest import find_damage, read_manifest
+from megatron.checkpoint.directory import find_damage, find_step, has_checkpoint, read_manifest
 from megatron.config import Config
 from megatron.training.loop import train
 

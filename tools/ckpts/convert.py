@@ -44,8 +44,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def _load(options: argparse.Namespace, **overrides: str):
     """(model, configuration, dtype of the result, folder of the step)."""
     from megatron.checkpoint.convert.weights import DTYPES
-    from megatron.checkpoint.directory import find_step
-    from megatron.checkpoint.layers import layer_files
+    from megatron.checkpoint.directory import find_step, layer_files
     from megatron.checkpoint.storage import load_tensors
     from megatron.inference import load_model
 

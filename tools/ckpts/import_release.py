@@ -64,8 +64,14 @@ def _find_root(folder: Path, archive: Path) -> Path:
 def _verify(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The report on a checkpoint folder. Raises CheckpointError for whatever is wrong with it."""
     from megatron.checkpoint.convert.summary import check_finite, describe
-    from megatron.checkpoint.directory import find_step, saved_iterations, step_folder, tag_for
-    from megatron.checkpoint.manifest import read_manifest, write_manifest_of_folder
+    from megatron.checkpoint.directory import (
+        find_step,
+        read_manifest,
+        saved_iterations,
+        step_folder,
+        tag_for,
+        write_manifest_of_folder,
+    )
     from megatron.checkpoint.storage import load_file
     from megatron.inference import load_model
 

@@ -1,4 +1,4 @@
-"""Show what a checkpoint contains: step, sizes, shards, dtypes, positional parameters, and whether its files are intact.
+"""Show what a checkpoint contains: step, sizes, shards, dtypes, positional parameters, and damage.
 
 python tools/ckpts/inspect.py DIR [OTHER] [--iteration N] [--json]
 python tools/ckpts/inspect.py DIR --accept         write a new manifest for a checkpoint that lost it
@@ -66,7 +66,7 @@ def accept(step: Path) -> None:
     if (step / MANIFEST).exists():
         damage = find_damage(step)
         state = f"which reports: {damage}" if damage else "and all files match it"
-        raise CheckpointError(f"{step}: --accept is for a checkpoint that lost its {MANIFEST}; this one has it, {state}")
+        raise CheckpointError(f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has it, {state}")
     for path in sorted(step.glob("*.pt")):
         load_file(path)
     write_manifest_of_folder(step, iteration_of(step))

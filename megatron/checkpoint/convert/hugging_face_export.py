@@ -21,7 +21,7 @@ from megatron.checkpoint.convert.names import POSITIONAL_TARGET
 from megatron.checkpoint.convert.sources import load_package, self_contained_files, unload_package
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, special_ids, write_tokenizer
 from megatron.checkpoint.convert.weights import SAFETENSORS, cast, hugging_face_tensors, import_transformers, rounded
-from megatron.checkpoint.storage import CheckpointError, write_json, write_text
+from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.config import Config
 from megatron.model.gpt import GPT
 
@@ -64,9 +64,10 @@ def to_hugging_face(
         if not stock:
             tensors.update(_buffers(model, dtype))
             for name, text in self_contained_files(method_class(config.model.pos_emb)).items():
-                write_text(folder / name, text)
+                (folder / name).write_text(text, encoding="utf-8")
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
-        write_text(folder / "README.md", model_card(config, stock=stock, has_tokenizer=tokenizer is not None))
+        card = model_card(config, stock=stock, has_tokenizer=tokenizer is not None)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         written = load_written(folder, stock)
         check = check_same_rotary_logits if stock else check_same_logits
         check(

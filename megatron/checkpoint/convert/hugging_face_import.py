@@ -19,7 +19,6 @@ from megatron.checkpoint.convert.sources import load_package, self_contained_fil
 from megatron.checkpoint.convert.tokenizer_files import read_json, take_tokenizer
 from megatron.checkpoint.convert.weights import SAFETENSORS, cast, fill, import_transformers, read_tensors
 from megatron.checkpoint.layers import layer_state, load_layers
-from megatron.checkpoint.storage import write_text
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -103,7 +102,7 @@ def _reference(source: Path, theirs: dict[str, Any], tensors: dict[str, Tensor])
     name = f"_reference_model_{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:
         for file, text in self_contained_files(method_class(theirs["positional_method"])).items():
-            write_text(Path(folder) / file, text)
+            (Path(folder) / file).write_text(text, encoding="utf-8")
         try:
             module = load_package(Path(folder), name)
             config = module.KerpleConfig(**theirs)

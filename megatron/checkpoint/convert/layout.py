@@ -1,6 +1,5 @@
 """Writing a folder in the layout of our checkpoints and the release's: `latest`, and one global_stepN."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.directory import point_latest, tag_for
-from megatron.checkpoint.layers import layer_file
-from megatron.checkpoint.manifest import write_manifest_of_folder
-from megatron.checkpoint.storage import write_text
+from megatron.checkpoint.directory import layer_file, point_latest, tag_for, write_manifest_of_folder
+from megatron.checkpoint.storage import write_json
 from megatron.model.settings import ModelSettings
 
 
@@ -43,7 +40,7 @@ def write_checkpoint(
     }
     for rank in range(ranks):
         torch.save({"iteration": iteration, "args": sizes}, step / f"mp_rank_{rank:02d}_model_states.pt")
-    write_text(step / "configs" / "config.yml", json.dumps(dict(keys), indent=2) + "\n")
+    write_json(step / "configs" / "config.yml", dict(keys))
     write_manifest_of_folder(step, iteration)
     point_latest(folder, step.name)
     return step

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.layers import layer_files, load_layer_file
-from megatron.checkpoint.storage import CheckpointError
+from megatron.checkpoint.directory import layer_files
+from megatron.checkpoint.storage import CheckpointError, load_layer_file
 from megatron.config import Config
 from megatron.model.gpt import GPT
 

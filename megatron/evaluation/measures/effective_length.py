@@ -17,7 +17,7 @@ def plan_effective_lengths(origin: Provenance, corpus: str | None) -> Record:
 
 def effective_lengths(record: Record, methods: Iterable[tuple[str, PositionalMethod]]) -> EffectiveLengthRecord:
     """The record with its values. methods: (place, method), as
-    `megatron.checkpoint.description.positional_methods` gives them; what has no bias is left out.
+    `megatron.checkpoint.inspection.positional_methods` gives them; what has no bias is left out.
     """
     found = {place: method.effective_length(LIMIT).tolist() for place, method in methods if method.has_bias}
     note = None if found else f"{record['pos_emb']} has no bias, so its heads have no effective length"

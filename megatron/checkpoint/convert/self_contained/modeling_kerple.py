@@ -83,7 +83,7 @@ class Padding:
 
 
 class Tables(NamedTuple):
-    """What a method has for distances 0 ... t-1: `bias` and `weight` `[h, t]` float32, and what its `modify_scores` needs."""
+    """A method's tables for distances 0 ... t-1: float32 `bias` and `weight` `[h, t]`, and the one of `modify_scores`."""
 
     bias: Tensor | None
     weight: Tensor | None

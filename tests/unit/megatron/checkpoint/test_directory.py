@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from megatron.checkpoint.directory import (
+    MANIFEST,
+    clean_up,
+    find_damage,
     find_step,
-    find_whole_step,
+    find_valid_step,
     publish,
+    read_manifest,
     remove_older,
     saved_iterations,
     tag_for,
-    tidy,
+    write_manifest,
 )
-from megatron.checkpoint.manifest import MANIFEST, find_damage, read_manifest, write_manifest
 from megatron.checkpoint.saving import write_files
 from megatron.checkpoint.storage import CheckpointError, load_tensors
 
@@ -23,7 +26,7 @@ from megatron.checkpoint.storage import CheckpointError, load_tensors
 def save(directory, iteration, value=None, keep=None):
     """A checkpoint of two files, by the steps of megatron.checkpoint.saving."""
     directory.mkdir(exist_ok=True)
-    tidy(directory)
+    clean_up(directory)
     unfinished = directory / f"{tag_for(iteration)}.unfinished"
     unfinished.mkdir()
     weights = {"w": torch.full((1000,), float(iteration if value is None else value))}
@@ -48,7 +51,7 @@ def alter(path):
 
 def test_manifest_lists_every_file(tmp_path):
     save(tmp_path, 5)
-    step = find_whole_step(tmp_path)
+    step = find_valid_step(tmp_path)
     assert set(read_manifest(step)) == {"weights.pt", "configs/config.yml"}
     assert read_manifest(step)["configs/config.yml"].size == 3
     assert find_damage(step) is None
@@ -66,26 +69,26 @@ def test_damage_is_named_and_the_newest_whole_one_is_offered(how, tmp_path):
     else:
         file.write_bytes(file.read_bytes()[:40])
     alter(tmp_path / "global_step20" / "configs" / "config.yml")
-    with pytest.raises(CheckpointError, match=rf"global_step30/{file.name}: .*iteration 10.*--fallback"):
-        find_whole_step(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"global_step30/{file.name}: .*iteration 10; use it with --fallback"):
+        find_valid_step(tmp_path)
     said = []
-    assert find_whole_step(tmp_path, fallback=True, report=said.append).name == "global_step10"
+    assert find_valid_step(tmp_path, fallback=True, report=said.append).name == "global_step10"
     assert file.name in said[0]
 
 
 def test_latest_that_names_nothing_is_offered_another(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "latest").write_text("global_step2")
-    with pytest.raises(CheckpointError, match=r"global_step2.*iteration 1: take it with --fallback"):
-        find_whole_step(tmp_path)
-    assert find_whole_step(tmp_path, fallback=True, report=lambda text: None).name == "global_step1"
+    with pytest.raises(CheckpointError, match=r"global_step2.*iteration 1; use it with --fallback"):
+        find_valid_step(tmp_path)
+    assert find_valid_step(tmp_path, fallback=True, report=lambda text: None).name == "global_step1"
 
 
 def test_no_other_whole_checkpoint(tmp_path):
     save(tmp_path, 1)
     alter(tmp_path / "global_step1" / "weights.pt")
-    with pytest.raises(CheckpointError, match=r"weights\.pt.*no other whole"):
-        find_whole_step(tmp_path, fallback=True)
+    with pytest.raises(CheckpointError, match=r"weights\.pt.*no other valid"):
+        find_valid_step(tmp_path, fallback=True)
 
 
 def test_ranks_share_the_checking(tmp_path):
@@ -145,15 +148,15 @@ def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
         save(directory, 1)
         save(directory, 2)
         killed = killed_before_event(number, lambda folder=directory: save(folder, iteration, value=7, keep=1))
-        step = find_whole_step(directory)
+        step = find_valid_step(directory)
         value = value_of(step)
         assert value in (2.0, 7.0)
         assert find_damage(step) is None
         # A second kill while tidying up, and then a save that ends.
-        killed_before_event(number % 5, lambda folder=directory: tidy(folder))
-        assert value_of(find_whole_step(directory)) == value
+        killed_before_event(number % 5, lambda folder=directory: clean_up(folder))
+        assert value_of(find_valid_step(directory)) == value
         save(directory, iteration, value=8, keep=1)
-        assert value_of(find_whole_step(directory)) == 8.0
+        assert value_of(find_valid_step(directory)) == 8.0
         assert sorted(path.name for path in directory.iterdir()) == [f"global_step{iteration}", "latest"]
         if not killed:
             break

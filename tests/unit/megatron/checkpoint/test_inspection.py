@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from megatron.checkpoint.inspection import main
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.inference import load_model
@@ -17,6 +16,7 @@ from megatron.training.loop import train
 from tests.support.checkpoints import write_corpus
 from tests.support.release import METHODS, checkpoints
 from tests.support.runs import ROOT, environment, training_settings
+from tools.ckpts.inspect import main
 
 TOOLS = ROOT / "tools" / "ckpts"
 
@@ -70,7 +70,7 @@ def test_damage_is_told(ours, tmp_path, capsys):
     file.write_bytes(data)
     status, found = inspect(capsys, tmp_path / "copy")
     assert status == 1
-    assert "optimizer_rank_00000.pt: its contents" in found["manifest"]
+    assert "optimizer_rank_00000.pt: contents" in found["manifest"]
 
 
 def test_comparison_names_the_tensors_that_differ(ours, tmp_path, capsys):
@@ -94,11 +94,11 @@ def test_a_lost_manifest_is_told_and_written_anew_when_asked(ours, tmp_path, cap
     shutil.copytree(ours, tmp_path / "copy")
     step = tmp_path / "copy/global_step6"
     (step / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"manifest\.json: is missing.*--accept.*iteration 3: take it"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: no such file.*--accept.*iteration 3; use it"):
         load_model(tmp_path / "copy")
     status, found = inspect(capsys, tmp_path / "copy")
     assert status == 1
-    assert "manifest.json: is missing" in found["manifest"]
+    assert "manifest.json: no such file" in found["manifest"]
     # Of a run that saves neither optimizer nor random states, too.
     for file in [*step.glob("optimizer_*"), *step.glob("random_*")]:
         file.unlink()
@@ -108,7 +108,7 @@ def test_a_lost_manifest_is_told_and_written_anew_when_asked(ours, tmp_path, cap
     (step / "optimizer_rank_00000.pt").write_bytes(b"of another run")
     with pytest.raises(CheckpointError, match=r"optimizer_rank_00000\.pt: is not in the manifest"):
         load_model(tmp_path / "copy")
-    with pytest.raises(CheckpointError, match=r"this has it, it says: .*is not in the manifest"):
+    with pytest.raises(CheckpointError, match=r"this one has it, which reports: .*is not in the manifest"):
         inspect(capsys, tmp_path / "copy", "--accept")
 
 

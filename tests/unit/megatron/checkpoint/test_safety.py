@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from megatron.checkpoint.manifest import write_manifest_of_folder
+from megatron.checkpoint.directory import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, load_file, load_tensors
 from megatron.config import Config
 from megatron.inference import load_model
@@ -71,7 +71,7 @@ def test_the_exploit_is_a_real_one(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["zip", "pickle"])
-@pytest.mark.parametrize("read", [load_file, load_tensors, lambda path: load_tensors(path, mapped=True)])
+@pytest.mark.parametrize("read", [load_file, load_tensors, lambda path: load_tensors(path, mmap=True)])
 def test_exploit_is_refused(form, read, tmp_path):
     path, target = tmp_path / "file.pt", tmp_path / "written"
     if form == "zip":
@@ -118,23 +118,23 @@ def without(name):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("layer_02-model_00-model_states.pt", lambda _: [1], "holds a list instead of named tensors"),
+        ("layer_02-model_00-model_states.pt", lambda _: [1], "contains a list instead of named tensors"),
         ("layer_00-model_00-model_states.pt", lambda _: {"word_embeddings.weight": 3}, "weight is a int, not a tensor"),
         (
             "random_rank_00000.pt",
             lambda state: {**state, "torch": torch.zeros(3, dtype=torch.uint8)},
-            "not random",
+            "does not contain random states",
         ),
         ("mp_rank_00_model_states.pt", without("shape"), "shape is missing"),
-        ("mp_rank_00_model_states.pt", without("training"), "does not say where the run stands"),
-        ("optimizer_rank_00000.pt", without("parameters"), "is not an optimizer's file"),
+        ("mp_rank_00_model_states.pt", without("training"), "the entry training is missing"),
+        ("optimizer_rank_00000.pt", without("parameters"), "is not an optimizer file"),
         (
             "optimizer_rank_00000.pt",
             lambda state: {
                 **state,
                 "parameters": {name: {**entry, "shape": (3,)} for name, entry in state["parameters"].items()},
             },
-            "is not an optimizer's file .*does not fit its shape",
+            "is not an optimizer file .*the fragment does not fit its shape",
         ),
     ],
 )

@@ -6,8 +6,7 @@ import time
 import pytest
 import yaml
 
-from megatron.checkpoint.directory import find_step
-from megatron.checkpoint.manifest import find_damage
+from megatron.checkpoint.directory import find_damage, find_step
 from megatron.data.prepare import PrepareOptions, prepare
 from tests.support.runs import ROOT
 from tests.support.sweeps import iterations_logged, kill_all, run_sweep, start_sweep

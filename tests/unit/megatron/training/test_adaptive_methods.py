@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.description import describe
+from megatron.checkpoint.inspection import describe
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings

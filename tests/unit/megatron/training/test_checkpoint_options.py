@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import saving
-from megatron.checkpoint.directory import saved_iterations
-from megatron.checkpoint.manifest import find_damage, write_manifest_of_folder
+from megatron.checkpoint.directory import find_damage, saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.cli.evaluate import main as evaluate
 from megatron.config import Config
@@ -33,7 +32,7 @@ def test_fallback_takes_the_newest_whole_checkpoint(tmp_path, data_path, capsys)
     trained(tmp_path, data_path)
     expected, losses = weights(tmp_path, 6), metrics(tmp_path)
     damage(tmp_path, 6)
-    with pytest.raises(CheckpointError, match=r"layer_03.*iteration 3: take it with --fallback"):
+    with pytest.raises(CheckpointError, match=r"layer_03.*iteration 3; use it with --fallback"):
         trained(tmp_path, data_path)
     trained(tmp_path, data_path, fallback=True)
     assert "fallback: the checkpoint is damaged" in capsys.readouterr().out
@@ -47,7 +46,7 @@ def test_fallback_option_of_evaluate_and_train(tmp_path, data_path, capsys):
     damage(tmp_path, 3)
     config = tmp_path / "evaluate.yml"
     config.write_text(json.dumps({key: value for key, value in settings.items() if key != "save"}))
-    with pytest.raises(CheckpointError, match=r"layer_03.*take it with --fallback"):
+    with pytest.raises(CheckpointError, match=r"layer_03.*use it with --fallback"):
         evaluate([str(config), "--lengths", "32"])
     capsys.readouterr()
     evaluate([str(config), "--lengths", "32", "--fallback"])
@@ -123,7 +122,7 @@ def test_error_in_the_background_is_told_and_keeps_the_last_checkpoint(tmp_path,
         return write(path, value, **options)
 
     monkeypatch.setattr(saving, "save_file", full)
-    with pytest.raises(CheckpointError, match=r"global_step9.*No space left.*saved before are untouched"):
+    with pytest.raises(CheckpointError, match=r"global_step9.*No space left.*saved checkpoints are unchanged"):
         trained(tmp_path, data_path, train_iters=12, async_save=True)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["global_step3", "global_step6", "latest"]
@@ -137,7 +136,7 @@ def test_full_disk_is_told_and_keeps_the_last_checkpoint(asynchronous, tmp_path,
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
     try:
         with pytest.raises(
-            CheckpointError, match=r"global_step6.*OSError: .*File too large.*saved before are untouched"
+            CheckpointError, match=r"global_step6.*OSError: .*File too large.*saved checkpoints are unchanged"
         ):
             trained(tmp_path, data_path, async_save=asynchronous)
     finally:
@@ -151,7 +150,7 @@ def test_forward_pass_is_compared_after_loading(layout, ranks, tmp_path, data_pa
     trained(tmp_path, data_path, **keys)
     if layout:
         output = ranks.train(training_settings(tmp_path, data_path, **keys, **layout, train_iters=7))
-        assert "logits are the saved model's" in output
+        assert "logits match the saved ones" in output
         assert (tmp_path / "checkpoints/global_step7/forward_pass.pt").is_file()
     # The same sizes, and another model: weights whose file was exchanged.
     step = tmp_path / "checkpoints/global_step6"
@@ -193,7 +192,7 @@ def test_change_of_the_data_is_told(tmp_path, data_path, capsys):
 def test_change_of_the_global_batch_is_told(tmp_path, data_path, capsys):
     trained(tmp_path, data_path)
     state = trained(tmp_path, data_path, train_iters=7, train_batch_size=4)
-    assert "saved with 8 samples per step, this run takes 4" in capsys.readouterr().out
+    assert "saved with 8 samples per step, this run uses 4" in capsys.readouterr().out
     assert state.consumed_samples == 6 * 8 + 4
 
 

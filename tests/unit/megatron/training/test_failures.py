@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from megatron.checkpoint.directory import saved_iterations
-from megatron.checkpoint.manifest import write_manifest_of_folder
+from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.training.logging import StepLog

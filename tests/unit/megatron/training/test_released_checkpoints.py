@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.checkpoint.layers import layer_file
+from megatron.checkpoint.directory import layer_file
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.data import build_datasets
@@ -69,7 +69,7 @@ def test_goes_on_with_the_release_optimizer(method, corpus, tmp_path, capsys):
     train(Config.from_flat(settings))
     output = capsys.readouterr().out
     assert "iteration 300, 1200 samples read" in output
-    assert "optimizer's state are taken" in output
+    assert "iteration and optimizer state" in output
     expected = losses_in_plain_torch(method, settings, steps=20)
     assert metrics(tmp_path) == pytest.approx(expected, abs=5e-6)
 
@@ -77,7 +77,7 @@ def test_goes_on_with_the_release_optimizer(method, corpus, tmp_path, capsys):
 def test_the_optimizer_may_start_fresh(corpus, tmp_path, capsys):
     train(Config.from_flat(released_settings(tmp_path / "kept", corpus)))
     train(Config.from_flat(released_settings(tmp_path / "fresh", corpus, no_load_optim=True)))
-    assert "starts fresh (no-load-optim)" in capsys.readouterr().out
+    assert "starts from scratch (no-load-optim)" in capsys.readouterr().out
     kept, fresh = metrics(tmp_path / "kept"), metrics(tmp_path / "fresh")
     assert kept[301] == fresh[301]
     assert abs(kept[302] - fresh[302]) > 5e-3
@@ -87,7 +87,7 @@ def test_state_that_is_not_there_starts_fresh(corpus, tmp_path, capsys):
     keys = {"load": str(checkpoints("kerple_log_bf16")), "precision": "bfloat16", "train_iters": 303}
     train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
     output = capsys.readouterr().out
-    assert "starts fresh (the checkpoint holds no optimizer state)" in output
+    assert "starts from scratch (the checkpoint has no optimizer state)" in output
     assert list(metrics(tmp_path)) == [301, 302, 303]
 
 
@@ -98,7 +98,8 @@ def test_state_of_another_size_starts_fresh(corpus, tmp_path, capsys):
     state["optimizer"]["state"][11]["exp_avg"] = torch.zeros(7, 7)
     torch.save(state, file)
     train(Config.from_flat(released_settings(tmp_path, corpus, load=str(tmp_path / "release"), train_iters=301)))
-    assert "starts fresh (its parameter 11 is not of the size of 2.mlp.dense_h_to_4h.weight)" in capsys.readouterr().out
+    reason = "its parameter 11 does not have the shape of 2.mlp.dense_h_to_4h.weight"
+    assert f"starts from scratch ({reason})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -126,7 +127,7 @@ def test_finetune_takes_the_weights_alone(corpus, tmp_path, capsys):
         ({"padded_vocab_size": 256}, r"layer_00.*\(128, 32\).*\(256, 32\)"),
         ({"num_layers": 3}, "last layer file has index 6.*would have 7"),
         ({"num_layers": 1}, "last layer file has index 6.*would have 5"),
-        ({"no_weight_tying": False, "num_layers": 3}, "no file of layer 4.*num-layers"),
+        ({"no_weight_tying": False, "num_layers": 3}, "no file for layer 4.*num-layers"),
         ({"pos_emb": "alibi"}, r"attention\.rpe\.bias_p"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.convert import to_release
-from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.directory import read_manifest
 from megatron.checkpoint.storage import CheckpointError
 from megatron.inference import load_model
 from tests.support.conversion import LONG, make_model, quiet, random_tokens

@@ -14,7 +14,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
-from megatron.checkpoint.manifest import find_damage, read_manifest
+from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError
