@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.checkpoint.state import TrainingState
+from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.model.gpt import positional_methods
 from megatron.model.settings import ModelSettings

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from megatron.checkpoint.state import TrainingState
+from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.data.datasets import Samples
 from megatron.data.streams import evaluation_tokens
