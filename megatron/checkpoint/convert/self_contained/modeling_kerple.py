@@ -83,7 +83,7 @@ class Padding:
 
 
 class Tables(NamedTuple):
-    """A method's tables for distances 0 ... t-1: float32 `bias` and `weight` `[h, t]`, and the one of `modify_scores`."""
+    """Tables of a method for distances 0 ... t-1: float32 `bias` and `weight` `[h, t]`; what `modify_scores` needs."""
 
     bias: Tensor | None
     weight: Tensor | None
