@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialised import materialised_attention
-from kerple.attention import attend, jacobians, score_table, tables
+from benchmarks.materialised import MATERIALISED
+from kerple.attention import attend, dispatch, jacobians, score_table, tables
 from kerple.attention.backends.triton import launch as fused
 from kerple.attention.backends.triton.launch import Tile
 from kerple.positional import ModelShape, build
@@ -60,15 +60,12 @@ def method_of(bench: Bench, name: str, length: int, heads: int = HEADS, size: in
     return build(name, ModelShape(heads, size, heads * size, 1, length)).to(bench.device)
 
 
-def through(backend: Callable[..., Tensor] | str, method, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def through(backend: str, method, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     bias, weight = tables(method, key.shape[2], query.device)
-    if isinstance(backend, str):
-        changes = dict.fromkeys(DIFFERENTIALS)
-        if backend == "fused" and torch.is_grad_enabled():
-            changes = dict(zip(DIFFERENTIALS, jacobians(method, key.shape[2], query.device), strict=True))
-        return attend(query, key, value, bias_table=bias, weight_table=weight, backend=backend, **changes)
-    scale = query.shape[3] ** -0.5
-    return backend(query, key, value, bias_table=bias, weight_table=weight, window=None, dropout_p=0.0, scale=scale)
+    changes = dict.fromkeys(DIFFERENTIALS)
+    if backend == "fused" and torch.is_grad_enabled():
+        changes = dict(zip(DIFFERENTIALS, jacobians(method, key.shape[2], query.device), strict=True))
+    return attend(query, key, value, bias_table=bias, weight_table=weight, backend=backend, **changes)
 
 
 def alternatives(bench: Bench, batch: int, length: int, query, key, value) -> dict[str, tuple[Callable, list]]:
@@ -95,8 +92,8 @@ def alternatives(bench: Bench, batch: int, length: int, query, key, value) -> di
         add("flex, kerple_log", "flex", "kerple_log")
         add("flex, kerple_bias_wht", "flex", "kerple_bias_wht")
     if batch * HEADS * length**2 * 14 < MATRIX_BYTES:
-        add("materialised, kerple_log", materialised_attention, "kerple_log")
-        add("materialised, kerple_bias_wht", materialised_attention, "kerple_bias_wht")
+        add("materialised, kerple_log", "materialised", "kerple_log")
+        add("materialised, kerple_bias_wht", "materialised", "kerple_bias_wht")
 
     def add_dape(name: str, backend: str) -> None:
         method = method_of(bench, "dape_kerple", length)
@@ -218,6 +215,7 @@ def tune(bench: Bench) -> None:
 
 def main() -> int:
     bench = Bench(__doc__, "attention_gpu.json")
+    dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
     if bench.options.check and not check(bench):
         return 1
     if bench.options.tune:

@@ -16,10 +16,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialised import materialised_attention
+from benchmarks.materialised import MATERIALISED
 from benchmarks.models import our_model
 from benchmarks.train_step_gpu import settings_of
-from kerple.attention import dispatch as select
+from kerple.attention import dispatch
 from megatron.model.gpt import GPT
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -68,7 +68,7 @@ def main() -> int:
     bench = Bench(__doc__, "evaluation_gpu.json")
     if bench.options.check and not check(bench):
         return 1
-    select.BACKENDS["materialised"] = select.Backend(materialised_attention)
+    dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
     for pos_emb, backend in CASES[: 2 if bench.dry else None]:
         model = our_model(settings_of(pos_emb, backend, bench.dry)).to(bench.device).eval()
         if not bench.dry:

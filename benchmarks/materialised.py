@@ -7,31 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kerple.attention.call import AttentionCall, Backend
+from kerple.attention.tables import pair_distances
 from megatron.model.gpt import PositionTables
 
 
-def materialised_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias_table: Tensor | None,
-    weight_table: Tensor | None,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
-    """As `kerple.attention.attend`, in the states' dtype, with `[b, h, s, t]` scores and probabilities."""
-    s, t = query.shape[2], key.shape[2]
-    distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
-    unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    distance = distance.masked_fill(unseen, 0)
-    scores = query @ key.transpose(-1, -2) * scale
-    if weight_table is not None:
-        scores = scores * weight_table[:, distance].to(scores.dtype)
-    if bias_table is not None:
-        scores = scores + bias_table[:, distance].to(scores.dtype)
-    return scores.masked_fill(unseen, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
+def materialised_attention(call: AttentionCall) -> Tensor:
+    """As `kerple.attention.attend`, in the dtype of query, with all scores and probabilities in memory."""
+    queries, keys = range(call.offset, call.kv_len), range(call.kv_len)
+    mask = call.span.mask(queries, keys, call.query.device)
+    distance = pair_distances(queries, keys, mask)
+    scores = call.query @ call.key.transpose(-1, -2) * call.scale
+    if call.weight_table is not None:
+        scores = scores * call.weight_table[:, distance].to(scores.dtype)
+    if call.bias_table is not None:
+        scores = scores + call.bias_table[:, distance].to(scores.dtype)
+    return scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ call.value
+
+
+MATERIALISED = Backend("materialised", materialised_attention)
 
 
 class OriginalAttention:
@@ -45,7 +39,7 @@ class OriginalAttention:
         position = torch.arange(length)
         distance = position[:, None] - position
         self.positional = positional
-        self.unseen = distance < 0
+        self.mask = distance < 0
         self.distance = distance.clamp(min=0).float()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
@@ -54,7 +48,7 @@ class OriginalAttention:
             scores = scores * self.positional.weight(self.distance)
         if self.positional.has_bias:
             scores = scores + self.positional.bias(self.distance)
-        return scores.masked_fill(self.unseen, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
+        return scores.masked_fill(self.mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
 
 
 def attend_as_the_original(model: nn.Module, length: int) -> nn.Module:

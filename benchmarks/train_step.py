@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.materialised import attend_as_the_original, materialised_attention, with_whole_logits
+from benchmarks.materialised import MATERIALISED, attend_as_the_original, with_whole_logits
 from benchmarks.models import our_model
 from benchmarks.plain_decoder import PlainDecoder
 from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
-from kerple.attention import dispatch as select
+from kerple.attention import dispatch
 from megatron.model.compiled import compile_blocks
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -93,7 +93,7 @@ def train_step_table(rounds: int, clock: Callable[[], float]) -> dict[str, list[
 
 def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[Timing]]:
     """Ours against the original's way, step by step between them, by title, printed."""
-    select.BACKENDS["materialised"] = select.Backend(materialised_attention)
+    dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
     results = {}
     for length in (LENGTH, 4 * LENGTH):
         tokens, labels = batch(BATCH * LENGTH // length, length)

@@ -20,16 +20,16 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialised import materialised_attention
+from benchmarks.materialised import MATERIALISED
 from benchmarks.models import our_model
 from benchmarks.plain_decoder import PlainDecoder
-from kerple.attention import dispatch as select
+from kerple.attention import dispatch
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
 from megatron.training.logging import count_parameters, flops_per_token, peak_flops
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
-COMPILED = MATERIALISED = ("kerple_log", "kerple_bias_wht")
+COMPILED = COMPARED = ("kerple_log", "kerple_bias_wht")
 
 
 def settings_of(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
@@ -91,10 +91,10 @@ def main() -> int:
     bench = Bench(__doc__, "train_step_gpu.json")
     if bench.options.check and not check(bench):
         return 1
-    select.BACKENDS["materialised"] = select.Backend(materialised_attention)
+    dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
     cases = [("plain GPT", None), *((method, "auto") for method in METHODS)]
     cases += [(method, "compiled") for method in COMPILED]
-    cases += [(method, "materialised") for method in MATERIALISED]
+    cases += [(method, "materialised") for method in COMPARED]
     first: dict[str, float] = {}
     for name, backend in cases[: 3 if bench.dry else None]:
         attention = "auto" if backend in (None, "compiled") else backend

@@ -1,13 +1,14 @@
-"""One attention call, several backends: softmax(weight * q.k / sqrt(d) + bias) over the keys that a query may see."""
+"""Attention with a bias and weight over distance: softmax(weight * q.k / sqrt(d) + bias) v, in several backends."""
 
+from kerple.attention.backends.flex import score_mod
+from kerple.attention.call import FULL, Requirements, Span
 from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
-from kerple.attention.score_mod import score_mod
-from kerple.attention.span import FULL, Span
 from kerple.attention.tables import jacobians, score_table, tables
 
 __all__ = [
     "FULL",
     "Attention",
+    "Requirements",
     "Span",
     "attend",
     "backend_names",

@@ -1,7 +1,10 @@
-"""Bias and weight as tables over distance, and the pairs of query and key that look them up.
+"""The bias and weight of a positional method as tables over distance, and their jacobians.
 
-Legend: s query length, t key length, h heads.
+Legend: s query length, t key length, h heads, p coefficients per head.
 """
+
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,45 +15,53 @@ from kerple.positional import PositionalMethod, TableJacobian
 def tables(
     method: PositionalMethod, length: int, device: torch.device | str, *, rounded: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(bias, weight) of a positional method at distances 0 ... length-1, float32 `[h, length]`; None where it has none.
+    """(bias, weight) of a positional method at distances 0 ... length-1, float32 `[h, length]` on `device`.
 
-    rounded: distances and tables take the nearest bfloat16 values, as in the KERPLE release, which lost the odd
-    distances above 256 that way; for comparing with its numbers. Autograd carries a table's gradient back to the
-    method's parameters.
+    A method without a bias or weight has None in its place. Autograd propagates a table's gradient to the method's
+    parameters.
+
+    rounded: round distances and tables to bfloat16. The KERPLE release computes in bfloat16, which cannot represent
+    odd distances above 256; this reproduces its numbers.
     """
     if not (method.has_bias or method.has_weight):
         return None, None
     distance = torch.arange(length, dtype=torch.float32, device=device)
     if rounded:
-        distance = _nearest_bfloat16(distance)
-    found = (
-        method.bias(distance) if method.has_bias else None,
-        method.weight(distance) if method.has_weight else None,
-    )
-    return tuple(_nearest_bfloat16(table) if rounded and table is not None else table for table in found)
+        distance = distance.bfloat16().float()
+
+    def table(name: str, exists: bool) -> Tensor | None:
+        if not exists:
+            return None
+        values = cast(Callable[[Tensor], Tensor], getattr(method, name))(distance)
+        return values.bfloat16().float() if rounded else values
+
+    return table("bias", method.has_bias), table("weight", method.has_weight)
 
 
 def jacobians(
     method: PositionalMethod, length: int, device: torch.device | str
 ) -> tuple[TableJacobian | None, TableJacobian | None]:
-    """(bias, weight) as `TableJacobian`s of a positional method at distances 0 ... length-1; None where it has none.
+    """The `TableJacobian`s of (bias, weight) at distances 0 ... length-1 on `device`; None if the method has none.
 
-    Attention that takes them (see `attend`) adds up the gradients of a few numbers per head instead of the table's.
+    A backend that uses them (see `attend`) sums the gradients of a few coefficients per head instead of those of the
+    whole table.
     """
     distance = torch.arange(length, dtype=torch.float32, device=device)
-    return tuple(
-        getattr(method, f"{name}_jacobian")(distance) if exists and _has_jacobian(type(method), name) else None
-        for name, exists in (("bias", method.has_bias), ("weight", method.has_weight))
-    )
 
+    def jacobian(name: str, exists: bool) -> TableJacobian | None:
+        if not exists:
+            return None
+        # A subclass that overrides the bias, but not its jacobian, inherits a jacobian of another function.
+        classes = type(method).__mro__
+        jacobian_class, table_class = (
+            next(index for index, base in enumerate(classes) if hook in vars(base))
+            for hook in (f"{name}_jacobian", name)
+        )
+        if jacobian_class > table_class:
+            return None
+        return cast(Callable[[Tensor], TableJacobian | None], getattr(method, f"{name}_jacobian"))(distance)
 
-def _has_jacobian(cls: type, name: str) -> bool:
-    """Not where a subclass changes the bias or weight of a class that has one, and not the jacobian."""
-    owner, of_table = (
-        next(index for index, base in enumerate(cls.__mro__) if hook in vars(base))
-        for hook in (f"{name}_jacobian", name)
-    )
-    return owner <= of_table
+    return jacobian("bias", method.has_bias), jacobian("weight", method.has_weight)
 
 
 def score_table(method: PositionalMethod, length: int, device: torch.device | str) -> Tensor | None:
@@ -58,21 +69,11 @@ def score_table(method: PositionalMethod, length: int, device: torch.device | st
     return method.table(torch.arange(length, dtype=torch.float32, device=device))
 
 
-def _nearest_bfloat16(values: Tensor) -> Tensor:
-    return values.bfloat16().float()
+def pair_distances(queries: range, keys: range, mask: Tensor) -> Tensor:
+    """Distances between ranges of positions, int64 `[s, t]` on the mask's device; 0 for masked pairs.
 
-
-def pair_distances(
-    query_positions: tuple[int, int], key_positions: tuple[int, int], window: int | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Distances of all pairs, and which keys a query does not see: int64 and bool `[s, t]`.
-
-    Positions are given as (first, last + 1). Unseen pairs have distance 0, so that they can look up a table; the mask
-    takes them out afterwards.
+    So every pair, masked or not, has an entry in a table over the visible distances.
     """
-    query = torch.arange(*query_positions, device=device)
-    distance = query[:, None] - torch.arange(*key_positions, device=device)
-    unseen = distance < 0
-    if window is not None:
-        unseen |= distance >= window
-    return distance.masked_fill_(unseen, 0), unseen
+    query = torch.arange(queries.start, queries.stop, device=mask.device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=mask.device)
+    return (query - key).masked_fill_(mask, 0)

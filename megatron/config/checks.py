@@ -76,7 +76,7 @@ def _check_method(model: "ModelConfig", tensor_parallel_size: int) -> None:
     """The method takes its options, and backend and layout serve it: tried on tensors without memory."""
     import torch
 
-    from kerple.attention import check_backend
+    from kerple.attention import Requirements, check_backend
     from kerple.positional import ModelShape, build
 
     shape = ModelShape(
@@ -89,12 +89,8 @@ def _check_method(model: "ModelConfig", tensor_parallel_size: int) -> None:
     try:
         with torch.device("meta"):
             method = build(model.pos_emb, shape, **model.positional_options)
-        check_backend(
-            model.attention_backend,
-            bias=method.has_bias,
-            weight=method.has_weight,
-            modify_scores=method.modifies_scores,
-        )
+        requirements = Requirements(weight=method.has_weight, modify_scores=method.modifies_scores)
+        check_backend(model.attention_backend, requirements)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"pos_emb {model.pos_emb}: {error}") from error
     if model.attention_dropout > 0 and model.attention_backend in ("flex", "fused"):

@@ -1,152 +1,160 @@
-"""Attention by chunks of queries, with exact gradients of the tables, in plain PyTorch operations.
+"""The chunked backend: attention by chunks of queries in plain PyTorch operations, with exact gradients of the tables.
 
-A chunk's scores are made, used and forgotten, and made again in the backward pass: memory is O(chunk * t). Keys after
-the chunk's last query are never touched, which saves the causal half. On a CPU the scores of a few heads stay in the
-cache from the first product to the last, which makes any table about as fast as PyTorch's own kernel is without one. No
-sum depends on the order in which threads finish: a second run gives the same bits.
+The scores of a chunk are computed, used and discarded, and computed again in the backward pass: memory is O(chunk * t).
+Keys after a chunk's last query are skipped, which saves the causal half. On a CPU the scores of a few heads stay in the
+cache, so attention with a table is about as fast as PyTorch's own kernel without one. Sums are in a fixed order: a
+second run gives the same bits.
 
 Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: g heads, c queries, l keys.
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from kerple.attention.backends.plan import Band, Chunk, Plan
-from kerple.attention.precision import no_autocast
+from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable
+from kerple.attention.backends.reference import attend_to_chunk
+from kerple.attention.call import AttentionCall, Backend, without_autocast
 
-# Scores so far below the largest of their row (their probabilities are e^-40 at most), and weights below this part of
-# the head's largest, count as none. Float32 cannot show them beside the others, but on the way through products and
-# gradients they would become denormal numbers, with which a CPU multiplies thirty times slower.
-LOWEST_SCORE = -40.0
-LOWEST_WEIGHT = 1e-10
+# Scores this far below the maximum of their row (probabilities below e^-40), and weights below this fraction of the
+# head's largest weight, are treated as masked. They are below float32's precision, but products and gradients turn them
+# into denormal numbers, with which a CPU multiplies thirty times slower.
+MIN_SCORE = -40.0
+MIN_WEIGHT = 1e-10
+# For methods with modify_scores: queries per chunk, and the bytes of scores per chunk that choose between the limits.
+MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128
+MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 64 * 1024 * 1024
 
 
-def chunked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias_table: Tensor | None,
-    weight_table: Tensor | None,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
+def chunked_attention(call: AttentionCall) -> Tensor:
     """As `attend`. Scores and softmax are float32 (float64 for float64 inputs)."""
-    if query.shape[2] == 1 and not dropout_p:
-        return _single_query(query, key, value, bias_table, weight_table, window, scale)
-    return _Chunked.apply(query, key, value, bias_table, weight_table, window, dropout_p, scale)
+    if call.modify_scores is not None:
+        return _attend_with_modified_scores(call)
+    if call.q_len == 1 and not call.dropout_p:
+        return _attend_to_single_query(call)
+    inputs = (call.query, call.key, call.value, call.bias_table, call.weight_table)
+    context: Tensor = _ChunkedAttention.apply(call, *inputs)
+    return context
 
 
-def _single_query(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias_table: Tensor | None,
-    weight_table: Tensor | None,
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    """Decoding with a cache: one row of scores, whose distances are those of a table read backwards."""
-    t = key.shape[2]
-    max_kv_len = t if window is None else min(t, window)
-    key, value = key[:, :, t - max_kv_len :], value[:, :, t - max_kv_len :]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    low_precision = query.dtype != dtype
-    if weight_table is None and query.device.type == "cpu" and (low_precision or bias_table is None):
-        # PyTorch's CPU kernel reads a half-precision cache as it is, and takes a float32 mask beside it.
-        mask = None if bias_table is None else bias_table[:, None, :max_kv_len].flip(-1).to(dtype)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
-    if weight_table is not None:
-        scores = scores * weight_table[:, None, :max_kv_len].flip(-1)
-    if bias_table is not None:
-        scores = scores + bias_table[:, None, :max_kv_len].flip(-1)
+def _attend_with_modified_scores(call: AttentionCall) -> Tensor:
+    """Attention for a method with `modify_scores`, which may mix heads and keys: autograd recomputes each chunk."""
+    budget = MODIFY_CPU_BYTES if call.query.device.type == "cpu" else MODIFY_DEVICE_BYTES
+    row_bytes = 4 * call.query.shape[0] * call.query.shape[1] * call.kv_len
+    rows = max(MODIFY_MIN_ROWS, min(MODIFY_MAX_ROWS, budget // row_bytes))
+    contexts = []
+    for first in range(0, call.q_len, rows):
+        last = min(first + rows, call.q_len)
+        first_query, end = call.offset + first, call.offset + last
+        first_key = call.span.first_key(first_query)
+        chunk = partial(attend_to_chunk, call=call, first_query=first_query, first_key=first_key)
+        keys = slice(first_key, end)
+        states = (call.query[:, :, first:last], call.key[:, :, keys], call.value[:, :, keys], call.score_table)
+        if torch.is_grad_enabled():
+            # The state of the random number generators is restored, so both passes drop the same probabilities.
+            contexts.append(checkpoint(chunk, *states, use_reentrant=False, preserve_rng_state=call.dropout_p > 0))
+        else:
+            contexts.append(chunk(*states))
+    return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
+
+
+def _attend_to_single_query(call: AttentionCall) -> Tensor:
+    """Single-token decoding: one row of scores, whose distances are those of a table in reverse order."""
+    max_kv_len, dtype = call.max_kv_len, call.compute_dtype
+    query, key, value = call.query, call.key[:, :, -max_kv_len:], call.value[:, :, -max_kv_len:]
+    bias, weight = (
+        None if table is None else table[:, None, :max_kv_len].flip(-1)
+        for table in (call.bias_table, call.weight_table)
+    )
+    if weight is None and query.device.type == "cpu" and (query.dtype != dtype or bias is None):
+        # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a float32 mask with it.
+        mask = None if bias is None else bias.to(dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
+    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
+    if weight is not None:
+        scores = scores * weight
+    if bias is not None:
+        scores = scores + bias
     return (scores.softmax(dim=-1) @ value.to(dtype)).to(query.dtype)
 
 
-class _Work:
-    """What both passes need of one call: the tables as bands, and the way from products to probabilities."""
+class _ChunkScores:
+    """Computes the probabilities of a chunk, in both passes. The chunk's queries are in reverse order, as its tables
+    require (see `ToeplitzTable`).
+    """
 
-    def __init__(self, plan: Plan, bias: Tensor | None, weight: Tensor | None, scale: float, like: Tensor):
-        self.scale = scale
-        self.bias = Band(plan, 1 if bias is None else plan.heads, float("-inf"), like).load(bias)
-        self.weight = None if weight is None else Band(plan, plan.heads, 0.0, like).load(_visible_weights(weight, like))
-        # Without a bias there is still the mask; without a window too, all of it is in a chunk's own block of keys.
-        self.only_causal = bias is None and plan.max_kv_len == plan.t
-        self.steep = _steep_heads(bias, plan.max_kv_len, like)
+    def __init__(self, plan: ChunkPlan, call: AttentionCall, like: Tensor):
+        self.scale = call.scale
+        bias, weight = call.bias_table, call.weight_table
+        # On a CPU, float32 numbers that are almost zero are treated as zero; see MIN_SCORE.
+        avoids_denormals = like.device.type == "cpu" and like.dtype == torch.float32
+        if weight is not None and avoids_denormals:
+            size = weight.abs()
+            weight = weight.masked_fill(size < MIN_WEIGHT * size.amax(dim=1, keepdim=True), 0.0)
+        # Heads whose biases alone make such probabilities.
+        self.steep_heads: list[bool] = []
+        if bias is not None and avoids_denormals:
+            visible = bias[:, : plan.max_kv_len]
+            self.steep_heads = (visible.amin(dim=1) - visible.amax(dim=1) < MIN_SCORE).tolist()
+        self.bias = ToeplitzTable(plan, 1 if bias is None else plan.heads, float("-inf"), like).load(bias)
+        self.weight = None if weight is None else ToeplitzTable(plan, plan.heads, 0.0, like).load(weight)
+        # Without a bias the table is only a mask. Without a window, it masks only pairs of a chunk's last `rows` keys.
+        self.only_causal = bias is None and plan.max_kv_len == plan.kv_len
         reverse = torch.arange(plan.rows - 1, -1, -1, device=like.device)
-        self.reverses = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
+        self.reverse_order = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
 
     def reversed_rows(self, states: Tensor, chunk: Chunk) -> Tensor:
         """A chunk's rows of `[g, s, d]`, last query first: `[g, c, d]`."""
-        return states.narrow(1, chunk.first, chunk.rows).index_select(1, self.reverses[chunk.rows])
+        return states.narrow(1, chunk.first_query, chunk.rows).index_select(1, self.reverse_order[chunk.rows])
 
     def write_reversed(self, states: Tensor, chunk: Chunk, rows: Tensor) -> None:
-        """The opposite of `reversed_rows`."""
-        states.narrow(1, chunk.first, chunk.rows).copy_(rows.index_select(1, self.reverses[chunk.rows]))
+        """Write a chunk's rows, last query first, to `[g, s, d]`."""
+        rows = rows.index_select(1, self.reverse_order[chunk.rows])
+        states.narrow(1, chunk.first_query, chunk.rows).copy_(rows)
 
     def products(self, query: Tensor, key: Tensor, out: Tensor) -> Tensor:
-        """q.k scaled, of `[g, c, d]` and `[g, l, d]`, in `out`."""
+        """scale * q.k of `[g, c, d]` and `[g, l, d]`, in `out`."""
         return torch.baddbmm(out, query, key.transpose(1, 2), beta=0, alpha=self.scale, out=out)
 
     def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
-        """softmax(weight * products + bias) in `out`, which is `products` itself where there is no weight."""
-        if self.weight is not None:
-            self.weigh(first_head, products, out)
-        scores, bias = self.bias.matched(first_head, out)
+        """softmax(weight * products + bias), in `out`; `out` is `products` itself if there is no weight."""
+        self.multiply_weight(first_head, products, out)
+        scores, bias = self.bias.align(first_head, out)
         if self.only_causal:
             rows = out.shape[1]
             scores, bias = scores[..., -rows:], bias[..., -rows:]
         scores.add_(bias)
-        if any(self.steep[first_head : first_head + self.bias.span]):
-            torch.threshold_(out.sub_(out.amax(dim=-1, keepdim=True)), LOWEST_SCORE, float("-inf"))
+        if any(self.steep_heads[first_head : first_head + self.bias.group_heads]):
+            torch.threshold_(out.sub_(out.amax(dim=-1, keepdim=True)), MIN_SCORE, float("-inf"))
         return torch.softmax(out, dim=-1, out=out)
 
-    def weigh(self, first_head: int, states: Tensor, out: Tensor) -> None:
-        """weight * states, in `out`; both `[g, c, l]`."""
-        states, weight = self.weight.matched(first_head, states)
-        torch.mul(states, weight, out=out.view_as(states))
+    def multiply_weight(self, first_head: int, scores: Tensor, out: Tensor) -> None:
+        """weight * scores, in `out`, both `[g, c, l]`. Does nothing if there is no weight."""
+        if self.weight is not None:
+            scores, weight = self.weight.align(first_head, scores)
+            torch.mul(scores, weight, out=out.view_as(scores))
 
 
-def _denormals_hurt(like: Tensor) -> bool:
-    return like.device.type == "cpu" and like.dtype == torch.float32
-
-
-def _steep_heads(bias: Tensor | None, max_kv_len: int, like: Tensor) -> list[bool]:
-    """The heads whose biases, `[h, >= max_kv_len]`, alone make probabilities that are next to nothing."""
-    if bias is None or not _denormals_hurt(like):
-        return []
-    bias = bias[:, :max_kv_len]
-    return (bias.amin(dim=1) - bias.amax(dim=1) < LOWEST_SCORE).tolist()
-
-
-def _visible_weights(weight: Tensor | None, like: Tensor) -> Tensor | None:
-    """Weights `[h, t]` with those that are next to nothing at zero."""
-    if weight is None or not _denormals_hurt(like):
-        return weight
-    size = weight.abs()
-    return weight.masked_fill(size < LOWEST_WEIGHT * size.amax(dim=1, keepdim=True), 0.0)
-
-
-class _Dropout:
-    """Dropout of probabilities. Its pattern is drawn again in the backward pass, piece by piece in the same order."""
+class _SeededDropout:
+    """Dropout of probabilities that is repeated in the backward pass, chunk by chunk in the same order."""
 
     def __init__(self, probability: float, seed: int, device: torch.device):
-        self.kept = 1.0 - probability
+        self.keep = 1.0 - probability
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def factors(self, probabilities: Tensor) -> Tensor:
         """0, or 1 / (1 - p)."""
-        return torch.empty_like(probabilities).bernoulli_(self.kept, generator=self.generator).div_(self.kept)
+        return torch.empty_like(probabilities).bernoulli_(self.keep, generator=self.generator).div_(self.keep)
 
 
-class _Scratch:
-    """Memory for one matrix at a time, used again for every piece so that it stays in the cache."""
+class _Workspace:
+    """Memory for one matrix at a time, reused for all chunks so that it stays in the cache."""
 
     def __init__(self, size: int, like: Tensor):
         self.memory = like.new_empty(size)
@@ -155,105 +163,139 @@ class _Scratch:
         return self.memory[: math.prod(shape)].view(shape)
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, bias_table, weight_table, window, dropout_p, scale):
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        plan = Plan.make(query, key, window, dtype)
-        seed = int(torch.randint(2**62, ())) if dropout_p else 0
+    def forward(
+        ctx: Any,
+        call: AttentionCall,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias_table: Tensor | None,
+        weight_table: Tensor | None,
+    ) -> Tensor:
+        plan = ChunkPlan.for_call(call)
+        seed = int(torch.randint(2**62, ())) if call.dropout_p else 0
         ctx.save_for_backward(query, key, value, bias_table, weight_table)
-        ctx.plan, ctx.dtype, ctx.scale, ctx.dropout_p, ctx.seed = plan, dtype, scale, dropout_p, seed
+        ctx.plan, ctx.seed = plan, seed
+        ctx.scale, ctx.span, ctx.dropout_p = call.scale, call.span, call.dropout_p
 
-        dropout = _Dropout(dropout_p, seed, query.device) if dropout_p else None
-        like = query.new_empty(0, dtype=dtype)
-        context = plan.new_context(like, query.shape[3])
-        work = _Work(plan, bias_table, weight_table, scale, like)
-        scratch = _Scratch(plan.group * plan.rows * plan.most_keys, like)
-        groups = (plan.split(states.to(dtype)) for states in (query, key, value, context))
+        dropout = _SeededDropout(call.dropout_p, seed, query.device) if call.dropout_p else None
+        like = query.new_empty(0, dtype=call.compute_dtype)
+        context = plan.empty_context(like, query.shape[3])
+        scores = _ChunkScores(plan, call, like)
+        workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
+        groups = (plan.split(states.to(like.dtype)) for states in (query, key, value, context))
 
         for head, queries, keys, values, contexts in zip(plan.first_heads(), *groups, strict=True):
             for chunk in plan.chunks:
-                matrix = scratch(len(queries), chunk.rows, chunk.keys)
-                work.products(work.reversed_rows(queries, chunk), keys.narrow(1, chunk.begin, chunk.keys), out=matrix)
-                work.probabilities(head, matrix, out=matrix)
+                matrix = workspace(len(queries), chunk.rows, chunk.keys)
+                chunk_key, chunk_value = (states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values))
+                scores.products(scores.reversed_rows(queries, chunk), chunk_key, out=matrix)
+                scores.probabilities(head, matrix, out=matrix)
                 if dropout is not None:
                     matrix.mul_(dropout.factors(matrix))
-                rows = torch.bmm(matrix, values.narrow(1, chunk.begin, chunk.keys))
-                work.write_reversed(contexts, chunk, rows)
+                scores.write_reversed(contexts, chunk, torch.bmm(matrix, chunk_value))
         return context.to(query.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, context_gradient):
+    def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias_table, weight_table = ctx.saved_tensors
-        plan, dtype, scale = ctx.plan, ctx.dtype, ctx.scale
-        size = query.shape[3]
-
-        with no_autocast(query.device):
-            dropout = _Dropout(ctx.dropout_p, ctx.seed, query.device) if ctx.dropout_p else None
-            like = query.new_empty(0, dtype=dtype)
-            work = _Work(plan, bias_table, weight_table, scale, like)
-            gradients = [plan.new_states(like, length, size) for length in (plan.s, plan.t, plan.t)]
-            # The first chunk of a group writes the gradient of all keys, unless a window keeps some from it.
-            whole = plan.most_keys == plan.t
-            if not whole:
-                for gradient in gradients[1:]:
-                    gradient.zero_()
-            bias_gradient, weight_gradient = (
-                Band(plan, plan.heads, 0.0, like) if wanted else None for wanted in ctx.needs_input_grad[3:5]
-            )
-            scores_size = plan.group * plan.rows * plan.most_keys
-            products_scratch, gradient_scratch = _Scratch(scores_size, like), _Scratch(scores_size, like)
-            weighed_scratch = products_scratch if work.weight is None else _Scratch(scores_size, like)
-            states_scratch = _Scratch(plan.group * plan.most_keys * size, like)
-            groups = (plan.split(states.to(dtype)) for states in (query, key, value, context_gradient, *gradients))
-
-            for head, queries, keys, values, contexts_gradient, *grads in zip(plan.first_heads(), *groups, strict=True):
-                for index, chunk in enumerate(plan.chunks):
-                    shape = (len(queries), chunk.rows, chunk.keys)
-                    chunk_query = work.reversed_rows(queries, chunk)
-                    chunk_gradient = work.reversed_rows(contexts_gradient, chunk)
-                    chunk_key, chunk_value, key_gradient, value_gradient = (
-                        states.narrow(1, chunk.begin, chunk.keys) for states in (keys, values, *grads[1:])
-                    )
-                    products = work.products(chunk_query, chunk_key, out=products_scratch(*shape))
-                    probabilities = work.probabilities(head, products, out=weighed_scratch(*shape))
-
-                    gradient = torch.bmm(chunk_gradient, chunk_value.transpose(1, 2), out=gradient_scratch(*shape))
-                    dropped = probabilities
-                    if dropout is not None:
-                        factors = dropout.factors(probabilities)
-                        gradient.mul_(factors)
-                        dropped = factors.mul_(probabilities)
-                    fresh = whole and index == 0
-                    _add_product(value_gradient, dropped, chunk_gradient, 1.0, fresh, states_scratch)
-
-                    # Through the softmax, in place.
-                    torch.ops.aten._softmax_backward_data.out(gradient, probabilities, -1, dtype, grad_input=gradient)
-                    if bias_gradient is not None:
-                        bias_gradient.add_gradient(head, gradient)
-                    if weight_gradient is not None:
-                        weight_gradient.add_gradient(head, products.mul_(gradient))
-                    if work.weight is not None:
-                        work.weigh(head, gradient, out=gradient)
-
-                    rows = states_scratch(*chunk_query.shape)
-                    torch.baddbmm(rows, gradient, chunk_key, beta=0, alpha=scale, out=rows)
-                    work.write_reversed(grads[0], chunk, rows)
-                    _add_product(key_gradient, gradient, chunk_query, scale, fresh, states_scratch)
-
-        table_gradients = (
-            None if band is None else band.table(table.shape[1]).to(table.dtype)
-            for band, table in ((bias_gradient, bias_table), (weight_gradient, weight_table))
+        call = AttentionCall(
+            query=query,
+            key=key,
+            value=value,
+            scale=ctx.scale,
+            bias_table=bias_table,
+            weight_table=weight_table,
+            span=ctx.span,
+            dropout_p=ctx.dropout_p,
         )
-        return *(gradient.to(query.dtype) for gradient in gradients), *table_gradients, None, None, None
+        with without_autocast(query.device):
+            grads = _chunked_backward(call, ctx.plan, ctx.seed, grad_context, *ctx.needs_input_grad[4:6])
+        return None, *grads
 
 
-def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float, fresh: bool, scratch: _Scratch) -> None:
-    """Add scale * left^T right, of `[g, c, l]` and `[g, c, d]`, to `[g, l, d]`; write it there when that is fresh."""
+def _chunked_backward(
+    call: AttentionCall,
+    plan: ChunkPlan,
+    seed: int,
+    grad_context: Tensor,
+    needs_grad_bias: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value, bias table and weight table."""
+    dtype, head_size = call.compute_dtype, call.query.shape[3]
+    like = call.query.new_empty(0, dtype=dtype)
+    dropout = _SeededDropout(call.dropout_p, seed, like.device) if call.dropout_p else None
+    scores = _ChunkScores(plan, call, like)
+    grads = [plan.empty_states(like, length, head_size) for length in (plan.q_len, plan.kv_len, plan.kv_len)]
+    # The first chunk of a group writes the gradients of all keys, unless a window excludes some of them.
+    first_chunk_writes = plan.max_chunk_keys == plan.kv_len
+    if not first_chunk_writes:
+        for grad in grads[1:]:
+            grad.zero_()
+    grad_bias = ToeplitzTable(plan, plan.heads, 0.0, like) if needs_grad_bias else None
+    grad_weight = ToeplitzTable(plan, plan.heads, 0.0, like) if needs_grad_weight else None
+    scores_size = plan.group_size * plan.rows * plan.max_chunk_keys
+    products_workspace, grad_workspace = _Workspace(scores_size, like), _Workspace(scores_size, like)
+    weighted_workspace = products_workspace if scores.weight is None else _Workspace(scores_size, like)
+    states_workspace = _Workspace(plan.group_size * plan.max_chunk_keys * head_size, like)
+    tensors = (call.query, call.key, call.value, grad_context, *grads)
+    groups = (plan.split(states.to(dtype)) for states in tensors)
+
+    for head, queries, *group in zip(plan.first_heads(), *groups, strict=True):
+        keys, values, grad_contexts, grad_queries, grad_keys, grad_values = group
+        for index, chunk in enumerate(plan.chunks):
+            shape = (len(queries), chunk.rows, chunk.keys)
+            chunk_query = scores.reversed_rows(queries, chunk)
+            chunk_grad_context = scores.reversed_rows(grad_contexts, chunk)
+            chunk_key, chunk_value, chunk_grad_key, chunk_grad_value = (
+                states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values, grad_keys, grad_values)
+            )
+            products = scores.products(chunk_query, chunk_key, out=products_workspace(*shape))
+            probabilities = scores.probabilities(head, products, out=weighted_workspace(*shape))
+
+            grad = torch.bmm(chunk_grad_context, chunk_value.transpose(1, 2), out=grad_workspace(*shape))
+            dropped = probabilities
+            if dropout is not None:
+                factors = dropout.factors(probabilities)
+                grad.mul_(factors)
+                dropped = factors.mul_(probabilities)
+            overwrite = first_chunk_writes and index == 0
+            _add_product(chunk_grad_value, dropped, chunk_grad_context, 1.0, overwrite, states_workspace)
+
+            # Through the softmax, in place.
+            torch.ops.aten._softmax_backward_data.out(grad, probabilities, -1, dtype, grad_input=grad)
+            if grad_bias is not None:
+                grad_bias.add_gradient(head, grad)
+            if grad_weight is not None:
+                grad_weight.add_gradient(head, products.mul_(grad))
+            scores.multiply_weight(head, grad, out=grad)
+
+            rows = states_workspace(*chunk_query.shape)
+            torch.baddbmm(rows, grad, chunk_key, beta=0, alpha=call.scale, out=rows)
+            scores.write_reversed(grad_queries, chunk, rows)
+            _add_product(chunk_grad_key, grad, chunk_query, call.scale, overwrite, states_workspace)
+
+    grad_tables = (
+        None if grad is None or table is None else grad.to_table(table.shape[1]).to(table.dtype)
+        for grad, table in ((grad_bias, call.bias_table), (grad_weight, call.weight_table))
+    )
+    return *(grad.to(call.query.dtype) for grad in grads), *grad_tables
+
+
+def _add_product(
+    target: Tensor, left: Tensor, right: Tensor, scale: float, overwrite: bool, workspace: _Workspace
+) -> None:
+    """Add scale * left^T right, of `[g, c, l]` and `[g, c, d]`, to `[g, l, d]`, or overwrite it."""
     left = left.transpose(1, 2)
-    if fresh or target.is_contiguous():
-        torch.baddbmm(target, left, right, beta=0 if fresh else 1, alpha=scale, out=target)
+    if overwrite or target.is_contiguous():
+        torch.baddbmm(target, left, right, beta=0 if overwrite else 1, alpha=scale, out=target)
     else:
-        # Straight into a part of each head's keys, the product would take a slower way.
-        target.add_(torch.bmm(left, right, out=scratch(*target.shape)), alpha=scale)
+        # PyTorch is slower if the output is a part of each head's keys.
+        target.add_(torch.bmm(left, right, out=workspace(*target.shape)), alpha=scale)
+
+
+CHUNKED = Backend("chunked", chunked_attention, modify_scores=True)

@@ -1,65 +1,104 @@
-"""PyTorch's FlexAttention, with bias and weight as a `score_mod` over tables.
+"""PyTorch's FlexAttention: as a backend, and `score_mod` for models that call FlexAttention themselves.
 
-On a GPU it is compiled, and sums the tables' gradients with atomics: a second run may differ in their last bits. On a
-CPU it is not compiled and has no backward pass.
+On a GPU FlexAttention is compiled and sums the tables' gradients with atomics, so two runs may differ in the last bits.
+On a CPU it is not compiled and has no backward pass.
 
-Legend: b batch, s query length, t key length, h heads, d head size.
+Legend: b batch, s query length, t key length, h heads, d head size, δ distance.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kerple.attention.score_mod import table_score_mod
+from kerple.attention.call import AttentionCall, Backend
+from kerple.attention.tables import tables
+from kerple.positional import PositionalMethod
+
+# FlexAttention's score_mod: (score, batch, head, query index, key index) -> score.
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias_table: Tensor | None,
-    weight_table: Tensor | None,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
-    """As `attend`. Raises NotImplementedError for dropout, and for gradients on a CPU."""
-    if dropout_p:
-        raise NotImplementedError("attention-backend 'flex' has no attention dropout; use auto, chunked or reference")
-    states = (query, key, value, bias_table, weight_table)
-    wants_gradient = any(tensor is not None and tensor.requires_grad for tensor in states)
-    if query.device.type == "cpu" and wants_gradient and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "attention-backend 'flex' cannot train on a CPU (PyTorch's FlexAttention has no backward pass there); "
-            "use auto or chunked"
-        )
-    s, t = query.shape[2], key.shape[2]
+def score_mod(method: PositionalMethod, length: int, device: torch.device | str, *, offset: int = 0) -> ScoreMod:
+    """A positional method as a `score_mod`: weight(δ) * score + bias(δ).
+
+        flex_attention(query, key, value, score_mod=score_mod(method, length, query.device), block_mask=block_mask)
+
+    Bias and weight are evaluated here, as tables over the distances 0 ... length - 1. Create a new score_mod after each
+    optimizer step. Gradients reach the method's parameters where FlexAttention computes gradients: compiled, on a GPU.
+
+    Args:
+        method: a method whose bias or weight is a function of the distance.
+        length: the number of keys, t.
+        device: of query and key.
+        offset: the position of the first query, t - s if the queries are the last positions.
+
+    Keys after the query get the values of distance 0; FlexAttention's `block_mask` must mask them.
+
+    Raises ValueError for a method that has neither bias nor weight.
+    """
+    if not (method.has_bias or method.has_weight):
+        hint = ""
+        if method.rotates:
+            hint = "; apply its rotate to queries and keys before attention"
+        if method.modifies_scores:
+            hint = "; its modify_scores uses the scores of other heads or keys, which a score_mod cannot access"
+        raise ValueError(f"{type(method).__name__} has no bias or weight over distance, so it has no score_mod{hint}")
+    return table_score_mod(*tables(method, length, device), offset)
+
+
+def table_score_mod(bias: Tensor | None, weight: Tensor | None, offset: int) -> ScoreMod:
+    """weight(δ) * score + bias(δ) with tables over distance, `[h, length]`; see `score_mod`.
+
+    Keys beyond the tables, which a mask excludes, get the values of the last distance.
+    """
+    last = min(table.shape[1] for table in (bias, weight) if table is not None) - 1
+
+    def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = (query + offset - key).clamp(min=0, max=last)
+        if weight is not None:
+            score = score * weight[head, distance]
+        if bias is not None:
+            score = score + bias[head, distance]
+        return score
+
+    return modify
+
+
+def flex_attention(call: AttentionCall) -> Tensor:
+    """As `attend`, without dropout, and without gradients on a CPU."""
     modify = None
-    if bias_table is not None or weight_table is not None:
-        modify = table_score_mod(bias_table, weight_table, t - s)
-    run = _compiled() if query.device.type == "cuda" else _flex().flex_attention
-    mask = _block_mask(s, t, window, query.device)
-    return run(query, key, value, score_mod=modify, block_mask=mask, scale=scale)
+    if call.has_tables:
+        modify = table_score_mod(call.bias_table, call.weight_table, call.offset)
+    run = _compiled_flex_attention() if call.query.device.type == "cuda" else _flex_module().flex_attention
+    mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device)
+    context: Tensor = run(call.query, call.key, call.value, score_mod=modify, block_mask=mask, scale=call.scale)
+    return context
 
 
-def _flex():
+def _flex_module() -> ModuleType:
+    """Imported on first use, since the import takes a second."""
     import torch.nn.attention.flex_attention as flex
 
     return flex
 
 
 @lru_cache(maxsize=1)
-def _compiled():
-    return torch.compile(_flex().flex_attention, dynamic=False)
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(_flex_module().flex_attention, dynamic=False)
 
 
 @lru_cache(maxsize=64)
-def _block_mask(s: int, t: int, window: int | None, device: torch.device):
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _block_mask(s: int, t: int, window: int | None, device: torch.device) -> Any:
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + (t - s) - key
-        near = distance >= 0
-        return near if window is None else near & (distance < window)
+        causal = distance >= 0
+        return causal if window is None else causal & (distance < window)
 
-    return _flex().create_block_mask(seen, None, None, s, t, device=device)
+    return _flex_module().create_block_mask(visible, None, None, s, t, device=device)
+
+
+FLEX = Backend("flex", flex_attention, dropout=False, training_on_cpu=False)

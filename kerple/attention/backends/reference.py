@@ -1,34 +1,53 @@
-"""The yardstick: the scores as one matrix, in float32 (float64 for float64 inputs).
+"""The reference backend: all scores in memory, in float32 (float64 for float64 inputs).
 
-Legend: b batch, s query length, t key length, h heads, d head size.
+Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: c queries, l keys.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kerple.attention.call import AttentionCall, Backend
 from kerple.attention.tables import pair_distances
 
 
-def reference_attention(
+def reference_attention(call: AttentionCall) -> Tensor:
+    """As `attend`, with `[b, h, s, t]` scores in memory."""
+    first_key = call.span.first_key(call.offset) if call.modify_scores is not None else 0
+    key, value = call.key[:, :, first_key:], call.value[:, :, first_key:]
+    return attend_to_chunk(
+        call.query, key, value, call.score_table, call=call, first_query=call.offset, first_key=first_key
+    )
+
+
+def attend_to_chunk(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    score_table: Tensor | None,
     *,
-    bias_table: Tensor | None,
-    weight_table: Tensor | None,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
+    call: AttentionCall,
+    first_query: int,
+    first_key: int,
 ) -> Tensor:
-    """As `attend`, with `[b, h, s, t]` scores in memory."""
-    s, t = query.shape[2], key.shape[2]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    distance, unseen = pair_distances((t - s, t), (0, t), window, query.device)
-    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
-    if weight_table is not None:
-        scores = scores * weight_table[:, distance]
-    if bias_table is not None:
-        scores = scores + bias_table[:, distance]
-    probabilities = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
-    return (F.dropout(probabilities, dropout_p) @ value.to(dtype)).to(query.dtype)
+    """Attention of `[b, h, c, d]` queries and `[b, h, l, d]` keys at consecutive positions, with all their scores in
+    memory. `call` says how scores are computed.
+    """
+    queries, keys = range(first_query, first_query + query.shape[2]), range(first_key, first_key + key.shape[2])
+    dtype = call.compute_dtype
+    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
+    mask = call.span.mask(queries, keys, query.device)
+    if call.modify_scores is not None:
+        positions = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
+        scores = call.modify_scores(scores, query, *positions, mask, score_table)
+    elif call.has_tables:
+        distance = pair_distances(queries, keys, mask)
+        if call.weight_table is not None:
+            scores = scores * call.weight_table[:, distance]
+        if call.bias_table is not None:
+            scores = scores + call.bias_table[:, distance]
+    probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
+    return (F.dropout(probabilities, call.dropout_p) @ value.to(dtype)).to(query.dtype)
+
+
+REFERENCE = Backend("reference", reference_attention, modify_scores=True)

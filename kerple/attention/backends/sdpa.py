@@ -1,4 +1,4 @@
-"""`torch.nn.functional.scaled_dot_product_attention`: whatever kernel PyTorch has for the case.
+"""The sdpa backend: `torch.nn.functional.scaled_dot_product_attention`, with the bias in its mask.
 
 Legend: b batch, s query length, t key length, h heads, d head size.
 """
@@ -7,52 +7,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kerple.attention.call import AttentionCall, Backend
 from kerple.attention.tables import pair_distances
 
-# Rows of a mask in memory at a time.
+# Queries per call of PyTorch's kernel if it needs a mask: bounds the memory of the mask.
 MASK_ROWS = 128
 
 
-def sdpa_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias_table: Tensor | None,
-    weight_table: Tensor | None,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
+def sdpa_attention(call: AttentionCall) -> Tensor:
     """As `attend`, without a weight.
 
-    PyTorch takes no table, so where its own causal mask does not do, a mask with the bias in it is made for some
-    queries at a time: `[b, h, s, t]` is never in memory, unless autograd keeps it. On a GPU the mask must have the
-    query's dtype, to which it rounds the bias.
+    If PyTorch's causal mask is not enough, each chunk of queries gets a mask that contains the bias. So `[b, h, s, t]`
+    is never in memory, unless autograd saves the masks. On a GPU the mask must have the query's dtype, which rounds the
+    bias.
     """
-    s, t = query.shape[2], key.shape[2]
-    if bias_table is None and window is None and s == t:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=scale)
-    on_cpu = query.device.type == "cpu"
-    mask_dtype = torch.promote_types(query.dtype, torch.float32) if on_cpu else query.dtype
-    chunks = []
-    for first in range(0, s, MASK_ROWS):
-        last = min(first + MASK_ROWS, s)
-        end = t - s + last
-        begin = 0 if window is None else max(0, t - s + first - window + 1)
-        distance, unseen = pair_distances((t - s + first, end), (begin, end), window, query.device)
+    query, key, value, bias_table = call.query, call.key, call.value, call.bias_table
+    if bias_table is None and call.span.window is None and call.q_len == call.kv_len:
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=call.dropout_p, is_causal=True, scale=call.scale
+        )
+    mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype
+    contexts = []
+    for first in range(0, call.q_len, MASK_ROWS):
+        last = min(first + MASK_ROWS, call.q_len)
+        first_key, end = call.span.first_key(call.offset + first), call.offset + last
+        queries, keys = range(call.offset + first, end), range(first_key, end)
+        mask = call.span.mask(queries, keys, query.device)
         if bias_table is None:
-            mask = ~unseen
+            attn_mask = ~mask
         else:
-            mask = bias_table[:, distance].masked_fill(unseen, float("-inf")).to(mask_dtype)[None]
-        chunks.append(
+            bias = bias_table[:, pair_distances(queries, keys, mask)]
+            attn_mask = bias.masked_fill(mask, float("-inf")).to(mask_dtype)[None]
+        contexts.append(
             F.scaled_dot_product_attention(
                 query[:, :, first:last],
-                key[:, :, begin:end],
-                value[:, :, begin:end],
-                attn_mask=mask,
-                dropout_p=dropout_p,
-                scale=scale,
+                key[:, :, first_key:end],
+                value[:, :, first_key:end],
+                attn_mask=attn_mask,
+                dropout_p=call.dropout_p,
+                scale=call.scale,
             )
         )
-    return torch.cat(chunks, dim=2)
+    return torch.cat(contexts, dim=2)
+
+
+SDPA = Backend("sdpa", sdpa_attention, weight=False)

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention import Attention, Span
-from kerple.attention.backends.adaptive import masked_pairs
 from kerple.positional import PositionsExceeded
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Segments
@@ -135,10 +134,12 @@ class ScoresByDistance:
     ) -> None:
         """Queries `[b, h, s, d]`, the last of the `[b, h, t, d]` keys' positions; tables as of `attend`."""
         s, t = query.shape[2], key.shape[2]
-        decaying, adapting = self._attention.decaying, self._attention.adapting
+        positional = self._attention.positional
+        scales_qk = positional is not None and positional.scales_qk
+        modifies_scores = positional is not None and positional.modifies_scores
         rows = max(FEWEST_ROWS, min(MOST_ROWS, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * t)))
-        if decaying is not None:
-            rows = min(rows, decaying.segment)
+        if scales_qk:
+            rows = min(rows, positional.segment)
         max_kv_len = span.max_kv_len(t)
         self._reserve(query, t)
         for first in range(0, s, rows):
@@ -146,13 +147,13 @@ class ScoresByDistance:
             begin, end = span.first_key(t - s + first), t - s + last
             queries, keys = query[:, :, first:last], key[:, :, begin:end]
             positions = torch.arange(t - s + first, end), torch.arange(begin, end)
-            if decaying is not None:
-                queries, keys = decaying.scale_qk(queries, keys, *positions)
+            if scales_qk:
+                queries, keys = positional.scale_qk(queries, keys, *positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
-            mask = masked_pairs(*positions, span, query.device)
-            if adapting is not None:
-                scores = adapting.modify_scores(scores, queries, *positions, mask, table)
+            mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
+            if modifies_scores:
+                scores = positional.modify_scores(scores, queries, *positions, mask, table)
             # No query sees a key further away than `max_kv_len`, and no table goes further.
             near = min(end - begin, max_kv_len)
             sums = by_distance(scores.masked_fill(mask, 0.0))[..., :near]

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kerple.attention.precision import no_autocast
+from kerple.attention.call import AttentionCall, Backend, without_autocast
 
 LARGEST_HEAD = 128
 LOG2_E = 1.0 / math.log(2.0)
@@ -83,23 +83,14 @@ def tiles_for(dtype: torch.dtype, size: int, *, weight: bool) -> Tiles:
     return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))
 
 
-def unsupported_reason(
-    device: torch.device, dtype: torch.dtype, size: int, dropout_p: float, programs: int = 1
-) -> str | None:
-    """Why this backend cannot serve a call, of samples times heads `programs`; None where it can."""
-    if dropout_p:
-        return "has no attention dropout"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes float32, bfloat16 and float16, not {dtype}"
-    if size > LARGEST_HEAD:
-        return f"takes head sizes up to {LARGEST_HEAD}, not {size}"
-    if programs > MOST_PROGRAMS:
-        return f"takes up to {MOST_PROGRAMS} heads of samples at a time, not {programs}"
-    if _kernels() is None:
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this machine's device; None if they can."""
+    kernels = _kernels()
+    if kernels is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
-        return "runs on NVIDIA's GPUs alone"
-    if device.type != "cuda" and not _kernels().INTERPRETED:
+        return "runs on NVIDIA GPUs only"
+    if device.type != "cuda" and not kernels.INTERPRETED:
         return f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for tests)"
     return None
 
@@ -112,23 +103,11 @@ def _kernels() -> ModuleType | None:
     return entry
 
 
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias_table: Tensor | None,
-    weight_table: Tensor | None,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-    bias_jacobian=None,
-    weight_jacobian=None,
-) -> Tensor:
-    """As `attend`. Raises NotImplementedError for what it cannot serve (see `unsupported_reason`)."""
-    reason = unsupported_reason(query.device, query.dtype, query.shape[3], dropout_p, query.shape[0] * query.shape[1])
-    if reason is not None:
-        raise NotImplementedError(f"attention-backend 'fused' {reason}; use auto or chunked")
+def fused_attention(call: AttentionCall) -> Tensor:
+    """As `attend`."""
+    query, key, value, window, scale = call.query, call.key, call.value, call.span.window, call.scale
+    bias_table, bias_jacobian = call.bias_table, call.bias_jacobian
+    weight_table, weight_jacobian = call.weight_table, call.weight_jacobian
     if window is not None and window >= key.shape[2]:
         window = None
     bias = _table_inputs(bias_table, bias_jacobian)
@@ -190,7 +169,7 @@ class _Fused(torch.autograd.Function):
         call = _Call(query, key, value, bias_table, weight_table, ctx.window, ctx.scale)
         of_query, of_key, of_value, of_bias, of_weight, *of_numbers = ctx.needs_input_grad[:7]
         gradients = [None] * 7
-        with no_autocast(query.device):
+        with without_autocast(query.device):
             upstream = _rows(upstream)
             pairs = call.row_pairs(context, upstream, log_sum)
             if of_query or any(of_numbers):
@@ -394,3 +373,15 @@ class _Call:
 
 def _blocks(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "warps": tile.warps, "stages": tile.stages}
+
+
+FUSED = Backend(
+    "fused",
+    fused_attention,
+    dropout=False,
+    jacobians=True,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    max_head_size=LARGEST_HEAD,
+    max_batch_heads=MOST_PROGRAMS,
+    unavailable_reason=unavailable_reason,
+)

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kerple.attention import FULL, Attention, Span, attend, score_mod, score_table
-from kerple.attention.backends.adaptive import adaptive_attention, masked_pairs
+from kerple.attention.backends.chunked import chunked_attention
+from kerple.attention.call import AttentionCall
 from kerple.positional import ModelShape, PositionalMethod, build
 from tests.support.attention import LargestStorage, attended, states, visible
 
@@ -38,8 +39,8 @@ def make(name: str) -> PositionalMethod:
 
 def test_positions_that_are_not_seen():
     for span in (FULL, Span(window=3), Span(block=4)):
-        found = masked_pairs(torch.arange(5, 11), torch.arange(2, 11), span, torch.device("cpu"))
-        assert torch.equal(~found, visible(11, span)[5:, 2:])
+        mask = span.mask(range(5, 11), range(2, 11), "cpu")
+        assert torch.equal(~mask, visible(11, span)[5:, 2:])
 
 
 class Transfers(TorchDispatchMode):
@@ -61,8 +62,8 @@ class Transfers(TorchDispatchMode):
 @pytest.mark.parametrize("name", METHODS)
 def test_chunks_take_nothing_from_another_device(name, monkeypatch):
     """On PyTorch's device without memory, from which no value can be read; in both passes, chunk by chunk."""
-    monkeypatch.setattr("kerple.attention.backends.adaptive.FEWEST_ROWS", 8)
-    monkeypatch.setattr("kerple.attention.backends.adaptive.MOST_ROWS", 8)
+    monkeypatch.setattr("kerple.attention.backends.chunked.MODIFY_MIN_ROWS", 8)
+    monkeypatch.setattr("kerple.attention.backends.chunked.MODIFY_MAX_ROWS", 8)
     method = make(name)
     table = score_table(method, 30, "cpu")
     table = None if table is None else table.detach().to("meta")
@@ -70,8 +71,17 @@ def test_chunks_take_nothing_from_another_device(name, monkeypatch):
     leaves = [torch.randn(1, 3, 30, 4, device="meta", requires_grad=True) for _ in range(3)]
     with Transfers() as transfers:
         for span in (FULL, Span(window=10), Span(block=8)):
-            more = {"table": table, "span": span, "dropout_p": 0.0, "scale": 0.5}
-            torch.autograd.grad(adaptive_attention(*leaves, modify_scores=method.modify_scores, **more).sum(), leaves)
+            query, key, value = leaves
+            call = AttentionCall(
+                query=query,
+                key=key,
+                value=value,
+                scale=0.5,
+                modify_scores=method.modify_scores,
+                score_table=table,
+                span=span,
+            )
+            torch.autograd.grad(chunked_attention(call).sum(), leaves)
         assert transfers.found == []
         torch.ones(2).to("meta")
     assert transfers.found == ["aten._to_copy.default"]
@@ -108,8 +118,8 @@ def test_half_precision_is_close_to_float64(name, dtype, tolerance):
 @pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "cope"])
 def test_dropout_is_the_same_in_both_passes(name, monkeypatch):
     """With the seed held, dropout is a fixed function, whose gradient can be checked numerically."""
-    monkeypatch.setattr("kerple.attention.backends.adaptive.FEWEST_ROWS", 2)
-    monkeypatch.setattr("kerple.attention.backends.adaptive.MOST_ROWS", 2)
+    monkeypatch.setattr("kerple.attention.backends.chunked.MODIFY_MIN_ROWS", 2)
+    monkeypatch.setattr("kerple.attention.backends.chunked.MODIFY_MAX_ROWS", 2)
     method = make(name).double()
 
     def with_fixed_seed(*leaves):
@@ -133,7 +143,7 @@ def test_dropout_keeps_the_mean():
 @pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "fire", "cope", "transformer_xl"])
 def test_memory_at_evaluation_is_linear_in_the_length(name, monkeypatch):
     """48 queries of 16,384 keys: what is made at a time is for 16 of them, in 32 hidden units or 36 products."""
-    monkeypatch.setattr("kerple.attention.backends.adaptive.CPU_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.backends.chunked.MODIFY_CPU_BYTES", 1)
     method = make(name)
     query, key, value = (torch.randn(1, 3, length, 4) for length in (48, 16_384, 16_384))
     with torch.no_grad():
@@ -160,7 +170,7 @@ def peak(length: int, backend: str) -> int:
 
 def test_memory_in_training_is_bounded(monkeypatch):
     """Twice the length: the yardstick holds four times as much, the chunks twice as much."""
-    monkeypatch.setattr("kerple.attention.backends.adaptive.CPU_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.backends.chunked.MODIFY_CPU_BYTES", 1)
     materialised = [peak(length, "reference") for length in (128, 256)]
     chunked = [peak(length, "chunked") for length in (256, 512)]
     assert materialised[1] > 3.5 * materialised[0]
@@ -170,13 +180,13 @@ def test_memory_in_training_is_bounded(monkeypatch):
 
 def test_what_is_refused():
     with pytest.raises(
-        NotImplementedError, match=r"'sdpa' cannot hand scores .* use auto, or one of reference, chunked"
+        NotImplementedError, match=r"'sdpa' does not support .* modify_scores; use auto, or one of reference, chunked"
     ):
         Attention("sdpa", build("dape_kerple", SHAPE))
     query = torch.randn(1, 3, 5, 4)
-    with pytest.raises(NotImplementedError, match="'sdpa' cannot hand scores"):
+    with pytest.raises(NotImplementedError, match="'sdpa' does not support"):
         attend(query, query, query, modify_scores=build("fire", SHAPE).modify_scores, backend="sdpa")
-    with pytest.raises(ValueError, match=r"Dape has neither bias nor weight .*; it makes the scores"):
+    with pytest.raises(ValueError, match=r"Dape has no bias or weight .*; its modify_scores uses"):
         score_mod(build("dape", SHAPE), 8, "cpu")
 
     class Both(PositionalMethod):
@@ -186,7 +196,7 @@ def test_what_is_refused():
         def bias(self, distance):
             return distance
 
-    with pytest.raises(ValueError, match="Both has `modify_scores`, so it may have neither `bias` nor `weight`"):
+    with pytest.raises(ValueError, match="Both defines modify_scores, so it must not define bias or weight"):
         Attention("auto", Both())
 
 

@@ -121,8 +121,8 @@ def test_a_long_sequence(method):
 @pytest.mark.parametrize("threads_bytes", [1, 20_000, 2**22])
 def test_the_cut_changes_nothing(threads_bytes, monkeypatch):
     """From one head and one chunk at a time to all samples at once."""
-    monkeypatch.setattr("kerple.attention.backends.plan.CPU_BYTES_PER_THREAD", threads_bytes)
-    monkeypatch.setattr("kerple.attention.backends.plan.FEWEST_ROWS", 16)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.CPU_BYTES_PER_THREAD", threads_bytes)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MIN_ROWS", 16)
     for window in (None, 30):
         assert_backends_agree("kerple_power_ap_ap", 3, 4, 70, 90, 4, window=window)
 

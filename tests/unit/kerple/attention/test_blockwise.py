@@ -1,10 +1,11 @@
 """Blockwise causal attention against an explicit mask, in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kerple.attention import Span, attend
-from kerple.attention.span import blockwise
+from kerple.attention import Span, attend, dispatch
 from tests.unit.kerple.attention.test_backends import case, run, serving
 
 
@@ -46,16 +47,18 @@ def test_a_query_sees_from_half_to_all_of_the_training_length():
     assert (min(seen), max(seen)) == (9, 16)
 
 
-def test_whole_blocks_are_one_call():
+def test_whole_blocks_are_one_call(monkeypatch):
     """Memory and speed: 61 whole blocks of two samples go through the backend at once, with 2 B keys each."""
     shapes = []
+    chunked = dispatch.BACKENDS["chunked"]
 
-    def causal(query, key, value):
-        shapes.append((tuple(query.shape), tuple(key.shape)))
-        return attend(query, key, value)
+    def record(call):
+        shapes.append((tuple(call.query.shape), tuple(call.key.shape)))
+        return chunked.run(call)
 
+    monkeypatch.setitem(dispatch.BACKENDS, "chunked", replace(chunked, run=record))
     states = torch.randn(2, 3, 1000, 4)
-    blockwise(causal, states[:, :, 5:], states, states, 16)
+    attend(states[:, :, 5:], states, states, block=16, backend="chunked")
     assert shapes == [
         ((2, 3, 11, 4), (2, 3, 16, 4)),
         ((122, 3, 16, 4), (122, 3, 32, 4)),
@@ -65,7 +68,7 @@ def test_whole_blocks_are_one_call():
 
 def test_a_window_and_blocks_at_once_are_refused():
     states = torch.randn(1, 1, 4, 2)
-    with pytest.raises(ValueError, match=r"a window \(2\) or blocks \(3\), not both"):
+    with pytest.raises(ValueError, match=r"window \(2\) and block \(3\) are both set"):
         attend(states, states, states, window=2, block=3)
-    with pytest.raises(ValueError, match="block 0: a query sees at least itself"):
+    with pytest.raises(ValueError, match="block must be at least 1"):
         attend(states, states, states, block=0)

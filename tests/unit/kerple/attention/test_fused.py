@@ -236,10 +236,13 @@ def test_any_of_the_inputs_may_need_a_gradient_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dropout_p": 0.1}, "'fused' has no attention dropout; use auto or chunked"),
-        ({"dtype": torch.float64}, "'fused' takes float32, bfloat16 and float16, not torch.float64"),
-        ({"size": 136}, "'fused' takes head sizes up to 128, not 136"),
-        ({"batch": 65_536}, "'fused' takes up to 65535 heads of samples at a time, not 65536"),
+        (
+            {"dropout_p": 0.1},
+            "'fused' does not support attention dropout; use auto, or one of reference",
+        ),
+        ({"dtype": torch.float64}, "'fused' supports torch.float32, torch.bfloat16, torch.float16, not torch.float64"),
+        ({"size": 136}, "'fused' supports head sizes up to 128, not 136"),
+        ({"batch": 65_536}, "'fused' supports up to 65535 for batch size times heads, not 65536"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_by_name(change, message):

@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    for name in ("FEWEST_ROWS", "MOST_ROWS"):
-        monkeypatch.setattr(f"kerple.attention.backends.adaptive.{name}", 5)
+    for name in ("MODIFY_MIN_ROWS", "MODIFY_MAX_ROWS"):
+        monkeypatch.setattr(f"kerple.attention.backends.chunked.{name}", 5)

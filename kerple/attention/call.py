@@ -1,0 +1,254 @@
+"""A call of attention: its tensors, the keys that each query attends to, and what it requires of a backend.
+
+Legend: b batch, s query length, t key length, h heads, d head size, p coefficients per head.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kerple.positional import TableJacobian
+
+# A positional method's `modify_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
+ModifyScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Position = TypeVar("Position", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The keys that a causal query attends to: all keys up to its own position, unless one of these limits them.
+
+    window: the last `window` keys, including its own position.
+    block: positions are divided into blocks of this size, starting at position 0. A query attends to its own block and
+        to the previous one (blockwise causal attention of LEX, arXiv 2212.10554).
+
+    Raises ValueError if both are set, or if a size is below 1.
+    """
+
+    window: int | None = None
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.block is not None:
+            raise ValueError(f"window ({self.window}) and block ({self.block}) are both set; use one of them")
+        for name, size in (("window", self.window), ("block", self.block)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, since a query attends to its own position; got {size}")
+
+    def max_kv_len(self, length: int) -> int:
+        """The largest number of keys that any of `length` queries attends to."""
+        limit = self.window if self.block is None else 2 * self.block
+        return length if limit is None else min(length, limit)
+
+    def first_key(self, position: Position) -> Position:
+        """The first key position that the query at `position` attends to; elementwise for a tensor."""
+        if self.block is not None:
+            first = (position // self.block - 1) * self.block
+        elif self.window is not None:
+            first = position - self.window + 1
+        else:
+            first = 0 * position
+        return first.clamp(min=0) if isinstance(first, Tensor) else max(0, first)
+
+    def mask(self, queries: range, keys: range, device: torch.device | str) -> Tensor:
+        """Bool `[queries, keys]` for ranges of positions. True = masked: the query does not attend to the key.
+
+        The mask is built on `device`. Copying it from the CPU would make the host wait for the device.
+        """
+        query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        key = torch.arange(keys.start, keys.stop, device=device)
+        mask = key > query
+        return mask if self == FULL else mask | (key < self.first_key(query))
+
+
+FULL = Span()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """What a call requires of a backend. None means unknown, for checks before the tensors exist.
+
+    Attributes:
+        weight: scores are multiplied by a weight table.
+        modify_scores: the positional method computes the final scores.
+        dropout: attention probabilities are dropped.
+        training: gradients are required.
+        dtype: of query, key and value.
+        head_size: d.
+        batch_heads: b * h.
+        device: of query, key and value.
+    """
+
+    weight: bool = False
+    modify_scores: bool = False
+    dropout: bool = False
+    training: bool = False
+    dtype: torch.dtype | None = None
+    head_size: int | None = None
+    batch_heads: int | None = None
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionCall:
+    """The arguments of one call of `attend`. `dispatch` validates them once; backends rely on them.
+
+    Attributes:
+        query: `[b, h, s, d]`, the last s of the t positions.
+        key, value: `[b, h, t, d]`.
+        scale: factor of q.k.
+        bias_table, weight_table: float32 `[h, >= max_kv_len]` over distance, or None.
+        bias_jacobian, weight_jacobian: alternative gradients of these tables, or None.
+        modify_scores, score_table: a positional method's hook that computes the final scores, and its table `[..., >=
+            max_kv_len]`, or None.
+        span: the keys that each query attends to.
+        dropout_p: probability of dropping an attention probability.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    bias_table: Tensor | None = None
+    weight_table: Tensor | None = None
+    bias_jacobian: TableJacobian | None = None
+    weight_jacobian: TableJacobian | None = None
+    modify_scores: ModifyScores | None = None
+    score_table: Tensor | None = None
+    span: Span = FULL
+    dropout_p: float = 0.0
+
+    @property
+    def q_len(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def kv_len(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def offset(self) -> int:
+        """The position of the first query."""
+        return self.kv_len - self.q_len
+
+    @property
+    def max_kv_len(self) -> int:
+        """The largest number of keys that a query attends to: the tables cover the distances below it."""
+        return self.span.max_kv_len(self.kv_len)
+
+    @property
+    def has_tables(self) -> bool:
+        return self.bias_table is not None or self.weight_table is not None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of scores and probabilities: float32, or float64 for float64 inputs."""
+        return torch.promote_types(self.query.dtype, torch.float32)
+
+    @property
+    def requirements(self) -> Requirements:
+        batch, heads, _, head_size = self.query.shape
+        inputs = (self.query, self.key, self.value, self.bias_table, self.weight_table)
+        return Requirements(
+            weight=self.weight_table is not None,
+            modify_scores=self.modify_scores is not None,
+            dropout=self.dropout_p > 0,
+            training=torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
+            dtype=self.query.dtype,
+            head_size=head_size,
+            batch_heads=batch * heads,
+            device=self.query.device,
+        )
+
+    def validate(self) -> "AttentionCall":
+        """Return the call itself. Raises ValueError for shapes, dtypes or a dropout probability that do not fit."""
+        query, key, value = (list(states.shape) for states in (self.query, self.key, self.value))
+        heads = query[1]
+        if key != value or (query[:2], query[3]) != (key[:2], key[3]):
+            raise ValueError(
+                f"query {query}, key {key} and value {value} do not fit together: they must be [b, h, s, d], "
+                "[b, h, t, d] and [b, h, t, d]"
+            )
+        if not self.query.dtype == self.key.dtype == self.value.dtype:
+            raise ValueError(
+                f"query, key and value differ in dtype: {self.query.dtype}, {self.key.dtype}, {self.value.dtype}"
+            )
+        if not 0 < self.q_len <= self.kv_len:
+            raise ValueError(
+                f"{self.q_len} queries for {self.kv_len} keys: the queries are the last positions of the keys, so "
+                f"there must be 1 to {self.kv_len}"
+            )
+        if not 0.0 <= self.dropout_p < 1.0:
+            raise ValueError(f"dropout_p must be at least 0 and below 1; got {self.dropout_p}")
+        for name, table in (("bias", self.bias_table), ("weight", self.weight_table)):
+            if table is not None and (table.shape[0] != heads or table.shape[1] < self.max_kv_len):
+                raise ValueError(f"{name}_table {list(table.shape)} must be [{heads}, at least {self.max_kv_len}]")
+        for name, jacobian in (("bias", self.bias_jacobian), ("weight", self.weight_jacobian)):
+            if jacobian is None:
+                continue
+            coefficients, directions = list(jacobian.coefficients.shape), list(jacobian.directions.shape)
+            if coefficients[:1] != [heads] or directions[:-1] != coefficients or directions[-1] < self.max_kv_len:
+                raise ValueError(
+                    f"{name}_jacobian has coefficients {coefficients} and directions {directions}; they must be "
+                    f"[{heads}, p] and [{heads}, p, at least {self.max_kv_len}]"
+                )
+        return self
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of attention, and what it supports.
+
+    Attributes:
+        name: its `attention-backend` name.
+        run: computes a validated call that the backend supports.
+        weight, modify_scores, dropout: see `Requirements`.
+        jacobians: it is faster with the tables' jacobians.
+        training_on_cpu: it computes gradients on a CPU.
+        dtypes: supported dtypes of query, key and value; None: all.
+        max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
+        unavailable_reason: why the backend cannot run on this machine's device, or None if it can.
+    """
+
+    name: str
+    run: Callable[[AttentionCall], Tensor]
+    weight: bool = True
+    modify_scores: bool = False
+    dropout: bool = True
+    jacobians: bool = False
+    training_on_cpu: bool = True
+    dtypes: tuple[torch.dtype, ...] | None = None
+    max_head_size: int | None = None
+    max_batch_heads: int | None = None
+    unavailable_reason: Callable[[torch.device], str | None] = lambda device: None
+
+    def unsupported_reason(self, requirements: Requirements) -> str | None:
+        """Why this backend cannot run such a call, as the rest of a sentence about it; None if it can."""
+        dtype, head_size, batch_heads = requirements.dtype, requirements.head_size, requirements.batch_heads
+        on_cpu = requirements.device is not None and requirements.device.type == "cpu"
+        if requirements.weight and not self.weight:
+            return "cannot multiply scores by a weight, which this positional method needs"
+        if requirements.modify_scores and not self.modify_scores:
+            return "does not support positional methods with modify_scores"
+        if requirements.dropout and not self.dropout:
+            return "does not support attention dropout"
+        if dtype is not None and self.dtypes is not None and dtype not in self.dtypes:
+            return f"supports {', '.join(map(str, self.dtypes))}, not {dtype}"
+        if head_size is not None and self.max_head_size is not None and head_size > self.max_head_size:
+            return f"supports head sizes up to {self.max_head_size}, not {head_size}"
+        if batch_heads is not None and self.max_batch_heads is not None and batch_heads > self.max_batch_heads:
+            return f"supports up to {self.max_batch_heads} for batch size times heads, not {batch_heads}"
+        if requirements.training and on_cpu and not self.training_on_cpu:
+            return "cannot compute gradients on a CPU"
+        return None if requirements.device is None else self.unavailable_reason(requirements.device)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Disable autocast, which would compute the matrix products of scores in half precision."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
