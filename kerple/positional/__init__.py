@@ -22,10 +22,10 @@ for _module in pkgutil.iter_modules(__path__):
 from kerple.positional.absolute import Learned, Sinusoidal  # noqa: E402
 from kerple.positional.alibi import Alibi, KerplePowerOriginal  # noqa: E402
 from kerple.positional.cope import Cope  # noqa: E402
-from kerple.positional.cpd import is_cpd, lemma_constant  # noqa: E402
 from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple  # noqa: E402
 from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple  # noqa: E402
 from kerple.positional.fire import Fire  # noqa: E402
+from kerple.positional.kernels import is_cpd, lemma_constant  # noqa: E402
 from kerple.positional.kerple import (  # noqa: E402
     KerpleBiasWeight,
     KerpleGaussian,

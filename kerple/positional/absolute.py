@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.positional.angles import Angles
 from kerple.positional.base import PositionalMethod, PositionsExceeded, draw
+from kerple.positional.functional import Angles, positions_on
 from kerple.positional.registry import register
 
 
 @register("sinusoidal")
 class Sinusoidal(PositionalMethod):
-    """The sines of position / base^(2i/e), then the cosines, over the hidden size."""
+    """Adds the e/2 sines of position / base^(2i/e), followed by the cosines."""
 
     def __init__(self, hidden_size: int, base: float = 10_000.0):
         super().__init__()
@@ -29,7 +29,9 @@ class Sinusoidal(PositionalMethod):
 
 @register("learned")
 class Learned(PositionalMethod):
-    """A learned vector per position; the table `weight` is `[positions, e]`, and there is nothing beyond it."""
+    """Adds a learned vector per position: the rows of the table `weight`, `[max_positions, e]`."""
+
+    weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
 
     def __init__(self, hidden_size: int, max_positions: int, init_std: float = 0.02):
         super().__init__()
@@ -46,6 +48,6 @@ class Learned(PositionalMethod):
         if last >= len(self.weight):
             raise PositionsExceeded(
                 f"learned positions end at {len(self.weight) - 1} (max-position-embeddings {len(self.weight)}), but "
-                f"position {last} was asked for; shorten the sequence, or use a relative method such as kerple_log"
+                f"position {last} is needed; shorten the sequence, or use a relative method such as kerple_log"
             )
-        return hidden + F.embedding(positions.to(self.weight.device), self.weight).to(hidden.dtype)
+        return hidden + F.embedding(positions_on(positions, self.weight.device), self.weight).to(hidden.dtype)

@@ -8,23 +8,23 @@ from kerple.positional.registry import register
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """2^(-8 i / H) for i = 1 ... H when H is a power of two.
+    """2^(-8 i / H) for i = 1 ... H, if the number of heads H is a power of two.
 
-    Otherwise the slopes of the largest power of two P below H, then every second slope of 2P until there are H.
+    Otherwise the slopes for the largest power of two P below H, followed by every second slope for 2P.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
-    between = [2.0 ** (-8.0 * i / (2 * power)) for i in range(1, 2 * power + 1, 2)]
-    return tuple(slopes + between[: num_heads - power])
+    intermediate = [2.0 ** (-8.0 * i / (2 * power)) for i in range(1, 2 * power + 1, 2)]
+    return tuple(slopes + intermediate[: num_heads - power])
 
 
 @register("alibi")
 class Alibi(PositionalMethod):
-    """Bias -slope_h δ; nothing is learned."""
+    """Bias -slope_h δ, without parameters."""
 
     def __init__(self, num_heads: int):
         super().__init__()
-        # Plain numbers, no buffer: a model cast to bfloat16 would round the slopes.
+        # Python floats, not a buffer: casting the model to bfloat16 would round a buffer.
         self.slopes = alibi_slopes(num_heads)
 
     def bias(self, distance: Tensor) -> Tensor:
@@ -34,9 +34,10 @@ class Alibi(PositionalMethod):
 
 @register("kerple_power_original")
 class KerplePowerOriginal(Alibi):
-    """ALiBi inside KERPLE: the power kernel with p = 1 and a fixed at ALiBi's slopes.
+    """ALiBi as a case of KERPLE: the power kernel with p = 1 and a fixed at ALiBi's slopes.
 
-    The KERPLE release bounds this `a` at 0.01 like every other, so the flattest heads are steeper than in ALiBi.
+    The KERPLE release bounds this `a` to at least 0.01, as every other scalar, so its flattest heads are steeper than
+    ALiBi's.
     """
 
     computed = ("bias_a",)

@@ -1,12 +1,13 @@
-"""What a positional method is: one module with hooks, each a no-op unless a method needs it.
+"""The base class of positional methods: a torch module with optional hooks.
 
-Legend: b batch, s query length, t key length, h heads, d head size, e hidden size.
+Legend: b batch, s query length, t key length, h heads, d head size, e hidden size, c and l queries and keys of a chunk,
+n distances, p parameters per head.
 """
 
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of the model that a method serves."""
+    """The model's sizes. A method's constructor receives those it has an argument for."""
 
     num_heads: int
     head_size: int
@@ -25,16 +26,14 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class TableJacobian:
-    """How a table over distance changes with a few numbers per head, for attention that adds up their gradients itself.
+    """The derivatives of a table over distance with respect to p parameters per head.
 
-    For distances from `dense` on the table changes by sum_p directions[:, p] * change of coefficients[:, p]; for the
-    nearer ones as the table's own gradient has it.
+    A fused kernel can accumulate the gradients of these few parameters instead of the gradient of every table entry.
 
     Attributes:
-        coefficients: float32 `[h, p]`; autograd carries their gradient to the parameters.
-        directions: float32 `[h, p, *distance.shape]`, the table's derivatives where it stands, without gradient; those
-            below `dense` are not read.
-        dense: the distance from which on they hold.
+        coefficients: float32 `[h, p]`, the parameters as used; autograd carries their gradient on.
+        directions: float32 `[h, p, *distance.shape]`, d table / d coefficients at the current values, without gradient.
+        dense: the smallest distance at which `directions` is valid. Below it, use the table's own gradient.
     """
 
     coefficients: Tensor
@@ -43,33 +42,36 @@ class TableJacobian:
 
 
 class PositionsExceeded(ValueError):
-    """A position beyond those that the method can represent (a learned table's end)."""
+    """A position that the method cannot represent, such as one beyond a learned table."""
 
 
 class PositionalMethod(nn.Module):
-    """Base of all methods. A method defines the hooks it uses, and these say what it is:
+    """Base class of all positional methods. A method implements the hooks it needs:
 
-        embed(hidden, positions)                             adds to the token embeddings
-        rotate(query, key, query_positions, key_positions)   turns queries and keys
-        bias(distance)                                       is added to the scaled scores
-        weight(distance)                                     multiplies the scaled scores
-        modify_scores(scores, query, positions, mask, table)       makes the final scores, of all heads at once
-        table(distance)                                      what `modify_scores` needs of distances, once for all queries
-        scale_qk(query, key, query_positions, key_positions)    scales turned queries and keys, segment by segment
+        embed(hidden, positions)                                 add to the token embeddings
+        rotate(query, key, query_positions, key_positions)       transform queries and keys
+        bias(distance)                                           added to the scaled scores
+        weight(distance)                                         multiplies the scaled scores
+        modify_scores(scores, query, ..., table)                 compute the final scores, for all heads at once
+        table(distance)                                          values over distance for `modify_scores`
+        scale_qk(query, key, query_positions, key_positions)     scale rotated queries and keys, segment by segment
 
-    `bias` and `weight` take float32 distances >= 0 of any shape and give float32 `[h, *distance.shape]`, whatever the
-    parameters' dtype. Attention computes softmax(weight * q.k / sqrt(d) + bias) over the keys that a query may see; for
-    a method that has `modify_scores`, which then has neither of these, softmax(modify_scores(q.k / sqrt(d), ...)).
+    Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or softmax(modify_scores(q.k /
+    sqrt(d), ...)). A method with `modify_scores` has neither bias nor weight.
 
-    A constructor names the `ModelShape` fields it needs among its arguments; the others are the method's options. A
-    method imports torch alone and nothing else of this project, so that it serves in any model.
+    Constructor arguments named like a field of `ModelShape` receive the model's sizes; the other arguments are the
+    method's options. A method imports only torch and `kerple.positional`, so it works in any model.
+
+    Positions are int64 tensors on the CPU, where reading a value does not wait for a GPU. Methods create what they need
+    of them on the device of the states.
 
     Attributes:
-        shared: one instance serves all layers; False where each layer has its own.
-        segment: for a method with `scale_qk`, the most queries that it scales at once.
-        per_pair: for a method with `modify_scores`, what it makes of a pair depends on that pair's scores and positions alone.
-        computed: names of tensors that older checkpoints hold for this method and that it computes itself.
-        evaluation_options: options that change no weight, so that a trained model may be evaluated with others.
+        shared: one instance serves all layers. If False, every layer has its own.
+        segment: for a method with `scale_qk`, the maximum number of queries per call.
+        per_pair: for a method with `modify_scores`, whether the final score of a query-key pair depends only on that
+            pair's positions and scores (of all heads).
+        computed: names of tensors that older checkpoints store and this method computes.
+        evaluation_options: options that change no parameters, so a trained model can be evaluated with other values.
     """
 
     shared: bool = True
@@ -77,36 +79,74 @@ class PositionalMethod(nn.Module):
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
 
-    @classmethod
-    def _arguments(cls) -> dict[str, inspect.Parameter]:
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        parameters = inspect.signature(cls.__init__).parameters
-        return {name: one for name, one in parameters.items() if one.kind in named and name != "self"}
+    # The four hooks below are declared for type checkers only. `has_bias` and the others look for them on the class,
+    # and nn.Module rejects a parameter with the name of a class attribute: T5's and Learned's tables are called
+    # `weight` in checkpoints.
+    if TYPE_CHECKING:
+        segment: int
 
-    @classmethod
-    def default_options(cls) -> dict[str, Any]:
-        """Option -> its default, of those that have one."""
-        sizes = {field.name for field in fields(ModelShape)}
-        return {
-            name: one.default
-            for name, one in cls._arguments().items()
-            if name not in sizes and one.default is not inspect.Parameter.empty
-        }
+        def bias(self, distance: Tensor) -> Tensor:
+            """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter dtype."""
+            raise NotImplementedError
 
-    @classmethod
-    def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
-        """Build the method for a model of this shape. Raises ValueError for an option the method does not have."""
-        arguments = set(cls._arguments())
-        sizes = {field.name for field in fields(ModelShape)}
-        valid = arguments - sizes
-        for name in options:
-            if name not in valid:
-                known = f"it has {', '.join(sorted(valid))}" if valid else "it has none"
-                raise ValueError(f"{cls.__name__} has no option {name!r}; {known}")
-        return cls(**{name: getattr(shape, name) for name in sizes & arguments}, **options)
+        def weight(self, distance: Tensor) -> Tensor:
+            """As `bias`."""
+            raise NotImplementedError
 
-    # What the method uses, read off its class so that it cannot disagree with the hooks. A method whose hooks depend
-    # on its options overrides these.
+        def modify_scores(
+            self,
+            scores: Tensor,
+            query: Tensor,
+            query_positions: Tensor,
+            key_positions: Tensor,
+            mask: Tensor,
+            table: Tensor | None,
+        ) -> Tensor:
+            """The final scores of a chunk of queries, `[b, h, c, l]`, in the dtype of `scores` (float32 or float64).
+
+            scores: `[b, h, c, l]`, q.k / sqrt(d). query: `[b, h, c, d]`, after `rotate`. positions: `[c]` and `[l]`,
+            each consecutive. mask: bool `[c, l]`, True where the query must not see the key; such scores may be
+            arbitrary and must not influence visible ones. table: the result of `table` for distances from 0 on.
+
+            Attention calls this for arbitrary chunks of the queries, and again in the backward pass. The result for a
+            query must not depend on the chunk.
+            """
+            raise NotImplementedError
+
+        def scale_qk(
+            self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            """Scale query `[b, h, s, d]` and key `[b, h, t, d]`, s <= `segment`, so that their products depend only on
+            differences of positions. Keys are cached unscaled.
+            """
+            raise NotImplementedError
+
+    def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Add position embeddings to hidden `[b, s, e]`; positions `[s]`."""
+        return hidden
+
+    def rotate(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Transform query `[b, h, s, d]` and key `[b, h, t, d]` by their positions `[s]` and `[t]`; dtypes stay."""
+        return query, key
+
+    def table(self, distance: Tensor) -> Tensor | None:
+        """For `modify_scores`: values at the float32 distances `[n]`, of any shape ending in n, or None."""
+        return None
+
+    def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
+        """The bias's derivatives at the float32 distances `[n]`, which speed up training with fused kernels.
+
+        None is always correct: gradients then go through the table.
+        """
+        return None
+
+    def weight_jacobian(self, distance: Tensor) -> TableJacobian | None:
+        """As `bias_jacobian`, for the weight."""
+        return None
+
+    # Which hooks a method has follows from its class. A method whose hooks depend on its options overrides these.
 
     @property
     def embeds(self) -> bool:
@@ -132,69 +172,21 @@ class PositionalMethod(nn.Module):
     def scales_qk(self) -> bool:
         return callable(getattr(type(self), "scale_qk", None))
 
-    # Hooks.
-
-    def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Add positions to the token embeddings: hidden `[b, s, e]`, integer positions `[s]`."""
-        return hidden
-
-    def rotate(
-        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Turn query `[b, h, s, d]` and key `[b, h, t, d]` by integer positions `[s]` and `[t]`, keeping their dtypes.
-
-        Positions may stay on the CPU when query and key are elsewhere: nothing then waits for the device.
-        """
-        return query, key
-
-    # `bias` and `weight` are not defined here: checkpoints call T5's table `weight`, and a module cannot hold a
-    # parameter under the name of a method.
-
-    def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
-        """The bias by its numbers per head, at the float32 distances `[n]`, for those methods whose bias depends on few
-        of these: the fused kernels then train it faster. None, which is always right, leaves it to the bias's gradient.
-        """
-        return None
-
-    def weight_jacobian(self, distance: Tensor) -> TableJacobian | None:
-        """As `bias_jacobian`, of the weight."""
-        return None
-
-    def table(self, distance: Tensor) -> Tensor | None:
-        """For `modify_scores`: values at each of the float32 distances `[n]`, any shape that ends in n; None: it needs none."""
-        return None
-
-    # Nor are `modify_scores` and `scale_qk`, by which a method is known:
-    #
-    # modify_scores(scores, query, query_positions, key_positions, mask, table) -> the final scores, [b, h, c, l] float32
-    #     (float64 in float64), of c queries and l keys of all heads: scores [b, h, c, l] q.k / sqrt(d); query [b, h, c,
-    #     d] as `rotate` left it; int64 positions [c] and [l], each consecutive, on the CPU; mask bool [c, l], True
-    #     where the query does not see the key: such scores do not count, and what is there must not max_kv_len others; table
-    #     what `table` gave for distances from 0 on, or None. Called for any part of the queries, and again in the
-    #     backward pass: it must give each query what it would give it among all.
-    #
-    # scale_qk(query, key, query_positions, key_positions) -> both scaled, [b, h, s, d] and [b, h, t, d], such that their
-    #     products depend on the positions through their differences alone; keys are cached unscaled. s <= `segment`.
-
-    # Training.
-
     def begin_step(self, step: int, seed: int = 0) -> None:
-        """Called before each step of a training run, with the run's seed. What a method draws anew follows from these
-        two alone: then all processes draw the same, and so does a resumed run.
+        """Called before each training step, with the run's seed. Random numbers that a method draws during training
+        must depend only on these two, so that all processes and a resumed run draw the same ones.
         """
-
-    # Parameters.
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the initial parameters: the same from the same generator, whatever their own dtype and device."""
+        """Draw the initial parameters. Their values depend only on the generator, not on dtype or device."""
 
     def statistics(self) -> dict[str, Tensor]:
-        """Parameter name -> float32 `[h]`, as used (within its bounds), detached: for logs."""
+        """Values to log during training: name -> float32 `[h]`, detached, as used (within their bounds)."""
         return {}
 
     @torch.no_grad()
     def effective_length(self, limit: int = 20_480, threshold: float = -2.0) -> Tensor:
-        """The smallest distance whose bias is below the threshold, int64 `[h]`; `limit` where there is none below it.
+        """Per head, the smallest distance with a bias below the threshold, int64 `[h]`; `limit` if there is none.
 
         Figure 6 of the KERPLE paper (arXiv 2205.09921). Raises ValueError for a method without a bias.
         """
@@ -205,19 +197,39 @@ class PositionalMethod(nn.Module):
         first = below.to(torch.uint8).argmax(dim=1)
         return torch.where(below.any(dim=1), first, limit)
 
+    @classmethod
+    def _arguments(cls) -> dict[str, inspect.Parameter]:
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        return {
+            argument.name: argument for argument in parameters if argument.kind in named and argument.name != "self"
+        }
 
-def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:
-    """The parameter within its bounds, float32. The gradient reaches the parameter as if there were no bound.
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Option -> default value, for the options that have one."""
+        sizes = {field.name for field in fields(ModelShape)}
+        return {
+            name: argument.default
+            for name, argument in cls._arguments().items()
+            if name not in sizes and argument.default is not inspect.Parameter.empty
+        }
 
-    A clamp would stop the gradient at the bound and a parameter that touched it once would never leave.
-    """
-    raw = parameter.float()
-    # raw - raw.detach() is exactly zero, so the value is exactly the clamped one.
-    return raw.detach().clamp(low, high) + (raw - raw.detach())
+    @classmethod
+    def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
+        """Build the method for a model of this shape. Raises ValueError for an unknown option or an invalid value."""
+        arguments = set(cls._arguments())
+        sizes = {field.name for field in fields(ModelShape)}
+        known = sorted(arguments - sizes)
+        for name in options:
+            if name not in known:
+                hint = f"its options are {', '.join(known)}" if known else "it has no options"
+                raise ValueError(f"{cls.__name__} has no option {name!r}; {hint}")
+        return cls(**{name: getattr(shape, name) for name in sizes & arguments}, **options)
 
 
-def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, "PositionalMethod"]]:
-    """(name, method) of the positional methods in a module that are not part of another one."""
+def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, PositionalMethod]]:
+    """(name, method) for the positional methods in a module, except those that are part of another method."""
     if isinstance(module, PositionalMethod):
         yield name, module
         return
@@ -225,23 +237,32 @@ def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, "Positio
         yield from outermost(child, f"{name}.{child_name}" if name else child_name)
 
 
-def draw_layer(layer: nn.Module, generator: torch.Generator | None) -> None:
-    """Weight and bias of a linear layer or a convolution by PyTorch's default: U(-1, 1) / sqrt(inputs of an output)."""
-    bound = layer.weight[0].numel() ** -0.5
-    for parameter in (layer.weight, layer.bias):
-        draw(parameter, "uniform", -bound, bound, generator)
+def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:
+    """The parameter clamped to its bounds, float32, with a gradient as if there were no clamp.
+
+    A clamp's gradient is zero beyond the bound, so a parameter that crossed it could never return.
+    """
+    raw = parameter.float()
+    # raw - raw.detach() is exactly zero, so the value is exactly the clamped one.
+    return raw.detach().clamp(low, high) + (raw - raw.detach())
 
 
 @torch.no_grad()
 def draw(parameter: Tensor, kind: str, first: float, second: float, generator: torch.Generator | None) -> None:
-    """Fill a parameter with `uniform` (low, high) or `normal` (mean, std) float32 draws, on the generator's device.
+    """Fill a parameter with `uniform` (low, high) or `normal` (mean, std) draws, float32 on the generator's device.
 
-    Nothing is drawn for a parameter on the meta device, which has a shape and no memory.
+    Does nothing for a parameter on the meta device.
     """
     if parameter.is_meta:
         return
-    drawn = torch.empty(
-        parameter.shape, dtype=torch.float32, device=generator.device if generator is not None else "cpu"
-    )
-    getattr(drawn, f"{kind}_")(first, second, generator=generator)
-    parameter.copy_(drawn)
+    device = generator.device if generator is not None else "cpu"
+    values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    getattr(values, f"{kind}_")(first, second, generator=generator)
+    parameter.copy_(values)
+
+
+def draw_layer(layer: nn.Linear | nn.Conv2d, generator: torch.Generator | None) -> None:
+    """Draw weight and bias of a layer by PyTorch's default: U(-1, 1) / sqrt(fan_in)."""
+    bound = layer.weight[0].numel() ** -0.5
+    for parameter in layer.parameters():
+        draw(parameter, "uniform", -bound, bound, generator)

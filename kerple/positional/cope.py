@@ -1,12 +1,12 @@
-"""CoPE: positions that count what the query finds worth counting (arXiv 2405.18719).
+"""CoPE: positions that count keys selected by the query (arXiv 2405.18719).
 
-With the scaled scores A, a key k <= i that the query i sees is counted by the gate g_ik = sigmoid(A_ik), and the key
-j's position as seen from i is the count from it up to the query,
+With the scaled scores A, each key k <= i counts for the query i by its gate g_ik = sigmoid(A_ik). The position of key j
+for the query i is the sum of the gates from j to i, limited to the learned positions:
 
-    p_ij = sum of g_ik for k = j ... i, at most npos_max - 1.
+    p_ij = min(sum of g_ik for k = j ... i, npos_max - 1)
 
-The score becomes A_ij + q_i . e[p_ij], with a learned vector e per whole position, between two of which the products
-are interpolated. One table for all heads of a layer, zero at first.
+The final score is A_ij + q_i . e[p_ij], with a learned vector e per integer position. At fractional positions the
+products are interpolated linearly. Each layer has one table for all heads, which starts at zero.
 
 Legend: b batch, h heads, c queries, l keys, d head size, p positions.
 """
@@ -20,7 +20,7 @@ from kerple.positional.registry import register
 
 @register("cope")
 class Cope(PositionalMethod):
-    """Parameter `pos_emb` `[d, p]`; the option `npos_max` is the number of positions, p."""
+    """Parameter `pos_emb` `[d, p]`. The option `npos_max` is the number of positions, p."""
 
     shared = False
 
@@ -45,9 +45,9 @@ class Cope(PositionalMethod):
         table: Tensor | None,
     ) -> Tensor:
         gates = scores.sigmoid().masked_fill(mask, 0.0)
-        # Summed from the query backwards, so that the sums near it, which are below the limit, are the exact ones.
-        counts = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.pos_emb.shape[1] - 1)
-        below = counts.detach().floor()
+        # Summing backwards from the query keeps the small sums exact; the large ones are clamped anyway.
+        positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.pos_emb.shape[1] - 1)
+        below, above = positions.detach().floor(), positions.detach().ceil()
         products = query.to(scores.dtype) @ self.pos_emb.to(scores.dtype)
-        low, high = (products.gather(-1, whole.long()) for whole in (below, counts.detach().ceil()))
-        return scores + torch.lerp(low, high, counts - below)
+        low, high = products.gather(-1, below.long()), products.gather(-1, above.long())
+        return scores + torch.lerp(low, high, positions - below)

@@ -1,24 +1,26 @@
-"""DAPE: a bias that modifies_scores to the scores by a small MLP across the heads (arXiv 2405.14722).
+"""DAPE: a bias adapted to the scores by a small MLP across the heads (arXiv 2405.14722).
 
-With the scaled scores A = q.k / sqrt(d) and a static bias B, and f an MLP that takes the heads' values of one pair of
-query and key and gives one number per head:
+With the scaled scores A = q.k / sqrt(d), a static bias B, and an MLP f that maps the heads' values of one query-key
+pair to one number per head:
 
     Concat_Residual   A + B + f(A, B)     the default
     Concat            A + f(A, B)
     Add_Residual      A + B + f(A + B)
 
-f(x) = W2 LeakyReLU(W1 x + b1) + b2 has `mlp_width` hidden units, a set of weights per layer: 1,196 of them at 12 heads.
+f(x) = W2 LeakyReLU(W1 x + b1) + b2 has `mlp_width` hidden units and its own weights in every layer (1,196 at 12 heads).
 The static bias and its parameters are per layer too.
 
     dape_kerple (kerple_c)   B = -p log(1 + a δ)
     dape_alibi (alibi_c)     B = -s_h δ
-    dape_fire (fire_c)       B = FIRE's
+    dape_fire (fire_c)       B = FIRE's bias
     dape                     no bias: A + f(A)
 
-The second names are those of the authors' configurations.
+The names in parentheses are those of the authors' configurations.
 
 Legend: b batch, h heads, c queries, l keys, n distances, w hidden units, i inputs per pair.
 """
+
+from abc import abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +29,20 @@ from torch import Tensor, nn
 from kerple.positional.alibi import Alibi
 from kerple.positional.base import PositionalMethod, draw_layer
 from kerple.positional.fire import Fire
+from kerple.positional.functional import by_pair
 from kerple.positional.kerple import KerpleLog
-from kerple.positional.pairs import over_pairs
 from kerple.positional.registry import register
 
 VARIANTS = ("Concat_Residual", "Concat", "Add_Residual")
-SLOPE = 0.01  # LeakyReLU's, below zero
+NEGATIVE_SLOPE = 0.01  # of LeakyReLU
+
+Layer = nn.Linear | nn.Conv2d
 
 
 class Adaptive(PositionalMethod):
-    """What the two versions of DAPE have in common: a static bias or none, and how f's result joins the scores.
+    """Base class of both versions of DAPE: an optional static bias, and how f's result is combined with the scores.
 
-    The layers of f are `first` and `second`, whose parameters have PyTorch's default initialization.
+    The layers of f are called `first` and `second` and have PyTorch's default initialization.
     """
 
     shared = False
@@ -55,17 +59,13 @@ class Adaptive(PositionalMethod):
         self.first, self.second = self.layers(inputs, mlp_width, num_heads)
         self.reset_parameters()
 
-    def layers(self, inputs: int, width: int, outputs: int) -> tuple[nn.Module, nn.Module]:
-        """The two layers of f, each with `weight` `[outputs, inputs, ...]` and `bias`."""
-        raise NotImplementedError
+    @abstractmethod
+    def layers(self, inputs: int, width: int, outputs: int) -> tuple[Layer, Layer]:
+        """Build the two layers of f, each with `weight` `[outputs, inputs, ...]` and `bias`."""
 
-    def apply_layer(self, layer: nn.Module, weight: Tensor, states: Tensor) -> Tensor:
-        """The product of a layer, `weight` being (a part of) its weights, with states `[..., i, c, l]`; no bias."""
-        raise NotImplementedError
-
-    def visible(self, states: Tensor, mask: Tensor) -> Tensor:
-        """States `[..., c, l]` as f's layers may see them."""
-        return states
+    @abstractmethod
+    def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+        """Apply the weight of a layer, or a part of it, to states `[..., i, c, l]`, without its bias."""
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         if self.static is not None:
@@ -74,7 +74,7 @@ class Adaptive(PositionalMethod):
             draw_layer(layer, generator)
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """The static bias over distance, `[h, n]`; None where there is none, or it is not of the distance alone."""
+        """The static bias over distance, `[h, n]`; None if there is none, or if it is not a function of distance."""
         return self.static.bias(distance) if self.static is not None and self.static.has_bias else None
 
     def modify_scores(
@@ -86,56 +86,53 @@ class Adaptive(PositionalMethod):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        bias = self._static_bias(scores, query_positions, key_positions, table)
-        if bias is None:
-            return scores + self._between_heads((scores,), mask)
+        if table is not None:
+            bias = by_pair(table, query_positions, key_positions).to(scores.dtype)
+        elif isinstance(self.static, Fire):
+            bias = self.static.pair_bias(query_positions, key_positions, scores)
+        else:
+            return scores + self._mlp((scores,), mask)
         if self.variant == "Add_Residual":
             scores = scores + bias
-            return scores + self._between_heads((scores,), mask)
-        found = scores + self._between_heads((scores, bias), mask)
-        return found if self.variant == "Concat" else found + bias
+            return scores + self._mlp((scores,), mask)
+        adapted = scores + self._mlp((scores, bias), mask)
+        return adapted if self.variant == "Concat" else adapted + bias
+
+    def _mlp(self, inputs: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+        """f of the inputs `[b, h, c, l]` and `[h, c, l]`, concatenated along the heads: `[b, h, c, l]`."""
+        dtype = inputs[0].dtype
+        # Each input is multiplied by its own columns of the weight: the bias has no batch dimension to repeat it for.
+        columns = self.first.weight.to(dtype).split([part.shape[-3] for part in inputs], dim=1)
+        products = [self.apply_weight(weight, part, mask) for weight, part in zip(columns, inputs, strict=True)]
+        hidden = sum(products[1:], start=products[0]) + _per_channel(self.first, dtype)
+        hidden = F.leaky_relu(hidden, NEGATIVE_SLOPE)
+        return self.apply_weight(self.second.weight.to(dtype), hidden, mask) + _per_channel(self.second, dtype)
 
     def statistics(self) -> dict[str, Tensor]:
         return {} if self.static is None else self.static.statistics()
 
-    def _static_bias(
-        self, scores: Tensor, query_positions: Tensor, key_positions: Tensor, table: Tensor | None
-    ) -> Tensor | None:
-        """B of every pair, `[h, c, l]`."""
-        if self.static is None:
-            return None
-        if table is None:
-            return self.static.pair_bias(query_positions, key_positions, scores)
-        return over_pairs(table, query_positions, key_positions).to(scores.dtype)
 
-    def _between_heads(self, inputs: tuple[Tensor, ...], mask: Tensor) -> Tensor:
-        """f of inputs `[b, h, c, l]` and `[h, c, l]`, side by side on the head axis; `[b, h, c, l]`."""
-        dtype = inputs[0].dtype
-        weights = self.first.weight.to(dtype).split([part.shape[-3] for part in inputs], dim=1)
-        # A bias without a batch goes through its part of the weights once.
-        hidden = sum(
-            self.apply_layer(self.first, weight, self.visible(part, mask))
-            for weight, part in zip(weights, inputs, strict=True)
-        )
-        hidden = F.leaky_relu(hidden + self.first.bias.to(dtype)[:, None, None], SLOPE)
-        mixed = self.apply_layer(self.second, self.second.weight.to(dtype), self.visible(hidden, mask))
-        return mixed + self.second.bias.to(dtype)[:, None, None]
+def _per_channel(layer: Layer, dtype: torch.dtype) -> Tensor:
+    """The layer's bias, `[outputs, 1, 1]`."""
+    assert layer.bias is not None
+    return layer.bias.to(dtype)[:, None, None]
 
 
-class PerPair(Adaptive):
-    """Version 1: f sees one pair of query and key at a time."""
+class DapePerPair(Adaptive):
+    """Version 1: f processes each query-key pair on its own."""
 
     per_pair = True
 
-    def layers(self, inputs: int, width: int, outputs: int) -> tuple[nn.Module, nn.Module]:
+    def layers(self, inputs: int, width: int, outputs: int) -> tuple[Layer, Layer]:
         return nn.Linear(inputs, width), nn.Linear(width, outputs)
 
-    def apply_layer(self, layer: nn.Module, weight: Tensor, states: Tensor) -> Tensor:
-        return (weight @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
+    def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+        products = weight @ states.flatten(-2)
+        return products.view(*products.shape[:-1], *states.shape[-2:])
 
 
 @register("dape")
-class Dape(PerPair):
+class Dape(DapePerPair):
     """A + f(A), without a static bias."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32):
@@ -143,24 +140,24 @@ class Dape(PerPair):
 
 
 @register("dape_kerple", "kerple_c")
-class DapeKerple(PerPair):
-    """On KERPLE's logarithmic kernel, with p and a per layer."""
+class DapeKerple(DapePerPair):
+    """With KERPLE's logarithmic kernel, whose p and a are per layer here."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32, variant: str = VARIANTS[0]):
         super().__init__(num_heads, mlp_width, variant, KerpleLog(num_heads))
 
 
 @register("dape_alibi", "alibi_c")
-class DapeAlibi(PerPair):
-    """On ALiBi."""
+class DapeAlibi(DapePerPair):
+    """With ALiBi's bias."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32, variant: str = VARIANTS[0]):
         super().__init__(num_heads, mlp_width, variant, Alibi(num_heads))
 
 
 @register("dape_fire", "fire_c")
-class DapeFire(PerPair):
-    """On FIRE, whose threshold is an option here too."""
+class DapeFire(DapePerPair):
+    """With FIRE's bias, and its option `threshold`."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32, variant: str = VARIANTS[0], threshold: float = 512.0):
         super().__init__(num_heads, mlp_width, variant, Fire(num_heads, threshold=threshold))

@@ -1,8 +1,8 @@
-"""DAPE V2: the bias modifies_scores to the scores of neighbouring keys too (arXiv 2410.04798).
+"""DAPE V2: the bias adapts to the scores of neighbouring keys too (arXiv 2410.04798).
 
-As `dape.py`, but the two layers of f are convolutions along the keys, three wide: what f gives for a key depends on the
-scores of the two keys on either side. A key that the query does not see counts as zero before each of the two, so
-nothing of the future enters, and a part of the queries or a cache gives what the whole gives.
+As `dape.py`, but the two layers of f are convolutions along the keys with kernel size 3, so f's value for a key depends
+on the scores of two keys on either side. Masked keys are set to zero before each convolution. No information from the
+future enters, and the results are the same in chunks and with a cache.
 
     dape_v2_kerple, dape_v2_alibi, dape_v2_fire, dape_v2 (no bias)
 
@@ -13,29 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.alibi import Alibi
-from kerple.positional.dape import VARIANTS, Adaptive
+from kerple.positional.dape import VARIANTS, Adaptive, Layer
 from kerple.positional.fire import Fire
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
 
-KEYS = 3  # of one convolution
+KERNEL_SIZE = 3
 
 
-class Convolved(Adaptive):
-    """Version 2: f sees the pairs of one query with neighbouring keys."""
+class DapeConvolution(Adaptive):
+    """Version 2: f processes the pairs of a query with neighbouring keys together."""
 
-    def layers(self, inputs: int, width: int, outputs: int) -> tuple[nn.Module, nn.Module]:
-        return nn.Conv2d(inputs, width, (1, KEYS)), nn.Conv2d(width, outputs, (1, KEYS))
+    def layers(self, inputs: int, width: int, outputs: int) -> tuple[Layer, Layer]:
+        return nn.Conv2d(inputs, width, (1, KERNEL_SIZE)), nn.Conv2d(width, outputs, (1, KERNEL_SIZE))
 
-    def apply_layer(self, layer: nn.Module, weight: Tensor, states: Tensor) -> Tensor:
-        return F.conv2d(states, weight, padding=(0, KEYS // 2))
-
-    def visible(self, states: Tensor, mask: Tensor) -> Tensor:
-        return states.masked_fill(mask, 0.0)
+    def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+        return F.conv2d(states.masked_fill(mask, 0.0), weight, padding=(0, KERNEL_SIZE // 2))
 
 
 @register("dape_v2")
-class DapeV2(Convolved):
+class DapeV2(DapeConvolution):
     """A + f(A), without a static bias."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32):
@@ -43,24 +40,24 @@ class DapeV2(Convolved):
 
 
 @register("dape_v2_kerple")
-class DapeV2Kerple(Convolved):
-    """On KERPLE's logarithmic kernel, with p and a per layer."""
+class DapeV2Kerple(DapeConvolution):
+    """With KERPLE's logarithmic kernel, whose p and a are per layer here."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32, variant: str = VARIANTS[0]):
         super().__init__(num_heads, mlp_width, variant, KerpleLog(num_heads))
 
 
 @register("dape_v2_alibi")
-class DapeV2Alibi(Convolved):
-    """On ALiBi."""
+class DapeV2Alibi(DapeConvolution):
+    """With ALiBi's bias."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32, variant: str = VARIANTS[0]):
         super().__init__(num_heads, mlp_width, variant, Alibi(num_heads))
 
 
 @register("dape_v2_fire")
-class DapeV2Fire(Convolved):
-    """On FIRE, whose threshold is an option here too."""
+class DapeV2Fire(DapeConvolution):
+    """With FIRE's bias, and its option `threshold`."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32, variant: str = VARIANTS[0], threshold: float = 512.0):
         super().__init__(num_heads, mlp_width, variant, Fire(num_heads, threshold=threshold))

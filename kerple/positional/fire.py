@@ -4,8 +4,8 @@ The bias of the query at position i and the key at position j, both counted from
 
     MLP( log(|c (i - j)| + 1) / (log(|c max(i, |m L|)| + 1) + 1e-6) )
 
-with an MLP from 1 to `mlp_width` to the number of heads (ReLU), and c (0.1 at first) and m (1 at first) learned; a set
-of all of them per layer. L is the option `threshold`: below that position the bias depends on the distance alone.
+with a ReLU MLP of sizes 1, `mlp_width`, number of heads, and learned c and m, initially 0.1 and 1. Each layer has its
+own parameters. L is the option `threshold`: below position |m L|, the bias depends only on the distance.
 
 Legend: b batch, h heads, c queries, l keys, w hidden units.
 """
@@ -14,18 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from kerple.positional.base import PositionalMethod, draw_layer
-from kerple.positional.pairs import distances, on_device
+from kerple.positional.functional import positions_on
 from kerple.positional.registry import register
 
-FIRST_C, FIRST_M = 0.1, 1.0
-SMALLEST = 1e-6
+INITIAL_C, INITIAL_M = 0.1, 1.0
+EPSILON = 1e-6
 
 
 @register("fire")
 class Fire(PositionalMethod):
-    """Parameters `c` and `m` `[1]`, and those of the layers `first` and `second`, with PyTorch's default initialization
-    of them.
-    """
+    """Parameters `c` and `m` `[1]`, and linear layers `first` and `second` with PyTorch's default initialization."""
 
     shared = False
     per_pair = True
@@ -35,7 +33,7 @@ class Fire(PositionalMethod):
         if mlp_width < 1:
             raise ValueError(f"mlp_width {mlp_width}: FIRE's MLP needs at least one hidden unit")
         if not threshold > 0:
-            raise ValueError(f"threshold {threshold}: FIRE's is a number of tokens above 0")
+            raise ValueError(f"threshold {threshold}: FIRE's threshold is a number of tokens above 0")
         self.threshold = float(threshold)
         self.c, self.m = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
         self.first, self.second = nn.Linear(1, mlp_width), nn.Linear(mlp_width, num_heads)
@@ -43,22 +41,24 @@ class Fire(PositionalMethod):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.c.fill_(FIRST_C)
-        self.m.fill_(FIRST_M)
+        self.c.fill_(INITIAL_C)
+        self.m.fill_(INITIAL_M)
         for layer in (self.first, self.second):
             draw_layer(layer, generator)
 
     def pair_bias(self, query_positions: Tensor, key_positions: Tensor, like: Tensor) -> Tensor:
-        """`[h, c, l]`, with the dtype and device of `like`."""
+        """The bias of all pairs, `[h, c, l]`, with the dtype and device of `like`."""
+        query, key = (
+            positions_on(positions, like.device, like.dtype) for positions in (query_positions, key_positions)
+        )
         c, m = self.c.to(like.dtype), self.m.to(like.dtype)
-        position = on_device(query_positions, like)
-        farthest = torch.maximum(position, (m * self.threshold).abs())
-        distance = distances(query_positions, key_positions, like)
-        relative = (c * distance).abs().log1p() / ((c * farthest).abs().log1p() + SMALLEST)[:, None]
+        distance = query[:, None] - key
+        normalizer = (c * torch.maximum(query, (m * self.threshold).abs())).abs().log1p() + EPSILON
+        relative = (c * distance).abs().log1p() / normalizer[:, None]
         first, second = self.first, self.second
         hidden = first.weight.to(like.dtype) * relative.flatten() + first.bias.to(like.dtype)[:, None]
-        mixed = second.weight.to(like.dtype) @ hidden.relu() + second.bias.to(like.dtype)[:, None]
-        return mixed.unflatten(-1, relative.shape)
+        bias = second.weight.to(like.dtype) @ hidden.relu() + second.bias.to(like.dtype)[:, None]
+        return bias.view(-1, *relative.shape)
 
     def modify_scores(
         self,

@@ -1,4 +1,4 @@
-"""Conditionally positive definite (CPD) kernels of the distance, and sums of them as text (arXiv 2205.09921).
+"""Conditionally positive definite (CPD) kernels of the distance, as in KERPLE (arXiv 2205.09921).
 
 With distance δ >= 0 and learned scalars, all positive:
 
@@ -9,74 +9,63 @@ With distance δ >= 0 and learned scalars, all positive:
     gaussian    r1 exp(-r2 δ^2)
     gaussian3   r1 exp(-r2 δ^r3)         r3 <= 2
 
-The first four are CPD (Corollary 1 and Fact 2 of the paper), the last two positive definite and so CPD as well
-(Schoenberg). So is any sum of them with positive factors, "log + 0.5 power", and so is the exponential of such a sum,
-which is positive definite. An exponent above 2 is not: `cpd.py` shows it.
+The first four are CPD (Corollary 1 and Fact 2 of the paper). The last two are positive definite, hence CPD
+(Schoenberg). A sum of these with positive factors, such as "log + 0.5 power", is CPD, and its exponential is positive
+definite. Kernels with an exponent above 2 are not CPD; `is_cpd` shows this numerically:
+
+    method = KerpleLog(num_heads=12)
+    is_cpd(method.bias, range(100))             # bool [12]
+    lemma_constant(method.bias, range(100))     # float64 [12]
+
+Legend: h heads (or any leading dimensions), n points.
 """
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LOWEST = 0.01
-HIGHEST_EXPONENT = 2.0
+MIN_SCALAR = 0.01
+MAX_EXPONENT = 2.0
+MAX_LEMMA_CONSTANT = 2.0**40
 
 
 class Scalar(NamedTuple):
-    """A learned number per head: drawn from U(0, `drawn_below`), used within [0.01, 2] for an exponent, from 0.01 on
-    otherwise.
+    """A learned number per head, initially drawn from U(0, `init_max`).
+
+    Its value is bounded to [0.01, 2] if it is an exponent, and to at least 0.01 otherwise.
     """
 
-    drawn_below: float
+    init_max: float
     exponent: bool = False
 
 
-# The ranges of the authors' code for its kernels, and in the same manner for those that it has not.
+# The ranges in the authors' code; analogous ones for the kernels it does not have.
 SCALE = Scalar(1.0)
 FACTOR = Scalar(2.0)
 EXPONENT = Scalar(2.0, exponent=True)
 
 
 class Kernel(NamedTuple):
-    """`value(distance, *scalars)`: elementwise and broadcast, in the tensors' own precision."""
+    """`value(distance, *scalars)` is elementwise, with broadcasting, in the precision of its arguments."""
 
-    formula: str
     scalars: dict[str, Scalar]
     value: Callable[..., Tensor]
 
 
 KERNELS = {
-    "log": Kernel(
-        "-p log(1 + a δ)",
-        {"p": FACTOR, "a": SCALE},
-        lambda distance, p, a: -p * torch.log1p(a * distance),
-    ),
+    "log": Kernel({"p": FACTOR, "a": SCALE}, lambda distance, p, a: -p * torch.log1p(a * distance)),
     "log3": Kernel(
-        "-r1 log(1 + r2 δ^r3)",
         {"r1": FACTOR, "r2": SCALE, "r3": EXPONENT},
         lambda distance, r1, r2, r3: -r1 * torch.log1p(r2 * distance.pow(r3)),
     ),
-    "power": Kernel(
-        "-a δ^p",
-        {"a": SCALE, "p": EXPONENT},
-        lambda distance, a, p: -a * distance.pow(p),
-    ),
-    "square": Kernel(
-        "-r1 δ^2",
-        {"r1": SCALE},
-        lambda distance, r1: -r1 * distance.square(),
-    ),
-    "gaussian": Kernel(
-        "r1 exp(-r2 δ^2)",
-        {"r1": FACTOR, "r2": SCALE},
-        lambda distance, r1, r2: r1 * torch.exp(-r2 * distance.square()),
-    ),
+    "power": Kernel({"a": SCALE, "p": EXPONENT}, lambda distance, a, p: -a * distance.pow(p)),
+    "square": Kernel({"r1": SCALE}, lambda distance, r1: -r1 * distance.square()),
+    "gaussian": Kernel({"r1": FACTOR, "r2": SCALE}, lambda distance, r1, r2: r1 * torch.exp(-r2 * distance.square())),
     "gaussian3": Kernel(
-        "r1 exp(-r2 δ^r3)",
         {"r1": FACTOR, "r2": SCALE, "r3": EXPONENT},
         lambda distance, r1, r2, r3: r1 * torch.exp(-r2 * distance.pow(r3)),
     ),
@@ -84,7 +73,7 @@ KERNELS = {
 
 
 class Term(NamedTuple):
-    """A kernel of a sum and its positive factor."""
+    """A term of a sum of kernels."""
 
     kernel: str
     factor: float = 1.0
@@ -96,7 +85,7 @@ _TERM = re.compile(r"(?:(?P<factor>[-+]?(?:\d+\.?\d*|\.\d+))\s*\*?\s*)?(?P<kerne
 def parse_sum(text: str) -> tuple[Term, ...]:
     """The terms of an expression such as "log + 0.5 power".
 
-    Raises ValueError, naming the part that is at fault, for what is not a sum of known kernels with positive factors.
+    Raises ValueError, quoting the invalid part, unless it is a sum of known kernels with positive factors.
     """
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"kernel expression {text!r}: must be a sum of kernels such as 'log + power'")
@@ -104,34 +93,111 @@ def parse_sum(text: str) -> tuple[Term, ...]:
     for part in text.split("+"):
         match = _TERM.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"kernel expression {text!r}: {_fault(part.strip())}")
+            raise ValueError(f"kernel expression {text!r}: {_syntax_error(part.strip())}")
         name, factor = match["kernel"], float(match["factor"] or 1.0)
         if name not in KERNELS:
-            near = difflib.get_close_matches(name, KERNELS, n=3) or KERNELS
-            raise ValueError(f"kernel expression {text!r}: kernel {name!r} is not known; did you mean {_any(near)}?")
+            similar = difflib.get_close_matches(name, KERNELS, n=3) or KERNELS
+            raise ValueError(
+                f"kernel expression {text!r}: kernel {name!r} is unknown; did you mean {', '.join(similar)}?"
+            )
         if factor <= 0:
             raise ValueError(
-                f"kernel expression {text!r}: {factor:g} {name} is not conditionally positive definite; factors are "
-                "positive"
+                f"kernel expression {text!r}: {factor:g} {name} is not conditionally positive definite; factors must "
+                "be positive"
             )
         terms.append(Term(name, factor))
     return tuple(terms)
 
 
-def _fault(part: str) -> str:
+def _syntax_error(part: str) -> str:
     if not part:
-        return "a term is missing beside a '+'"
+        return "a term is missing next to a '+'"
     if "^" in part or "(" in part:
-        return f"{part!r}: exponents and other scalars are learned, not written; only factors are"
+        return f"{part!r}: exponents and other scalars are learned; only factors can be given"
     if "-" in part:
-        return f"{part!r}: a difference of kernels is not conditionally positive definite; add them"
+        return f"{part!r}: a difference of kernels is not conditionally positive definite; use a sum"
     if "*" in part:
         return (
-            f"{part!r}: a product of kernels is not conditionally positive definite in general; what multiplies the "
-            "scores is the option weight"
+            f"{part!r}: a product of kernels is not conditionally positive definite in general; to multiply the scores "
+            "by a kernel, use the option weight"
         )
-    return f"{part!r} is not a kernel; a term is one of {_any(KERNELS)}, with a positive factor before it or without"
+    return f"{part!r} is not a kernel; a term is one of {', '.join(KERNELS)}, optionally after a positive factor"
 
 
-def _any(names) -> str:
-    return ", ".join(names)
+# Lemma 1 of the paper: a kernel k is CPD on points x_1 ... x_n if sum_ij v_i v_j k(|x_i - x_j|) >= 0 for all v with sum
+# 0. Adding a large enough constant then makes it positive definite, and the softmax cancels that constant.
+
+DistanceKernel = Callable[[Tensor], Tensor]
+
+
+def is_cpd(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
+    """For each head, whether the kernel is CPD on the points, up to the rounding of the kernel's values: bool `[h]`.
+
+    kernel: float64 distances `[n, n]` -> `[h, n, n]` or `[n, n]`, such as a method's `bias`. Raises ValueError for
+    fewer than two points, duplicate points, and values that are not finite.
+    """
+    gram, rounding = _gram(kernel, points)
+    return _min_eigenvalue(_change_basis(gram)[..., 1:, 1:]) >= -rounding
+
+
+def lemma_constant(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
+    """For each head, the first c in 0, 1, 2, 4, 8 ... for which c + k is positive semidefinite: float64 `[h]`.
+
+    Raises ValueError if the kernel is not CPD on the points, or if no constant up to 2^40 suffices: for -δ^2 on three
+    points of a line there is none.
+    """
+    gram, rounding = _gram(kernel, points)
+    if not bool(is_cpd(kernel, points).all()):
+        raise ValueError("the kernel is not conditionally positive definite on these points, so no constant helps")
+    constant = torch.zeros(gram.shape[:-2], dtype=torch.float64)
+    while (too_small := ~_is_semidefinite(gram, constant, rounding)).any():
+        constant = torch.where(too_small, (2 * constant).clamp(min=1.0), constant)
+        if constant.max() > MAX_LEMMA_CONSTANT:
+            raise ValueError(
+                f"no constant up to {MAX_LEMMA_CONSTANT:.0e} makes the kernel positive definite on these points, "
+                "although it is conditionally positive definite: it is a limit case, like -distance^2"
+            )
+    return constant
+
+
+@torch.no_grad()
+def _gram(kernel: DistanceKernel, points: Iterable[float]) -> tuple[Tensor, Tensor]:
+    """k(|x_i - x_j|), float64 `[h, n, n]`, and a bound of the eigenvalues' rounding errors, `[h]`."""
+    x = torch.as_tensor([float(point) for point in points], dtype=torch.float64)
+    if len(x) < 2 or len(x.unique()) < len(x):
+        raise ValueError(f"at least two points are needed, all different; got {len(x)}")
+    values = kernel((x[:, None] - x).abs())
+    if not torch.isfinite(values).all():
+        raise ValueError("the kernel is not finite at the distances of these points")
+    gram = values.double().cpu()
+    rounding = len(x) * torch.finfo(values.dtype).eps * gram.abs().amax(dim=(-2, -1))
+    return gram, rounding
+
+
+def _change_basis(gram: Tensor) -> Tensor:
+    """The Gram matrix in an orthonormal basis whose first vector is constant."""
+    n = gram.shape[-1]
+    vectors = torch.eye(n, dtype=torch.float64)
+    vectors[:, 0] = 1.0
+    basis: Tensor = torch.linalg.qr(vectors).Q
+    return basis.T @ gram @ basis
+
+
+def _is_semidefinite(gram: Tensor, constant: Tensor, rounding: Tensor) -> Tensor:
+    """Whether constant + k has no negative eigenvalue, bool `[h]`.
+
+    In the new basis, the constant c adds n c to the first diagonal element. Dividing the first row and column by
+    sqrt(max(1, n c)) changes no eigenvalue's sign and keeps the rounding error independent of c.
+    """
+    matrix = _change_basis(gram)
+    added = gram.shape[-1] * constant
+    scale = added.clamp(min=1.0).rsqrt()
+    matrix[..., 0, 0] += added
+    matrix[..., 0, :] *= scale[..., None]
+    matrix[..., :, 0] *= scale[..., None]
+    return _min_eigenvalue(matrix) >= -rounding
+
+
+def _min_eigenvalue(matrix: Tensor) -> Tensor:
+    eigenvalues: Tensor = torch.linalg.eigvalsh(matrix)
+    return eigenvalues[..., 0]

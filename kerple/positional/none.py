@@ -1,4 +1,4 @@
-"""No positions at all (NoPE): the causal mask alone tells the model about order."""
+"""No positional information (NoPE): only the causal mask makes the model aware of order."""
 
 from kerple.positional.base import PositionalMethod
 from kerple.positional.registry import register
@@ -6,4 +6,4 @@ from kerple.positional.registry import register
 
 @register("none")
 class NoPositions(PositionalMethod):
-    """Every hook left as it is."""
+    """No hooks."""

@@ -1,31 +1,50 @@
-"""Rotary positions (RoPE, arXiv 2104.09864), in the half-split layout of GPT-NeoX.
+"""Rotary positions (RoPE, arXiv 2104.09864) in GPT-NeoX's half-split layout, and how they extend beyond training.
+
+The option `scaling` changes the frequencies, or the positions:
+
+    linear   position interpolation (arXiv 2306.15595): all frequencies divided by `factor`
+    ntk      NTK-aware: base * factor^(r / (r - 2)); the highest frequency stays, the lowest is divided by `factor`
+    yarn     (arXiv 2309.00071): high frequencies stay, those with less than one turn in the trained length are divided
+             by `factor`, a linear mixture in between; the scores grow with log(factor)
+    random   randomized positions (arXiv 2305.16843): an increasing random sample from a larger range
+
+No frequency depends on the current length. With such a "dynamic" scaling, the keys in a KV cache would keep the angles
+of a shorter text.
 
 Legend: b batch, s query length, t key length, h heads, d head size, r rotated dimensions.
 """
 
+import functools
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kerple.positional.angles import Angles
-from kerple.positional.base import PositionalMethod
-from kerple.positional.interpolation import (
-    RandomPositions,
-    check_options,
-    linear,
-    ntk,
-    yarn,
-    yarn_attention_factor,
-)
+from kerple.positional.base import PositionalMethod, PositionsExceeded
+from kerple.positional.functional import Angles, frequencies
 from kerple.positional.registry import register
+
+# Scaling -> its options.
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "yarn": ("factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
+    "random": ("trained_length", "random_range", "random_length", "random_seed"),
+}
+INTEGER_OPTIONS = ("trained_length", "random_range", "random_length", "random_seed")
 
 
 @register("rotary")
 class Rotary(PositionalMethod):
-    """Turn dimensions (i, i + r/2) of queries and keys by position * base^(-2i/r).
+    """Rotates dimensions (i, i + r/2) of queries and keys by position * base^(-2i/r).
 
-    `fraction` (GPT-NeoX's rotary_pct) of the head's dimensions are turned, the first ones. Any position will do, also
-    beyond those of training. `scaling` and its options, described in `interpolation.py`, change frequencies or
-    positions but no weight, so that a trained model can be evaluated with others:
+    The first r = `fraction` * d dimensions of each head are rotated (GPT-NeoX's rotary_pct). Any position is valid,
+    including those beyond training. `scaling` and its options change no parameters, so a trained model can be evaluated
+    with others:
 
         linear, ntk, yarn: factor
         yarn: trained_length (default: max_positions), beta_fast 32, beta_slow 1, attention_factor 0.1 ln(factor) + 1
@@ -57,10 +76,10 @@ class Rotary(PositionalMethod):
         self.rotated = int(head_size * fraction)
         if not 0 < self.rotated <= head_size or self.rotated % 2:
             raise ValueError(
-                f"rotary turns pairs of dimensions: head size {head_size} times fraction {fraction} gives "
-                f"{self.rotated}, not an even number in 2 ... {head_size}"
+                f"rotary rotates pairs of dimensions: head size {head_size} times fraction {fraction} gives "
+                f"{self.rotated}, which is not an even number in 2 ... {head_size}"
             )
-        check_options(
+        _check_options(
             scaling,
             {
                 "factor": factor,
@@ -73,24 +92,29 @@ class Rotary(PositionalMethod):
                 "random_seed": random_seed,
             },
         )
-        trained = max_positions if trained_length is None else trained_length
-        if scaling in ("yarn", "random") and (trained is None or trained < 1):
-            raise ValueError(f"scaling {scaling} needs trained_length, the length of training, at least 1")
-        own, scale, self.random = None, 1.0, None
-        if scaling == "linear":
-            own = linear(self.rotated, base, factor)
-        elif scaling == "ntk":
-            own = ntk(self.rotated, base, factor)
-        elif scaling == "yarn":
+        trained_length = max_positions if trained_length is None else trained_length
+        scaled: tuple[float, ...] | None = None
+        scale = 1.0
+        self.random: RandomPositions | None = None
+        if scaling in ("yarn", "random") and (trained_length is None or trained_length < 1):
+            raise ValueError(f"scaling {scaling} needs trained_length, the sequence length of training, at least 1")
+        if factor is not None and scaling == "linear":
+            scaled = tuple(frequency / factor for frequency in frequencies(self.rotated, base))
+        elif factor is not None and scaling == "ntk":
+            if self.rotated <= 2:
+                raise ValueError(f"scaling ntk needs more than 2 rotated dimensions; got {self.rotated}")
+            scaled = frequencies(self.rotated, base * factor ** (self.rotated / (self.rotated - 2)))
+        elif factor is not None and trained_length is not None and scaling == "yarn":
             fast, slow = 32.0 if beta_fast is None else beta_fast, 1.0 if beta_slow is None else beta_slow
-            own = yarn(self.rotated, base, factor, trained, fast, slow)
-            scale = yarn_attention_factor(factor) if attention_factor is None else attention_factor
-        elif scaling == "random":
+            scaled = yarn_frequencies(self.rotated, base, factor, trained_length, fast, slow)
+            # Multiplies cosines and sines of both queries and keys.
+            scale = 0.1 * math.log(factor) + 1.0 if attention_factor is None else attention_factor
+        elif trained_length is not None and scaling == "random":
             if random_range is None:
-                raise ValueError("scaling random needs random_range, the number of positions to draw from")
-            length = trained if random_length is None else random_length
+                raise ValueError("scaling random needs random_range, the number of positions to sample from")
+            length = trained_length if random_length is None else random_length
             self.random = RandomPositions(random_range, length, random_seed or 0)
-        self.angles = Angles(self.rotated, base, own=own, scale=scale)
+        self.angles = Angles(self.rotated, base, own=scaled, scale=scale)
         self._step: tuple[int, int] | None = None
 
     def begin_step(self, step: int, seed: int = 0) -> None:
@@ -100,47 +124,138 @@ class Rotary(PositionalMethod):
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         if self.random is not None:
-            query_positions, key_positions = self._random(query_positions, key_positions)
-        return self._turn(query, query_positions), self._turn(key, key_positions)
+            query_positions, key_positions = self._random_positions(self.random, query_positions, key_positions)
+        return tuple(
+            _Rotate.apply(states, *self.angles(positions, states.device))
+            for states, positions in ((query, query_positions), (key, key_positions))
+        )
 
-    def _random(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _random_positions(self, random: "RandomPositions", query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if not self.training:
-            return self.random.fixed(query), self.random.fixed(key)
+            return random.fixed(query), random.fixed(key)
         if not torch.equal(query, key):
-            raise ValueError("random positions are drawn in training for whole texts; with a cache, call eval() first")
+            raise ValueError("in training, random positions need full sequences; to decode with a cache, call eval()")
         if self._step is None:
             raise ValueError(
-                "random positions are drawn for each step of training: call begin_step(step) before it, or eval() for "
-                "the positions of an evaluation"
+                "random positions are drawn for each training step: call begin_step(step) first, or eval() to use the "
+                "positions for evaluation"
             )
-        drawn = self.random.drawn(len(query), *self._step).to(query.device)
-        return drawn, drawn
-
-    def _turn(self, states: Tensor, positions: Tensor) -> Tensor:
-        cosine, sine = self.angles(positions, states.device)
-        return _Turn.apply(states, cosine, sine)
+        positions = random.drawn(len(query), *self._step).to(query.device)
+        return positions, positions
 
 
-class _Turn(torch.autograd.Function):
-    """Turn the first r dimensions of `[b, h, s, d]` by cosines and sines `[s, r/2]`, in float32 at least.
+class _Rotate(torch.autograd.Function):
+    """Rotate the first r dimensions of `[b, h, s, d]` by cosines and sines `[s, r/2]`, in at least float32.
 
-    The gradient is the rotation by the opposite angle, so nothing of the states' size is kept for the backward pass.
+    The gradient is the rotation by the opposite angle, so the backward pass needs no tensor of the states' size.
     """
 
     @staticmethod
-    def forward(ctx, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         half = cosine.shape[-1]
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
-        turned = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
+        rotated = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
         first, second = exact[..., :half], exact[..., half : 2 * half]
-        # Straight into the result: on a CPU this takes a third of the time of the sum of two products.
-        torch.mul(first, cosine, out=turned[..., :half]).addcmul_(second, sine, value=-1)
-        torch.mul(second, cosine, out=turned[..., half : 2 * half]).addcmul_(first, sine)
-        turned[..., 2 * half :] = exact[..., 2 * half :]
-        return turned.to(states.dtype)
+        # Writing into the result takes a third of the time of adding two products, on a CPU.
+        torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
+        torch.mul(second, cosine, out=rotated[..., half : 2 * half]).addcmul_(first, sine)
+        rotated[..., 2 * half :] = exact[..., 2 * half :]
+        return rotated.to(states.dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _Turn.apply(gradient, cosine, -sine), None, None
+        return _Rotate.apply(gradient, cosine, -sine), None, None
+
+
+def _check_options(scaling: str | None, options: Mapping[str, int | float | None]) -> None:
+    """Raise ValueError for an unknown scaling, options of another scaling, and invalid values. None means not set."""
+    if scaling is not None and scaling not in SCALINGS:
+        message = f"scaling {scaling!r} is unknown; choose one of {', '.join(SCALINGS)}"
+        if scaling == "dynamic":
+            message += (
+                "; dynamic frequencies depend on the current length, and cached keys would keep those of a shorter "
+                "one: use ntk with a factor instead"
+            )
+        raise ValueError(message)
+    valid = () if scaling is None else SCALINGS[scaling]
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name not in valid:
+            scalings = ", ".join(other for other, names in SCALINGS.items() if name in names)
+            raise ValueError(f"{name} {value} has no effect with scaling {scaling!r}; it is an option of {scalings}")
+        types, description = (int, "an integer") if name in INTEGER_OPTIONS else ((int, float), "a number")
+        if not isinstance(value, types) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} {value!r} must be {description} >= 0")
+    factor = options["factor"]
+    if "factor" in valid and (factor is None or not 1 <= factor < math.inf):
+        raise ValueError(f"scaling {scaling} needs factor, the extension of the length, at least 1; got {factor}")
+
+
+def yarn_frequencies(
+    size: int, base: float, factor: float, trained_length: int, beta_fast: float, beta_slow: float
+) -> tuple[float, ...]:
+    """YaRN's frequencies as in the authors' code.
+
+    The mixture is linear in the frequency's index, between those with `beta_fast` and `beta_slow` turns in the trained
+    length, rounded outwards to integer indices.
+    """
+    if not 0 < beta_slow < beta_fast:
+        raise ValueError(f"scaling yarn needs 0 < beta_slow < beta_fast; got {beta_slow} and {beta_fast}")
+
+    def index(turns: float) -> float:
+        return size * math.log(trained_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = max(math.floor(index(beta_fast)), 0), min(math.ceil(index(beta_slow)), size - 1)
+    width = last - first if last != first else 0.001
+    mixed = []
+    for i, frequency in enumerate(frequencies(size, base)):
+        interpolated = min(max((i - first) / width, 0.0), 1.0)
+        mixed.append(frequency * (1 - interpolated) + frequency / factor * interpolated)
+    return tuple(mixed)
+
+
+@dataclass(frozen=True)
+class RandomPositions:
+    """Maps positions 0, 1, 2 ... to an increasing random sample, without repetition, of `range` positions.
+
+    Training draws a new sample for each step, which all layers, sequences, processes and recomputed activations share.
+    Evaluation uses one sample of `length` positions drawn from `seed`. A shorter text gets the beginning of it, so the
+    positions of cached keys never change.
+    """
+
+    range: int
+    length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.length <= self.range:
+            raise ValueError(
+                f"scaling random draws random_length {self.length} different positions from random_range "
+                f"{self.range}; random_length must be 1 to {self.range}"
+            )
+
+    def drawn(self, count: int, step: int, seed: int) -> Tensor:
+        """The sample for a training step of the run with this seed: int64 `[count]`."""
+        if count > self.range:
+            raise PositionsExceeded(f"{count} tokens need more positions than random_range {self.range} has")
+        digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
+        return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
+
+    def fixed(self, positions: Tensor) -> Tensor:
+        """For evaluation: the sample at positions `[s]`. Raises PositionsExceeded for a position >= `length`."""
+        last = int(positions.max()) if positions.numel() else -1
+        if last >= self.length:
+            raise PositionsExceeded(
+                f"position {last} is beyond random_length {self.length}, the number of positions drawn for evaluation; "
+                "set random_length to the longest length to evaluate, and random_range to at least that"
+            )
+        return _sample(self.range, self.length, self.seed).to(positions.device)[positions]
+
+
+@functools.lru_cache(maxsize=4)
+def _sample(high: int, count: int, seed: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.randperm(high, generator=torch.Generator().manual_seed(seed))[:count].sort().values

@@ -1,4 +1,4 @@
-"""Sandwich: what sinusoidal positions say about each other, as a fixed bias per head (arXiv 2212.10356)."""
+"""Sandwich: the inner products of sinusoidal embeddings, as a fixed bias per head (arXiv 2212.10356)."""
 
 import torch
 from torch import Tensor
@@ -6,17 +6,17 @@ from torch import Tensor
 from kerple.positional.base import PositionalMethod
 from kerple.positional.registry import register
 
-# Cosines in memory at a time.
-DISTANCES = 4096
+# Number of distances per chunk, which limits the memory for their cosines.
+CHUNK = 4096
 
 
 @register("sandwich")
 class Sandwich(PositionalMethod):
-    """Bias (sum_i cos(δ / base^(2i/D)) - D/2) / (8 n / H) for head n = 1 ... H, i = 0 ... D/2 - 1; nothing is learned.
+    """Bias (sum_i cos(δ / base^(2i/D)) - D/2) / (8 n / H) for head n = 1 ... H, i = 0 ... D/2 - 1; no parameters.
 
-    The sum is the inner product of two sinusoidal embeddings of D dimensions (`dimensions`, 128 in the paper), 8 n / H
-    the compression ratio of the head. D/2 is the sum at δ = 0, which the paper leaves in: the softmax takes it out, and
-    without it the bias begins at 0 as that of other methods does, and loses nothing to a half-precision mask.
+    The sum is the inner product of two sinusoidal embeddings of D dimensions (option `dimensions`, 128 in the paper).
+    8 n / H is the head's compression ratio. D/2, which the paper does not subtract, is the sum at δ = 0. The softmax
+    cancels it; subtracting it makes the bias start at 0, as for other methods, and precise in half-precision masks.
     """
 
     def __init__(self, num_heads: int, dimensions: int = 128, base: float = 10_000.0):
@@ -29,14 +29,15 @@ class Sandwich(PositionalMethod):
         self.num_heads, self.dimensions, self.base = num_heads, dimensions, float(base)
 
     def bias(self, distance: Tensor) -> Tensor:
-        # Angles up to 65,536 and more, summed with one another: float64, and as far as the distances, no heads.
+        # float64, because the angles reach 65,536 and many of them are summed. The heads share the sum.
         half = self.dimensions // 2
         exponents = torch.arange(half, dtype=torch.float64, device=distance.device) / half
         frequencies = self.base**-exponents
-        flat = distance.flatten().double()
-        # cos x - 1 = -2 sin(x/2)^2, which is exact for small x.
-        sums = [-2 * ((part[:, None] * frequencies) / 2).sin().square().sum(dim=1) for part in flat.split(DISTANCES)]
+        # cos x - 1 = -2 sin(x/2)^2, which is accurate for small x.
+        sums = [
+            -2 * ((chunk[:, None] * frequencies) / 2).sin().square().sum(dim=1)
+            for chunk in distance.flatten().double().split(CHUNK)
+        ]
         heads = torch.arange(1, self.num_heads + 1, dtype=torch.float64, device=distance.device)
-        total = torch.cat(sums).reshape(distance.shape)
         ratio = (8 * heads / self.num_heads).reshape(-1, *[1] * distance.dim())
-        return (total / ratio).float()
+        return (torch.cat(sums).reshape(distance.shape) / ratio).float()

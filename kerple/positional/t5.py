@@ -1,4 +1,4 @@
-"""T5's relative position bias: a learned number per head and bucket of distances (arXiv 1910.10683)."""
+"""T5's relative position bias: a learned value per head and bucket of distances (arXiv 1910.10683)."""
 
 import math
 
@@ -13,17 +13,17 @@ from kerple.positional.registry import register
 def bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
     """The smallest distance in each bucket.
 
-    The first half of the buckets, E of them, hold one distance each; bucket E + k of the other L begins where
-    log(δ/E) / log(max_distance/E) * L >= k. Solved in whole numbers, (δ/E)^L >= (max_distance/E)^k, so that no rounding
-    of logarithms moves a boundary.
+    The first E = num_buckets // 2 buckets have one distance each. Of the other L buckets, bucket E + k begins at the
+    smallest δ with log(δ/E) / log(max_distance/E) * L >= k. This is solved in integers, (δ/E)^L >= (max_distance/E)^k,
+    so no rounding of logarithms moves a boundary.
     """
     exact = num_buckets // 2
     logarithmic = num_buckets - exact
     starts = list(range(exact))
     for k in range(logarithmic):
-        wanted = max_distance**k * exact ** (logarithmic - k)
+        bound = max_distance**k * exact ** (logarithmic - k)
         start = max(int(exact * (max_distance / exact) ** (k / logarithmic)) - 1, exact)
-        while start**logarithmic < wanted:
+        while start**logarithmic < bound:
             start += 1
         starts.append(start)
     return starts
@@ -31,23 +31,26 @@ def bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
 
 @register("rpe")
 class T5(PositionalMethod):
-    """Bias sqrt(d) * weight[bucket(δ), h], the table `weight` being `[buckets, h]`.
+    """Bias sqrt(d) * weight[bucket(δ), h], with a table `weight` `[buckets, h]`.
 
-    The factor sqrt(d) is that of GPT-NeoX and of the KERPLE authors' code, whose checkpoints hold the table without it.
+    GPT-NeoX and the KERPLE authors' code multiply by sqrt(d); checkpoints store the table without it.
     """
+
+    weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
+    later_starts: Tensor
 
     def __init__(self, num_heads: int, head_size: int, num_buckets: int = 32, max_distance: int = 128):
         super().__init__()
         if num_buckets < 2 or max_distance <= num_buckets // 2:
             raise ValueError(
-                f"rpe needs at least 2 buckets and a largest distance above half their number; "
+                f"rpe needs num_buckets >= 2 and max_distance > num_buckets / 2; "
                 f"got num_buckets {num_buckets}, max_distance {max_distance}"
             )
         self.scale = math.sqrt(head_size)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
         starts = bucket_starts(num_buckets, max_distance)
         self.last_start = starts[-1]
-        # Whole numbers: casting the model leaves them as they are.
+        # Integers, so casting the model does not change them.
         self.register_buffer("later_starts", torch.tensor(starts[1:]), persistent=False)
         self.reset_parameters()
 
@@ -60,11 +63,11 @@ class T5(PositionalMethod):
         return torch.bucketize(distance.long(), self.later_starts, right=True)
 
     def bias(self, distance: Tensor) -> Tensor:
-        table = F.embedding(self.buckets(distance), self.weight.float())
-        return self.scale * table.movedim(-1, 0)
+        values = F.embedding(self.buckets(distance), self.weight.float())
+        return self.scale * values.movedim(-1, 0)
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian:
-        """The last bucket, which holds all but the nearest distances, is one number per head."""
+        """From the start of the last bucket on, the bias is a single value per head."""
         coefficients = self.scale * self.weight[-1].float()
         ones = torch.ones_like(distance).expand(len(coefficients), 1, -1)
         return TableJacobian(coefficients[:, None], ones, dense=self.last_start)

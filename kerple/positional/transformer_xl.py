@@ -1,7 +1,7 @@
 """Transformer-XL's relative positions (arXiv 1901.02860, section 3.3).
 
-The score of query i and key j is ((q_i + u).k_j + (q_i + v).W r_δ) / sqrt(d), δ = i - j: the sines of δ / 10000^(2k/e),
-then the cosines, make r_δ; u, v and W, which takes r_δ to a vector per head, are learned.
+The score of query i and key j is ((q_i + u).k_j + (q_i + v).W r_δ) / sqrt(d) with δ = i - j. r_δ are the sines of
+δ / 10000^(2k/e), followed by the cosines. u, v and W, which maps r_δ to a vector per head, are learned.
 
 Legend: b batch, h heads, c queries, l keys, d head size, e hidden size, n distances.
 """
@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.positional.angles import Angles
 from kerple.positional.base import PositionalMethod, draw
-from kerple.positional.pairs import line
+from kerple.positional.functional import Angles, by_distance
 from kerple.positional.registry import register
 
 
 class Projection(nn.Linear):
-    """A linear map without bias, computed in the dtype of its input."""
+    """A linear layer computed in the dtype of its input."""
 
     def forward(self, states: Tensor) -> Tensor:
         return F.linear(states, self.weight.to(states.dtype))
@@ -25,8 +24,8 @@ class Projection(nn.Linear):
 
 @register("transformer_xl")
 class TransformerXL(PositionalMethod):
-    """Parameters `content_bias` (u) and `position_bias` (v) `[h, 1, d]` and `relative.weight` (W) `[h d, e]`, all drawn
-    from N(0, `init_std`^2); a set per layer.
+    """Parameters per layer: `content_bias` (u) and `position_bias` (v) `[h, 1, d]`, and `relative.weight` (W)
+    `[h d, e]`, all drawn from N(0, `init_std`^2).
     """
 
     shared = False
@@ -51,14 +50,15 @@ class TransformerXL(PositionalMethod):
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """q + u, so that the scores hold (q + u).k."""
+        """Adds u to the query, so that the scores contain (q + u).k."""
         return query + self.content_bias.to(query.dtype), key
 
     def table(self, distance: Tensor) -> Tensor:
         """W r_δ per head, `[h, d, n]`."""
-        cosine, sine = self.angles(distance.long().cpu(), distance.device)
-        vectors = self.relative(torch.cat((sine, cosine), dim=-1).to(self._dtype))
-        return vectors.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
+        cosine, sine = self.angles(distance.long(), distance.device)
+        dtype = torch.promote_types(self.content_bias.dtype, torch.float32)
+        vectors: Tensor = self.relative(torch.cat((sine, cosine), dim=-1).to(dtype))
+        return vectors.view(len(distance), self.num_heads, -1).permute(1, 2, 0)
 
     def modify_scores(
         self,
@@ -69,23 +69,20 @@ class TransformerXL(PositionalMethod):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
+        assert table is not None  # `table` above never returns None
         query = query.to(scores.dtype) + (self.position_bias - self.content_bias).to(scores.dtype)
-        products = query @ line(table, query_positions, key_positions).to(scores.dtype)
-        return scores + self.scale * _skewed(products, len(key_positions))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.promote_types(self.content_bias.dtype, torch.float32)
+        products = query @ by_distance(table, query_positions, key_positions).to(scores.dtype)
+        return scores + self.scale * _relative_shift(products, len(key_positions))
 
 
-def _skewed(products: Tensor, keys: int) -> Tensor:
-    """`[b, h, c, c + l - 1]` -> `[b, h, c, l]`: row r from column c - 1 - r on, r's own distances.
+def _relative_shift(products: Tensor, keys: int) -> Tensor:
+    """`[b, h, c, c + l - 1]` -> `[b, h, c, l]`: row i begins at column c - 1 - i, where its own distances are.
 
-    In memory one row's piece begins one element before the next row's column, so all pieces are rows of a view whose
-    rows are one element shorter.
+    The start of a row's values is one column before that of the previous row. Viewing the flattened tensor with rows
+    that are one element shorter therefore aligns them.
     """
     rows, columns = products.shape[-2:]
     if rows == 1:
         return products
     flat = products.flatten(-2)[..., rows - 1 : rows - 1 + rows * (columns - 1)]
-    return flat.unflatten(-1, (rows, columns - 1))[..., :keys]
+    return flat.view(*flat.shape[:-1], rows, columns - 1)[..., :keys]

@@ -1,11 +1,11 @@
-"""xPos: rotary positions whose products fade with the distance, pair by pair of dimensions (LEX, arXiv 2212.10554).
+"""xPos: rotary positions whose products decay with the distance, per pair of dimensions (LEX, arXiv 2212.10554).
 
-Dimensions 2i and 2i + 1 are turned by position * 10000^(-2i/d); their part of the product of the query at n and the key
-at m is multiplied by zeta_i^((n - m) / scale_base), zeta_i = (i / (d/2) + 0.4) / 1.4.
+Dimensions 2i and 2i + 1 are rotated by position * 10000^(-2i/d). Their part of the product of the query at n and the
+key at m is multiplied by zeta_i^((n - m) / scale_base), zeta_i = (i / (d/2) + 0.4) / 1.4.
 
-The authors multiply the query by zeta^(n / scale_base) and the key by zeta^(-m / scale_base), which leaves the range of
-half precision soon. Here keys are cached turned, but not scaled, and both factors are made when attention is computed,
-around the middle of a segment of queries: a query's stay near 1 and a far key's become zero, at any length.
+The authors multiply the query by zeta^(n / scale_base) and the key by zeta^(-m / scale_base), which soon exceeds the
+range of half precision. Here keys are cached rotated but unscaled, and both factors are computed in attention, relative
+to the middle of a segment of queries: those of the queries stay near 1 and those of far keys go to zero, at any length.
 
 Legend: b batch, h heads, s queries, t keys, d head size.
 """
@@ -13,72 +13,74 @@ Legend: b batch, h heads, s queries, t keys, d head size.
 import torch
 from torch import Tensor
 
-from kerple.positional.angles import Angles
 from kerple.positional.base import PositionalMethod
+from kerple.positional.functional import Angles
 from kerple.positional.registry import register
 
-# Factors below it count as zero; they would become denormal numbers, with which a CPU is slow.
-LOWEST_FACTOR = 1e-18
-# Queries of a segment, in units of scale_base: the factors within it are then 0.4 / 1.4 to the power of -2 ... 2.
+# Smaller factors are set to zero: they would produce denormal numbers, which are slow on a CPU.
+MIN_FACTOR = 1e-18
+# Length of a segment of queries in units of scale_base; its factors are 0.4 / 1.4 to the power of -2 ... 2.
 SEGMENT = 4
 
 
 @register("xpos")
 class XPos(PositionalMethod):
-    """The option `scale_base` is the distance over which the first pair of dimensions fades to 0.4 / 1.4."""
+    """The option `scale_base` is the distance at which the first pair of dimensions has decayed to 0.4 / 1.4."""
 
-    KEPT = 2
+    CACHE_SIZE = 2
 
     def __init__(self, head_size: int, base: float = 10_000.0, scale_base: float = 512.0):
         super().__init__()
         if head_size % 2:
-            raise ValueError(f"xpos turns pairs of dimensions, so the head size must be even; got {head_size}")
+            raise ValueError(f"xpos rotates pairs of dimensions, so the head size must be even; got {head_size}")
         if not scale_base >= 1:
-            raise ValueError(f"scale_base {scale_base}: xpos's is a number of tokens from 1 on")
+            raise ValueError(f"scale_base {scale_base} must be at least 1 (a number of tokens)")
         self.scale_base = float(scale_base)
         self.segment = int(SEGMENT * scale_base)
         self.angles = Angles(head_size, base)
         half = head_size // 2
-        self.logarithms = (((torch.arange(half, dtype=torch.float64, device="cpu") / half) + 0.4) / 1.4).log().tolist()
-        self._kept: list[tuple[tuple, tuple[Tensor, Tensor]]] = []
+        zeta = (torch.arange(half, dtype=torch.float64, device="cpu") / half + 0.4) / 1.4
+        self.log_zeta: list[float] = zeta.log().tolist()
+        self._cache: list[tuple[tuple[object, ...], tuple[Tensor, Tensor]]] = []
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return self._turn(query, query_positions), self._turn(key, key_positions)
+        return self._rotate(query, query_positions), self._rotate(key, key_positions)
 
     def scale_qk(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ends = [int(positions[end]) for positions in (query_positions, key_positions) for end in (0, -1)]
-        factors = self._factors(*ends, query.device)
-        return tuple((states * factor).to(states.dtype) for states, factor in zip((query, key), factors, strict=True))
+        queries, keys = ((int(positions[0]), int(positions[-1])) for positions in (query_positions, key_positions))
+        query_factors, key_factors = self._factors(queries, keys, query.device)
+        return (query * query_factors).to(query.dtype), (key * key_factors).to(key.dtype)
 
-    def _turn(self, states: Tensor, positions: Tensor) -> Tensor:
+    def _rotate(self, states: Tensor, positions: Tensor) -> Tensor:
         cosine, sine = self.angles(positions, states.device)
-        first, second = states.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-        return turned.flatten(-2).to(states.dtype)
+        even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)
+        return rotated.flatten(-2).to(states.dtype)
 
-    def _factors(
-        self, first_query: int, last_query: int, first_key: int, last_key: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """`[s, d]` and `[t, d]` float32. All layers ask for the same ones, so the last are kept."""
-        asked = (first_query, last_query, first_key, last_key, device)
-        for known, factors in self._kept:
-            if known == asked:
+    def _factors(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for positions given as (first, last).
+
+        The latest are cached, because all layers need the same ones.
+        """
+        cache_key = (queries, keys, device)
+        for cached_key, factors in self._cache:
+            if cached_key == cache_key:
                 return factors
-        # What an evaluation leaves here, training must be able to save for its backward pass.
+        # Autograd cannot save inference tensors, and training may reuse what an evaluation put into the cache.
         with torch.inference_mode(False), torch.no_grad():
-            logarithms = torch.tensor(self.logarithms, dtype=torch.float64, device=device) / self.scale_base
-            origin = (first_query + last_query) / 2
-            query = torch.arange(first_query, last_query + 1, dtype=torch.float64, device=device) - origin
-            key = origin - torch.arange(first_key, last_key + 1, dtype=torch.float64, device=device)
-            factors = tuple(
-                torch.threshold((exponents[:, None] * logarithms).exp(), LOWEST_FACTOR, 0.0)
+            log_zeta = torch.tensor(self.log_zeta, dtype=torch.float64, device=device) / self.scale_base
+            middle = (queries[0] + queries[1]) / 2
+            query_offsets = torch.arange(queries[0], queries[1] + 1, dtype=torch.float64, device=device) - middle
+            key_offsets = middle - torch.arange(keys[0], keys[1] + 1, dtype=torch.float64, device=device)
+            query_factors, key_factors = (
+                torch.threshold((offsets[:, None] * log_zeta).exp(), MIN_FACTOR, 0.0)
                 .float()
                 .repeat_interleave(2, dim=-1)
-                for exponents in (query, key)
+                for offsets in (query_offsets, key_offsets)
             )
-        self._kept = [(asked, factors), *self._kept[: self.KEPT - 1]]
-        return factors
+        self._cache = [(cache_key, (query_factors, key_factors)), *self._cache[: self.CACHE_SIZE - 1]]
+        return query_factors, key_factors

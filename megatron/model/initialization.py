@@ -74,9 +74,10 @@ def initialize(
 
     A positional method fills its own parameters (`reset_parameters`).
     """
-    sizes = {"std": std, "num_layers": settings.num_layers, "hidden_size": settings.hidden_size}
-    fill_reader = initializer(init_method, **sizes)
-    fill_writer = initializer(output_init_method, **sizes)
+    fill_reader, fill_writer = (
+        initializer(name, std=std, num_layers=settings.num_layers, hidden_size=settings.hidden_size)
+        for name in (init_method, output_init_method)
+    )
     for index, layer in layers.items():
         if settings.tied_embeddings and index == settings.num_layers + 4:
             continue  # its weight is the embedding's

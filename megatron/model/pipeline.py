@@ -66,7 +66,7 @@ class GPTPipeline(PipelineModule):
         super().__init__(
             specs,
             topology=topology,
-            loss_fn=lambda hidden, labels: self.output.loss(hidden, *labels),
+            loss_fn=self._loss,
             partition_method=partition_method,
             activation_checkpoint_interval=checkpoint_every,
             activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
@@ -85,13 +85,17 @@ class GPTPipeline(PipelineModule):
         """Layer index -> layer, for the layers of this stage."""
         return {int(name): self.forward_funcs[local] for name, local in self.fwd_map.items()}
 
+    def _loss(self, hidden: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        assert self.output is not None  # DeepSpeed computes the loss on the last stage
+        return self.output.loss(hidden, *labels)
+
     def of_all_stages(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Merge the stages' values by name, in the order of the stages. All ranks must call it together."""
         stages: list[dict[str, Tensor]] = [{}] * self.num_stages
         dist.all_gather_object(stages, values, group=self._grid.get_pipe_parallel_group())
         return {name: value for stage in stages for name, value in stage.items()}
 
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup | None]]:
         """DeepSpeed calls this to sum the gradients of shared parameters after the backward passes of a batch."""
         return self._shared
 
@@ -101,7 +105,7 @@ class GPTPipeline(PipelineModule):
             with torch.no_grad():
                 dist.broadcast(parameter.data, src=dist.get_global_rank(group, 0), group=group)
 
-    def _find_shared(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+    def _find_shared(self) -> list[tuple[nn.Parameter, dist.ProcessGroup | None]]:
         """This stage's shared parameters, each with the group that sums its gradients."""
         if self.num_stages == 1:
             return []
@@ -125,10 +129,11 @@ class GPTPipeline(PipelineModule):
         if self.settings.tied_embeddings:
             group = self._group_of_stages([0, self.num_stages - 1])
             if 0 in layers:
-                shared.append((cast(Embedding, layers[0]).word_embeddings.weight, group))
+                shared.append((cast(Embedding, layers[0]).word_embeddings.get_parameter("weight"), group))
             elif self.output is not None:
-                self._mark_replicated(self.output.final_linear.weight, True)
-                shared.append((self.output.final_linear.weight, group))
+                weight = self.output.final_linear.get_parameter("weight")
+                self._mark_replicated(weight, True)
+                shared.append((weight, group))
         return shared
 
     @staticmethod
@@ -136,7 +141,8 @@ class GPTPipeline(PipelineModule):
         parameter.ds_pipe_replicated = replicated  # type: ignore[attr-defined]  # DeepSpeed reads this attribute
 
     def _group_of_stages(self, stages: list[int]) -> dist.ProcessGroup | None:
-        """The process group of these stages, for the ranks with this rank's data and tensor coordinates.
+        """The process group of these stages, for the ranks with this rank's data and tensor coordinates; None if this
+        rank is not in it.
 
         torch.distributed requires that all ranks create all groups.
         """

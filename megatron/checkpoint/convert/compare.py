@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kerple.positional.angles import Angles
+from kerple.positional.functional import Angles
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.gpt import GPT

@@ -112,7 +112,7 @@ def test_statistics_are_the_kernel_s():
     [
         ({"variant": "concat"}, "no variant 'concat'; choose one of Concat_Residual, Concat, Add_Residual"),
         ({"mlp_width": 0}, "mlp_width 0: DAPE's MLP needs at least one hidden unit"),
-        ({"width": 3}, "DapeKerple has no option 'width'; it has mlp_width, variant"),
+        ({"width": 3}, "DapeKerple has no option 'width'; its options are mlp_width, variant"),
     ],
 )
 def test_what_is_refused(options, message):

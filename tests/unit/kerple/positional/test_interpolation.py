@@ -8,7 +8,7 @@ from transformers import GPTNeoXConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kerple.positional import PositionsExceeded, Rotary
-from kerple.positional.angles import frequencies
+from kerple.positional.functional import frequencies
 
 TRAINED = 128
 
@@ -87,7 +87,7 @@ def test_random_positions_in_training():
     states = torch.ones(1, 1, 6, 8)
     positions = torch.arange(6)
 
-    with pytest.raises(ValueError, match=r"call begin_step\(step\) before it, or eval\(\)"):
+    with pytest.raises(ValueError, match=r"call begin_step\(step\) first, or eval\(\)"):
         method.rotate(states, states, positions, positions)
 
     def angles(step, seed=0):
@@ -124,15 +124,15 @@ def test_random_positions_stay_where_they_are_in_evaluation():
         assert torch.equal(part, whole[:, :, first:last])
     other = Rotary(8, 6, scaling="random", random_range=50, random_length=20, random_seed=1).eval()
     assert not torch.equal(other.rotate(states, states, torch.arange(20), torch.arange(20))[0], whole)
-    with pytest.raises(PositionsExceeded, match="position 20 was asked for"):
+    with pytest.raises(PositionsExceeded, match="position 20 is beyond random_length 20"):
         method.rotate(states[:, :, :1], states[:, :, :1], torch.tensor([20]), torch.tensor([20]))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scaling": "dynamic", "factor": 2}, "'dynamic' is not known.*depend on the current length.*ntk"),
-        ({"scaling": "cubic"}, "'cubic' is not known; it is one of linear, ntk, yarn, random"),
+        ({"scaling": "dynamic", "factor": 2}, "'dynamic' is unknown.*depend on the current length.*ntk"),
+        ({"scaling": "cubic"}, "'cubic' is unknown; choose one of linear, ntk, yarn, random"),
         ({"factor": 2}, "factor 2 has no effect with scaling None; it is an option of linear, ntk, yarn"),
         ({"scaling": "linear", "factor": 2, "beta_fast": 3}, "beta_fast 3 has no effect with scaling 'linear'"),
         ({"scaling": "linear"}, "scaling linear needs factor"),
@@ -141,8 +141,8 @@ def test_random_positions_stay_where_they_are_in_evaluation():
         ({"scaling": "yarn", "factor": 2}, "scaling yarn needs trained_length"),
         ({"scaling": "yarn", "factor": 2, "trained_length": 8, "beta_fast": 1, "beta_slow": 2}, "0 < beta_slow < beta"),
         ({"scaling": "random", "trained_length": 8}, "needs random_range"),
-        ({"scaling": "random", "trained_length": 8, "random_range": 7}, "8 different positions out of random_range 7"),
-        ({"scaling": "random", "trained_length": 8, "random_range": 9.5}, "random_range 9.5 must be a whole number"),
+        ({"scaling": "random", "trained_length": 8, "random_range": 7}, "8 different positions from random_range 7"),
+        ({"scaling": "random", "trained_length": 8, "random_range": 9.5}, "random_range 9.5 must be an integer"),
     ],
 )
 def test_what_is_refused(options, message):

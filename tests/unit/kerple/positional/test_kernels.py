@@ -197,14 +197,14 @@ def test_points_that_say_nothing_are_refused(points, message):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("log + pwoer", "kernel 'pwoer' is not known; did you mean power"),
-        ("cosine", "kernel 'cosine' is not known; did you mean log, log3, power, square, gaussian, gaussian3"),
-        ("-1 gaussian", "-1 gaussian is not conditionally positive definite; factors are positive"),
+        ("log + pwoer", "kernel 'pwoer' is unknown; did you mean power"),
+        ("cosine", "kernel 'cosine' is unknown; did you mean log, log3, power, square, gaussian, gaussian3"),
+        ("-1 gaussian", "-1 gaussian is not conditionally positive definite; factors must be positive"),
         ("log + 0 power", "0 power is not conditionally positive definite"),
         ("log - power", "a difference of kernels is not conditionally positive definite"),
         ("log * power", "a product of kernels .* the option weight"),
         ("power^3", "'power\\^3': exponents and other scalars are learned"),
-        ("log + + power", "a term is missing beside a '\\+'"),
+        ("log + + power", "a term is missing next to a '\\+'"),
         ("log power", "'log power' is not a kernel"),
         ("", "must be a sum of kernels"),
         (3, "must be a sum of kernels"),
@@ -217,7 +217,7 @@ def test_expressions_that_are_refused(expression, message):
 
 def test_expressions():
     assert parse_sum(" log+.5power + 2 * log3") == (("log", 1.0), ("power", 0.5), ("log3", 2.0))
-    with pytest.raises(ValueError, match="give the option bias, or weight, or both"):
+    with pytest.raises(ValueError, match="set the option bias, or weight, or both"):
         KerpleSum(2, bias=None)
 
 

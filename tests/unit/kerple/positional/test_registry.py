@@ -38,7 +38,7 @@ METHODS = {
     "kerple_1_para_wht": ("KerpleSquareWeight", {"has_weight"}),
     "kerple_2_para_wht": ("KerpleWeight", {"has_weight"}),
     "sandwich": ("Sandwich", {"has_bias"}),
-    "xpos": ("XPos", {"rotates", "decays"}),
+    "xpos": ("XPos", {"rotates", "scales_qk"}),
     "fire": ("Fire", {"modifies_scores"}),
     "cope": ("Cope", {"modifies_scores"}),
     "transformer_xl": ("TransformerXL", {"rotates", "modifies_scores"}),
@@ -66,7 +66,7 @@ def test_every_name_builds_its_method(name):
     cls, hooks = METHODS[name]
     method = build(name, SHAPE)
     assert type(method) is getattr(positional, cls)
-    known = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "decays")
+    known = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "scales_qk")
     assert {hook for hook in known if getattr(method, hook)} == hooks
     assert method.shared == ("modifies_scores" not in hooks)
     assert all(value.shape == (4,) and not value.requires_grad for value in method.statistics().values())
@@ -85,23 +85,25 @@ def test_hooks_that_a_method_lacks_change_nothing():
 
 def test_options_reach_the_method_and_unknown_ones_are_refused():
     assert build("rotary", SHAPE, fraction=0.5).rotated == 4
-    with pytest.raises(ValueError, match=r"Rotary has no option 'theta'; it has .*base, .*fraction"):
+    with pytest.raises(ValueError, match=r"Rotary has no option 'theta'; its options are .*base, .*fraction"):
         build("rotary", SHAPE, theta=1.0)
     # Sizes are the model's to say.
-    with pytest.raises(ValueError, match="KerpleLog has no option 'num_heads'; it has highest_exponent, parameters"):
+    with pytest.raises(
+        ValueError, match="KerpleLog has no option 'num_heads'; its options are highest_exponent, parameters"
+    ):
         build("kerple_log", SHAPE, num_heads=3)
-    with pytest.raises(ValueError, match="NoPositions has no option 'args'; it has none"):
+    with pytest.raises(ValueError, match="NoPositions has no option 'args'; it has no options"):
         build("none", SHAPE, args=1)
 
 
 def test_an_unknown_name_gets_the_nearest_ones():
-    with pytest.raises(ValueError, match="pos-emb 'kerple_lgo' is not known; did you mean kerple_log"):
+    with pytest.raises(ValueError, match="pos-emb 'kerple_lgo' is unknown; did you mean kerple_log"):
         build("kerple_lgo", SHAPE)
 
 
 @pytest.mark.usefixtures("restored_registry")
 def test_a_taken_name_is_refused():
-    with pytest.raises(ValueError, match=r"pos-emb 'alibi' is taken by megatron\.model\.positional\.alibi\.Alibi"):
+    with pytest.raises(ValueError, match=r"pos-emb 'alibi' is already registered by kerple\.positional\.alibi\.Alibi"):
 
         @register("other", "alibi")
         class Other(PositionalMethod):
@@ -160,7 +162,7 @@ def test_a_plugin_that_fails_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("absent.py", None, "there is no such file"),
+        ("absent.py", None, "no such file"),
         ("empty.py", "x = 1\n", "registers no new method"),
         ("no.such.module", None, "cannot be imported"),
     ],

@@ -65,5 +65,5 @@ def test_the_table_is_drawn_xavier_normal_under_its_checkpoint_name():
 
 @pytest.mark.parametrize("options", [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}])
 def test_impossible_buckets_are_refused(options):
-    with pytest.raises(ValueError, match="rpe needs at least 2 buckets"):
+    with pytest.raises(ValueError, match="rpe needs num_buckets >= 2"):
         T5(num_heads=2, head_size=4, **options)

@@ -65,12 +65,18 @@ def test_65_536_positions_in_every_precision(dtype, tolerance, span):
 
 def test_factors_stay_in_half_precision_s_range_and_are_never_denormal():
     method = XPos(64)
+
+    def factors(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of queries first ... last and of all keys up to last."""
+        positions = torch.arange(last + 1)
+        return method.scale_qk(torch.ones(last + 1 - first, 64), torch.ones(last + 1, 64), positions[first:], positions)
+
     for first, last in ((0, 2047), (65_536 - 2048, 65_535), (65_535, 65_535)):
-        for factors in method._factors(first, last, 0, last, torch.device("cpu")):
-            assert factors.max() <= (0.4 / 1.4) ** -2 + 1e-4
-            assert ((factors == 0) | (factors >= 9e-19)).all()
-    # The farthest key's first pair has faded to nothing, its last one hardly.
-    keys = method._factors(65_535, 65_535, 0, 65_535, torch.device("cpu"))[1]
+        for values in factors(first, last):
+            assert values.max() <= (0.4 / 1.4) ** -2 + 1e-4
+            assert ((values == 0) | (values >= 9e-19)).all()
+    # The farthest key's first pair has decayed to zero, its last pair hardly at all.
+    keys = factors(65_535, 65_535)[1]
     assert keys[0, 0] == 0
     assert keys[0, -1] > 0.05
     assert keys[-1, 0] == 1

@@ -109,7 +109,7 @@ def test_a_run_goes_on_with_the_options_it_began_with():
             ["pos-emb-options.fraction=0.5"],
             "only scaling, .* can be chosen at evaluation, not fraction",
         ),
-        ("rotary", ["pos-emb-options.scaling=cubic"], "scaling 'cubic' is not known"),
+        ("rotary", ["pos-emb-options.scaling=cubic"], "scaling 'cubic' is unknown"),
         ("kerple", ["pos-emb-options.bias=log"], "pos_emb kerple, of which only nothing can be chosen at evaluation"),
     ],
 )

@@ -1,0 +1,105 @@
+"""Functions of positions that several methods use: sinusoidal angles, and values over distance for pairs.
+
+Legend: s positions, n rotated dimensions or distances, c queries, l keys.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Positions `[s]` on another device.
+
+    Consecutive positions are created there: a copy from the CPU's pageable memory would wait for the GPU.
+    """
+    if positions.device.type == "cpu" != device.type and len(positions):
+        first = int(positions[0])
+        if torch.equal(positions, torch.arange(first, first + len(positions), device="cpu")):
+            return torch.arange(first, first + len(positions), dtype=dtype, device=device)
+    return positions.to(device, dtype)
+
+
+def frequencies(size: int, base: float) -> tuple[float, ...]:
+    """base^(-2i/size) for i = 0 ... size/2 - 1."""
+    return tuple(float(base) ** (-2.0 * i / size) for i in range((size + 1) // 2))
+
+
+class Angles:
+    """Cosines and sines of position * frequency, `[s, n/2]` float32 each, times `scale`.
+
+    The frequencies are base^(-2i/n), or `own` if it is given. Angles are computed in float64: in float32 an angle near
+    65,536 is off by up to 0.004, and casting the model would make it worse. `dtype` float32 is for comparisons with
+    models that compute them that way.
+
+    All layers use the same positions, so the latest results are cached. The cache compares positions by value, which is
+    done only for positions on the CPU: on a GPU it would synchronize.
+    """
+
+    CACHE_SIZE = 2
+
+    def __init__(
+        self,
+        size: int,
+        base: float,
+        dtype: torch.dtype = torch.float64,
+        own: Sequence[float] | None = None,
+        scale: float = 1.0,
+    ):
+        self.size = size
+        self.base = float(base)
+        self.dtype = dtype
+        self.own = own
+        self.scale = scale
+        self._cache: list[tuple[Tensor, torch.device, tuple[Tensor, Tensor]]] = []
+
+    def __call__(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(cosines, sines) on `device` for int64 positions `[s]`."""
+        if positions.device.type != "cpu":
+            return self._compute(positions, device)
+        for cached_positions, cached_device, result in self._cache:
+            if cached_device == device and torch.equal(cached_positions, positions):
+                return result
+        # Autograd cannot save inference tensors, and training may reuse what an evaluation put into the cache.
+        with torch.inference_mode(False):
+            result = self._compute(positions, device)
+            self._cache = [(positions.clone(), device, result), *self._cache[: self.CACHE_SIZE - 1]]
+        return result
+
+    @torch.no_grad()
+    def _compute(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device.type != "mps":  # which has no float64
+            positions = positions_on(positions, device)
+        if self.own is None:
+            exponents = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size
+            values = 1.0 / self.base**exponents
+        else:
+            values = torch.tensor(self.own, dtype=self.dtype, device=positions.device)
+        angles = positions.to(self.dtype)[:, None] * values
+        cosines, sines = ((part * self.scale).float().to(device) for part in (angles.cos(), angles.sin()))
+        return cosines, sines
+
+
+def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """The values of a table over distance `[..., n]` for the distances in a chunk, `[..., c + l - 1]`, from the
+    farthest (last query, first key) to the nearest. Positions are consecutive.
+
+    Zero for distances beyond the table, which must be masked, and for keys after the query.
+    """
+    farthest = int(query_positions[-1] - key_positions[0])
+    nearest = farthest - (len(query_positions) + len(key_positions) - 2)
+    last = table.shape[-1] - 1
+    values = table[..., max(0, nearest) : min(farthest, last) + 1].flip(-1)
+    return F.pad(values, (max(0, farthest - max(last, nearest - 1)), max(0, -nearest)))
+
+
+def by_pair(table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """The values of a table over distance `[..., n]` for all pairs in a chunk, `[..., c, l]`; zeros as `by_distance`.
+
+    The rows are overlapping views of `by_distance`. Unlike indexing, this gives gradients that are summed in a fixed
+    order.
+    """
+    # Row 0 of the views begins at the farthest pair, which belongs to the last query.
+    return by_distance(table, query_positions, key_positions).unfold(-1, len(key_positions), 1).flip(-2)
