@@ -110,7 +110,7 @@ def test_random_positions_in_training():
     expected = torch.tensor([51 * k / 7 - 1 for k in range(1, 7)])
     torch.testing.assert_close(drawn.float().mean(0), expected, rtol=0, atol=1.5)
     long = torch.ones(1, 1, 60, 8)
-    with pytest.raises(PositionsExceeded, match="60 tokens have no different positions in random_range 50"):
+    with pytest.raises(PositionsExceeded, match="60 tokens need more positions than random_range 50"):
         method.rotate(long, long, torch.arange(60), torch.arange(60))
 
 
