@@ -53,7 +53,7 @@ def _build_adam(groups: list[dict[str, Any]], params: OptimizerParams) -> tuple[
     """Adam. GPT-NeoX decouples the weight decay for both `Adam` and `AdamW` unless adam_w_mode is false."""
     import torch
 
-    lr, betas, eps = params["lr"], tuple(params["betas"]), params["eps"]
+    lr, betas, eps = params["lr"], params["betas"], params["eps"]
     if params["apex"]:
         try:
             from apex.optimizers import FusedAdam

@@ -1,12 +1,11 @@
-"""tools/sweep.py: from a sweep's file to its report."""
+"""tools/sweep.py: trains, evaluates and reports a sweep."""
 
 import argparse
-import contextlib
-import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -16,141 +15,137 @@ from megatron.config.option_parser import OptionParser
 from megatron.evaluation.records import read_results
 from megatron.reporting.report import Sources, write_report
 from megatron.sweep.definition import Sweep, read_sweep
-from megatron.sweep.planning import Run, State, missing_data, plan
-from megatron.sweep.progress import SweepProgress
-from megatron.sweep.runner import Runner
+from megatron.sweep.planning import State, SweepRun, missing_data, plan
+from megatron.sweep.runner import Display, Runner
+from megatron.utils.locks import Lock
 from megatron.utils.progress import readable_time
-
-DESCRIPTION = "Train and evaluate what is missing of a sweep, and write its report."
 
 
 def main(root: Path, argv: Sequence[str] | None = None) -> int:
-    """Returns 0 when every run is finished, 1 when one has failed, 128 + N when signal N stopped it. Raises UserError
-    before anything is started if the file, or what lies in its folder, is wrong.
+    """Run a sweep, or show its plan. `root` is the folder of deepy.py, train.py and evaluate.py.
+
+    Returns 0 if all runs are finished, 1 if one failed, 128 + N if signal N stopped the sweep. Raises UserError before
+    anything is started if the sweep file is invalid or contradicts the contents of its output folder.
     """
-    options = _options(argv)
+    options = _parse_options(argv)
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
     check_options(sweep.evaluation, f"{sweep.path}: evaluation")
     runs = plan(sweep)
-    devices = _devices(options, runs)
+    devices = _select_devices(options, runs)
     missing = missing_data(runs)
     if options.dry_run:
-        _show_plan(console, sweep, runs, devices, options.rate)
+        _print_plan(console, sweep, runs, devices, options.rate)
         for prefix in missing:
-            console.print(f"missing: {prefix}.idx (prepare_data.py makes it)", highlight=False)
+            console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False)
         return 0
     if missing:
-        raise UserError(f"{sweep.path}: there is no {missing[0]}.idx: make the data with prepare_data.py first")
-    with _only_one(sweep.output):
-        return _work(console, root, sweep, runs, devices)
+        raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
+    with Lock(sweep.output / ".lock", f"{sweep.output}: another sweep is running there; wait for it, or stop it"):
+        return _run(console, root, sweep, runs, devices)
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OptionParser(prog="sweep.py", description=DESCRIPTION)
-    parser.add_argument("sweep", metavar="SWEEP.yml", help="the file of the sweep (docs/experiments.md)")
-    parser.add_argument("--dry-run", action="store_true", help="show what is left to do, and do nothing")
+def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = OptionParser(
+        prog="sweep.py", description="Train and evaluate the unfinished runs of a sweep, and write its report."
+    )
+    parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
+    parser.add_argument("--dry-run", action="store_true", help="show what remains to be done, and exit")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--devices", nargs="+", metavar="N", help="GPUs to use, by index, a run on each; default: all that are visible"
+        "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
     )
-    where.add_argument("--jobs", type=int, metavar="N", help="on the CPU: runs at once (default: 1)")
+    where.add_argument("--jobs", type=int, metavar="N", help="on a CPU: runs at the same time (default: 1)")
     parser.add_argument(
-        "--rate", type=float, metavar="TOKENS/S", help="of training, for the estimate of --dry-run; default: as logged"
+        "--rate", type=float, metavar="TOKENS/S", help="training speed for the time estimate; default: as logged"
     )
     return parser.parse_args(argv)
 
 
-def _devices(options: argparse.Namespace, runs: Sequence[Run]) -> list[str]:
-    """GPU indices, or an empty text for every run that may go on at once on the CPU."""
-    visible = _visible_gpus()
+def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> list[str]:
+    """GPU indices; on a CPU, an empty string for each run that may run at the same time."""
+    devices = _visible_gpus()
     if options.devices is not None:
-        wrong = [device for device in options.devices if device not in visible]
-        if wrong:
-            there = " ".join(visible) or "none"
-            raise UserError(f"--devices {' '.join(wrong)}: there is no such GPU; visible: {there}")
-        visible = options.devices
+        unknown = [device for device in options.devices if device not in devices]
+        if unknown:
+            raise UserError(f"--devices {' '.join(unknown)}: no such GPU; visible: {' '.join(devices) or 'none'}")
+        devices = list(options.devices)
     if options.jobs is not None:
-        if visible:
-            raise UserError(f"--jobs is for the CPU; there are GPUs ({' '.join(visible)}): choose them with --devices")
+        if devices:
+            raise UserError(f"--jobs is for CPUs, but there are GPUs ({' '.join(devices)}); select them with --devices")
         if options.jobs < 1:
             raise UserError(f"--jobs must be at least 1, not {options.jobs}")
-    if not visible:
+    if not devices:
         return [""] * (options.jobs or 1)
-    large = next((run for run in runs if run.devices > len(visible)), None)
-    if large is not None:
-        raise UserError(f"run {large.name} takes {large.devices} GPUs (num_gpus), but there are {len(visible)}")
-    return list(visible)
+    for run in runs:
+        if run.num_gpus > len(devices):
+            raise UserError(f"run {run.name} requires {run.num_gpus} GPUs (num_gpus), but there are {len(devices)}")
+    return devices
 
 
 def _visible_gpus() -> list[str]:
-    import torch
-
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
         return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-@contextlib.contextmanager
-def _only_one(output: Path) -> Iterator[None]:
-    """Two sweeps in one folder would train the same runs at once. The lock ends with the process that holds it."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        stream = open(output / ".lock", "w")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written to: {error.strerror}") from error
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{output}: another sweep is at work there; wait for it, or stop it first") from None
-        yield
+def _run(console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str]) -> int:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
 
-
-def _work(console: Console, root: Path, sweep: Sweep, runs: Sequence[Run], devices: Sequence[str]) -> int:
-    states = [run.state() for run in runs]
-    finished = states.count(State.FINISHED)
-    console.print(f"{sweep.title}: {len(runs)} runs, {finished} of them finished before", highlight=False, markup=False)
-    with SweepProgress(runs, console) as progress:
-        runner = Runner(root, devices, progress.listener)
-        stopped = runner.run(runs)
-    done = [run for run in runs if run.state() is State.FINISHED]
-    if done:
-        sources = Sources(read_results((run.results for run in done), strict=False))
+    statuses = [run.status() for run in runs]
+    unfinished = [run for run, status in zip(runs, statuses, strict=True) if status.state is not State.FINISHED]
+    say(f"{sweep.title}: {len(runs)} runs, {len(runs) - len(unfinished)} of them already finished")
+    with Display(runs, statuses, console) as display:
+        runner = Runner(root, devices, display)
+        stopped_by = runner.run(unfinished)
+    finished = [run for run in runs if run.status().state is State.FINISHED]
+    if finished:
+        sources = Sources(read_results(run.results for run in finished))
         report = write_report(sources, sweep.output / "report", sweep.title)
         for note in sources.notes:
-            console.print(f"note: {note}", highlight=False, markup=False)
-        console.print(f"report of {len(done)} of {len(runs)} runs: {report}", highlight=False, markup=False)
+            say(f"note: {note}")
+        say(f"report of {len(finished)} of {len(runs)} runs: {report}")
     for failure in runner.failures:
-        console.print(f"failed: {failure.run.name} at {failure.work}: {failure.log}", highlight=False, markup=False)
-    if stopped is not None:
-        console.print("stopped; the same command goes on from here", highlight=False)
-        return 128 + stopped
+        say(f"failed: {failure.run.name} in {failure.task}: {failure.log}")
+    if stopped_by is not None:
+        say("stopped; run the same command again to resume")
+        return 128 + stopped_by
     return 1 if runner.failures else 0
 
 
-def _show_plan(console: Console, sweep: Sweep, runs: Sequence[Run], devices: Sequence[str], rate: float | None) -> None:
+def _print_plan(
+    console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str], rate: float | None
+) -> None:
     table = Table(title=f"{sweep.title}: {len(runs)} runs in {sweep.output}", title_justify="left")
-    for heading, justify in (("run", "left"), ("state", "left"), ("steps left", "right"), ("tokens left", "right")):
-        table.add_column(heading, justify=justify)
-    steps = tokens = 0
+    table.add_column("run")
+    table.add_column("state")
+    table.add_column("steps left", justify="right")
+    table.add_column("tokens left", justify="right")
+    total_steps = total_tokens = 0
     for run in runs:
-        state, left = run.state(), run.steps_left()
-        at = f" from {run.saved():,}" if state is State.RESUME else ""
-        table.add_row(run.name, state.value + at, f"{left:,}", f"{left * run.tokens_per_step:,}")
-        steps, tokens = steps + left, tokens + left * run.tokens_per_step
+        status = run.status()
+        state = status.state.value
+        if status.state is State.RESUME:
+            state += f" from {status.saved_iteration:,}"
+        tokens = status.steps_left * run.tokens_per_step
+        table.add_row(run.name, state, f"{status.steps_left:,}", f"{tokens:,}")
+        total_steps, total_tokens = total_steps + status.steps_left, total_tokens + tokens
     table.add_section()
-    table.add_row("all", "", f"{steps:,}", f"{tokens:,}")
+    table.add_row("total", "", f"{total_steps:,}", f"{total_tokens:,}")
     console.print(table)
     console.print(f"evaluation: {' '.join(sweep.evaluation)}", highlight=False, markup=False)
-    logged = [found for found in map(Run.rate, runs) if found]
-    rate = rate or (sum(logged) / len(logged) if logged else None)
-    at_once = len(devices)
-    if devices[0]:
-        at_once = max(1, at_once // max(run.devices for run in runs))
-    where = f"{len(devices)} GPU(s)" if devices[0] else "the CPU"
-    estimate = "time is not known before a run has logged its speed (or --rate)"
-    if rate is not None:
-        estimate = f"about {readable_time(tokens / rate / at_once)} of training at {rate:,.0f} tokens/s each"
-    console.print(f"on {where}, {at_once} run(s) at once: {estimate}", highlight=False)
+
+    on_gpu = bool(devices[0])
+    parallel_runs = max(1, len(devices) // max(run.num_gpus for run in runs)) if on_gpu else len(devices)
+    if rate is None:
+        rates = [logged for run in runs if (logged := run.logged_tokens_per_second())]
+        rate = sum(rates) / len(rates) if rates else None
+    if rate:
+        seconds = total_tokens / rate / parallel_runs
+        estimate = f"about {readable_time(seconds)} of training at {rate:,.0f} tokens/s each"
+    else:
+        estimate = "training time unknown until a run has logged its speed (or set --rate)"
+    where = f"{len(devices)} GPU(s)" if on_gpu else "CPU"
+    console.print(f"{where}, {parallel_runs} run(s) at the same time: {estimate}", highlight=False)

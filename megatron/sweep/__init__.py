@@ -1,1 +1,1 @@
-"""Experiments of many runs from one file: what is missing is trained and evaluated, what is finished is left alone."""
+"""Sweeps: experiments of many runs that one file defines. Only missing trainings and evaluations are run."""

@@ -1,14 +1,15 @@
-"""A sweep's file: base configuration, axes, and how every run is evaluated.
+"""The sweep file: base configuration, axes, and the evaluation of every run.
 
 config-dir: configs                     # default
 output: runs/sweeps/kerple
-base: [small_bf16.yml]                  # files that all runs share
-axes:                                   # the runs are all combinations, the last axis varying fastest
+base: [small_bf16.yml]                  # configuration files of all runs
+axes:                                   # the runs are all combinations; the last axis varies fastest
   dataset: [datasets/github.yml, datasets/arxiv.yml]
   pos_emb: [pos_emb/kerple_log.yml, pos_emb/alibi.yml]
-  seed: [{seed: 1235}, {seed: 1236}]    # a choice is a file, several files, or keys
-set: {train-iters: 50000}               # over all files; nested keys with dots
+  seed: [{seed: 1235}, {seed: 1236}]    # a choice is a file, a list of files, or keys
+set: {train-iters: 50000}               # overrides all files; nested keys with dots
 evaluation: {lengths: [512, 1024], modes: [full, window@512], tokens: 1000000}   # options of evaluate.py
+title: KERPLE                           # of the report
 """
 
 import itertools
@@ -22,12 +23,22 @@ from typing import Any
 from megatron.config import Config, UserError, load_config
 from megatron.config.yaml_files import find_file, read_file
 
-KEYS = ("config_dir", "output", "base", "axes", "set", "evaluation", "title")
+# Key -> type of its value; None: checked where it is read.
+KEYS: dict[str, type | None] = {
+    "config_dir": str,
+    "output": str,
+    "base": None,
+    "axes": dict,
+    "set": dict,
+    "evaluation": dict,
+    "title": str,
+}
+REQUIRED_KEYS = ("output", "base", "axes", "evaluation")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an axis: the name of a folder, and what it adds to the configuration."""
+    """A choice on an axis: its label, which names a folder, and the files and keys it adds to the configuration."""
 
     label: str
     files: tuple[str, ...]
@@ -36,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A whole sweep as its file says it. `evaluation`: words for evaluate.py's command line."""
+    """The contents of a sweep file. `evaluation`: arguments for evaluate.py's command line."""
 
     path: Path
     title: str
@@ -44,20 +55,20 @@ class Sweep:
     config_dir: Path
     base: tuple[str, ...]
     axes: Mapping[str, tuple[Choice, ...]]
-    settings: Mapping[str, Any]
+    overrides: Mapping[str, Any]
     evaluation: tuple[str, ...]
 
     def combinations(self) -> Iterator[tuple[Choice, ...]]:
+        """The choices of every run, one choice per axis."""
         return itertools.product(*self.axes.values())
 
     def configuration(self, choices: tuple[Choice, ...]) -> Config:
-        """The merged configuration of one run, without its folders. Raises UserError naming the run."""
+        """The merged configuration of a run, without its folders. Raises UserError that names the run."""
         files = [*self.base, *(file for choice in choices for file in choice.files)]
-        keys = {**self.settings}
+        keys = dict(self.overrides)
         for choice in choices:
             keys |= choice.keys
-        # JSON is YAML, which is what --set takes.
-        overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON is valid YAML
         try:
             return load_config(files, self.config_dir, overrides)
         except UserError as error:
@@ -65,99 +76,96 @@ class Sweep:
 
 
 def run_name(choices: tuple[Choice, ...]) -> str:
-    """The labels of the choices, which are the folders of the run."""
+    """The labels of the choices, joined to a relative path."""
     return "/".join(choice.label for choice in choices)
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read and check a sweep's file. Raises UserError naming file, line and key."""
+    """Read and check a sweep file. Raises UserError that names the file, line and key."""
     path = find_file(path)
     entries = {entry.key.replace("-", "_"): entry for entry in read_file(path)}
     for name, entry in entries.items():
         if name not in KEYS:
-            raise UserError(f"{entry.place}: key {entry.key!r} is not known; a sweep has {', '.join(KEYS)}")
-    for name in ("output", "base", "axes", "evaluation"):
+            raise UserError(f"{entry.place}: unknown key {entry.key!r}; the keys of a sweep are {', '.join(KEYS)}")
+        value_type = KEYS[name]
+        if value_type is not None and not isinstance(entry.value, value_type):
+            expected = "a mapping" if value_type is dict else "text"
+            raise UserError(f"{entry.place}: {name} must be {expected}, not {entry.value!r}")
+    for name in REQUIRED_KEYS:
         if name not in entries:
-            raise UserError(f"{path}: key {name!r} is missing; a sweep needs output, base, axes and evaluation")
-    value = {name: entry.value for name, entry in entries.items()}
-    wanted = {"output": str, "config_dir": str, "title": str, "axes": dict, "set": dict, "evaluation": dict}
-    for name, kind in wanted.items():
-        if name in value and not isinstance(value[name], kind):
-            noun = "a mapping" if kind is dict else "text"
-            raise UserError(f"{entries[name].place}: {name} must be {noun}, not {value[name]!r}")
-    config_dir = Path(value.get("config_dir", "configs"))
+            raise UserError(f"{path}: key {name!r} is missing; a sweep requires {', '.join(REQUIRED_KEYS)}")
+    values = {name: entry.value for name, entry in entries.items()}
+    config_dir = Path(values.get("config_dir", "configs"))
     return Sweep(
         path=path,
-        title=value.get("title", f"Sweep {path.stem}"),
-        output=Path(value["output"]),
+        title=values.get("title", f"Sweep {path.stem}"),
+        output=Path(values["output"]),
         config_dir=config_dir,
-        base=_files(value["base"], f"{entries['base'].place}: base"),
-        axes=_axes(value["axes"], config_dir, str(entries["axes"].place)),
-        settings=value.get("set", {}),
-        evaluation=_words(value["evaluation"], str(entries["evaluation"].place)),
+        base=_file_list(values["base"], f"{entries['base'].place}: base"),
+        axes=_parse_axes(values["axes"], config_dir, str(entries["axes"].place)),
+        overrides=values.get("set", {}),
+        evaluation=_to_arguments(values["evaluation"], str(entries["evaluation"].place)),
     )
 
 
-def _axes(axes: Mapping[str, Any], config_dir: Path, place: str) -> dict[str, tuple[Choice, ...]]:
+def _parse_axes(axes: Mapping[str, Any], config_dir: Path, place: str) -> dict[str, tuple[Choice, ...]]:
     if not axes:
-        raise UserError(f"{place}: axes must name at least one axis, such as pos_emb: [pos_emb/kerple_log.yml]")
-    found = {}
+        raise UserError(f"{place}: axes must contain at least one axis, for example pos_emb: [pos_emb/kerple_log.yml]")
+    parsed = {}
     for axis, values in axes.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{place}: axis {axis} must be a list of choices, not {values!r}")
-        choices = tuple(_choice(value, config_dir, f"{place}: axis {axis}") for value in values)
+        choices = tuple(_parse_choice(value, config_dir, f"{place}: axis {axis}") for value in values)
         labels = [choice.label for choice in choices]
-        twice = next((label for label in labels if labels.count(label) > 1), None)
-        if twice is not None:
-            raise UserError(f"{place}: axis {axis} has two choices called {twice}; give them names: {{name: ..., ...}}")
-        found[axis] = choices
-    return found
+        duplicate = next((label for label in labels if labels.count(label) > 1), None)
+        if duplicate is not None:
+            raise UserError(
+                f"{place}: axis {axis} has two choices named {duplicate}; give them names: {{name: ..., ...}}"
+            )
+        parsed[axis] = choices
+    return parsed
 
 
-def _choice(value: Any, config_dir: Path, place: str) -> Choice:
-    """A file, a list of files, or keys; among the keys, `name` is the label and `files` are files."""
+def _parse_choice(value: Any, config_dir: Path, place: str) -> Choice:
+    """A file, a list of files, or a mapping of keys, in which `name` is the label and `files` lists files."""
+    keys: dict[str, Any] = {}
+    label = None
     if isinstance(value, dict) and value:
         keys = dict(value)
-        files = _files(keys.pop("files", []), f"{place}: files")
+        files = _file_list(keys.pop("files", []), f"{place}: files")
         label = keys.pop("name", None)
-        if label is None:
-            label = "-".join([Path(file).stem for file in files] + [_plain(one, place) for one in keys.values()])
-        return Choice(_label(str(label), place), files, keys)
-    files = _files(value, place)
-    if not files:
-        raise UserError(f"{place}: a choice must be a file, a list of files or a mapping of keys, not {value!r}")
-    for file in files:
-        find_file(file, config_dir)
-    return Choice(_label("-".join(Path(file).stem for file in files), place), files, {})
+        for key_value in keys.values():
+            if label is None and not isinstance(key_value, str | int | float):
+                raise UserError(f"{place}: cannot name a choice after {key_value!r}; name it: {{name: ..., ...}}")
+    else:
+        files = _file_list(value, place)
+        if not files:
+            raise UserError(f"{place}: a choice must be a file, a list of files or a mapping of keys, not {value!r}")
+        for file in files:
+            find_file(file, config_dir)
+    if label is None:
+        label = "-".join([*(Path(file).stem for file in files), *map(str, keys.values())])
+    label = str(label)
+    if not re.fullmatch(r"[\w.@+=-]+", label) or label.startswith("."):
+        raise UserError(f"{place}: {label!r} cannot be the name of a folder; name the choice: {{name: ..., ...}}")
+    return Choice(label, files, keys)
 
 
-def _plain(value: Any, place: str) -> str:
-    if isinstance(value, str | int | float):
-        return str(value)
-    raise UserError(f"{place}: a choice with the value {value!r} has no short name; give it one: {{name: ..., ...}}")
-
-
-def _label(text: str, place: str) -> str:
-    if not re.fullmatch(r"[\w.@+=-]+", text) or text.startswith("."):
-        raise UserError(f"{place}: {text!r} cannot be a folder's name; give the choice a name: {{name: ..., ...}}")
-    return text
-
-
-def _files(value: Any, place: str) -> tuple[str, ...]:
+def _file_list(value: Any, place: str) -> tuple[str, ...]:
     files = [value] if isinstance(value, str) else value
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise UserError(f"{place}: must be a file or a list of files, not {value!r}")
     return tuple(files)
 
 
-def _words(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
+def _to_arguments(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
     """{lengths: [512, 1024], verbose: true} -> --lengths 512 1024 --verbose"""
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in options.items():
         if value is False or value is None:
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]
-        if not all(isinstance(one, str | int | float) for one in values):
+        if not all(isinstance(item, str | int | float) for item in values):
             raise UserError(f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}")
-        words += [f"--{name}", *map(str, values)]
-    return tuple(words)
+        arguments += [f"--{name}", *map(str, values)]
+    return tuple(arguments)

@@ -1,166 +1,279 @@
-"""Doing what a plan leaves to do: runs on a pool of devices, one after the other where there is one device."""
+"""Trains and evaluates the unfinished runs of a sweep in processes, on a pool of devices.
 
+If the sweep itself dies, its trainings save and exit. Those that do not are found by the next sweep, which waits for
+them.
+"""
+
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.sweep.planning import Run, State
-from megatron.sweep.processes import last_lines, left_over, start
+import psutil
+from rich.console import Console
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
-PAUSE = 0.2
+from megatron.sweep.planning import State, Status, SweepRun
+from megatron.utils.progress import Progress, readable_time
+
 OUTPUT = "output.log"
+# Environment variable of all processes of a run: the folder of the run.
+RUN_VARIABLE = "SWEEP_RUN"
+POLL_INTERVAL = 0.2  # seconds
+REFRESH_INTERVAL = 2.0  # seconds between two looks at the training logs
+LOG_INTERVAL = 60.0  # seconds between two progress lines where there is no terminal
 
-
-@dataclass(frozen=True)
-class Failure:
-    """A run that did not end well: at what, with which exit status, and the end of what it printed."""
-
-    run: Run
-    work: str
-    status: int
-    lines: list[str]
-    log: Path
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class Job:
-    """A run being worked on, and the devices it holds."""
+    """A run in progress, and the devices it occupies."""
 
-    run: Run
+    run: SweepRun
     devices: list[str]
-    work: str = "waiting"
-    process: subprocess.Popen | None = None
-    started: float = field(default_factory=time.monotonic)
+    task: str = "waiting"
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
-class Listener:
-    """What the runner tells as it goes: free text, a finished run, a failure, and, several times a second, the jobs."""
+class Failure:
+    """A run whose training or evaluation failed: the task, its exit status, and the end of its output."""
 
-    say: Callable[[str], None]
-    finished: Callable[[Run, float], None]
-    failed: Callable[[Failure], None]
-    tick: Callable[[Sequence[Job]], None]
+    run: SweepRun
+    task: str
+    exit_status: int
+    last_lines: list[str]
+    log: Path
+
+
+class Display:
+    """Progress of a sweep: a bar on a terminal, lines elsewhere. A context manager.
+
+    The time left is estimated from the iterations that this sweep has trained so far, including the time that its
+    evaluations took.
+    """
+
+    def __init__(self, runs: Sequence[SweepRun], statuses: Sequence[Status], console: Console):
+        self._total = len(runs)
+        self._finished = sum(status.state is State.FINISHED for status in statuses)
+        self._failed = 0
+        self._steps_left = {run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)}
+        self._steps_done = dict.fromkeys(self._steps_left, 0)
+        self._refreshed_at = time.monotonic()
+        total = max(1, sum(self._steps_left.values()))
+        self._progress = Progress("sweep", total, log_interval=LOG_INTERVAL, console=console)
+
+    def __enter__(self) -> "Display":
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def print(self, line: str) -> None:
+        self._progress.print(line)
+
+    def finished(self, run: SweepRun, seconds: float) -> None:
+        self._finished += 1
+        self._steps_done[run.name] = self._steps_left[run.name]
+        self.print(f"[{self._counts()}] {run.name}: finished in {readable_time(seconds)}")
+
+    def failed(self, failure: Failure) -> None:
+        self._failed += 1
+        self._steps_done[failure.run.name] = self._steps_left[failure.run.name]
+        self.print(
+            f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} (exit status {failure.exit_status}); the "
+            f"sweep continues. The last lines of {failure.log}:"
+        )
+        for line in failure.last_lines:
+            self.print(f"    {line}")
+
+    def update(self, jobs: Sequence[Job]) -> None:
+        """Show the progress of the running jobs, at most every `REFRESH_INTERVAL`."""
+        now = time.monotonic()
+        if now - self._refreshed_at < REFRESH_INTERVAL:
+            return
+        self._refreshed_at = now
+        texts = []
+        for job in jobs:
+            run, text = job.run, f"{job.run.name} {job.task}"
+            steps_left = self._steps_left[run.name]
+            if job.task == "training":
+                iteration = run.logged_iteration()
+                trained = iteration - (run.steps - steps_left)
+                self._steps_done[run.name] = min(max(trained, 0), steps_left)
+                text += f" ({iteration:,}/{run.steps:,})"
+            elif job.task == "evaluation":
+                self._steps_done[run.name] = steps_left
+            texts.append(text)
+        self._progress.update(sum(self._steps_done.values()), f"{self._counts()} runs | {', '.join(texts)}")
+
+    def _counts(self) -> str:
+        return f"{self._finished}/{self._total}" + (f", {self._failed} failed" if self._failed else "")
 
 
 class Runner:
-    """Train and evaluate runs; `devices` are GPU indices, or as many empty texts as runs may go on at once on the CPU.
+    """Trains and evaluates runs.
 
-    root: the folder of deepy.py and evaluate.py.
+    Args:
+        root: folder of deepy.py, train.py and evaluate.py.
+        devices: GPU indices; on a CPU, an empty string for each run that may run at the same time.
     """
 
-    def __init__(self, root: Path, devices: Sequence[str], listener: Listener):
+    def __init__(self, root: Path, devices: Sequence[str], display: Display):
         self._root = root
-        self._free = list(devices)
-        self._listener = listener
+        self._free_devices = list(devices)
+        self._display = display
         self._jobs: list[Job] = []
-        self._received: list[int] = []
+        self._signals: list[int] = []
         self.failures: list[Failure] = []
 
-    def run(self, runs: Sequence[Run]) -> int | None:
-        """Work until nothing is left; the failures are in `failures`. Returns the signal that stopped it, or None.
+    def run(self, runs: Sequence[SweepRun]) -> int | None:
+        """Run until every one of the unfinished `runs` has finished or failed; `failures` lists the failed ones.
 
-        A first SIGINT or SIGTERM asks the runs to save and exit, and waits for it; the next one kills them.
+        The first SIGINT or SIGTERM makes the trainings save and exit, and waits for them. The second one kills them.
+
+        Returns:
+            the signal that stopped the sweep, or None.
         """
-        waiting = [run for run in runs if run.state() is not State.FINISHED]
-        earlier = {number: signal.signal(number, self._stop) for number in STOPPING}
+        waiting = list(runs)
+        previous = {number: signal.signal(number, self._handle_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            while self._jobs or (waiting and not self._received):
-                if not self._received:
-                    self._start_what_fits(waiting)
+            while self._jobs or (waiting and not self._signals):
+                while waiting and not self._signals and self._add_job(waiting[0]):
+                    waiting.pop(0)
                 for job in list(self._jobs):
                     self._advance(job)
-                self._listener.tick(self._jobs)
-                time.sleep(PAUSE)
+                self._display.update(self._jobs)
+                time.sleep(POLL_INTERVAL)
         finally:
-            for number, handler in earlier.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
-        return self._received[0] if self._received else None
+        return self._signals[0] if self._signals else None
 
-    def _start_what_fits(self, waiting: list[Run]) -> None:
-        while waiting and waiting[0].devices_of(self._free) is not None:
-            run = waiting.pop(0)
-            taken = run.devices_of(self._free)
-            self._free = [device for place, device in enumerate(self._free) if place >= len(taken)]
-            job = Job(run, taken)
-            self._jobs.append(job)
-            there = left_over(run.folder)
-            if there:
-                self._listener.say(
-                    f"{run.name}: processes of an earlier sweep still work on it ({', '.join(map(str, there))}); "
-                    "waiting for them to end"
-                )
+    def _add_job(self, run: SweepRun) -> bool:
+        """Reserve devices for a run; False if too few are free."""
+        count = run.num_gpus if self._free_devices and self._free_devices[0] else 1
+        if len(self._free_devices) < count:
+            return False
+        devices, self._free_devices = self._free_devices[:count], self._free_devices[count:]
+        self._jobs.append(Job(run, devices))
+        running = find_processes(run.folder)
+        if running:
+            self._display.print(
+                f"{run.name}: processes of an earlier sweep are still running ({', '.join(map(str, running))}); "
+                "waiting for them to exit"
+            )
+        return True
 
     def _advance(self, job: Job) -> None:
-        """Start the job's next process when it has none; when its process has ended, see how."""
+        """Start the next process of a job that has none, or handle the exit of its process."""
         if job.process is None:
-            if self._received:
-                self._end(job)
-            elif not left_over(job.run.folder):
+            if self._signals:
+                self._remove(job)
+            elif not find_processes(job.run.folder):
                 self._start(job)
             return
-        status = job.process.poll()
-        if status is None:
+        exit_status = job.process.poll()
+        if exit_status is None:
             return
         job.process = None
-        # Asked to stop, a training saves and ends with status 0, before its last step.
-        if self._received:
-            self._end(job)
+        if self._signals:  # a training that was asked to stop exits with 0 before its last iteration
+            self._remove(job)
             return
-        if status == 0 and job.work == "evaluating":
-            job.run.note_evaluated()
-        if status == 0 and self._is_done(job):
-            if job.run.state() is State.FINISHED:
-                self._listener.finished(job.run, time.monotonic() - job.started)
-                self._end(job)
+        if exit_status == 0 and job.task == "evaluation":
+            job.run.mark_evaluated()
+        if exit_status == 0 and (job.run.is_trained() if job.task == "training" else job.run.is_evaluated()):
+            if job.run.status().state is State.FINISHED:
+                self._display.finished(job.run, time.monotonic() - job.started_at)
+                self._remove(job)
             return
         log = job.run.folder / OUTPUT
-        failure = Failure(job.run, job.work, status, last_lines(log), log)
+        failure = Failure(job.run, job.task, exit_status, last_lines(log), log)
         self.failures.append(failure)
-        self._listener.failed(failure)
-        self._end(job)
-
-    def _is_done(self, job: Job) -> bool:
-        return job.run.trained() if job.work == "training" else job.run.evaluated()
+        self._display.failed(failure)
+        self._remove(job)
 
     def _start(self, job: Job) -> None:
         run = job.run
         config = str(run.write_config())
-        if run.trained():
-            job.work = "evaluating"
-            words = [
-                str(self._root / "evaluate.py"),
-                config,
-                "--output",
-                str(run.results),
-                "--replace",
-                *run.evaluation,
-            ]
+        if run.is_trained():
+            job.task = "evaluation"
+            script = str(self._root / "evaluate.py")
+            command = [script, config, "--output", str(run.results), "--replace", *run.evaluation]
         else:
-            job.work = "training"
-            words = [str(self._root / "deepy.py"), str(self._root / "train.py"), config]
+            job.task = "training"
+            command = [str(self._root / "deepy.py"), str(self._root / "train.py"), config]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if job.devices[0]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(job.devices)
-        job.process = start([sys.executable, *words], run.folder, environment, run.folder / OUTPUT)
+        job.process = start_process([sys.executable, *command], run.folder, environment, run.folder / OUTPUT)
 
-    def _end(self, job: Job) -> None:
+    def _remove(self, job: Job) -> None:
         self._jobs.remove(job)
-        self._free += job.devices
+        self._free_devices += job.devices
 
-    def _stop(self, number: int, _frame: object) -> None:
-        self._received.append(number)
-        again = len(self._received) > 1
+    def _handle_signal(self, number: int, _frame: object) -> None:
+        self._signals.append(number)
         for job in self._jobs:
             if job.process is not None and job.process.poll() is None:
-                # deepy.py kills what it started when it is asked a second time.
-                job.process.send_signal(signal.SIGTERM)
-        self._listener.say(
-            "killing the runs" if again else "asked the runs to save and exit; the same again kills them"
+                job.process.send_signal(signal.SIGTERM)  # deepy.py kills its processes at the second one
+        self._display.print(
+            "stopping: the runs save and exit; repeat the signal to kill them"
+            if len(self._signals) == 1
+            else "killing the runs"
         )
+
+
+def start_process(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start a process of the run in `folder`, in its own session, appending its output to `log`.
+
+    On Linux it receives SIGTERM when this process dies. deepy.py forwards it to the training processes, which save and
+    exit.
+    """
+    with open(log, "ab") as stream:
+        return subprocess.Popen(
+            command,
+            env={**environment, RUN_VARIABLE: str(folder.resolve())},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_terminate_with_parent if sys.platform == "linux" else None,
+        )
+
+
+def _terminate_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def find_processes(folder: Path) -> list[int]:
+    """Ids of the running processes of the run in `folder`: those of an earlier sweep that died."""
+    value, pids = str(folder.resolve()), []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(RUN_VARIABLE) == value:
+                pids.append(process.pid)
+        except (psutil.Error, OSError):
+            continue  # it has exited, or belongs to another user
+    return pids
+
+
+def last_lines(log: Path, count: int = 12) -> list[str]:
+    """The last non-empty lines of a log, without what a progress bar has overwritten."""
+    try:
+        with open(log, "rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 65_536))
+            text = stream.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    lines = [line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n")]
+    return [line for line in lines if line][-count:]

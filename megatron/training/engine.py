@@ -34,7 +34,9 @@ Batch = dict[str, Tensor]  # tokens and labels int64 [b, s], and optionally loss
 class TrainableGPT(GPT):
     """A GPT whose forward returns the training loss, which is what DeepSpeed's engine wraps."""
 
-    def forward(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]  # DeepSpeed's engine calls forward for the loss
+        self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         return self.loss(tokens, labels, mask)
 
 
@@ -183,7 +185,7 @@ class Engine:
         self.engine.reset_activation_shape()
         _, hidden = self.engine.eval_batch(_pipeline_batches(batches), return_logits=True, num_micro_batches=1)
         self.engine.reset_activation_shape()
-        if hidden is None:
+        if hidden is None or self.model.output is None:
             return None
         return gather_vocabulary(self.model.output.final_linear(hidden), self.settings.tp)
 

@@ -21,7 +21,8 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
     Raises UserError if `optimizer.params.apex` is true and apex is not installed.
     """
     settings = config.optimizer
-    params = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, **settings.params}
+    params: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    params.update(settings.params.items())
     return build_optimizer(settings.type, parameter_groups(model, settings.weight_decay), params)
 
 
@@ -38,7 +39,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         for module in method.modules():
             if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
                 exempt.discard(id(module.weight))
-    decay, no_decay = [], []
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             (no_decay if id(parameter) in exempt or parameter.dim() < 2 else decay).append(parameter)
@@ -69,10 +71,10 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """Learning rate at optimizer step `step`."""
-        step = min(step, self.decay_steps - self.warmup_steps)
+        clipped = min(step, self.decay_steps - self.warmup_steps)
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.lr * step / self.warmup_steps
-        progress = (step - self.warmup_steps) / self.decay_steps if self.decay_steps else 0.0
+            return self.lr * clipped / self.warmup_steps
+        progress = (clipped - self.warmup_steps) / self.decay_steps if self.decay_steps else 0.0
         factor = {
             "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
             "linear": 1 - progress,

@@ -1,0 +1,125 @@
+"""Sweeps with real processes: a small one from start to end, and what happens when a sweep is killed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from megatron.checkpoint.directory import find_damage, find_step
+from megatron.data.prepare import PrepareOptions, prepare
+from megatron.sweep.runner import RUN_VARIABLE, find_processes, last_lines, start_process
+from tests.support.runs import ROOT
+from tests.support.sweeps import kill_all, logged_iterations, run_sweep, start_sweep, write_sweep
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_small_sweep_from_start_to_end(tmp_path):
+    """Six iterations, trained, evaluated and reported through the real entry points."""
+    path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"], "seed": [{"seed": 7}]})
+    output = run_sweep(path)
+    assert "[1/1] kerple_log/7: finished" in output
+    assert logged_iterations(tmp_path / "out" / "runs" / "kerple_log" / "7") == [1, 2, 3, 4, 5, 6]
+    tables = tmp_path / "out" / "report" / "tables"
+    rows = (tables / "kerple-3-2x32-32-non-overlapping.csv").read_text().splitlines()
+    assert rows[0] == "section,Extrp.,published,KERPLE (log)"
+    assert [row.split(",")[1] for row in rows[1:]] == ["32", "64"]
+    assert all(1 < float(value) < 1000 for row in rows[1:] for value in row.split(",")[3:])
+    assert any(path.name.startswith("kerple-4") for path in tables.iterdir())
+    assert (tmp_path / "out" / "report" / "figures" / "kernels-text-2x32-32-kerple_log-bias.png").is_file()
+
+
+def test_processes_of_a_run(tmp_path):
+    """They are found by the folder of the run, and their output is in its log."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    folder.mkdir()
+    script = "import sys; print(1, end='\\r'); print(2, flush=True); sys.stdin.read()"
+    process = start_process([sys.executable, "-c", script], folder, os.environ, log)
+    assert process.wait() == 0
+    assert last_lines(log) == ["2"]
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "input()"], env={**os.environ, RUN_VARIABLE: str(folder)}, stdin=subprocess.PIPE
+    )
+    assert find_processes(folder) == [sleeper.pid]
+    sleeper.communicate(b"\n")
+    assert find_processes(folder) == []
+
+
+def test_the_processes_of_a_run_receive_sigterm_when_the_sweep_dies(tmp_path):
+    """A parent starts a child as the runner does, and is killed."""
+    log = tmp_path / "log"
+    child = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('SIGTERM', flush=True))); "
+        "print('started', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import pathlib, os, sys, time; from megatron.sweep.runner import start_process; "
+        f"start_process([sys.executable, '-c', {child!r}], pathlib.Path({str(tmp_path)!r}), os.environ, "
+        f"pathlib.Path({str(log)!r})); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT)
+    wait_for(lambda: log.is_file() and log.read_text() == "started\n")
+    process.kill()
+    process.wait()
+    wait_for(lambda: log.read_text() == "started\nSIGTERM\n")
+    wait_for(lambda: not find_processes(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_resumes(tmp_path):
+    """configs/sweeps/python_stdlib.yml with fewer steps, killed while it trains the third of six runs."""
+    steps, save_interval = 60, 20
+    prepare(PrepareOptions(dataset="python_stdlib", directory=tmp_path, workers=1))
+    sweep = yaml.safe_load((ROOT / "configs" / "sweeps" / "python_stdlib.yml").read_text())
+    sweep["output"] = str(tmp_path / "out")
+    sweep["set"] = {
+        "train-iters": steps,
+        "lr-decay-iters": steps,
+        "save-interval": save_interval,
+        "log-interval": 5,
+        "eval-interval": steps,
+        "data-path": str(tmp_path / "python_stdlib" / "python_stdlib_text_document"),
+        "vocab-file": str(tmp_path / "python_stdlib" / "tokenizer.json"),
+    }
+    sweep["evaluation"]["tokens"] = 8192
+    path = tmp_path / "sweep.yml"
+    path.write_text(json.dumps(sweep))
+    runs = tmp_path / "out" / "runs"
+    names = [f"{method}/{seed}" for method in ("kerple_log", "alibi", "rotary") for seed in (1235, 1236)]
+    first, third, last = names[0], names[2], names[5]
+
+    process = start_sweep(path)
+    deadline = time.monotonic() + 1500
+    while not (runs / third / "checkpoints" / "latest").is_file():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    kill_all(process)
+    finished = {file: file.read_bytes() for file in (runs / first).rglob("*") if file.is_file()}
+    assert not (runs / last).exists()
+    assert steps not in logged_iterations(runs / third)
+
+    output = run_sweep(path, timeout=1500)
+    assert "6 runs, 2 of them already finished" in output
+    assert {file: file.read_bytes() for file in (runs / first).rglob("*") if file.is_file()} == finished
+    for name in names:
+        assert find_damage(find_step(runs / name / "checkpoints", steps)) is None
+    iterations = logged_iterations(runs / third)
+    assert iterations[-1] == steps
+    assert iterations.count(save_interval) == 1, "the third run started again from the beginning"
+
+    table = (tmp_path / "out" / "report" / "tables" / "kerple-3-4x128-128-non-overlapping.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith(("| 128 ", "| 256 ", "| 512 ", "| 1024 "))]
+    assert len(rows) == 4
+    assert all(row.count("±") == 6 for row in rows)  # 3 methods in 2 modes, over 2 seeds
+    assert "6 of them already finished" in run_sweep(path)

@@ -1,0 +1,1 @@
+from tests.support.sweeps import sweep  # noqa: F401 (a fixture)

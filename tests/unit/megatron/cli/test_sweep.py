@@ -1,0 +1,40 @@
+"""The options of tools/sweep.py."""
+
+import pytest
+
+from megatron.cli import sweep as command
+from megatron.config import UserError
+from megatron.utils.locks import Lock
+
+
+def test_dry_run_changes_nothing(sweep):
+    output = sweep("--dry-run", "--rate", "256")
+    assert "2 runs in" in output
+    assert "about 12s of training at 256 tokens/s each" in output  # 2 runs of 6 steps of 256 tokens
+    assert not (sweep.folder / "out").exists()
+    (sweep.folder / "text_document.idx").unlink()
+    assert "text_document.idx (create it with prepare_data.py)" in sweep("--dry-run", write=False)
+
+
+def test_errors_before_anything_is_started(sweep, monkeypatch):
+    with pytest.raises(UserError, match=r"evaluate\.py has no option depths"):
+        sweep(evaluation={"lengths": [32], "depths": 3})
+    with pytest.raises(UserError, match="windowed"):
+        sweep(evaluation={"lengths": [32], "modes": "windowed"})
+    with pytest.raises(UserError, match="no such GPU; visible: none"):
+        sweep("--devices", "0")
+    with pytest.raises(UserError, match="--jobs must be at least 1"):
+        sweep("--jobs", "0")
+    with pytest.raises(UserError, match=r"nowhere\.idx does not exist"):
+        sweep(set={"data-path": "nowhere"})
+    monkeypatch.setattr(command, "_visible_gpus", lambda: ["0", "1"])
+    with pytest.raises(UserError, match=r"run kerple_log/7 requires 4 GPUs .*there are 2"):
+        sweep(set={"num-gpus": 4, "train-batch-size": 8, "train_micro_batch_size_per_gpu": 2})
+    with pytest.raises(UserError, match="--jobs is for CPUs"):
+        sweep("--jobs", "2")
+    assert not sweep.runs.exists()
+
+
+def test_only_one_sweep_runs_in_a_folder(sweep):
+    with Lock(sweep.folder / "out" / ".lock", "busy"), pytest.raises(UserError, match="another sweep is running there"):
+        sweep()

@@ -1,0 +1,111 @@
+"""The runs of a sweep and their state."""
+
+import json
+
+import pytest
+
+from megatron.config import UserError
+from megatron.sweep.definition import read_sweep
+from megatron.sweep.planning import plan
+from tests.support.runs import ROOT
+from tests.support.sweeps import write_sweep
+
+
+def test_a_run_has_the_merged_configuration_and_its_own_folders(tmp_path):
+    axes = {
+        "pos_emb": ["kerple_log.yml", {"name": "slopes", "files": ["alibi.yml"], "hidden-dropout": 0.1}],
+        "length": [{"seq-length": 32, "name": "short"}, {"seq-length": 16, "name": "shorter"}],
+        "seed": [{"seed": 1}, {"seed": 2}],
+    }
+    run = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"optimizer.params.lr": 0.5, "train-iters": 3})))[-1]
+    config = run.config
+    assert run.name == "slopes/shorter/2"
+    assert (config.model.pos_emb, config.model.seq_length, config.training.seed) == ("alibi", 16, 2)
+    assert (config.model.hidden_dropout, config.optimizer.lr, run.steps) == (0.1, 0.5, 3)
+    folder = tmp_path / "out" / "runs" / "slopes" / "shorter" / "2"
+    assert config.checkpoint.save == config.checkpoint.load == str(folder / "checkpoints")
+    assert config.logging.log_dir == str(folder / "logs")
+    assert run.tokens_per_step == 8 * 16
+
+
+def test_runs_that_tables_cannot_tell_apart_have_labels(tmp_path):
+    methods = ["kerple_log.yml", "alibi.yml"]
+    rates = [{"optimizer.params.lr": 0.1}, {"optimizer.params.lr": 0.2, "name": "fast"}]
+    seeds = [{"seed": 1}, {"seed": 2}]
+    runs = plan(read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates, "seed": seeds})))
+    assert [run.evaluation[-2:] for run in runs[:4]] == [
+        ("--label", "0.1"),
+        ("--label", "0.1"),
+        ("--label", "fast"),
+        ("--label", "fast"),
+    ]
+    for axes in ({"pos_emb": methods, "seed": seeds}, {"length": [{"seq-length": 16}, {"seq-length": 32}]}):
+        runs = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"} if len(axes) == 1 else {})))
+        assert not any("--label" in run.evaluation for run in runs)
+
+
+def test_errors_name_the_run(tmp_path):
+    sweep = read_sweep(write_sweep(tmp_path, axes={"heads": [{"num-attention-heads": 4}, {"num-attention-heads": 5}]}))
+    with pytest.raises(UserError, match=r"sweep\.yml: run 5: .*num_attention_heads"):
+        plan(sweep)
+    sweep = read_sweep(write_sweep(tmp_path, set={"train-itters": 5}))
+    with pytest.raises(UserError, match=r"run kerple_log/7: .*train-itters"):
+        plan(sweep)
+
+
+def test_the_plan_shows_the_state_of_every_run(sweep):
+    axes = {"seed": [{"seed": 17, "pos-emb": "alibi", "name": "17"}]}
+    assert "to train" in sweep("--dry-run", axes=axes)
+    sweep(axes=axes, status=1)
+    output = sweep("--dry-run", axes=axes)
+    assert "to resume from 3" in output
+    assert "3 │         768" in output  # 3 steps of 8 x 32 tokens
+    assert "at 512 tokens/s each" in output  # as logged by the run
+
+
+def test_a_run_with_a_damaged_last_checkpoint_is_not_finished(sweep):
+    sweep()
+    step = sweep.runs / "alibi" / "7" / "checkpoints" / "global_step6"
+    record = {"size": 3, "crc32": "00000000"}
+    manifest = {"format": 1, "iteration": 6, "checksum": "crc32", "files": {"gone.pt": record}}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    output = sweep("--dry-run")
+    assert output.count("finished") == 1
+    assert "to resume from 6" in output
+
+
+def test_a_changed_configuration_is_an_error(sweep):
+    sweep()
+    with pytest.raises(UserError, match=r"kerple_log/7: contains a run with .*train_iters: 6 there, 8 here"):
+        sweep(set={"train-iters": 8})
+    # Before anything is run, including runs that are new in the file.
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 8}, {"seed": 7, "hidden-dropout": 0.1, "name": "7"}]}
+    with pytest.raises(UserError, match=r"alibi/7: .*hidden_dropout: not set there, 0.1 here"):
+        sweep(axes=axes)
+    assert not (sweep.runs / "alibi" / "8").exists()
+    (sweep.runs / "alibi" / "7" / "config.yml").unlink()
+    with pytest.raises(UserError, match=r"alibi/7: contains checkpoints but no config\.yml"):
+        sweep()
+
+
+def test_the_sweep_of_the_kerple_paper(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sweep = read_sweep("configs/sweeps/kerple.yml")
+    runs = plan(sweep)
+    assert len(runs) == len({run.folder for run in runs}) == 8 * 3 * 5
+    assert {run.config.training.seed for run in runs} == set(range(1235, 1240))
+    assert len({run.config.model.pos_emb for run in runs}) == 8
+    assert len({run.config.data.data_path for run in runs}) == 3
+    assert {run.steps for run in runs} == {50_000}
+    assert {run.tokens_per_step for run in runs} == {32 * 512}
+    arguments = " ".join(sweep.evaluation)
+    assert "--lengths 512 1024 2048 4096 8192 16384" in arguments
+    assert "--modes full window@512" in arguments
+    assert arguments.endswith("--by-position")  # for Figures 5 and 7
+
+
+def test_the_small_sweep(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    runs = plan(read_sweep("configs/sweeps/python_stdlib.yml"))
+    assert len(runs) == 6
+    assert {run.config.data.data_path for run in runs} == {"data/python_stdlib/python_stdlib_text_document"}

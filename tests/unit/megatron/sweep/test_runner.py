@@ -1,0 +1,137 @@
+"""Running a sweep: order, failures, devices and signals, with fake trainings and evaluations."""
+
+import signal
+import sys
+
+import pytest
+
+from megatron.cli import sweep as command
+from megatron.sweep import runner
+from tests.support.sweeps import FakeProcess, fake_start_process, logged_iterations
+
+SEEDS = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": 7}, {"seed": 13}]}
+
+
+def test_finished_runs_are_not_run_again(sweep):
+    sweep.write_reports = True
+    output = sweep()
+    assert "2 runs, 0 of them already finished" in output
+    assert "[2/2] alibi/7: finished" in output
+    assert (sweep.report / "report.html").is_file()
+    table = (sweep.report / "tables" / "kerple-3-32-non-overlapping.csv").read_text()
+    assert table.splitlines()[1] == "text,32,no,2.770,2.770"
+    before = {path: path.read_bytes() for path in sweep.runs.rglob("*") if path.is_file()}
+    assert "2 of them already finished" in sweep()
+    assert {path: path.read_bytes() for path in sweep.runs.rglob("*") if path.is_file()} == before
+
+
+def test_a_failed_run_is_reported_and_the_sweep_continues(sweep):
+    output = sweep(axes=SEEDS, status=1)
+    assert output.count("FAILED in training (exit status 3)") == 2
+    assert "    the loss is not finite" in output
+    assert f"failed: alibi/13 in training: {sweep.runs / 'alibi' / '13' / 'output.log'}" in output
+    assert "[2/4, 2 failed] alibi/13" in output
+    assert "report of 2 of 4 runs" in output
+    for name in ("kerple_log/7", "alibi/7"):
+        assert len(list((sweep.runs / name / "evaluation").glob("*.jsonl"))) == 1
+    # The failed runs are retried, the finished ones are not.
+    assert "4 runs, 2 of them already finished" in sweep(axes=SEEDS, status=1)
+    assert len(sweep.output_lines("alibi/7")) == 2
+
+
+def test_a_run_with_a_failed_evaluation_is_not_finished(sweep):
+    axes = {"seed": [{"seed": 19, "pos-emb": "alibi", "name": "19"}]}
+    assert "FAILED in evaluation (exit status 1)" in sweep(axes=axes, status=1)
+    assert "19 in evaluation" in sweep(axes=axes, status=1)
+    assert sweep.output_lines("19").count("training from 0, GPU None") == 1
+    assert "report of" not in sweep(axes=axes, status=1)
+
+
+def test_a_run_resumes_from_its_last_checkpoint(sweep):
+    axes = {"seed": [{"seed": 17, "pos-emb": "alibi", "name": "17"}]}
+    sweep(axes=axes, status=1)
+    sweep(axes=axes)
+    assert logged_iterations(sweep.runs / "17") == [1, 2, 3, 4, 5, 6]
+    assert any(line.startswith("training from 3") for line in sweep.output_lines("17"))
+
+
+def test_other_evaluation_options_evaluate_again_without_training(sweep):
+    sweep()
+    keys = {"evaluation": {"lengths": [32, 64], "tokens": 256}}
+    assert sweep("--dry-run", **keys).count("to evaluate") == 2
+    sweep(**keys)
+    lines = sweep.output_lines("alibi/7")
+    assert [line.split()[0] for line in lines] == ["training", "evaluating", "evaluating"]
+    assert lines[-1].endswith("--tokens 256")
+
+
+def test_every_run_has_a_gpu_of_its_own(sweep, monkeypatch):
+    monkeypatch.setattr(command, "_visible_gpus", lambda: ["0", "2", "5"])
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": seed} for seed in range(4)]}
+    sweep("--devices", "2", "5", axes=axes)
+    used = [sweep.output_lines(f"alibi/{seed}")[0].rpartition(" ")[2] for seed in range(4)]
+    assert set(used) == {"2", "5"}
+    assert used[:2] == ["2", "5"]
+
+
+def test_a_run_waits_for_processes_of_an_earlier_sweep(sweep, monkeypatch):
+    pids = [[4711], [4711], []]
+    monkeypatch.setattr(runner, "find_processes", lambda folder: pids.pop(0) if pids else [])
+    output = sweep()
+    assert "kerple_log/7: processes of an earlier sweep are still running (4711)" in output
+    assert pids == []
+    assert "[2/2]" in output
+
+
+def test_a_signal_stops_the_sweep(sweep, monkeypatch):
+    class RunningProcess(FakeProcess):
+        def poll(self):
+            return None if self.exit_status is None else 0
+
+        def send_signal(self, number):
+            sent.append(number)
+            if len(sent) == 2:
+                self.exit_status = 0
+
+    def start_process(*_):
+        signal.raise_signal(signal.SIGINT)
+        return RunningProcess(None)
+
+    def update(display, jobs):
+        if jobs and jobs[0].process is not None:
+            signal.raise_signal(signal.SIGTERM)
+
+    sent: list[int] = []
+    monkeypatch.setattr(runner, "start_process", start_process)
+    monkeypatch.setattr(runner.Display, "update", update)
+    output = sweep(status=128 + signal.SIGINT)
+    assert "stopping: the runs save and exit" in output
+    assert "killing the runs" in output
+    assert "run the same command again to resume" in output
+    assert sent == [signal.SIGTERM, signal.SIGTERM]
+    assert not (sweep.runs / "alibi").exists()
+
+
+def test_last_lines_of_a_log(tmp_path):
+    (tmp_path / "log").write_text("first\n\n 10%\r100%\nlast\n")
+    assert runner.last_lines(tmp_path / "log") == ["first", "100%", "last"]
+    assert runner.last_lines(tmp_path / "log", 1) == ["last"]
+    assert runner.last_lines(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize(("seed", "task"), [(7, "evaluate.py"), (13, "train.py")])
+def test_commands_of_a_run(seed, task, sweep, monkeypatch):
+    commands = []
+
+    def start_process(command, folder, environment, log):
+        assert environment["PYTHONUNBUFFERED"] == "1"
+        commands.append(command)
+        return fake_start_process(command, folder, environment, log)
+
+    monkeypatch.setattr(runner, "start_process", start_process)
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": seed}]}
+    sweep(axes=axes, status=int(seed == 13))
+    assert all(command[0] == sys.executable for command in commands)
+    config = str(sweep.runs / "alibi" / str(seed) / "config.yml")
+    assert commands[0][3:] == [config]
+    assert any(word.endswith(task) for word in commands[-1])
