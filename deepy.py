@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron.config.arguments import run_main
+from megatron.config.command_line import run_main
 from megatron.launcher.main import main
 
 if __name__ == "__main__":

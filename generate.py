@@ -3,7 +3,7 @@
 import sys
 
 from megatron.cli.generate import main
-from megatron.config.arguments import run_main
+from megatron.config.command_line import run_main
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

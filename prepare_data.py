@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megatron.cli.dataset_options import run_tool, words
-from megatron.config.option_parser import OptionParser
+from megatron.config.command_line import OptionParser
 from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
 from megatron.tokenizer import TOKENIZER_TYPES
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config import UserError  # noqa: E402
-from megatron.config.option_parser import OptionParser  # noqa: E402
+from megatron.config.command_line import OptionParser  # noqa: E402
 from megatron.reporting.kernel_plots import write_page  # noqa: E402
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.cli.report import main
-from megatron.config.arguments import run_main
+from megatron.config.command_line import run_main
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.cli.sweep import main  # noqa: E402
-from megatron.config.arguments import run_main  # noqa: E402
+from megatron.config.command_line import run_main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(run_main(lambda: main(ROOT)))

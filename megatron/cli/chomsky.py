@@ -14,7 +14,7 @@ from megatron.chomsky.encoder import check_method
 from megatron.chomsky.experiment import Run, Settings
 from megatron.chomsky.report import Result, draw, markdown, rich_table
 from megatron.chomsky.tasks import TASKS
-from megatron.config.option_parser import OptionParser, option_name
+from megatron.config.command_line import OptionParser, option_name
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 

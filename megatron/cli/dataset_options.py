@@ -4,8 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 
-from megatron.config.arguments import run_main
-from megatron.config.option_parser import OptionParser
+from megatron.config.command_line import OptionParser, run_main
 
 INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
 

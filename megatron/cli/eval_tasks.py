@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron.checkpoint.directory import iteration_of
 from megatron.cli.model_options import chosen_step, load, load_tokenizer
 from megatron.config import Config, UserError
-from megatron.config.option_parser import option_name
+from megatron.config.command_line import option_name
 from megatron.reporting.terminal import compact_table, standard_output
 from megatron.utils.files import write_atomically
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from megatron.cli import eval_tasks as tasks
-from megatron.config.option_parser import OptionParser, option_name
+from megatron.config.command_line import OptionParser, option_name
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import PROTOCOLS, parse_protocol

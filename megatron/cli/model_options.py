@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from kerple.positional import method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.config import Config, UserError
-from megatron.config.arguments import parse
-from megatron.config.command_line import MERGED_OPTION, take_overrides
-from megatron.config.declared import canonical_path
-from megatron.config.option_parser import OptionParser
-from megatron.config.yaml_files import parse_value
+from megatron.config.command_line import OptionParser, take_overrides
+from megatron.config.loader import canonical_path
+from megatron.config.yaml_files import parse_override
 from megatron.inference.loading import load_model
+from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, parse_arguments
 from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -70,7 +68,7 @@ def parse_with_checkpoint(
         extra(parser)
 
     overrides, rest = take_overrides(words)
-    if not {"-h", "--help", MERGED_OPTION} & set(rest):
+    if not {"-h", "--help", MERGED_CONFIG_OPTION} & set(rest):
         alone = OptionParser(description=description)
         alone.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
         alone.add_argument("--fallback", action="store_true")
@@ -78,24 +76,13 @@ def parse_with_checkpoint(
         options, unknown = alone.parse_known_args(rest)
         if options.checkpoint and not unknown:
             options.own = True
-            options.overrides = dict(map(_read_override, overrides))
+            options.overrides = dict(map(parse_override, overrides))
             step = _step(options.checkpoint[0], options.iteration, options.fallback)
             # The module of a method from outside must be known before the checkpoint's configuration can be read.
             module = {k: v for k, v in options.overrides.items() if canonical_path(k) == ("pos_emb_module",)}
             config = checkpoint_config(step, module)
             return config.updated(**options.overrides), options
-    return parse(description, words, add_options)
-
-
-def _read_override(text: str) -> tuple[str, Any]:
-    """`key=value`, the value in YAML."""
-    key, _, value = text.partition("=")
-    try:
-        return key, parse_value(value)
-    except yaml.YAMLError as error:
-        raise UserError(
-            f"--set {text}: the value is not YAML; put quotes around text with special characters"
-        ) from error
+    return parse_arguments(description, words, add_options)
 
 
 def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kerple.positional.registry import canonical_name
-from megatron.config.option_parser import OptionParser
+from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.report import TITLE, Sources, write_report
 from megatron.reporting.results import Method, method_of

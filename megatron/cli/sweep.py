@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megatron.cli.evaluate_options import check_options
 from megatron.config import UserError
-from megatron.config.option_parser import OptionParser
+from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import read_results
 from megatron.reporting.report import Sources, write_report
 from megatron.sweep.definition import Sweep, read_sweep

@@ -1,55 +1,86 @@
-"""What the command lines of deepy.py and of the scripts have in common.
+"""Command lines of the entry points and tools: option parser, `--set`, errors as one line.
 
-    SCRIPT [-d DIR] a.yml b.yml ... [--set key=value ...] [the script's own options]
-
-deepy.py hands the merged configuration to the processes it starts as one argument, so that they need none of the files.
+SCRIPT [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
 """
 
-import base64
-import binascii
-import json
-import zlib
-from collections.abc import Sequence
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from megatron.config.loader import Config
 from megatron.utils.errors import UserError
 
-MERGED_OPTION = "--neox-config"
 SET_OPTION = "--set"
+EXIT_STATUS_OF_USER_ERROR = 2
 
 
-def take_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take every `--set key=value ...` out of a command line: (overrides, the rest).
+class OptionParser(argparse.ArgumentParser):
+    """argparse's parser, without abbreviations, in which `--query_chunk` and `--query-chunk` are the same option.
+
+    Help texts and messages show the declared spelling, which has dashes throughout this project.
+    """
+
+    def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any):
+        super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
+
+    # argparse declares these two as overloads that differ only in the type of the namespace.
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None):  # type: ignore[override]
+        return super().parse_known_args(self._with_declared_spelling(args), namespace)
+
+    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None):  # type: ignore[override]
+        return super().parse_known_intermixed_args(self._with_declared_spelling(args), namespace)
+
+    def _with_declared_spelling(self, args: Sequence[str] | None) -> list[str]:
+        """The words with every known option in its declared spelling, up to `--`, which ends the options."""
+        words = list(sys.argv[1:] if args is None else args)
+        declared = {_with_dashes(name): name for name in self._option_string_actions}
+        for index, word in enumerate(words):
+            if word == "--":
+                break
+            name, equals, value = word.partition("=")
+            words[index] = declared.get(_with_dashes(name), name) + equals + value
+        return words
+
+
+def _with_dashes(option: str) -> str:
+    return option.replace("_", "-") if option.startswith("--") else option
+
+
+def option_name(attribute: str) -> str:
+    """The option whose value argparse stores as `attribute`: query_chunk -> --query-chunk."""
+    return "--" + attribute.replace("_", "-")
+
+
+def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Remove every `--set key=value ...` from a command line: returns (overrides, remaining words).
 
     --set ends at the first word that is not of the form key=value, so files may follow it.
-    Raises UserError if nothing of that form follows.
+    Raises UserError if --set is not followed by key=value.
     """
     overrides: list[str] = []
     rest: list[str] = []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
         if word != SET_OPTION:
             rest.append(word)
             continue
-        if not words or words[0].startswith("-") or "=" not in words[0]:
-            followed = f"is followed by {words[0]!r}" if words else "is the last word"
-            raise UserError(f"--set {followed}; it takes key=value ..., such as --set train-iters=100 save=runs/a")
-        while words and not words[0].startswith("-") and "=" in words[0]:
-            overrides.append(words.pop(0))
+        count = len(overrides)
+        while queue and not queue[0].startswith("-") and "=" in queue[0]:
+            overrides.append(queue.pop(0))
+        if len(overrides) == count:
+            problem = f"is followed by {queue[0]!r}" if queue else "is the last word"
+            raise UserError(f"--set {problem}; expected key=value ..., such as --set train-iters=100 save=runs/a")
     return overrides, rest
 
 
-def encode(config: Config) -> str:
-    """The keys that were set, as one word of letters, digits, `-`, `_` and `=`."""
-    text = json.dumps(config.to_flat(), separators=(",", ":"))
-    return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
-
-
-def decode(word: str) -> Config:
-    """What `encode` made. Raises UserError if the word is something else."""
+def run_main(main: Callable[[], int | None]) -> int:
+    """Run an entry point and return its exit status. A UserError is printed as one line, with status 2."""
     try:
-        flat = json.loads(zlib.decompress(base64.urlsafe_b64decode(word.encode())))
-    except (binascii.Error, zlib.error, ValueError) as error:
-        raise UserError(f"{MERGED_OPTION}: is not what deepy.py makes; give configuration files instead") from error
-    return Config.from_flat(flat, source=MERGED_OPTION)
+        return main() or 0
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        prefix = "error" if rank == "0" else f"error on rank {rank}"
+        print(f"{prefix}: {error}", file=sys.stderr, flush=True)
+        return EXIT_STATUS_OF_USER_ERROR

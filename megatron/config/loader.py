@@ -1,72 +1,104 @@
-"""The configuration: keys from files and the command line, sorted into validated groups."""
+"""The configuration: keys from YAML files and the command line, merged, sorted into groups and validated.
+
+`load_config` reads files, `Config.from_flat` takes a mapping; both end in `_build`:
+
+    merge      one value per key; `-` and `_` are the same, aliases are resolved, --set overrides files
+    fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
+    sort       each value to the field that declares its place; ignored, unsupported and unknown keys
+    validate   the types of each group (pydantic), then checks of several keys (checks.py)
+"""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic_core import PydanticUndefined
 
-from megatron.config import schema as groups
-from megatron.config.checks import check_groups
-from megatron.config.declared import PLACES, canonical_path
-from megatron.config.merging import Merged, merge, set_at
-from megatron.config.placeholders import fill_placeholders
-from megatron.config.schema.base import REST
-from megatron.config.sorting import sort_keys
-from megatron.config.yaml_files import Entry, Place, find_file, read_file
+from megatron.config import neox_compat, schema
+from megatron.config.checks import check_config
+from megatron.config.schema.base import REST, Group, KeyPath, field_aliases, field_path, has_placeholders
+from megatron.config.yaml_files import Entry, find_file, parse_override, read_file
 from megatron.utils.errors import UserError
+from megatron.utils.secrets import is_secret_name
+
+_SET = "--set"
+_MAX_SUGGESTIONS = 3
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+
+# Canonical top-level key -> its entry; the entry keeps the spelling and the place for messages.
+MergedKeys = dict[str, Entry]
 
 
 class Config(BaseModel):
-    """A complete, validated configuration. Frozen; made by load_config, from_flat or updated."""
+    """A complete, validated configuration. Frozen; created by load_config, from_flat or updated."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: groups.ModelConfig
-    parallel: groups.ParallelConfig
-    batch: groups.BatchConfig
-    optimizer: groups.OptimizerConfig
-    schedule: groups.ScheduleConfig
-    precision: groups.PrecisionConfig
-    data: groups.DataConfig
-    tokenizer: groups.TokenizerConfig
-    checkpoint: groups.CheckpointConfig
-    training: groups.TrainingConfig
-    logging: groups.LoggingConfig
-    evaluation: groups.EvaluationConfig
-    generation: groups.GenerationConfig
-    launcher: groups.LauncherConfig
+    model: schema.ModelConfig
+    parallel: schema.ParallelConfig
+    batch: schema.BatchConfig
+    optimizer: schema.OptimizerConfig
+    schedule: schema.ScheduleConfig
+    precision: schema.PrecisionConfig
+    data: schema.DataConfig
+    tokenizer: schema.TokenizerConfig
+    checkpoint: schema.CheckpointConfig
+    training: schema.TrainingConfig
+    logging: schema.LoggingConfig
+    evaluation: schema.EvaluationConfig
+    generation: schema.GenerationConfig
+    launcher: schema.LauncherConfig
 
     _flat: dict[str, Any] = PrivateAttr(default_factory=dict)
     _notices: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
     def from_flat(cls, mapping: Mapping[str, Any], source: str = "configuration") -> "Config":
-        """A configuration from GPT-NeoX's keys, nested as in its YAML; `source` names the mapping in errors.
+        """A configuration from GPT-NeoX's keys, nested as in its YAML files.
 
-        Raises UserError for whatever is wrong with it.
+        `source` names the mapping in errors. Raises UserError.
         """
-        return _build(Entry(key, value, Place(source)) for key, value in mapping.items())
+        return _build(Entry(key, value, source) for key, value in mapping.items())
 
     def to_flat(self) -> dict[str, Any]:
         """The keys that were set, in GPT-NeoX's form (`optimizer: {type, params}` ...), with underscores.
 
-        JSON can hold it, and from_flat gives the same configuration back.
+        The result can be stored as JSON; from_flat returns the same configuration.
         """
         return copy.deepcopy(self._flat)
 
     def updated(self, **keys: Any) -> "Config":
-        """A copy with other values, validated anew. Nested keys with dots: updated(**{"optimizer.params.lr": 1e-3})."""
+        """A validated copy with other values. Nested keys have dots: updated(**{"optimizer.params.lr": 1e-3})."""
         flat = self.to_flat()
         for key, value in keys.items():
-            set_at(flat, canonical_path(key), value, key)
+            _set_nested(flat, canonical_path(key), value, key)
         return Config.from_flat(flat)
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should be told once: keys that are accepted without effect, and why."""
+        """One message for each key that is ignored."""
         return self._notices
+
+
+# Groups by name, and where their fields stand in the YAML. A path that ends in REST collects all keys of its mapping
+# that no other field claims.
+GROUPS: dict[str, type[Group]] = {
+    name: typing.cast(type[Group], field.annotation) for name, field in Config.model_fields.items()
+}
+FIELDS: dict[KeyPath, tuple[str, str]] = {}  # path -> (group, field)
+ALIASES: dict[KeyPath, KeyPath] = {}  # other path with the same meaning -> path
+for _group, _model in GROUPS.items():
+    for _name, _field in _model.model_fields.items():
+        FIELDS[field_path(_name, _field)] = (_group, _name)
+        ALIASES.update(dict.fromkeys(field_aliases(_field), field_path(_name, _field)))
+# Keys whose value is a mapping that contains fields, such as `optimizer` and `optimizer.params`.
+MAPPINGS: set[KeyPath] = {path[:depth] for path in FIELDS for depth in range(1, len(path))}
 
 
 def load_config(
@@ -74,16 +106,18 @@ def load_config(
 ) -> Config:
     """Merge YAML files and `key=value` overrides into one validated configuration.
 
-    paths: files, in config_dir if given; the ending .yml may be left out. No key may stand in two of them.
-    overrides: `key=value`, the value in YAML; nested keys with dots (optimizer.params.lr=1e-3).
-    Raises UserError naming file, line and key.
+    Args:
+        paths: files, in `config_dir` if given; the ending .yml may be omitted. No key may appear in two of them.
+        overrides: `key=value` with the value in YAML; nested keys with dots (optimizer.params.lr=1e-3).
+
+    Raises:
+        UserError: the message names file, line and key.
     """
-    entries = [entry for path in paths for entry in read_file(find_file(path, config_dir))]
-    return _build(entries, overrides)
+    return _build((entry for path in paths for entry in read_file(find_file(path, config_dir))), overrides)
 
 
 def check_vocabulary(config: Config, tokenizer_vocab_size: int) -> None:
-    """Raises UserError if the tokenizer has more tokens than the model has rows for."""
+    """Raises UserError if the tokenizer has more tokens than the embedding has rows."""
     padded = config.model.padded_vocab_size
     if padded is not None and padded < tokenizer_vocab_size:
         raise UserError(
@@ -92,34 +126,217 @@ def check_vocabulary(config: Config, tokenizer_vocab_size: int) -> None:
         )
 
 
+def canonical_path(key: str) -> KeyPath:
+    """The path of a dotted key: `-` and `_` are the same in its first part, and an alias is resolved."""
+    first, *rest = key.split(".")
+    path = (first.replace("-", "_"), *rest)
+    return ALIASES.get(path, path)
+
+
 def _build(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Config:
-    merged = merge(entries, overrides)
-    fill_placeholders(merged)
-    result = sort_keys(merged)
-    built = {}
-    for name, model in groups.GROUPS.items():
+    keys = _merge(entries, overrides)
+    _fill_placeholders(keys)
+    values, notices = _sort(keys)
+    groups = {}
+    for name, model in GROUPS.items():
         try:
-            built[name] = model.model_validate(result.groups[name])
+            groups[name] = model.model_validate(values[name])
         except ValidationError as error:
-            raise UserError(_describe(error, name, merged)) from None
-    config = Config(**built)
-    config._flat.update(copy.deepcopy(merged.values))
-    config._notices = tuple(result.notices)
-    check_groups(config)
+            raise UserError(_describe(error, name, keys)) from None
+    config = Config(**groups)
+    config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
+    config._notices = tuple(notices)
+    check_config(config)
     return config
 
 
-def _describe(error: ValidationError, group: str, merged: Merged) -> str:
-    """The first problem that pydantic found, as `FILE:LINE: "key": what is wrong`."""
+# -- merging ----------------------------------------------------------------------------------------------------------
+
+
+def _merge(entries: Iterable[Entry], overrides: Iterable[str]) -> MergedKeys:
+    """Raises UserError if a key appears twice: in one file, in two files, or under two names."""
+    keys: MergedKeys = {}
+
+    def add(name: str, entry: Entry) -> None:
+        if name in keys:
+            first = keys[name]
+            raise UserError(
+                f'{entry.place}: "{entry.key}" is already set, as "{first.key}" at {first.place}; remove one of them'
+            )
+        keys[name] = entry
+
+    for entry in entries:
+        # A dot leads into a mapping on the command line only; in a file it is part of an unknown key.
+        name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
+        add(name, dataclasses.replace(entry, value=copy.deepcopy(entry.value)))
+    for name, entry in list(_pop_nested_aliases(keys)):
+        add(name, entry)
+    values = {name: entry.value for name, entry in keys.items()}
+    for override in overrides:
+        key, value = parse_override(override)
+        path = canonical_path(key)
+        _set_nested(values, path, value, key)
+        keys[path[0]] = Entry(key if len(path) == 1 else key.split(".")[0], values[path[0]], _SET)
+    for name, entry in list(_pop_nested_aliases(keys)):
+        keys[name] = dataclasses.replace(entry, source=_SET, line=None)
+    return keys
+
+
+def _set_nested(values: dict[str, Any], path: KeyPath, value: Any, key: str) -> None:
+    """Set a value at a path of nested mappings, creating missing ones. Raises UserError if a parent is no mapping."""
+    *parents, last = path
+    for depth, name in enumerate(parents, start=1):
+        if values.get(name) is None:
+            values[name] = {}
+        values = values[name]
+        if not isinstance(values, dict):
+            raise UserError(f'"{key}" cannot be set: {".".join(path[:depth])} is {values!r}, not a mapping')
+    values[last] = value
+
+
+def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, Entry]]:
+    """Remove aliases inside mappings, such as optimizer.params.weight_decay; yields the key they stand for."""
+    for alias, path in ALIASES.items():
+        if len(alias) == 1 or len(path) > 1 or alias[0] not in keys:
+            continue
+        entry = keys[alias[0]]
+        parent: Any = entry.value
+        for part in alias[1:-1]:
+            parent = parent.get(part) if isinstance(parent, dict) else None
+        if isinstance(parent, dict) and alias[-1] in parent:
+            yield path[0], dataclasses.replace(entry, key=".".join(alias), value=parent.pop(alias[-1]))
+
+
+# -- placeholders -----------------------------------------------------------------------------------------------------
+
+
+def _fill_placeholders(keys: MergedKeys) -> None:
+    """Replace each `{key}` by the value of that key, or its default.
+
+    Raises UserError if the key does not exist, has no value, or its value is not text or a number.
+    """
+    for path, (group, name) in FIELDS.items():
+        entry = keys.get(path[0])
+        if entry is None or not isinstance(entry.value, str) or not has_placeholders(GROUPS[group].model_fields[name]):
+            continue
+        text = entry.value
+        for match in reversed(list(_PLACEHOLDER.finditer(text))):
+            text = text[: match.start()] + _placeholder_value(match, entry, keys) + text[match.end() :]
+        keys[path[0]] = dataclasses.replace(entry, value=text)
+
+
+def _placeholder_value(match: re.Match[str], entry: Entry, keys: MergedKeys) -> str:
+    place, placeholder = f'{entry.place}: "{entry.key}"', match[0]
+    name = match[1].replace("-", "_")
+    if (name,) not in FIELDS:
+        raise UserError(f"{place}: {placeholder} is not a key with a single value, such as {{pos-emb}} or {{seed}}")
+    group, field = FIELDS[(name,)]
+    value: Any = keys[name].value if name in keys else None
+    if value is None:
+        value = GROUPS[group].model_fields[field].default
+    if value is None or value is PydanticUndefined:
+        raise UserError(f"{place}: {placeholder} has no value; set {match[1]}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or (isinstance(value, str) and "{" in value):
+        raise UserError(f"{place}: {placeholder} is {value!r}; only plain text and numbers can be filled in")
+    return str(value)
+
+
+# -- sorting ----------------------------------------------------------------------------------------------------------
+
+
+def _sort(keys: MergedKeys) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The values by group and field, and a notice for each key that is ignored.
+
+    Raises UserError for an unsupported key of GPT-NeoX, and for an unknown key, which it compares with the known ones.
+    """
+    groups: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
+    notices: list[str] = []
+
+    def place(path: KeyPath, value: Any) -> None:
+        dotted = ".".join(path)
+        rest = (*path[:-1], REST)
+        if path in FIELDS:
+            group, name = FIELDS[path]
+            groups[group][name] = value
+        elif path in MAPPINGS:
+            if value is not None and not isinstance(value, dict):
+                raise UserError(
+                    f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not {value!r}"
+                )
+            for key, child in (value or {}).items():
+                place((*path, str(key)), child)
+        elif neox_compat.is_known(dotted):
+            reason = neox_compat.unsupported_reason(dotted, value)
+            if reason is not None:
+                raise UserError(f"{_where(path, keys)} is a GPT-NeoX key that is not supported: {reason}")
+            if dotted in neox_compat.IGNORED and value:  # false or null does not ask for anything
+                notices.append(f"{_where(path, keys)} is ignored: {neox_compat.IGNORED[dotted]}")
+        elif rest in FIELDS and path[-1] in (_allowed_rest(rest) or {path[-1]}):
+            group, name = FIELDS[rest]
+            groups[group].setdefault(name, {})[path[-1]] = value
+        else:
+            raise UserError(_describe_unknown_key(path, keys))
+
+    for name, entry in keys.items():
+        place((name,), entry.value)
+    return groups, notices
+
+
+def _where(path: KeyPath, keys: MergedKeys) -> str:
+    """`FILE:LINE: "key"`, with the key as it was written."""
+    entry = keys[path[0]]
+    return f'{entry.place}: "{".".join((entry.key, *path[1:]))}"'
+
+
+def _children(path: KeyPath) -> list[str]:
+    """Names of the supported keys inside the mapping at this path."""
+    depth = len(path)
+    names = {known[depth] for known in (*FIELDS, *MAPPINGS, *ALIASES) if known[:depth] == path and len(known) > depth}
+    return sorted((names - {REST}) | _allowed_rest((*path, REST)))
+
+
+def _allowed_rest(path: KeyPath) -> set[str]:
+    """Key names that the field at a REST path is limited to; empty if it takes any."""
+    if path not in FIELDS:
+        return set()
+    group, name = FIELDS[path]
+    key_type, _ = typing.get_args(GROUPS[group].model_fields[name].annotation)
+    return set(typing.get_args(key_type))
+
+
+def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
+    if is_secret_name(path[-1]):
+        return (
+            f"{_where(path, keys)} looks like a secret, and the configuration is copied into checkpoints and logs; "
+            "remove it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
+        )
+    # Suggest supported keys of the same mapping, or nested ones with their path (optimizer.params.betas for betas),
+    # and only then the other keys of GPT-NeoX.
+    supported = {name: (*path[:-1], name) for name in _children(path[:-1])}
+    for known in FIELDS:
+        if known[: len(path) - 1] == path[:-1] and known[-1] != REST:
+            supported.setdefault(known[-1], known)
+    other = {known[-1]: known for known in (tuple(key.split(".")) for key in neox_compat.known_keys())}
+    for candidates in (supported, other):
+        names = difflib.get_close_matches(path[-1].replace("-", "_"), candidates, n=_MAX_SUGGESTIONS, cutoff=0.6)
+        if names:
+            break
+    else:
+        candidates, names = supported, difflib.get_close_matches(path[-1], supported, n=1, cutoff=0.0)
+    nearest = ", ".join(".".join(candidates[name]) for name in names)
+    return f"{_where(path, keys)} is not a known key; nearest: {nearest} (all keys: configs/neox_arguments.md)"
+
+
+def _describe(error: ValidationError, group: str, keys: MergedKeys) -> str:
+    """The first problem that pydantic reports, as `FILE:LINE: "key": PROBLEM`."""
     problem = error.errors()[0]
     field, *inside = problem["loc"]
-    path = tuple(part for part in PLACES[group, field] if part != REST)
+    path = next(path for path, place in FIELDS.items() if place == (group, field))
+    path = tuple(part for part in path if part != REST)
     if problem["type"] == "missing" and not inside:
-        where = ", ".join(dict.fromkeys(place.source for place in merged.places.values()))
-        description = groups.GROUPS[group].model_fields[field].description
-        return f'{where or "configuration"}: key "{".".join(path)}" is missing: {description}'
-    written = ".".join(
-        (merged.written.get(path[0], path[0]), *path[1:], *(str(part) for part in inside if part != "[key]"))
-    )
+        sources = ", ".join(dict.fromkeys(entry.source for entry in keys.values())) or "configuration"
+        description = GROUPS[group].model_fields[str(field)].description
+        return f'{sources}: key "{".".join(path)}" is missing: {description}'
+    path = (*path, *(str(part) for part in inside if part != "[key]"))
     message = problem["msg"].replace("Input should be", "must be")
-    return f'{merged.places[path[0]]}: "{written}": {message}, not {problem["input"]!r}'
+    return f"{_where(path, keys)}: {message}, not {problem['input']!r}"

@@ -1,8 +1,8 @@
-"""Keys that GPT-NeoX knows and this project does not act on, each with the reason.
+"""Keys of GPT-NeoX that have no effect in this project: unsupported or ignored, each with the reason.
 
-A refused key would change the result, so it is an error; values that mean "off" are let through. A key without effect
-tunes what is done another way here (or belongs to a feature that is refused), so it is accepted, and that is said once.
-Nested keys are written with dots. Source: GPT-NeoX's configs/neox_arguments.md, of 2022 and of its public HEAD.
+An unsupported key would change the result, so it is an error unless its value means "off". An ignored key tunes
+something that works differently here, or belongs to an unsupported feature; it is accepted with a notice. Nested keys
+are written with dots. Source: GPT-NeoX's configs/neox_arguments.md, of 2022 and of its public HEAD.
 """
 
 from dataclasses import dataclass
@@ -10,165 +10,172 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Why a key is refused, what to do instead, and the values (besides null) that are let through."""
+class Unsupported:
+    """Why a key is not supported or what to use instead, and the values (besides null) that mean "off"."""
 
     reason: str
-    neutral: tuple[Any, ...] = ()
+    off: tuple[Any, ...] = ()
 
-    def allows(self, value: Any) -> bool:
-        """True for the neutral values, and for a mapping that is empty or says `enabled: false`."""
+    def is_off(self, value: Any) -> bool:
+        """True for the values that mean "off", an empty mapping, and a mapping with `enabled: false`."""
         if isinstance(value, dict):
             return not value or value.get("enabled") is False
-        return any(type(value) is type(neutral) and value == neutral for neutral in (None, *self.neutral))
+        return any(type(value) is type(off) and value == off for off in (None, *self.off))
 
 
-def _refused(reason: str, *keys: str, neutral: tuple[Any, ...] = ()) -> dict[str, Refused]:
-    return dict.fromkeys(keys, Refused(reason, neutral))
+def _unsupported(reason: str, *keys: str, off: tuple[Any, ...] = ()) -> dict[str, Unsupported]:
+    return dict.fromkeys(keys, Unsupported(reason, off))
 
 
-def _without_effect(reason: str, *keys: str) -> dict[str, str]:
+def _ignored(reason: str, *keys: str) -> dict[str, str]:
     return dict.fromkeys(keys, reason)
 
 
-_DEEPSPEED = "DeepSpeed is given it only from deepspeed_extra_args"
-
-REFUSED: dict[str, Refused] = {
+UNSUPPORTED: dict[str, Unsupported] = {
     # Sizes and structure of the model.
-    **_refused(
-        "learned positions start at 0 here (the offset serves OPT's weights)", "opt_pos_emb_offset", neutral=(0,)
+    **_unsupported(
+        "learned positions always start at 0 (the offset is for OPT's weights)", "opt_pos_emb_offset", off=(0,)
     ),
-    **_refused("sparse attention is not supported; attention is dense", "sparsity_config", "sparse_attention"),
-    **_refused("every block has weights of its own; only positional parameters are shared", "num_unique_layers"),
-    **_refused("the two norms of a parallel residual are separate here", "gpt_j_tied", neutral=(False,)),
-    **_refused(
-        "norms and linear layers have biases here",
+    **_unsupported("only dense attention is supported", "sparsity_config", "sparse_attention"),
+    **_unsupported("blocks do not share weights, except positional parameters", "num_unique_layers"),
+    **_unsupported("the parallel residual always has two separate norms", "gpt_j_tied", off=(False,)),
+    **_unsupported(
+        "norms and linear layers always have biases",
         "use_bias_in_norms",
         "use_bias_in_attn_linear",
         "use_bias_in_mlp",
-        neutral=(True,),
+        off=(True,),
     ),
-    **_refused("the MLP is the ungated one, four times as wide as the model", "mlp_type", neutral=("regular",)),
-    **_refused("the MLP is four times as wide as the model", "intermediate_size"),
-    **_refused("the MLP is four times as wide as the model", "expansion_factor", neutral=(4, 4.0)),
-    **_refused("the MLP is four times as wide as the model", "mlp_multiple_of", neutral=(1,)),
-    **_refused("every head has keys and values of its own (no grouped-query attention)", "num_kv_heads"),
-    **_refused("windowed attention is a mode of evaluation here, not of training", "sliding_window_width"),
-    **_refused("queries and keys are not normalized here", "use_qk_layernorm", neutral=(False,)),
-    **_refused("soft prompts are not supported", "soft_prompt_tuning"),
-    **_refused(
+    **_unsupported("the MLP is not gated, and its width is 4 * hidden_size", "mlp_type", off=("regular",)),
+    **_unsupported("the width of the MLP is 4 * hidden_size", "intermediate_size"),
+    **_unsupported("the width of the MLP is 4 * hidden_size", "expansion_factor", off=(4, 4.0)),
+    **_unsupported("the width of the MLP is 4 * hidden_size", "mlp_multiple_of", off=(1,)),
+    **_unsupported("grouped-query attention is not supported", "num_kv_heads"),
+    **_unsupported("windowed attention is only available in evaluation", "sliding_window_width"),
+    **_unsupported("queries and keys are not normalized", "use_qk_layernorm", off=(False,)),
+    **_unsupported("soft prompts are not supported", "soft_prompt_tuning"),
+    **_unsupported(
         "RWKV and Mamba are not supported; the head size is hidden_size / num_attention_heads",
         "dim_att",
         "head_size",
         "ffn_dim",
     ),
-    **_refused("mixture of experts is not supported", "moe_num_experts", neutral=(1,)),
-    **_refused(
-        "NVIDIA Transformer Engine is not used",
+    **_unsupported("mixture of experts is not supported", "moe_num_experts", off=(1,)),
+    **_unsupported(
+        "NVIDIA Transformer Engine is not supported",
         "te_columnparallel",
         "te_rowparallel",
         "te_layernorm_mlp",
         "te_mha",
-        neutral=(False,),
+        off=(False,),
     ),
-    **_refused("muP is not supported", "use_mup", "coord_check", "save_base_shapes", neutral=(False,)),
+    **_unsupported("muP is not supported", "use_mup", "coord_check", "save_base_shapes", off=(False,)),
     # Optimizer, schedule, precision.
-    **_refused("GPT-NeoX derives it; give optimizer: {type: ...}", "optimizer_type"),
-    **_refused("GPT-NeoX derives it; give optimizer: {params: {lr: ...}}", "lr"),
-    **_refused("GPT-NeoX derives it; give zero_optimization: {stage: ...}", "zero_stage"),
-    **_refused(
-        "GPT-NeoX derives it; give it inside zero_optimization",
+    **_unsupported("GPT-NeoX derives it; set optimizer: {type: ...}", "optimizer_type"),
+    **_unsupported("GPT-NeoX derives it; set optimizer: {params: {lr: ...}}", "lr"),
+    **_unsupported("GPT-NeoX derives it; set zero_optimization: {stage: ...}", "zero_stage"),
+    **_unsupported(
+        "GPT-NeoX derives it; set it inside zero_optimization",
         "zero_reduce_scatter",
         "zero_contiguous_gradients",
         "zero_reduce_bucket_size",
         "zero_allgather_bucket_size",
     ),
-    **_refused("GPT-NeoX derives it; give gradient_clipping", "clip_grad"),
-    **_refused(
-        "GPT-NeoX derives it; give it inside fp16",
+    **_unsupported("GPT-NeoX derives it; set gradient_clipping", "clip_grad"),
+    **_unsupported(
+        "GPT-NeoX derives it; set it inside fp16",
         "loss_scale",
         "loss_scale_window",
         "hysteresis",
         "dynamic_loss_scale",
     ),
-    **_refused("GPT-NeoX derives it; give fp16: {min_loss_scale: ...}", "min_scale"),
-    **_refused("bitsandbytes optimizers are not supported; Adam and AdamW are", "use_bnb_optimizer", neutral=(False,)),
-    **_refused(
-        "it belongs to other optimizers; Adam and AdamW are supported",
+    **_unsupported("GPT-NeoX derives it; set fp16: {min_loss_scale: ...}", "min_scale"),
+    **_unsupported("bitsandbytes optimizers are not supported; use Adam or AdamW", "use_bnb_optimizer", off=(False,)),
+    **_unsupported(
+        "it belongs to other optimizers; only Adam and AdamW are supported",
         "optimizer.params.freeze_step",
         "optimizer.params.cuda_aware",
         "optimizer.params.comm_backend_name",
         "optimizer.params.momentum",
     ),
-    **_refused("give lr_decay_iters", "lr_decay_fraction"),
-    **_refused(
-        "the schedule always follows the configuration, never the checkpoint",
+    **_unsupported("set lr_decay_iters", "lr_decay_fraction"),
+    **_unsupported(
+        "the learning-rate schedule is never loaded from a checkpoint",
         "use_checkpoint_lr_scheduler",
-        neutral=(False,),
+        off=(False,),
     ),
-    **_refused("the schedule is lr_decay_style, lr_decay_iters, warmup and min_lr", "scheduler"),
-    **_refused("apex amp is not supported; use fp16 or bf16", "amp"),
-    **_refused("use fp32_allreduce", "communication_data_type", "data_types"),
-    **_refused(
-        "gradients are averaged without a further factor", "prescale_gradients", "sparse_gradients", neutral=(False,)
+    **_unsupported("set lr_decay_style, lr_decay_iters, warmup and min_lr", "scheduler"),
+    **_unsupported("apex amp is not supported; use fp16 or bf16", "amp"),
+    **_unsupported("set fp32_allreduce", "communication_data_type", "data_types"),
+    **_unsupported(
+        "gradients are averaged without an extra factor", "prescale_gradients", "sparse_gradients", off=(False,)
     ),
-    **_refused("gradients are averaged without a further factor", "gradient_predivide_factor", neutral=(1, 1.0)),
-    **_refused("casts are part of the model", "fp16.auto_cast", neutral=(False,)),
-    **_refused(
-        "master weights are float32",
+    **_unsupported("gradients are averaged without an extra factor", "gradient_predivide_factor", off=(1, 1.0)),
+    **_unsupported("the model casts explicitly", "fp16.auto_cast", off=(False,)),
+    **_unsupported(
+        "master weights are always float32",
         "fp16.fp16_master_weights_and_grads",
         "bf16.bf16_master_weights_and_grads",
-        neutral=(False,),
+        off=(False,),
     ),
-    **_refused("the loss is the cross entropy alone", "z_loss", neutral=(0, 0.0)),
+    **_unsupported("the loss is plain cross entropy", "z_loss", off=(0, 0.0)),
     # Batches and training time.
-    **_refused("GPT-NeoX derives it; give train_micro_batch_size_per_gpu", "batch_size"),
-    **_refused("GPT-NeoX derives it; give gradient_accumulation_steps", "gas"),
-    **_refused("give train_iters", "train_epochs"),
-    **_refused("the length does not change while training", "curriculum_learning", "data_efficiency"),
-    **_refused("sequence parallelism is not supported", "sequence_parallel", neutral=(False,)),
-    **_refused("activations stay on the device", "checkpoint_in_cpu", neutral=(False,)),
-    **_refused("use checkpoint_activations and its companions", "activation_checkpointing"),
+    **_unsupported("GPT-NeoX derives it; set train_micro_batch_size_per_gpu", "batch_size"),
+    **_unsupported("GPT-NeoX derives it; set gradient_accumulation_steps", "gas"),
+    **_unsupported("set train_iters", "train_epochs"),
+    **_unsupported("the sequence length is constant during training", "curriculum_learning", "data_efficiency"),
+    **_unsupported("sequence parallelism is not supported", "sequence_parallel", off=(False,)),
+    **_unsupported("checkpointed activations are not moved to the CPU", "checkpoint_in_cpu", off=(False,)),
+    **_unsupported("set checkpoint_activations and checkpoint_num_layers", "activation_checkpointing"),
     # Data.
-    **_refused("the data cache must be on a file system that all nodes share", "use_shared_fs", neutral=(True,)),
-    **_refused(
-        "the labels are the next tokens; there is no separate data for labels, rewards or preferences",
+    **_unsupported("the data cache must be on a file system shared by all nodes", "use_shared_fs", off=(True,)),
+    **_unsupported(
+        "the labels are the next tokens; separate data for labels, rewards or preferences is not supported",
         "label_data_paths",
         *(f"{split}_{kind}_data_paths" for split in ("train", "valid", "test") for kind in ("label", "reward")),
         *(f"{sign}_{split}_data_paths" for sign in ("pos", "neg") for split in ("train", "valid", "test")),
         *(f"{sign}_{split}_label_data_paths" for sign in ("pos", "neg") for split in ("train", "valid", "test")),
     ),
-    **_refused("documents are joined and cut into equal sequences", "pack_impl", neutral=("packed",)),
-    **_refused("only language modelling is supported", "dataset_impl", neutral=("gpt2",)),
-    **_refused("only language modelling is supported", "train_impl", neutral=("normal",)),
+    **_unsupported(
+        "documents are always packed: concatenated and cut into sequences of equal length", "pack_impl", off=("packed",)
+    ),
+    **_unsupported("only language modeling is supported", "dataset_impl", off=("gpt2",)),
+    **_unsupported("only language modeling is supported", "train_impl", off=("normal",)),
     # Checkpoints.
-    **_refused("checkpoints are evenly spaced", "checkpoint_scale", neutral=("linear",)),
-    **_refused("checkpoints are evenly spaced; see save_interval", "extra_save_iters", neutral=([],)),
-    **_refused("checkpoints are saved to a folder", "s3_path"),
-    **_refused("universal checkpoints are not read", "load_universal", neutral=(False,)),
+    **_unsupported("checkpoints are saved at a constant interval", "checkpoint_scale", off=("linear",)),
+    **_unsupported("checkpoints are saved at a constant interval; see save_interval", "extra_save_iters", off=([],)),
+    **_unsupported("checkpoints are saved only to folders", "s3_path"),
+    **_unsupported("universal checkpoints are not supported", "load_universal", off=(False,)),
     # Logging and profiling.
-    **_refused("Comet is not supported; TensorBoard and Weights & Biases are", "use_comet", neutral=(False,)),
-    **_refused("use tensorboard_dir", "tensorboard"),
-    **_refused("use use_wandb and the wandb_ keys", "wandb"),
-    **_refused("use tensorboard_dir or use_wandb", "csv_monitor"),
-    **_refused(
-        "it is not logged",
+    **_unsupported("Comet is not supported; use TensorBoard or Weights & Biases", "use_comet", off=(False,)),
+    **_unsupported("set tensorboard_dir", "tensorboard"),
+    **_unsupported("set use_wandb and the wandb_ keys", "wandb"),
+    **_unsupported("set tensorboard_dir or use_wandb", "csv_monitor"),
+    **_unsupported(
+        "this quantity is not logged",
         "log_grad_pct_zeros",
         "log_param_norm",
         "log_optimizer_states",
         "log_gradient_noise_scale",
-        neutral=(False,),
+        off=(False,),
     ),
-    **_refused("run a profiler from outside", "memory_profiling", "profile", "profile_backward", neutral=(False,)),
-    **_refused("perplexity is per token", "char_level_ppl", neutral=(False,)),
-    **_refused("logits are not written; use megatron.inference", "return_logits", neutral=(False,)),
-    **_refused("log-probabilities are not precomputed", "precompute_model_name"),
-    # DeepSpeed's and the launcher's own.
-    **_refused(_DEEPSPEED, "flops_profiler", "elasticity", "comms_logger", "compression_training", "checkpoint"),
-    **_refused("autotuning is not supported", "autotuning", "autotuning_run"),
-    **_refused("external process groups are not supported", "lazy_mpu_init", "adlr_autoresume", neutral=(False,)),
-    **_refused(
-        "the program sets it while it runs; remove the key",
+    **_unsupported("use an external profiler", "memory_profiling", "profile", "profile_backward", off=(False,)),
+    **_unsupported("perplexity is always per token", "char_level_ppl", off=(False,)),
+    **_unsupported("logits are not written to files; use megatron.inference", "return_logits", off=(False,)),
+    **_unsupported("precomputed log-probabilities are not supported", "precompute_model_name"),
+    # DeepSpeed and the launcher.
+    **_unsupported(
+        "set it inside deepspeed_extra_args",
+        "flops_profiler",
+        "elasticity",
+        "comms_logger",
+        "compression_training",
+        "checkpoint",
+    ),
+    **_unsupported("autotuning is not supported", "autotuning", "autotuning_run"),
+    **_unsupported("external process groups are not supported", "lazy_mpu_init", "adlr_autoresume", off=(False,)),
+    **_unsupported(
+        "GPT-NeoX sets it at run time; remove the key",
         "local_rank",
         "rank",
         "world_size",
@@ -183,9 +190,9 @@ REFUSED: dict[str, Refused] = {
     ),
 }
 
-WITHOUT_EFFECT: dict[str, str] = {
-    **_without_effect(
-        "nothing is compiled: attention_backend chooses among PyTorch's kernels",
+IGNORED: dict[str, str] = {
+    **_ignored(
+        "there are no such fused kernels; attention_backend selects how attention is computed",
         "scaled_upper_triang_masked_softmax_fusion",
         "scaled_masked_softmax_fusion",
         "bias_dropout_fusion",
@@ -194,47 +201,47 @@ WITHOUT_EFFECT: dict[str, str] = {
         "rmsnorm_fusion",
         "use_flashattn_swiglu",
     ),
-    **_without_effect("the loss is computed in float32", "fp16_lm_cross_entropy"),
-    **_without_effect(
-        "the softmax is computed in float32", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"
+    **_ignored("the loss is always computed in float32", "fp16_lm_cross_entropy"),
+    **_ignored(
+        "the softmax is always computed in float32", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"
     ),
-    **_without_effect("initial weights are the same wherever they are drawn", "use_cpu_initialization"),
-    **_without_effect("buffers are computed, not saved", "rotary_save_freqs_buffer"),
-    **_without_effect("the schedule always follows the configuration", "override_lr_scheduler"),
-    **_without_effect("gradients are clipped to gradient_clipping", "optimizer.params.max_grad_norm"),
-    **_without_effect("fp16.enabled decides", "fp16.fp16"),
-    **_without_effect("Adam is used with ZeRO as it is", "zero_allow_untested_optimizer"),
-    **_without_effect("the gradient norm is always logged", "log_grad_norm"),
-    **_without_effect("one rank logs for all", "wandb_init_all_ranks"),
-    **_without_effect("it only labels logs", "git_hash"),
-    **_without_effect("files are mapped, and read when needed", "mmap_warmup"),
-    **_without_effect(
-        "activation checkpointing has one implementation",
+    **_ignored("initial weights do not depend on the device", "use_cpu_initialization"),
+    **_ignored("buffers are computed and not saved", "rotary_save_freqs_buffer"),
+    **_ignored("the learning-rate schedule always follows the configuration", "override_lr_scheduler"),
+    **_ignored("gradient_clipping is used", "optimizer.params.max_grad_norm"),
+    **_ignored("fp16.enabled is used", "fp16.fp16"),
+    **_ignored("it is always enabled", "zero_allow_untested_optimizer"),
+    **_ignored("the gradient norm is always logged", "log_grad_norm"),
+    **_ignored("only one rank logs", "wandb_init_all_ranks"),
+    **_ignored("logs have no such label", "git_hash"),
+    **_ignored("files are memory-mapped and read on demand", "mmap_warmup"),
+    **_ignored(
+        "there is only one implementation of activation checkpointing",
         "deepspeed_activation_checkpointing",
         "contiguous_checkpointing",
     ),
-    **_without_effect("checkpointed activations stay in the process that computed them", "partition_activations"),
-    **_without_effect("PyTorch orders the recomputation itself", "synchronize_each_layer"),
-    **_without_effect("DeepSpeed is always used", "deepspeed", "deepscale", "deepscale_config"),
-    **_without_effect("DeepSpeed's settings follow from this configuration", "dump_state"),
-    **_without_effect("NCCL finds NVLink by itself", "detect_nvlink_pairs"),
-    **_without_effect(
-        "it serves other kinds of models", "gmlp_attn_dim", "short_seq_prob", "onnx_safe", "scalenorm_epsilon"
+    **_ignored("checkpointed activations are not partitioned", "partition_activations"),
+    **_ignored("PyTorch orders the recomputation", "synchronize_each_layer"),
+    **_ignored("DeepSpeed is always used", "deepspeed", "deepscale", "deepscale_config"),
+    **_ignored("DeepSpeed's settings are derived from this configuration", "dump_state"),
+    **_ignored("NCCL detects NVLink", "detect_nvlink_pairs"),
+    **_ignored(
+        "it belongs to other kinds of models", "gmlp_attn_dim", "short_seq_prob", "onnx_safe", "scalenorm_epsilon"
     ),
-    **_without_effect("it belongs to num_unique_layers, which is refused", "param_sharing_style"),
-    **_without_effect("it belongs to pack_impl, which is refused", "allow_chopped"),
-    **_without_effect("it belongs to s3_path, which is refused", "s3_chunk_size"),
-    **_without_effect("it belongs to curriculum_learning, which is refused", "curriculum_seqlen"),
-    **_without_effect("it belongs to adlr_autoresume, which is refused", "adlr_autoresume_interval"),
-    **_without_effect(
-        "it belongs to log_gradient_noise_scale, which is refused",
+    **_ignored("it belongs to num_unique_layers, which is not supported", "param_sharing_style"),
+    **_ignored("it belongs to pack_impl, which is not supported", "allow_chopped"),
+    **_ignored("it belongs to s3_path, which is not supported", "s3_chunk_size"),
+    **_ignored("it belongs to curriculum_learning, which is not supported", "curriculum_seqlen"),
+    **_ignored("it belongs to adlr_autoresume, which is not supported", "adlr_autoresume_interval"),
+    **_ignored(
+        "it belongs to log_gradient_noise_scale, which is not supported",
         "gradient_noise_scale_n_batches",
         "gradient_noise_scale_cpu_offload",
     ),
-    **_without_effect("it belongs to memory_profiling, which is refused", "memory_profiling_path"),
-    **_without_effect("it belongs to profile, which is refused", "profile_step_start", "profile_step_stop"),
-    **_without_effect(
-        "it belongs to use_comet, which is refused",
+    **_ignored("it belongs to memory_profiling, which is not supported", "memory_profiling_path"),
+    **_ignored("it belongs to profile, which is not supported", "profile_step_start", "profile_step_stop"),
+    **_ignored(
+        "it belongs to use_comet, which is not supported",
         "comet_workspace",
         "comet_project",
         "comet_experiment_name",
@@ -242,8 +249,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         "comet_others",
         "comet_experiment",
     ),
-    **_without_effect(
-        "it belongs to train_impl, which is refused",
+    **_ignored(
+        "it belongs to train_impl, which is not supported",
         "dpo_fp32",
         "dpo_reference_free",
         "dpo_beta",
@@ -252,8 +259,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         "kto_undesirable_weight",
         "kto_beta",
     ),
-    **_without_effect(
-        "it belongs to use_mup, which is refused",
+    **_ignored(
+        "it belongs to use_mup, which is not supported",
         "base_shapes_file",
         "mup_init_scale",
         "mup_attn_temp",
@@ -262,8 +269,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         "mup_rp_embedding_mult",
         "mup_width_scale",
     ),
-    **_without_effect(
-        "it belongs to Transformer Engine, which is not used",
+    **_ignored(
+        "it belongs to Transformer Engine, which is not supported",
         "te_fp8_format",
         "te_fp8_wgrad",
         "te_fp8_amax_history_len",
@@ -271,7 +278,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         "te_fp8_margin",
         "te_fp8_mha",
     ),
-    **_without_effect(
+    **_ignored(
         "it belongs to Mamba, which is not supported",
         "mamba_selective_scan_fusion",
         "mamba_causal_conv_fusion",
@@ -280,8 +287,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         "mamba_use_bias_in_conv",
         "mamba_use_bias_in_linears",
     ),
-    **_without_effect(
-        "it belongs to moe_num_experts, which is refused",
+    **_ignored(
+        "it belongs to moe_num_experts, which is not supported",
         "expert_interval",
         "moe_top_k",
         "use_tutel",
@@ -301,37 +308,30 @@ WITHOUT_EFFECT: dict[str, str] = {
     ),
 }
 
-_DENSE_ATTENTION = ("global", "flash")
 ATTENTION_CONFIG = "attention_config"
+_DENSE_ATTENTION = ("global", "flash")
 
 
-def known() -> list[str]:
+def known_keys() -> list[str]:
     """All keys of this file, nested ones with dots."""
-    return [*REFUSED, *WITHOUT_EFFECT, ATTENTION_CONFIG]
+    return [*UNSUPPORTED, *IGNORED, ATTENTION_CONFIG]
 
 
 def is_known(key: str) -> bool:
-    """True if the key is one of this file."""
-    return key in REFUSED or key in WITHOUT_EFFECT or key == ATTENTION_CONFIG
+    """True if the key is in this file."""
+    return key in UNSUPPORTED or key in IGNORED or key == ATTENTION_CONFIG
 
 
-def refusal(key: str, value: Any) -> str | None:
-    """Why this value of a known key is refused, or None if it is let through."""
-    if key == ATTENTION_CONFIG:
-        return _attention_refusal(value)
-    if key in REFUSED and not REFUSED[key].allows(value):
-        return REFUSED[key].reason
+def unsupported_reason(key: str, value: Any) -> str | None:
+    """Why this value of a known key is not supported, or None if it is accepted."""
+    if key == ATTENTION_CONFIG and value is not None:
+        # [[[type, type ...], repetitions] ...]; `flash` is an implementation of the dense one.
+        try:
+            types = {type_ for types, _ in value for type_ in types}
+        except (TypeError, ValueError):
+            return 'expected [[["global"], NUM_LAYERS]]'
+        sparse = sorted(str(type_) for type_ in types if type_ not in _DENSE_ATTENTION)
+        return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}" if sparse else None
+    if key in UNSUPPORTED and not UNSUPPORTED[key].is_off(value):
+        return UNSUPPORTED[key].reason
     return None
-
-
-def _attention_refusal(value: Any) -> str | None:
-    """Dense causal attention is all there is. GPT-NeoX's form: [[[type, type ...], repetitions] ...]; `flash` names an
-    implementation of the dense one."""
-    if value is None:
-        return None
-    try:
-        kinds = {kind for kinds, _ in value for kind in kinds}
-    except (TypeError, ValueError):
-        return 'it has the form [[["global"], NUM_LAYERS]]'
-    other = sorted(str(kind) for kind in kinds if kind not in _DENSE_ATTENTION)
-    return f"only dense attention (global, flash) is supported, not {', '.join(other)}" if other else None

@@ -1,8 +1,8 @@
-"""Reading YAML configuration files: where they are, what they hold, and on which line.
+"""Reading YAML configuration files, with the line of every top-level key.
 
-The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Differences to PyYAML's
-reading: a number such as 1e-4 is a float (YAML 1.1 wants 1.0e-4 and takes it for text), a date is text, and a key that
-stands twice in one mapping is an error.
+The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Unlike PyYAML's SafeLoader,
+`1e-4` is a float (YAML 1.1 requires 1.0e-4 and reads it as text), a date is text, and a key that appears twice in one
+mapping is an error.
 """
 
 import difflib
@@ -20,30 +20,25 @@ ENDINGS = (".yml", ".yaml")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a key was written: a file and line, or a description such as `--set`."""
-
-    source: str
-    line: int | None = None
-
-    def __str__(self) -> str:
-        return self.source if self.line is None else f"{self.source}:{self.line}"
-
-
-@dataclass(frozen=True)
 class Entry:
-    """One top-level key as it was written."""
+    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`."""
 
     key: str
     value: Any
-    place: Place
+    source: str
+    line: int | None = None
+
+    @property
+    def place(self) -> str:
+        """`FILE:LINE`, or only the source if there is no line."""
+        return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with floats such as 1e-4, and without silent duplicates."""
+    """SafeLoader that reads 1e-4 as a float and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        first: dict[Hashable, int] = {}
+        lines: dict[Hashable, int] = {}
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
@@ -51,11 +46,11 @@ class _Loader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise UserError(f"{self.name}:{line}: key {key!r} is not text; put it in quotes")
-            if key in first:
+            if key in lines:
                 raise UserError(
-                    f"{self.name}: key {key!r} stands twice, in lines {first[key]} and {line}; keep one of them"
+                    f"{self.name}: key {key!r} appears twice, in lines {lines[key]} and {line}; remove one of them"
                 )
-            first[key] = line
+            lines[key] = line
         return super().construct_mapping(node, deep=deep)
 
 
@@ -64,7 +59,7 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
-# A date is of no use in a configuration, and not JSON: such text stays text.
+# Dates stay text: no key takes one, and JSON has none.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
@@ -72,9 +67,9 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
-    """The file called `name`, in config_dir if given; the ending .yml may be left out.
+    """The path of the file `name`, in `config_dir` if given; the ending .yml may be omitted.
 
-    Raises UserError, with files of similar names, if there is none.
+    Raises UserError, which suggests files of similar names, if it does not exist.
     """
     path = Path(config_dir or ".") / name
     for candidate in (path, *(path.with_name(path.name + ending) for ending in ENDINGS)):
@@ -82,43 +77,42 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
             return candidate
     if not path.parent.is_dir():
         raise UserError(f"{path}: no such file, and no folder {path.parent}")
-    there = sorted(file.name for file in path.parent.iterdir() if file.suffix in ENDINGS)
-    wanted = path.name if path.suffix in ENDINGS else path.name + ENDINGS[0]
-    near = difflib.get_close_matches(wanted, there, n=3)
-    hint = f"; nearest: {', '.join(near)}" if near else f"; {path.parent} holds {len(there)} YAML files"
-    raise UserError(f"{path}: no such file{hint}")
+    names = sorted(file.name for file in path.parent.iterdir() if file.suffix in ENDINGS)
+    name_with_ending = path.name if path.suffix in ENDINGS else path.name + ENDINGS[0]
+    nearest = difflib.get_close_matches(name_with_ending, names, n=3)
+    hint = f"nearest: {', '.join(nearest)}" if nearest else f"{path.parent} contains {len(names)} YAML files"
+    raise UserError(f"{path}: no such file; {hint}")
 
 
 def read_file(path: Path) -> list[Entry]:
-    """The top-level keys of a configuration file, in order, each with its line.
+    """The top-level keys of a configuration file, in order.
 
-    Raises UserError if the file cannot be read, is not UTF-8, not YAML, or holds anything but one mapping.
+    Raises UserError if the file cannot be read, is not UTF-8, is not YAML, or is anything but one mapping.
     """
     try:
-        raw = path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        text = raw.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}:{line}: not UTF-8 text (byte 0x{raw[error.start]:02x}); save the file as UTF-8"
-        ) from error
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = content[error.start]
+        raise UserError(f"{path}:{line}: not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8") from error
     return parse(text, str(path))
 
 
 def parse(text: str, source: str) -> list[Entry]:
-    """The top-level keys of a YAML text; `source` names it in errors. Raises UserError."""
+    """The top-level keys of a YAML text; `source` names it in errors. Raises UserError like `read_file`."""
     loader = None
     try:
         loader = _Loader(text)
         loader.name = source
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            held = "nothing" if node is None else f"a {node.id}"
+            content = "is empty" if node is None else f"contains a {node.id}"
             raise UserError(
-                f'{source}: holds {held}; a configuration file holds one mapping of keys to values: {{"key": value}}'
+                f'{source}: {content}; a configuration file contains one mapping of keys to values: {{"key": value}}'
             )
         values = loader.construct_document(node)
         lines = {key_node.value: key_node.start_mark.line + 1 for key_node, _ in node.value}
@@ -129,25 +123,33 @@ def parse(text: str, source: str) -> list[Entry]:
     finally:
         if loader is not None:
             loader.dispose()
-    return [Entry(key, value, Place(source, lines.get(key))) for key, value in values.items()]
+    return [Entry(key, value, source, lines.get(key)) for key, value in values.items()]
 
 
-def parse_value(text: str) -> Any:
-    """A single YAML value, such as what follows `=` on the command line. Raises yaml.YAMLError or UserError."""
-    loader = _Loader(text)
-    loader.name = text
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `key=value`, with the value in YAML, into key and value. Raises UserError."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"--set {text}: expected key=value, such as --set train-iters=100 optimizer.params.lr=1e-3")
     try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+        loader = _Loader(value)
+        loader.name = text
+        try:
+            return key, loader.get_single_data()
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, UserError) as error:
+        raise UserError(
+            f"--set {text}: the value is not YAML; put quotes around text with special characters"
+        ) from error
 
 
 def _describe(error: yaml.YAMLError) -> str:
-    """`:LINE: not YAML: what is wrong`, on one line."""
+    """`:LINE: not YAML: PROBLEM`, on one line."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    where = f":{mark.line + 1}" if mark else ""
+    line = f":{mark.line + 1}" if mark else ""
     problem = " ".join(str(part) for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
-    if not problem:
-        problem = " ".join(str(error).split())
+    problem = problem or " ".join(str(error).split())
     hint = " (is a comma or a bracket missing before this line, or a tab in its indentation?)" if mark else ""
-    return f"{where}: not YAML: {problem}{hint}"
+    return f"{line}: not YAML: {problem}{hint}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.config.data_split import split_shares
+from megatron.config.schema import split_shares
 from megatron.utils.errors import UserError
 
 PARTS = ("train", "valid", "test")

@@ -1,36 +1,96 @@
-"""deepy.py from command line to exit status."""
+"""deepy.py's command line: which script to start, with which configuration and options."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.config import load_config
-from megatron.config.arguments import print_notices
-from megatron.launcher.command import ReservedPort, launcher_command, launcher_environment, with_addresses
-from megatron.launcher.command_line import USAGE, parse_command_line
+from megatron.config.command_line import take_overrides
+from megatron.launcher.deepspeed_runner import (
+    ReservedPort,
+    add_addresses,
+    launcher_environment,
+    run_launcher,
+    runner_command,
+)
 from megatron.launcher.resources import check_launcher, find_resources
-from megatron.launcher.supervision import run_to_end
+from megatron.launcher.script_arguments import print_notices
+from megatron.utils.errors import UserError
+
+USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
+
+Start SCRIPT on every GPU (without a GPU: on the CPU) with DeepSpeed's launcher.
+
+  SCRIPT.py             train.py, evaluate.py, generate.py, or a script that uses megatron.launcher.script_arguments
+  -d, --conf-dir DIR    folder of the configuration files
+  a.yml b.yml ...       configuration files to merge; .yml may be omitted; no key may appear in two of them
+  --set key=value ...   override keys (nested ones with dots: optimizer.params.lr=1e-3); repeatable
+  options of the script the first other option and everything after it (python SCRIPT.py --help lists them)
+
+All keys: configs/neox_arguments.md. The number and place of processes: the keys in its section Launcher."""
+
+
+@dataclass(frozen=True)
+class DeepyArguments:
+    """The parsed command line of deepy.py."""
+
+    script: Path
+    files: list[str]
+    config_dir: str | None
+    overrides: list[str]
+    script_options: list[str]
+
+
+def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
+    """Parse the words after `deepy.py`; None if they ask for help.
+
+    Raises UserError if the script does not exist or no configuration file is given.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        return None
+    script, *words = words
+    overrides, words = take_overrides(words)
+    files: list[str] = []
+    config_dir = None
+    while words and (not words[0].startswith("-") or words[0] in ("-d", "--conf-dir", "--conf_dir")):
+        word = words.pop(0)
+        if not word.startswith("-"):
+            files.append(word)
+        elif words:
+            config_dir = words.pop(0)
+        else:
+            raise UserError(f"{word} is the last word; it must be followed by the folder of the configuration files")
+    # The script may be in the working directory or next to deepy.py.
+    candidates = [folder / script for folder in (Path(), Path(__file__).resolve().parents[2])]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        raise UserError(f"{script}: no such script; the first word after deepy.py is the script, such as train.py")
+    if not files:
+        raise UserError(f"no configuration files were given for {script}; they come before the options of the script")
+    return DeepyArguments(path, files, config_dir, overrides, words)
 
 
 def main(words: Sequence[str]) -> int:
-    """Start what the words of a command line ask for, and return its exit status.
+    """Run deepy.py with the words of its command line, and return the exit status of the script.
 
-    Raises UserError before anything is started if the configuration, or what it asks of this machine, is wrong.
+    Raises UserError, before anything is started, if the configuration is wrong or does not fit this machine.
     """
-    request = parse_command_line(words)
-    if request is None:
+    arguments = parse_command_line(words)
+    if arguments is None:
         print(USAGE)
         return 0
-    config = load_config(request.files, request.config_dir, request.overrides)
+    config = load_config(arguments.files, arguments.config_dir, arguments.overrides)
     print_notices(config)
     resources = find_resources(config)
     check_launcher(config, resources)
-    copies = config.parallel.data_parallel_size(resources.world_size)
+    data_parallel_size = config.parallel.data_parallel_size(resources.world_size)
     if config.batch.given:
-        config.batch.resolve(copies)
+        config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
     print(f"deepy: {resources.describe()}", flush=True)
     environment, notes = launcher_environment(resources, os.environ)
     for note in notes:
         print(f"deepy: {note}", flush=True)
     with ReservedPort() as port:
-        config = with_addresses(config, resources, port.number)
-        return run_to_end(launcher_command(config, resources, request.script, request.script_options), environment)
+        config = add_addresses(config, resources, port.number)
+        return run_launcher(runner_command(config, resources, arguments.script, arguments.script_options), environment)

@@ -1,16 +1,17 @@
-"""On what a run takes place: hosts and slots from a hostfile, or the GPUs or processors of this machine."""
+"""Where a run takes place: the hosts and slots of a hostfile, or the GPUs or CPU of this machine."""
 
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config import Config, UserError
+from megatron.config import Config
+from megatron.utils.errors import UserError
 
-# Where DeepSpeed, and so GPT-NeoX, looks for a hostfile when none is named.
+# DeepSpeed and GPT-NeoX read this hostfile if none is given.
 DEFAULT_HOSTFILE = "/job/hostfile"
 
-# The program by which DeepSpeed recognizes each launcher.
+# The program whose presence tells DeepSpeed that a launcher is installed.
 PROGRAMS = {
     "pdsh": "pdsh",
     "slurm": "sinfo",
@@ -24,9 +25,9 @@ MPI_LAUNCHERS = ("openmpi", "mvapich", "mpich", "impi")
 
 @dataclass(frozen=True)
 class Resources:
-    """Slots by host, in rank order: GPU indices, or plain numbers on the CPU.
+    """Slots by host, in rank order: indices of GPUs, or of processes on the CPU.
 
-    `hostfile` is None when the run takes place on this machine alone.
+    `hostfile` is None if only this machine is used.
     """
 
     slots: dict[str, list[int]]
@@ -42,7 +43,7 @@ class Resources:
         return list(self.slots)
 
     def describe(self) -> str:
-        """One line for the user: how many processes, where, and why."""
+        """One line: how many processes, and where."""
         processes = f"{self.world_size} process{'es' * (self.world_size > 1)}"
         if self.hostfile is not None:
             return f"{processes} on {len(self.hosts)} host(s) of {self.hostfile}"
@@ -52,42 +53,45 @@ class Resources:
 
 
 def find_resources(config: Config) -> Resources:
-    """The slots this configuration asks for. Raises UserError if they are not there."""
+    """The slots that the configuration requests. Raises UserError if they are not available."""
     launcher = config.launcher
     hostfile = launcher.hostfile
     if hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
         hostfile = DEFAULT_HOSTFILE
     if hostfile is not None:
-        return _of_hostfile(config, hostfile)
-    if launcher.num_nodes > 1 or launcher.force_multi or launcher.launcher != "pdsh":
-        wanted = "force_multi" if launcher.force_multi else f"launcher {launcher.launcher}"
-        if launcher.num_nodes > 1:
-            wanted = f"num_nodes {launcher.num_nodes}"
-        raise UserError(
-            f"{wanted} needs a hostfile, one `HOST slots=N` line per node "
-            "(on Slurm: scontrol show hostnames | sed 's/$/ slots=8/' > hostfile); set hostfile"
-        )
-    return _of_this_machine(config)
+        return _resources_of_hostfile(config, hostfile)
+    if launcher.num_nodes > 1:
+        key = f"num_nodes {launcher.num_nodes}"
+    elif launcher.force_multi:
+        key = "force_multi"
+    elif launcher.launcher != "pdsh":
+        key = f"launcher {launcher.launcher}"
+    else:
+        return _resources_of_this_machine(config)
+    raise UserError(
+        f"{key} needs a hostfile with one `HOST slots=N` line per node "
+        "(on Slurm: scontrol show hostnames | sed 's/$/ slots=8/' > hostfile); set hostfile"
+    )
 
 
 def check_launcher(config: Config, resources: Resources) -> None:
-    """Raises UserError if the launcher for several nodes is not installed, or cannot do what the filters ask of it."""
+    """Raises UserError if the multi-node launcher is not installed, or does not support the keys that are set."""
     launcher = config.launcher
     if resources.hostfile is None or (len(resources.hosts) == 1 and not launcher.force_multi):
         return
     program = PROGRAMS[launcher.launcher]
     if shutil.which(program) is None:
-        others = ", ".join(name for name in PROGRAMS if name != launcher.launcher)
+        alternatives = ", ".join(name for name in PROGRAMS if name != launcher.launcher)
         raise UserError(
             f"launcher {launcher.launcher} is not installed here ({program} is not found); install it, or set launcher "
-            f"to one of {others}"
+            f"to one of {alternatives}"
         )
     filters = {name: getattr(launcher, name) for name in ("include", "exclude", "num_gpus", "num_nodes")}
-    given = [name for name, value in filters.items() if value not in (None, -1)]
-    if launcher.launcher in MPI_LAUNCHERS and given:
+    names = [name for name, value in filters.items() if value not in (None, -1)]
+    if launcher.launcher in MPI_LAUNCHERS and names:
         raise UserError(
-            f"launcher {launcher.launcher} uses the hostfile as it is; remove {', '.join(given)} "
-            f"and change {resources.hostfile}"
+            f"launcher {launcher.launcher} always uses the whole hostfile; remove {', '.join(names)} "
+            f"and edit {resources.hostfile}"
         )
     if launcher.launcher == "slurm":
         from deepspeed.launcher.multinode_runner import SlurmRunner
@@ -98,7 +102,7 @@ def check_launcher(config: Config, resources: Resources) -> None:
             raise UserError(f"launcher slurm: {error}") from error
 
 
-def _of_hostfile(config: Config, hostfile: str) -> Resources:
+def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
     from deepspeed.launcher.runner import apply_num_nodes_and_gpus, fetch_hostfile, parse_inclusion_exclusion
 
     launcher = config.launcher
@@ -112,30 +116,30 @@ def _of_hostfile(config: Config, hostfile: str) -> Resources:
     if launcher.num_nodes > len(slots):
         raise UserError(f"num_nodes is {launcher.num_nodes}, but {hostfile} lists {len(slots)} host(s)")
     if launcher.num_gpus is not None:
-        small = [host for host, there in slots.items() if len(there) < launcher.num_gpus]
+        small = [host for host, host_slots in slots.items() if len(host_slots) < launcher.num_gpus]
         if small:
-            raise UserError(f"num_gpus is {launcher.num_gpus}, but {hostfile} gives fewer slots to {', '.join(small)}")
+            raise UserError(f"num_gpus is {launcher.num_gpus}, but {', '.join(small)} has fewer slots in {hostfile}")
     slots = apply_num_nodes_and_gpus(slots, launcher.num_nodes, launcher.num_gpus or -1)
     if not slots:
         raise UserError(f"hostfile {hostfile}: include and exclude leave no host")
     return Resources(dict(slots), hostfile, on_cpu=False)
 
 
-def _of_this_machine(config: Config) -> Resources:
+def _resources_of_this_machine(config: Config) -> Resources:
     launcher = config.launcher
+    filters = (launcher.include or "", launcher.exclude or "")
     gpus = _visible_gpus()
     if gpus is None:
-        if launcher.include is not None or launcher.exclude is not None:
-            raise UserError("include and exclude name GPUs, and this machine has none; use num_gpus for processes")
+        if any(filters):
+            raise UserError("include and exclude select GPUs, but this machine has none; use num_gpus")
         return Resources({"localhost": list(range(launcher.num_gpus or 1))}, None, on_cpu=True)
-    if launcher.include is not None or launcher.exclude is not None:
+    if any(filters):
         from deepspeed.launcher.runner import parse_resource_filter
 
         try:
-            kept = parse_resource_filter({"localhost": gpus}, launcher.include or "", launcher.exclude or "")
+            gpus = parse_resource_filter({"localhost": gpus}, *filters).get("localhost", [])
         except ValueError as error:
             raise UserError(f"include / exclude: {error}; without a hostfile the host is localhost") from error
-        gpus = kept.get("localhost", [])
         if not gpus:
             raise UserError("include and exclude leave no GPU")
     if launcher.num_gpus is not None:
@@ -146,7 +150,7 @@ def _of_this_machine(config: Config) -> Resources:
 
 
 def _visible_gpus() -> list[int] | None:
-    """Indices of the GPUs this process may use (CUDA_VISIBLE_DEVICES respected), or None without GPU."""
+    """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None without a GPU."""
     import torch
 
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
@@ -158,6 +162,6 @@ def _visible_gpus() -> list[int] | None:
         return [int(index) for index in visible.split(",")]
     except ValueError:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES is {visible}; DeepSpeed's launcher takes GPU indices only: give indices such as "
-            "0,1, or start the script without deepy.py on one GPU"
+            f"CUDA_VISIBLE_DEVICES is {visible}, but DeepSpeed's launcher accepts only GPU indices, such "
+            "as 0,1; use indices, or start the script without deepy.py on one GPU"
         ) from None

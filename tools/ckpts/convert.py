@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    from megatron.config.option_parser import OptionParser
+    from megatron.config.command_line import OptionParser
 
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -92,6 +92,6 @@ def main(arguments: list[str] | None = None) -> None:
 if __name__ == "__main__":
     # In place of this script's folder, whose inspect.py is not the standard library's.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from megatron.config.arguments import run_main
+    from megatron.config.command_line import run_main
 
     sys.exit(run_main(main))

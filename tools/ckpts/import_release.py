@@ -16,7 +16,7 @@ from typing import Any
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    from megatron.config.option_parser import OptionParser
+    from megatron.config.command_line import OptionParser
 
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
@@ -145,6 +145,6 @@ def _number(value: float) -> str:
 if __name__ == "__main__":
     # In place of this script's folder, whose inspect.py is not the standard library's.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from megatron.config.arguments import run_main
+    from megatron.config.command_line import run_main
 
     sys.exit(run_main(main))

@@ -32,8 +32,7 @@ from megatron.checkpoint.directory import (
 from megatron.checkpoint.inspection import describe, differences
 from megatron.checkpoint.layers import embedding_rows, open_layers
 from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.config.arguments import run_main
-from megatron.config.option_parser import OptionParser
+from megatron.config.command_line import OptionParser, run_main
 from megatron.model.settings import ModelSettings
 
 

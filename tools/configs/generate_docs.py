@@ -7,8 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from megatron.config.command_line import OptionParser  # noqa: E402
 from megatron.config.generate_docs import generate  # noqa: E402
-from megatron.config.option_parser import OptionParser  # noqa: E402
 
 DOCUMENT = ROOT / "configs" / "neox_arguments.md"
 

@@ -1,19 +1,20 @@
-"""What all groups share: the base model, the field helper and the value types.
+"""The base class of all groups, the declaration of a key, and the value types.
 
-A field's path is where its value stands in the YAML: `("save",)` for a key of its own, `("optimizer", "params", "lr")`
-for a nested one; a path that ends in `"*"` collects what no other field claims under that key.
+The path of a key is its place in the YAML: `("save",)` for a top-level key, `("optimizer", "params", "lr")` for a
+nested one. A path that ends in `"*"` collects all keys of that mapping that no other field claims.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+KeyPath = tuple[str, ...]
 REST = "*"
 
 
 class Group(BaseModel):
-    """A frozen set of keys. Strict: text is no number, a number is no truth value; unknown names are refused."""
+    """A frozen group of keys. Strict: no implicit type conversion ("2" is not 2, 1 is not true), no unknown names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -27,51 +28,56 @@ def key(
     placeholders: bool = False,
     **constraints: Any,
 ) -> Any:
-    """Declare a key of the configuration.
+    """Declare a key.
 
-    default: the value without the key, or `...` where the key must be given.
-    path: dotted place in the YAML when that is not the field's own name.
-    aliases: other dotted places that mean the same; giving two of them is an error.
-    placeholders: `{key}` in the value is replaced by that key's value.
-    constraints: pydantic's (ge, gt, le, lt, min_length ...).
+    Args:
+        default: its value if it is not set; `...` if it is required.
+        path: its dotted path in the YAML, if that is not the name of the field.
+        aliases: other dotted paths with the same meaning; setting two of them is an error.
+        placeholders: `{key}` in the value is replaced by the value of that key.
+        constraints: passed to pydantic's Field (ge, gt, le, lt, min_length ...).
     """
     extra = {"path": path, "aliases": list(aliases), "placeholders": placeholders}
-    return Field(default, description=" ".join(description.split()), json_schema_extra=extra, **constraints)
+    return Field(default, description=" ".join(description.split()), json_schema_extra=cast(Any, extra), **constraints)
 
 
-def field_path(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Where the value of a field stands in the YAML."""
-    return tuple((field.json_schema_extra["path"] or name).split("."))
+def field_path(name: str, field: FieldInfo) -> KeyPath:
+    """The path of a field in the YAML."""
+    return tuple((_extra(field)["path"] or name).split("."))
 
 
-def field_aliases(field: FieldInfo) -> list[tuple[str, ...]]:
-    """Other places in the YAML with the same meaning."""
-    return [tuple(alias.split(".")) for alias in field.json_schema_extra["aliases"]]
+def field_aliases(field: FieldInfo) -> list[KeyPath]:
+    """Other paths in the YAML with the same meaning."""
+    return [tuple(alias.split(".")) for alias in _extra(field)["aliases"]]
 
 
-def _whole_number(value: Any) -> Any:
-    """1.0e5 is a float to YAML, but a whole number to whoever wrote it."""
+def has_placeholders(field: FieldInfo) -> bool:
+    """True if `{key}` in the value of the field is replaced."""
+    return bool(_extra(field)["placeholders"])
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    return cast(dict[str, Any], field.json_schema_extra)
+
+
+def _integer(value: Any) -> Any:
+    """YAML reads 1.0e5 as a float; it is accepted as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _list_of_text(value: Any) -> Any:
+    """A single text is accepted without the brackets of a list."""
+    return [value] if isinstance(value, str) else value
 
 
-def _paths(value: Any) -> Any:
-    """One path may be given without the brackets of a list."""
-    return (value,) if isinstance(value, str) else _tuple(value)
-
-
-def _lower(value: Any) -> Any:
+def _lower_case(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-Int = Annotated[int, BeforeValidator(_whole_number)]
-Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], BeforeValidator(_tuple)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_paths)]
-Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_tuple)]
-Betas = Annotated[
-    tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], BeforeValidator(_tuple)
-]
-CaseInsensitive = BeforeValidator(_lower)
+# Strict(False): YAML has lists, not tuples. The items are still strict.
+Int = Annotated[int, BeforeValidator(_integer)]
+Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
+Texts = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_list_of_text)]
+Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
+Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)]
+CaseInsensitive = BeforeValidator(_lower_case)

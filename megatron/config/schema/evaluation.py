@@ -1,4 +1,4 @@
-"""What is done with a trained model: extrapolation, tasks, text."""
+"""Keys of evaluation and text generation."""
 
 from typing import Literal
 
@@ -9,32 +9,32 @@ class EvaluationConfig(Group):
     """Evaluation"""
 
     eval_tasks: Texts | None = key(
-        None, "Tasks of lm-evaluation-harness that evaluate.py runs, instead of measuring extrapolation."
+        None, "Tasks of lm-evaluation-harness that evaluate.py runs instead of measuring extrapolation."
     )
-    eval_num_fewshot: Int | None = key(None, "Examples before each question of a task. Default: the task's.", ge=0)
+    eval_num_fewshot: Int | None = key(None, "Few-shot examples per question. Default: the task's own number.", ge=0)
     eval_limit: float | None = key(
-        None, "Documents per task at most; below 1, the share of them. Default: all of them.", gt=0
+        None, "Maximum number of documents per task; below 1, a fraction of them. Default: all.", gt=0
     )
-    eval_include_path: Texts | None = key(None, "Folders with task files (YAML) of your own.")
+    eval_include_path: Texts | None = key(None, "Folders with further task files (YAML).")
     eval_max_length: Int | None = key(
         None,
-        """Tokens that tasks give to the model at once: longer prompts lose their beginning, longer documents are read
-        in windows. Default: no prompt is cut; windows of up to 16 times the training length.""",
+        """Maximum number of tokens per model call in tasks: longer prompts are cut at the start, longer documents are
+        split into windows. Default: prompts are not cut; windows have up to 16 times the training length.""",
         ge=1,
     )
     lengths: Ints | None = key(
         None,
-        "Lengths, in tokens, at which perplexity is measured. Default: the training length, doubled up to 16 times it.",
+        "Lengths, in tokens, at which perplexity is measured. Default: the training length times 1, 2, 4, 8 and 16.",
         path="evaluation_lengths",
     )
     tokens: Int | None = key(
         None,
-        "Tokens to score; the same ones at every length. Default: the whole validation split.",
+        "Number of tokens to score, the same ones at every length. Default: the whole validation split.",
         path="eval_tokens",
         ge=1,
     )
     eval_results_prefix: str | None = key(
-        None, "Folder of the report; evaluate.py's --output is the same.", placeholders=True
+        None, "Folder of the report; same as evaluate.py --output.", placeholders=True
     )
 
 
@@ -43,22 +43,16 @@ class GenerationConfig(Group):
 
     text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = key(
         None,
-        "unconditional: from nothing; input-file: prompts of sample_input_file; interactive: prompts from the console.",
+        "unconditional: no prompt; input-file: prompts from sample_input_file; interactive: prompts from the console.",
     )
-    temperature: float = key(0.0, "Logits are divided by this before sampling. 0: always the likeliest token.", ge=0)
+    temperature: float = key(0.0, "Sampling temperature. 0: greedy decoding.", ge=0)
     top_p: float = key(
-        0.0, "Sample from the likeliest tokens that hold this probability together. 0: from all.", ge=0, le=1
+        0.0, "Nucleus sampling: sample from the most likely tokens with this total probability. 0: off.", ge=0, le=1
     )
-    top_k: Int = key(0, "Sample from this many likeliest tokens. 0: from all.", ge=0)
-    maximum_tokens: Int = key(64, "Tokens to generate per sample.", ge=1)
-    num_samples: Int = key(1, "Samples to generate without prompts, or per prompt.", ge=1)
-    prompt_end: str = key("\n", "What ends a prompt, in the interactive mode and in a file of prompts.")
-    sample_input_file: str | None = key(
-        None, "File of prompts, each ended by prompt_end; generate.py's -i is the same."
-    )
-    sample_output_file: str | None = key(
-        "samples.txt", "File for the generated text, as JSON lines.", placeholders=True
-    )
-    recompute: bool = key(
-        False, "True: compute the whole prefix anew for every token, without a cache of keys and values."
-    )
+    top_k: Int = key(0, "Sample from this many most likely tokens. 0: from all.", ge=0)
+    maximum_tokens: Int = key(64, "Maximum number of tokens to generate per sample.", ge=1)
+    num_samples: Int = key(1, "Number of samples, in total or per prompt.", ge=1)
+    prompt_end: str = key("\n", "Separator of prompts, in the interactive mode and in the prompt file.")
+    sample_input_file: str | None = key(None, "File of prompts, separated by prompt_end; same as generate.py -i.")
+    sample_output_file: str | None = key("samples.txt", "Output file, in JSON lines.", placeholders=True)
+    recompute: bool = key(False, "True: generate without a KV cache, computing the whole prefix for every token.")

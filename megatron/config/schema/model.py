@@ -1,4 +1,4 @@
-"""The model: sizes, positional method, initialization."""
+"""Keys of the model: sizes, positional method, initialization, attention."""
 
 from typing import Annotated, Any, Literal
 
@@ -26,20 +26,19 @@ class ModelConfig(Group):
     num_layers: Int = key(..., "Number of transformer blocks.", ge=1)
     hidden_size: Int = key(..., "Width of the residual stream. Must be divisible by num_attention_heads.", ge=1)
     num_attention_heads: Int = key(..., "Attention heads per block. Must be divisible by model_parallel_size.", ge=1)
-    seq_length: Int = key(..., "Training length, in tokens.", ge=1)
+    seq_length: Int = key(..., "Sequence length of training, in tokens.", ge=1)
     max_position_embeddings: Int = key(
         None,
-        """Rows of the table of `pos_emb: learned`, in positions; other methods have no table and no limit.
-        Default: seq_length.""",
+        "Number of positions of `pos_emb: learned`; other methods have no limit. Default: seq_length.",
         ge=1,
     )
     norm: Literal["layernorm", "rmsnorm"] = key(
-        "layernorm", "Normalization before attention, before the MLP and at the end of the model."
+        "layernorm", "Normalization before attention, before the MLP and after the last block."
     )
-    layernorm_epsilon: float = key(1e-5, "layernorm: added to the variance.", gt=0)
-    rms_norm_epsilon: float = key(1e-8, "rmsnorm: added to the mean square.", gt=0)
+    layernorm_epsilon: float = key(1e-5, "Epsilon of layernorm, added to the variance.", gt=0)
+    rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm, added to the mean square.", gt=0)
     no_weight_tying: bool = key(
-        False, "True: the output layer has weights of its own. False: it uses those of the token embedding."
+        False, "True: the output layer has its own weights. False: it shares those of the token embedding."
     )
     pos_emb: str = key(
         "learned",
@@ -49,30 +48,26 @@ class ModelConfig(Group):
         dape_alibi, dape_fire, dape_v2, dape_v2_kerple, dape_v2_alibi, dape_v2_fire, or a method registered by
         pos_emb_module.""",
     )
-    pos_emb_options: dict[str, Any] = key(
-        {}, "Options handed to the positional method by name; an unknown one is refused with the known ones."
-    )
+    pos_emb_options: dict[str, Any] = key({}, "Options of the positional method, by name.")
     pos_emb_module: str | None = key(
-        None, "Python file (path/to/file.py) or module that registers further positional methods when it is imported."
+        None, "Python file (path/to/file.py) or module that registers further positional methods when imported."
     )
     release_bf16_distances: bool = key(
         False,
-        """True: KERPLE's and ALiBi's distances and biases are rounded to bfloat16, as in the KERPLE release, where
-        distances above 256 lost their last digits. For checking its numbers only.""",
+        """True: round the distances and biases of KERPLE and ALiBi to bfloat16, as the KERPLE release did. Distances
+        above 256 lose their last digits. Only for reproducing its numbers.""",
     )
-    rotary_pct: float = key(1.0, "Share of each head's dimensions that rotary rotates.", gt=0, le=1)
-    rotary_emb_base: Int = key(10000, "Base of rotary's wavelengths.", gt=1)
-    rpe_num_buckets: Int = key(32, "T5: number of distance buckets.", ge=2)
-    rpe_max_distance: Int = key(128, "T5: distance, in tokens, from which on all keys share the last bucket.", ge=2)
+    rotary_pct: float = key(1.0, "rotary: fraction of each head's dimensions that is rotated.", gt=0, le=1)
+    rotary_emb_base: Int = key(10000, "rotary: base of the wavelengths.", gt=1)
+    rpe_num_buckets: Int = key(32, "rpe (T5): number of distance buckets.", ge=2)
+    rpe_max_distance: Int = key(128, "rpe (T5): distance, in tokens, from which all keys share the last bucket.", ge=2)
     activation: Literal["gelu", "relu", "silu"] = key("gelu", "Activation of the MLP.")
     bias_gelu_fusion: bool = key(
-        False,
-        """True: GELU in its tanh form, which is what GPT-NeoX's fused kernel computes; nothing is compiled. False: the
-        exact form.""",
+        False, "True: the tanh approximation of GELU, as in GPT-NeoX's fused kernel. False: exact GELU."
     )
-    init_method: InitMethod = key("normal", "Initialization of all other matrices than those of the next key.")
+    init_method: InitMethod = key("normal", "Initialization of all matrices except those of output_layer_init_method.")
     output_layer_init_method: InitMethod = key(
-        "scaled_normal", "Initialization of the matrices that write to the residual stream, out of attention and MLP."
+        "scaled_normal", "Initialization of the output projections of attention and MLP."
     )
     init_method_std: float = key(0.02, "Standard deviation of the normal initializations.", gt=0)
     hidden_dropout: float = key(0.0, "Dropout probability after embedding, attention and MLP.", ge=0, lt=1)
@@ -81,47 +76,49 @@ class ModelConfig(Group):
         128, "The vocabulary is padded to a multiple of this times model_parallel_size.", ge=1
     )
     padded_vocab_size: Int | None = key(
-        None, "Vocabulary size after padding. Default: computed from the tokenizer; must not be smaller.", ge=1
+        None, "Vocabulary size after padding; at least that of the tokenizer. Default: computed.", ge=1
     )
     attention_backend: Annotated[Literal["auto", "reference", "sdpa", "chunked", "flex", "fused"], CaseInsensitive] = (
         key(
             "auto",
-            """How attention is computed: reference keeps the whole score matrix, sdpa uses PyTorch's fused kernels,
-            chunked takes the queries in blocks, in memory linear in the length, flex is PyTorch's FlexAttention, fused
-            our own kernels for GPUs. auto takes the fastest that serves the method.""",
+            """How attention is computed. reference: plain PyTorch with the whole score matrix; sdpa: PyTorch's
+            scaled_dot_product_attention; chunked: blocks of queries, memory linear in the sequence length; flex:
+            PyTorch's FlexAttention; fused: this project's Triton kernels (GPU); auto: the fastest one that supports the
+            positional method.""",
         )
     )
     gpt_j_residual: bool = key(
-        False, "True: x + attention(norm1(x)) + mlp(norm2(x)). False: the MLP sees the attention's output."
+        False,
+        "True: parallel residual, x + attention(norm1(x)) + mlp(norm2(x)). False: the MLP follows the attention.",
     )
     output_layer_parallelism: Literal["column"] = key(
-        "column", "Dimension of the output layer that tensor parallelism splits: column, the vocabulary."
+        "column", "Dimension of the output layer that tensor parallelism splits: column is the vocabulary."
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _table_as_long_as_training(cls, values: Any) -> Any:
+    def _default_max_position_embeddings(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("max_position_embeddings") is None and "seq_length" in values:
             return {**values, "max_position_embeddings": values["seq_length"]}
         return values
 
-    @property
-    def positional_options(self) -> dict[str, Any]:
-        """Options of the positional method: GPT-NeoX's own keys where the method has them, then pos_emb_options."""
-        neox: dict[str, dict[str, Any]] = {
-            "rotary": {"fraction": self.rotary_pct, "base": self.rotary_emb_base},
-            "rpe": {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance},
-        }
-        return {**neox.get(self.pos_emb, {}), **self.pos_emb_options}
-
     @model_validator(mode="after")
-    def _only_the_release_rounded(self) -> "ModelConfig":
+    def _check_release_bf16_distances(self) -> "ModelConfig":
         if self.release_bf16_distances and not self.pos_emb.startswith(("kerple_", "alibi")):
             raise UserError(
-                '"release_bf16_distances": the release computed distances in bfloat16 for KERPLE and ALiBi, '
+                '"release_bf16_distances": the release computed distances in bfloat16 only for KERPLE and ALiBi, '
                 f"not for pos_emb {self.pos_emb}; remove the key"
             )
         return self
+
+    @property
+    def positional_options(self) -> dict[str, Any]:
+        """Options of the positional method: GPT-NeoX's rotary and rpe keys, then pos_emb_options."""
+        neox_options: dict[str, dict[str, Any]] = {
+            "rotary": {"fraction": self.rotary_pct, "base": self.rotary_emb_base},
+            "rpe": {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance},
+        }
+        return {**neox_options.get(self.pos_emb, {}), **self.pos_emb_options}
 
     @property
     def head_size(self) -> int:

@@ -1,8 +1,8 @@
-"""How the work is spread over processes, and how many samples make a step."""
+"""Keys of the processes: how deepy.py starts them, how they share the model, and how many samples make a step."""
 
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
-from megatron.config.schema.base import Group, Int, key
+from megatron.config.schema.base import CaseInsensitive, Group, Int, key
 from megatron.utils.errors import UserError
 
 
@@ -11,93 +11,127 @@ class ParallelConfig(Group):
 
     pipe_parallel_size: Int = key(
         0,
-        """Pipeline stages. 0: the model is one sequence of layers (needed for ZeRO 2 and 3), and so it is with 1;
-        2 or more: DeepSpeed's PipelineModule.""",
+        """Pipeline stages. 0 or 1: no pipeline (ZeRO 2 and 3 require 0); 2 or more: DeepSpeed's PipelineModule.""",
         ge=0,
     )
-    model_parallel_size: Int = key(1, "Processes that share each layer's matrices (tensor parallelism).", ge=1)
+    model_parallel_size: Int = key(1, "Tensor parallelism: ranks that share the matrices of each layer.", ge=1)
     distributed_backend: Literal["nccl", "gloo", "mpi", "ccl"] | None = key(
-        None, "Backend of torch.distributed. Default: nccl on CUDA, gloo on CPU."
+        None, "Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."
     )
-    fp32_allreduce: bool = key(False, "True: gradients are averaged over data-parallel processes in float32.")
+    fp32_allreduce: bool = key(False, "True: average gradients over the data-parallel ranks in float32.")
     pipe_partition_method: str = key(
         "type:transformer|mlp",
-        """How layers are dealt to pipeline stages: parameters (equal parameter counts), uniform (equal layer counts),
-        or type:REGEX (equal counts of layers whose class name matches).""",
+        """How layers are distributed over pipeline stages: parameters (equal parameter counts), uniform (equal layer
+        counts), or type:REGEX (equal counts of the layers whose class name matches).""",
     )
 
     @property
-    def model_parallel_world(self) -> int:
-        """Processes that hold one copy of the model together."""
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one replica of the model together."""
         return max(1, self.pipe_parallel_size) * self.model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among world_size processes.
-
-        Raises UserError if the processes cannot be divided into whole copies.
-        """
-        copies, rest = divmod(world_size, self.model_parallel_world)
-        if copies == 0 or rest:
+        """Replicas of the model among `world_size` ranks. Raises UserError if the ranks cannot be divided."""
+        replicas, remainder = divmod(world_size, self.ranks_per_replica)
+        if replicas == 0 or remainder:
             raise UserError(
-                f"{world_size} process(es) cannot hold whole copies of a model that takes {self.model_parallel_world}: "
+                f"{world_size} process(es) cannot be divided into replicas of {self.ranks_per_replica}: "
                 f"pipe_parallel_size {self.pipe_parallel_size} times model_parallel_size {self.model_parallel_size}; "
-                f"use a multiple of {self.model_parallel_world} processes (num_gpus)"
+                f"use a multiple of {self.ranks_per_replica} processes (num_gpus)"
             )
-        return copies
+        return replicas
+
+
+class BatchSizes(NamedTuple):
+    """global_batch = micro_batch * accumulation * data-parallel size, in sequences."""
+
+    micro_batch: int
+    accumulation: int
+    global_batch: int
 
 
 class BatchConfig(Group):
     """Batch"""
 
     train_batch_size: Int | None = key(
-        None, "Sequences per optimizer step, over all processes. Default: computed from the two keys below.", ge=1
+        None, "Sequences per optimizer step, over all ranks. Default: computed from the next two keys.", ge=1
     )
     train_micro_batch_size_per_gpu: Int | None = key(
-        None, "Sequences per forward pass and process. Default: computed from train_batch_size.", ge=1
+        None, "Sequences per forward pass and rank. Default: computed from train_batch_size.", ge=1
     )
     gradient_accumulation_steps: Int | None = key(
-        None, "Forward passes per optimizer step. Default: computed from the other two, or 1.", ge=1
+        None, "Forward passes per optimizer step. Default: computed from the other two keys, or 1.", ge=1
     )
 
     @property
     def given(self) -> bool:
-        """True if a batch size was given at all; evaluation and generation need none."""
+        """True if a batch size is set; evaluation and generation need none."""
         return self.train_batch_size is not None or self.train_micro_batch_size_per_gpu is not None
 
-    def resolve(self, data_parallel_size: int) -> tuple[int, int, int]:
-        """Complete the three sizes for this many data-parallel processes.
+    def resolve(self, data_parallel_size: int) -> BatchSizes:
+        """All three sizes for this number of replicas. Raises UserError if the given sizes contradict each other."""
+        global_batch, micro_batch = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        accumulation = self.gradient_accumulation_steps
 
-        Returns (micro-batch, accumulation steps, global batch), with global = micro-batch * accumulation * processes.
-        Raises UserError, with the arithmetic, if the given sizes do not fit each other.
-        """
-        total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
-        steps = self.gradient_accumulation_steps
-        if not self.given:
-            raise UserError("no batch size: give train_micro_batch_size_per_gpu or train_batch_size")
-        if total is None:
-            steps = steps or 1
-            return micro, steps, micro * steps * data_parallel_size
-        if micro is None:
-            steps = steps or 1
-            micro = _divide(total, "gradient_accumulation_steps", steps, data_parallel_size)
-        elif steps is None:
-            steps = _divide(total, "train_micro_batch_size_per_gpu", micro, data_parallel_size)
-        product = micro * steps * data_parallel_size
-        if product != total:
+        def divide(total: int, key: str, value: int) -> int:
+            divisor = value * data_parallel_size
+            if total % divisor:
+                raise UserError(
+                    f"train_batch_size {total} is not a multiple of {key} {value} * {data_parallel_size} data-parallel "
+                    f"rank(s) = {divisor}"
+                )
+            return total // divisor
+
+        if global_batch is None:
+            if micro_batch is None:
+                raise UserError("no batch size: set train_micro_batch_size_per_gpu or train_batch_size")
+            accumulation = accumulation or 1
+            return BatchSizes(micro_batch, accumulation, micro_batch * accumulation * data_parallel_size)
+        if micro_batch is None:
+            accumulation = accumulation or 1
+            micro_batch = divide(global_batch, "gradient_accumulation_steps", accumulation)
+        elif accumulation is None:
+            accumulation = divide(global_batch, "train_micro_batch_size_per_gpu", micro_batch)
+        product = micro_batch * accumulation * data_parallel_size
+        if product != global_batch:
             raise UserError(
-                f"train_batch_size is {total}, but train_micro_batch_size_per_gpu {micro} * "
-                f"gradient_accumulation_steps {steps} * {data_parallel_size} data-parallel process(es) = {product}; "
-                "give two of the three, or make them fit"
+                f"train_batch_size is {global_batch}, but train_micro_batch_size_per_gpu {micro_batch} * "
+                f"gradient_accumulation_steps {accumulation} * {data_parallel_size} data-parallel rank(s) = {product}; "
+                "set only two of the three, or change them to match"
             )
-        return micro, steps, total
+        return BatchSizes(micro_batch, accumulation, global_batch)
 
 
-def _divide(total: int, name: str, value: int, data_parallel_size: int) -> int:
-    """total / (value * data_parallel_size), which must be a whole number."""
-    divisor = value * data_parallel_size
-    if total % divisor:
-        raise UserError(
-            f"train_batch_size {total} is not a multiple of {name} {value} * {data_parallel_size} data-parallel "
-            f"process(es) = {divisor}"
-        )
-    return total // divisor
+class LauncherConfig(Group):
+    """Launcher"""
+
+    hostfile: str | None = key(
+        None,
+        "File with one `HOST slots=N` line per node. Default: /job/hostfile if it exists, else only this machine.",
+    )
+    include: str | None = key(
+        None, "Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Not with num_gpus or num_nodes."
+    )
+    exclude: str | None = key(None, "Hosts and slots not to use, in the same form. Not with num_gpus or num_nodes.")
+    num_nodes: Int = key(-1, "Number of nodes, taken from the start of the hostfile. -1: all.", ge=-1)
+    num_gpus: Int | None = key(
+        None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1
+    )
+    master_addr: str | None = key(
+        None, "Address of the first node. Default: with pdsh, queried over ssh; else the name of the first host."
+    )
+    master_port: Int | None = key(
+        None,
+        "Port of the first node for torch.distributed. Default: a free port; on several nodes 29500.",
+        ge=1,
+        le=65535,
+    )
+    launcher: Annotated[Literal["pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm"], CaseInsensitive] = key(
+        "pdsh", "Program that starts processes on other nodes."
+    )
+    deepspeed_slurm: bool = key(False, "True: Slurm assigns the ranks. Implied by `launcher: slurm`.")
+    deepspeed_mpi: bool = key(False, "True: MPI assigns the ranks. Implied by the MPI launchers.")
+    force_multi: bool = key(False, "True: use the multi-node launcher even for one node.")
+    no_ssh_check: bool = key(False, "True: do not test ssh to the first node before starting.")
+    comment: str | None = key(None, "Slurm: --comment of the job step.")
+    account: str | None = key(None, "Slurm: --account of the job step.")

@@ -1,10 +1,205 @@
-"""The training loop: intervals, memory, and where its numbers go."""
+"""Keys of a training run: data, optimizer, schedule, precision, intervals, checkpoints and logs."""
 
-from typing import Any
+import math
+from typing import Annotated, Any, Literal
 
-from megatron.config.schema.base import Group, Int, Ints, key
+from pydantic import model_validator
+
+from megatron.config.schema.base import Betas, CaseInsensitive, Group, Int, Ints, Texts, Weights, key
+from megatron.optimizers import OPTIMIZERS, OptimizerType
+from megatron.utils.errors import UserError
 
 EXTRAPOLATION_TOKENS = 65_536
+_OPTIMIZER_DEFAULTS = OPTIMIZERS["adam"].defaults
+_NUM_SPLITS = 3
+
+# DeepSpeed's ZeRO keys, and GPT-NeoX's cpu_offload.
+ZeroKey = Literal[
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "cpu_offload",
+    "elastic_checkpoint",
+    "ignore_unused_parameters",
+    "load_from_fp32_weights",
+    "memory_efficient_linear",
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "parameter_alignment",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+]
+
+
+class DataConfig(Group):
+    """Data"""
+
+    data_path: str | None = key(None, "Prefix of the dataset (path without .bin and .idx), which `split` divides.")
+    train_data_paths: Texts | None = key(None, "Prefixes of training datasets, instead of data_path.")
+    valid_data_paths: Texts | None = key(None, "Prefixes of validation datasets.")
+    test_data_paths: Texts | None = key(None, "Prefixes of test datasets.")
+    train_data_weights: Weights | None = key(None, "Weights of the training datasets in the blend. Default: equal.")
+    valid_data_weights: Weights | None = key(None, "Weights of the validation datasets. Default: equal.")
+    test_data_weights: Weights | None = key(None, "Weights of the test datasets. Default: equal.")
+    weight_by_num_documents: bool = key(
+        False,
+        """True: weight each dataset of a blend by (number of its documents)^weighted_sampler_alpha, instead of by the
+        given weights. (This is GPT-NeoX's documented rule; its code also multiplies by 1 - weight.)""",
+    )
+    weighted_sampler_alpha: float = key(
+        1.0, "Exponent of weight_by_num_documents: below 1 favours small datasets, 0 weights all equally.", ge=0
+    )
+    split: str = key("969, 30, 1", "Proportions of training, validation and test documents in data_path.")
+    data_impl: Literal["infer", "mmap"] = key(
+        "infer", "Format of the dataset: mmap (.bin and .idx) is the only one, so infer means the same."
+    )
+    num_workers: Int = key(2, "Processes per rank that prefetch batches. 0: read in the training process.", ge=0)
+    data_cache_path: str | None = key(None, "Folder for the shuffled sample indices. Default: next to the dataset.")
+    eod_mask_loss: bool = key(False, "True: exclude the token after each end-of-document token from the loss.")
+
+
+def split_shares(split: str) -> list[float]:
+    """Shares of training, validation and test documents from the key `split`. Not normalized; missing ones are 0.
+
+    Raises UserError unless `split` is one to three non-negative numbers with a positive sum.
+    """
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= _NUM_SPLITS or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+        raise UserError(f"split {split!r} is not of the form TRAIN,VALID,TEST, for example 949,50,1")
+    return shares + [0.0] * (_NUM_SPLITS - len(shares))
+
+
+class TokenizerConfig(Group):
+    """Tokenizer"""
+
+    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"] = key(
+        "GPT2BPETokenizer",
+        """GPT2BPETokenizer: vocab_file (JSON) and merge_file of GPT-2; HFTokenizer: vocab_file is a tokenizer.json of
+        Hugging Face tokenizers; CharLevelTokenizer: one token per UTF-8 byte, no files.""",
+    )
+    vocab_file: str | None = key(None, "Vocabulary file of the tokenizer.")
+    merge_file: str | None = key(None, "Merges file of GPT-2's BPE.")
+
+
+class OptimizerConfig(Group):
+    """Optimizer"""
+
+    type: Annotated[OptimizerType, CaseInsensitive] = key(
+        "adam",
+        "Adam or AdamW, case-insensitive. Both decouple the weight decay, as in GPT-NeoX.",
+        path="optimizer.type",
+    )
+    lr: float = key(
+        _OPTIMIZER_DEFAULTS["lr"], "Peak learning rate, reached after the warmup.", path="optimizer.params.lr", ge=0
+    )
+    betas: Betas = key(
+        _OPTIMIZER_DEFAULTS["betas"],
+        "Adam's decay rates of the first and second moment.",
+        path="optimizer.params.betas",
+    )
+    eps: float = key(_OPTIMIZER_DEFAULTS["eps"], "Adam's epsilon.", path="optimizer.params.eps", gt=0)
+    params: dict[Literal["apex", "adam_w_mode"], bool] = key(
+        {},
+        """apex: true uses NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
+        adam_w_mode: false adds the weight decay to the gradient (L2) instead of decoupling it.""",
+        path="optimizer.params.*",
+    )
+    weight_decay: float = key(
+        0.1,
+        "Weight decay. Norms, biases and positional parameters have none.",
+        aliases=("optimizer.params.weight_decay",),
+        ge=0,
+    )
+    gradient_clipping: float = key(1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0)
+    zero_stage: Int = key(
+        0,
+        """ZeRO stage. 0: off; 1: shards the optimizer state over the data-parallel ranks; 2: also the gradients; 3:
+        also the parameters. 2 and 3 require pipe_parallel_size 0.""",
+        path="zero_optimization.stage",
+        ge=0,
+        le=3,
+    )
+    zero: dict[ZeroKey, Any] = key(
+        {},
+        """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/), except that
+        cpu_offload: true becomes offload_optimizer: {device: cpu}.""",
+        path="zero_optimization.*",
+    )
+
+
+class ScheduleConfig(Group):
+    """Learning-rate schedule"""
+
+    train_iters: Int | None = key(None, "Total number of optimizer steps. 0: evaluate only.", ge=0)
+    lr_decay_iters: Int | None = key(None, "Step at which the decay ends. Default: train_iters.", ge=1)
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key("linear", "Shape of the decay.")
+    min_lr: float = key(0.0, "Lower bound of the learning rate during the decay.", ge=0)
+    warmup: float = key(0.01, "Fraction of lr_decay_iters for the linear warmup from 0.", ge=0, le=1)
+
+
+class PrecisionConfig(Group):
+    """Precision"""
+
+    precision: Literal["fp32", "fp16", "bfloat16"] | None = key(
+        None, "Data type of weights and activations. Default: set by fp16 and bf16, else fp32."
+    )
+    fp16_enabled: bool = key(False, "Mixed precision in the data type fp16.type.", path="fp16.enabled")
+    fp16_type: Literal["fp16", "float16", "bf16", "bfloat16"] = key(
+        "fp16", "Data type of the fp16 key: with bfloat16 it means the same as bf16.", path="fp16.type"
+    )
+    bf16_enabled: bool = key(False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled")
+    loss_scale: float = key(0.0, "fp16: constant loss scale. 0: dynamic loss scaling.", path="fp16.loss_scale", ge=0)
+    loss_scale_window: Int = key(
+        1000, "fp16: steps without overflow before the loss scale is doubled.", path="fp16.loss_scale_window", ge=1
+    )
+    initial_scale_power: Int = key(
+        16, "fp16: the dynamic loss scale starts at 2 to this power.", path="fp16.initial_scale_power", ge=0
+    )
+    hysteresis: Int = key(2, "fp16: overflows before the loss scale is halved.", path="fp16.hysteresis", ge=1)
+    min_loss_scale: float = key(1.0, "fp16: minimum of the dynamic loss scale.", path="fp16.min_loss_scale", gt=0)
+
+    @model_validator(mode="after")
+    def _check_consistent(self) -> "PrecisionConfig":
+        dtypes = self._requested_dtypes()
+        if len(set(dtypes.values())) > 1:
+            requests = " but ".join(f"{key} requests {dtype}" for key, dtype in dtypes.items())
+            raise UserError(f"contradictory precision: {requests}; keep one of them")
+        return self
+
+    def _requested_dtypes(self) -> dict[str, Literal["fp32", "bf16", "fp16"]]:
+        dtypes: dict[str, Literal["fp32", "bf16", "fp16"]] = {}
+        if self.precision is not None:
+            dtypes["precision"] = "bf16" if self.precision == "bfloat16" else self.precision
+        if self.fp16_enabled:
+            dtypes["fp16"] = "bf16" if self.fp16_type in ("bf16", "bfloat16") else "fp16"
+        if self.bf16_enabled:
+            dtypes["bf16"] = "bf16"
+        return dtypes
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Data type of weights and activations."""
+        return next(iter(self._requested_dtypes().values()), "fp32")
 
 
 class TrainingConfig(Group):
@@ -13,54 +208,91 @@ class TrainingConfig(Group):
     seed: Int = key(1234, "Seed of initial weights, data order and dropout.", ge=0, lt=2**32)
     eval_interval: Int = key(1000, "Optimizer steps between validations.", ge=1)
     eval_iters: Int = key(100, "Batches per validation. 0: no validation.", ge=0)
-    seq_length_val: Int | None = key(None, "Validation length, in tokens. Default: seq_length.", ge=1)
+    seq_length_val: Int | None = key(None, "Sequence length of validation, in tokens. Default: seq_length.", ge=1)
     extrapolation_lengths: Ints | None = key(
         None,
-        """Lengths, in tokens, at which the loss of the validation text is measured at every eval_interval, a curve for
-        each. Default: none. Not with a pipeline, tensor parallelism or ZeRO 3.""",
+        """Additional sequence lengths, in tokens, at which every validation measures the loss; one curve per length.
+        Default: none. Not with a pipeline, tensor parallelism or ZeRO 3.""",
         min_length=1,
     )
     extrapolation_tokens: Int | None = key(
         None,
-        f"""Tokens of the validation text to score for that, the same ones at every length. Default:
-        {EXTRAPOLATION_TOKENS:,}, or one segment of the longest length.""",
+        f"""Number of validation tokens to score for extrapolation_lengths, the same ones at every length. Default:
+        {EXTRAPOLATION_TOKENS:,}, or one sequence of the longest length if that is more.""",
         ge=1,
     )
-    log_interval: Int = key(100, "Optimizer steps between two lines of the log.", ge=1)
+    log_interval: Int = key(100, "Optimizer steps between two log lines.", ge=1)
     checkpoint_activations: bool = key(
-        False, "True: activations inside the blocks are computed again in the backward pass, to save memory."
+        False, "True: activation checkpointing, which recomputes each block in the backward pass to save memory."
     )
     checkpoint_num_layers: Int = key(1, "Blocks per checkpointed chunk.", ge=1)
     torch_compile: bool = key(
         False,
-        """True: train with blocks that torch.compile has compiled, but for attention. This takes a C++ compiler, on a
-        GPU Triton too, and up to a minute at the start. Not with a pipeline, tensor parallelism or ZeRO 3.""",
+        """True: compile the blocks, except attention, with torch.compile. Needs a C++ compiler (on a GPU also Triton)
+        and up to a minute at the start. Not with a pipeline, tensor parallelism or ZeRO 3.""",
     )
-    exit_interval: Int | None = key(None, "Save and exit after a step divisible by this.", ge=1)
-    steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own progress lines.", ge=1)
+    exit_interval: Int | None = key(None, "Save and exit after a step that is a multiple of this.", ge=1)
+    steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)
     wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
     deepspeed_extra_args: dict[str, Any] = key(
-        {}, "Further keys of DeepSpeed's configuration, handed over as they are; those set from other keys are refused."
+        {}, "Further keys of DeepSpeed's configuration, passed unchanged. Keys that other keys set are an error."
     )
 
     @property
     def extrapolation_budget(self) -> int:
-        """The most tokens to score at each of `extrapolation_lengths`."""
-        return self.extrapolation_tokens or max(EXTRAPOLATION_TOKENS, *self.extrapolation_lengths)
+        """Maximum number of tokens to score at each of `extrapolation_lengths`."""
+        return self.extrapolation_tokens or max((EXTRAPOLATION_TOKENS, *(self.extrapolation_lengths or ())))
+
+
+class CheckpointConfig(Group):
+    """Checkpoint"""
+
+    save: str | None = key(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
+    load: str | None = key(
+        None,
+        "Folder of the checkpoint to start from. If it contains none, training starts from scratch and says so.",
+        placeholders=True,
+    )
+    save_interval: Int | None = key(
+        None,
+        "Optimizer steps between checkpoints; the last step is always saved.",
+        aliases=("checkpoint_factor",),
+        ge=1,
+    )
+    keep_last_n_checkpoints: Int | None = key(None, "Delete all but this many checkpoints. Default: keep all.", ge=1)
+    finetune: bool = key(
+        False, "Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist."
+    )
+    no_load_optim: bool = key(False, "Do not load the optimizer state.")
+    no_load_rng: bool = key(False, "Do not load the states of the random number generators.")
+    no_save_optim: bool = key(False, "Do not save the optimizer state; training cannot be resumed exactly.")
+    no_save_rng: bool = key(False, "Do not save the states of the random number generators.")
+    checkpoint_validation_with_forward_pass: bool = key(
+        False, "Save a batch and its logits with the checkpoint, and compare them after loading."
+    )
+    async_save: bool = key(
+        False,
+        """Write checkpoints in the background. Training waits only for the copy to host memory, which must have room
+        for the weights and the optimizer state.""",
+    )
+    fallback: bool = key(
+        False, "If the checkpoint to load is damaged, load the newest intact one instead. Same as --fallback."
+    )
+    iteration: Int | None = key(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
 
 
 class LoggingConfig(Group):
     """Logging"""
 
-    log_dir: str | None = key(None, "Folder for a copy of the console's output. Default: none.", placeholders=True)
+    log_dir: str | None = key(None, "Folder for a copy of the console output. Default: none.", placeholders=True)
     tensorboard_dir: str | None = key(None, "Folder for TensorBoard. Default: none.", placeholders=True)
     use_wandb: bool | None = key(
-        None, "True: log to Weights & Biases; its key is read from WANDB_API_KEY, never from a configuration."
+        None, "True: log to Weights & Biases. The API key is read from WANDB_API_KEY, never from a configuration."
     )
-    wandb_project: str = key("neox", "Project in Weights & Biases.")
-    wandb_group: str | None = key(None, "Group of runs in Weights & Biases.", placeholders=True)
-    wandb_team: str | None = key(None, "Team (entity) in Weights & Biases.")
+    wandb_project: str = key("neox", "Weights & Biases: project.")
+    wandb_group: str | None = key(None, "Weights & Biases: group of runs.", placeholders=True)
+    wandb_team: str | None = key(None, "Weights & Biases: team (entity).")
     wandb_run_name: str | None = key(
-        None, "Name of the run in Weights & Biases. Default: chosen by it.", placeholders=True
+        None, "Weights & Biases: name of the run. Default: chosen by Weights & Biases.", placeholders=True
     )
-    wandb_host: str = key("https://api.wandb.ai", "Address of the Weights & Biases server.")
+    wandb_host: str = key("https://api.wandb.ai", "Weights & Biases: address of the server.")

@@ -1,9 +1,9 @@
-"""Reading configuration files: GPT-NeoX's style of YAML, and one clear error for everything else."""
+"""GPT-NeoX's style of YAML, and a one-line error for everything else."""
 
 import pytest
 
-from megatron.config import UserError, load_config
-from megatron.config.yaml_files import find_file, parse, parse_value, read_file
+from megatron.config import Config, UserError, load_config
+from megatron.config.yaml_files import find_file, parse, parse_override, read_file
 
 MODEL = '"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"'
 
@@ -24,7 +24,7 @@ def test_flow_mapping_with_comments_and_trailing_commas(write):
     assert entries["num-layers"].value == 12
     assert entries["no-weight-tying"].value is True
     assert entries["optimizer"].value == {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.999]}}
-    assert str(entries["optimizer"].place) == f"{path}:6"
+    assert entries["optimizer"].place == f"{path}:6"
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_flow_mapping_with_comments_and_trailing_commas(write):
     ],
 )
 def test_values(text, value):
-    read = parse_value(text)
-    assert read == value
-    assert type(read) is type(value)
+    key, parsed = parse_override(f"a={text}")
+    assert (key, parsed) == ("a", value)
+    assert type(parsed) is type(value)
 
 
 def test_block_style_and_byte_order_mark(write):
@@ -66,15 +66,15 @@ def test_block_style_and_byte_order_mark(write):
         (b"{'a': 1,\n\n 'b': \xff}", r":3: not UTF-8 text \(byte 0xff\)"),
         ('{"a": 1\n "b": 2}', r":2: not YAML: .*expected ',' or '}'"),
         ("a: 1\n\tb: 2", r":2: not YAML"),
-        ("[1, 2]", "holds a sequence; a configuration file holds one mapping"),
-        ("just text", "holds a scalar"),
-        ("", "holds nothing"),
-        ("# only a comment\n", "holds nothing"),
+        ("[1, 2]", "contains a sequence; a configuration file contains one mapping"),
+        ("just text", "contains a scalar"),
+        ("", "is empty"),
+        ("# only a comment\n", "is empty"),
         ("a: 1\n---\nb: 2\n", r":2: not YAML: .*another document"),
         ("{1: 2}", ":1: key 1 is not text"),
         ("a: 1\nyes: 2", ":2: key True is not text"),
-        ("a: 1\nb: 2\na: 3\n", "key 'a' stands twice, in lines 1 and 3"),
-        ("{a: {b: 1,\n b: 2}}", "key 'b' stands twice, in lines 1 and 2"),
+        ("a: 1\nb: 2\na: 3\n", "key 'a' appears twice, in lines 1 and 3"),
+        ("{a: {b: 1,\n b: 2}}", "key 'b' appears twice, in lines 1 and 2"),
         ("{a: !!python/object/apply:os.system [ls]}", ":1: not YAML: .*could not determine a constructor"),
         ("{a: *nowhere}", "not YAML: .*undefined alias"),
     ],
@@ -107,7 +107,7 @@ def test_missing_file_names_the_nearest(write, tmp_path):
         load_config(["smal_bf16"], tmp_path)
     with pytest.raises(UserError, match="no such file, and no folder"):
         load_config(["a.yml"], tmp_path / "nowhere")
-    with pytest.raises(UserError, match="holds 1 YAML files"):
+    with pytest.raises(UserError, match="contains 1 YAML files"):
         load_config(["qqqqqq"], tmp_path)
 
 
@@ -120,3 +120,13 @@ def test_unreadable_file(write, monkeypatch):
     monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     with pytest.raises(UserError, match=r"a\.yml: cannot be read: Permission denied"):
         read_file(path)
+
+
+def test_aliases_do_not_multiply_memory():
+    """A "billion laughs" file: nine levels of ten references to the previous level."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
+    entries = parse("\n".join(lines), "a.yml")
+    assert entries[9].value[0] is entries[8].value
+    with pytest.raises(UserError, match=r'a\.yml:1: "a0" is not a known key'):
+        Config.from_flat({entry.key: entry.value for entry in entries}, source="a.yml:1")

@@ -1,40 +1,32 @@
-"""The documentation of the keys is the one that the declarations make."""
+"""configs/neox_arguments.md is current and complete."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-from megatron.config import neox_compat as neox_keys
-from megatron.config.declared import FIELDS
+from megatron.config import neox_compat
 from megatron.config.generate_docs import generate
+from megatron.config.loader import FIELDS
 
 ROOT = Path(__file__).parents[4]
 DOCUMENT = ROOT / "configs" / "neox_arguments.md"
 
 
-def test_the_document_is_current():
+def test_document_is_current():
     assert DOCUMENT.read_text(encoding="utf-8") == generate(), "run python tools/configs/generate_docs.py"
 
 
-def test_every_key_is_in_it_once():
+def test_every_key_is_documented_once():
     lines = generate().splitlines()
     for path in FIELDS:
         assert sum(line.startswith(f"| `{'.'.join(path)}`") for line in lines) == 1
-    for key in neox_keys.known():
+    for key in neox_compat.known_keys():
         assert sum(line.startswith("- ") and f"`{key}`" in line for line in lines) >= 1
 
 
 def test_types_bounds_defaults_and_aliases_are_shown():
     text = generate()
-    assert "| `num_layers` | whole number, at least 1 | must be given | Number of transformer blocks. |" in text
-    assert "| `save_interval` or `checkpoint_factor` | whole number, at least 1 |  |" in text
+    assert "| `num_layers` | integer, at least 1 | required | Number of transformer blocks. |" in text
+    assert "| `save_interval` or `checkpoint_factor` | integer, at least 1 |  |" in text
     assert "| `optimizer.params.betas` | list of 2: number, at least 0, below 1 | `[0.9, 0.999]` |" in text
     assert "| `hidden_dropout` | number, at least 0, below 1 | `0.0` |" in text
     assert '| `lr_decay_style` | `constant`, `linear`, `cosine`, `exponential` | `"linear"` |' in text
     assert "`type:transformer\\|mlp`" in text.replace('"', "")
-
-
-def test_the_tool_checks():
-    tool = ROOT / "tools" / "configs" / "generate_docs.py"
-    done = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True, cwd="/", check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "configs/neox_arguments.md is current")

@@ -1,4 +1,4 @@
-"""Keys that contradict each other are refused before anything is started."""
+"""Keys that contradict each other are rejected before anything is started."""
 
 import pytest
 
@@ -27,7 +27,7 @@ from megatron.config import Config, UserError
         ({"pos-emb-module": "no_such_module_anywhere"}, "pos_emb_module no_such_module_anywhere: "),
         (
             {"pos-emb": "learned", "max-position-embeddings": 8},
-            "seq_length 16 is more than max_position_embeddings 8: pos_emb learned",
+            "seq_length 16 is more than max_position_embeddings 8, and pos_emb learned",
         ),
         ({"pos-emb": "learned", "seq-length-val": 32}, "seq_length_val 32 is more than max_position_embeddings 16"),
         (
@@ -69,7 +69,7 @@ from megatron.config import Config, UserError
             "16, 48 must score the same tokens, so their least common multiple, 48, .* extrapolation_tokens, 40",
         ),
         ({"extrapolation-lengths": [256, 257]}, "least common multiple, 65,792, must not be more .* 65,536"),
-        ({"data-path": "a", "train-data-paths": ["b"]}, "data_path and train_data_paths are both given"),
+        ({"data-path": "a", "train-data-paths": ["b"]}, "data_path and train_data_paths are both set"),
         (
             {"train-data-paths": ["a", "b"], "train-data-weights": [1.0]},
             "train_data_weights has 1 weights for 2 train_data_paths",
@@ -77,16 +77,16 @@ from megatron.config import Config, UserError
         ({"valid-data-weights": [1.0]}, "valid_data_weights has 1 weights for 0 valid_data_paths"),
         ({"test-data-paths": ["a"], "test-data-weights": [0]}, 'test-data-weights.0": must be greater than 0, not 0'),
         ({"split": "949 50 1"}, "split '949 50 1' is not of the form TRAIN,VALID,TEST"),
-        ({"weight-by-num-documents": True, "data-path": "a"}, "weight_by_num_documents is for blends"),
+        ({"weight-by-num-documents": True, "data-path": "a"}, "weight_by_num_documents is for blends of datasets"),
         (
             {"weight-by-num-documents": True, "train-data-paths": ["a"], "train-data-weights": [1.0]},
-            "weight_by_num_documents and train_data_weights are both given",
+            "weight_by_num_documents and train_data_weights are both set",
         ),
         ({"finetune": True}, "finetune is set, but load is not"),
         ({"iteration": 5}, "iteration is set, but load is not"),
-        ({"include": "localhost:0", "exclude": "localhost:1"}, "include and exclude are both given"),
-        ({"include": "localhost:0", "num_gpus": 1}, "include says which GPUs to use; num_gpus and num_nodes cannot"),
-        ({"exclude": "worker-1", "num_nodes": 1}, "exclude says which GPUs"),
+        ({"include": "localhost:0", "exclude": "localhost:1"}, "include and exclude are both set"),
+        ({"include": "localhost:0", "num_gpus": 1}, "include selects the GPUs; remove num_gpus"),
+        ({"exclude": "worker-1", "num_nodes": 1}, "exclude selects the GPUs"),
     ],
 )
 def test_contradictions(flat, keys, message):
@@ -94,7 +94,7 @@ def test_contradictions(flat, keys, message):
         Config.from_flat({**flat, **keys})
 
 
-def test_what_looks_alike_and_is_fine(flat):
+def test_consistent_combinations_are_accepted(flat):
     Config.from_flat({**flat, "zero_optimization": {"stage": 1}, "pipe-parallel-size": 2})
     Config.from_flat({**flat, "zero_optimization": {"stage": 3}})
     Config.from_flat({**flat, "pos-emb": "alibi", "max-position-embeddings": 8})

@@ -1,0 +1,51 @@
+import pytest
+
+from megatron.config.schema import BatchConfig, ParallelConfig
+from megatron.utils.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "accumulation", "replicas", "expected"),
+    [
+        (None, 4, None, 2, (4, 1, 8)),
+        (None, 4, 3, 2, (4, 3, 24)),
+        (24, 4, None, 2, (4, 3, 24)),
+        (24, None, 3, 2, (4, 3, 24)),
+        (24, None, None, 2, (12, 1, 24)),
+        (24, 4, 3, 2, (4, 3, 24)),
+    ],
+)
+def test_batch_sizes(global_batch, micro_batch, accumulation, replicas, expected):
+    assert batch(global_batch, micro_batch, accumulation).resolve(replicas) == expected
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "accumulation", "message"),
+    [
+        (None, None, 2, "no batch size: set train_micro_batch_size_per_gpu or train_batch_size"),
+        (10, 4, None, r"train_batch_size 10 is not a multiple of .* 4 \* 2 data-parallel rank\(s\) = 8"),
+        (4, 4, None, r"4 is not a multiple of .* = 8"),
+        (9, None, 3, r"9 is not a multiple of gradient_accumulation_steps 3 \* 2"),
+        (24, 4, 2, r"train_batch_size is 24, but .* 4 \* .* 2 \* 2 data-parallel rank\(s\) = 16"),
+    ],
+)
+def test_contradictory_batch_sizes(global_batch, micro_batch, accumulation, message):
+    with pytest.raises(UserError, match=message):
+        batch(global_batch, micro_batch, accumulation).resolve(2)
+
+
+def batch(global_batch, micro_batch, accumulation) -> BatchConfig:
+    return BatchConfig(
+        train_batch_size=global_batch,
+        train_micro_batch_size_per_gpu=micro_batch,
+        gradient_accumulation_steps=accumulation,
+    )
+
+
+def test_data_parallel_size():
+    parallel = ParallelConfig(pipe_parallel_size=2, model_parallel_size=2)
+    assert parallel.data_parallel_size(8) == 2
+    with pytest.raises(UserError, match=r"6 process\(es\) cannot be divided into replicas of 4"):
+        parallel.data_parallel_size(6)
+    with pytest.raises(UserError, match="use a multiple of 4"):
+        parallel.data_parallel_size(2)

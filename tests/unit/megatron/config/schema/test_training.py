@@ -1,0 +1,52 @@
+import pytest
+
+from megatron.config import Config, UserError
+from megatron.config.schema import split_shares
+from megatron.config.schema.training import TrainingConfig
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "fp32"),
+        ({"precision": "fp32"}, "fp32"),
+        ({"precision": "fp16"}, "fp16"),
+        ({"precision": "bfloat16"}, "bf16"),
+        ({"fp16": {"enabled": False, "type": "bfloat16"}}, "fp32"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"fp16": {"enabled": True, "type": "bfloat16"}}, "bf16"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True, "type": "bf16"}, "precision": "bfloat16"}, "bf16"),
+        ({"fp16": None}, "fp32"),
+    ],
+)
+def test_precision(flat, keys, dtype):
+    assert Config.from_flat({**flat, **keys}).precision.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        {"precision": "fp32", "bf16": {"enabled": True}},
+        {"precision": "fp16", "fp16": {"enabled": True, "type": "bfloat16"}},
+    ],
+)
+def test_contradictory_precision(flat, keys):
+    with pytest.raises(UserError, match=r"contradictory precision: \w+ requests \w+ but \w+ requests \w+"):
+        Config.from_flat({**flat, **keys})
+
+
+def test_split_shares():
+    assert split_shares("949,50,1") == [949.0, 50.0, 1.0]
+    assert split_shares("1") == [1.0, 0.0, 0.0]
+    for split in ("", "1,2,3,4", "0,0", "-1,2", "1 2", "inf,1"):
+        with pytest.raises(UserError, match="is not of the form TRAIN,VALID,TEST"):
+            split_shares(split)
+
+
+def test_extrapolation_budget():
+    assert TrainingConfig(extrapolation_lengths=[16, 32]).extrapolation_budget == 65_536
+    assert TrainingConfig(extrapolation_lengths=[131_072]).extrapolation_budget == 131_072
+    assert TrainingConfig(extrapolation_lengths=[16], extrapolation_tokens=64).extrapolation_budget == 64

@@ -1,0 +1,237 @@
+"""Configurations from mappings and files: merging, overrides, aliases, placeholders, unknown keys, and back."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from megatron.config import Config, UserError, check_vocabulary, load_config
+
+MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
+
+
+def load(write, *texts, overrides=()):
+    return load_config([write(f"{index}.yml", text) for index, text in enumerate(texts)], overrides=overrides)
+
+
+def test_defaults_are_gpt_neox_s(flat):
+    config = Config.from_flat(flat)
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.eps) == (1e-3, (0.9, 0.999), 1e-8)
+    assert (config.optimizer.weight_decay, config.optimizer.gradient_clipping) == (0.1, 1.0)
+    assert (config.schedule.lr_decay_style, config.schedule.warmup) == ("linear", 0.01)
+    assert (config.training.eval_interval, config.training.eval_iters, config.training.log_interval) == (1000, 100, 100)
+    assert (config.training.seed, config.data.split, config.data.num_workers) == (1234, "969, 30, 1", 2)
+    assert config.model.output_layer_init_method == "scaled_normal"
+    assert not config.model.no_weight_tying
+    assert config.precision.dtype == "fp32"
+
+
+def test_flat_form_comes_back(flat):
+    given = {
+        **flat,
+        "optimizer": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95]}},
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+        "fp16": {"enabled": True, "type": "bfloat16"},
+    }
+    config = Config.from_flat(given)
+    flat_form = config.to_flat()
+    assert flat_form == {key.replace("-", "_"): value for key, value in given.items()}
+    assert Config.from_flat(json.loads(json.dumps(flat_form))) == config
+    flat_form["optimizer"]["params"]["lr"] = 7
+    assert config.to_flat()["optimizer"]["params"]["lr"] == 6e-4
+
+
+def test_the_given_mapping_is_left_alone(flat):
+    given = {**flat, "optimizer": {"params": {"weight_decay": 0.0}}}
+    Config.from_flat(given)
+    assert given["optimizer"] == {"params": {"weight_decay": 0.0}}
+
+
+def test_updated(flat):
+    config = Config.from_flat({**flat, "optimizer": {"params": {"lr": 0.1, "eps": 1e-6}}})
+    changed = config.updated(seed=5, **{"optimizer.params.lr": 0.2, "pos-emb": "alibi"})
+    assert (changed.training.seed, changed.optimizer.lr, changed.optimizer.eps) == (5, 0.2, 1e-6)
+    assert (config.optimizer.lr, config.model.pos_emb, changed.model.pos_emb) == (0.1, "kerple_log", "alibi")
+    with pytest.raises(UserError, match="hidden_size 33"):
+        config.updated(hidden_size=33)
+
+
+def test_frozen(flat):
+    config = Config.from_flat(flat)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model.num_layers = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model = None
+
+
+def test_missing_keys_are_named(flat):
+    del flat["hidden-size"]
+    with pytest.raises(UserError, match=r'^here: key "hidden_size" is missing: Width of the residual stream'):
+        Config.from_flat(flat, source="here")
+
+
+def test_vocabulary_smaller_than_the_tokenizer_s(flat):
+    config = Config.from_flat({**flat, "padded_vocab_size": 128})
+    check_vocabulary(config, 128)
+    with pytest.raises(UserError, match="padded_vocab_size is 128, but the tokenizer has 129 tokens"):
+        check_vocabulary(config, 129)
+    check_vocabulary(Config.from_flat(flat), 10**6)
+
+
+def test_files_merge(write):
+    config = load(write, MODEL, '{"train-iters": 5}', "seed: 9")
+    assert (config.model.num_layers, config.schedule.train_iters, config.training.seed) == (2, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ('{"seed": 1}', '{"seed": 1}'),
+        ('{"weight-decay": 0}', '{"weight_decay": 0}'),
+        ('{"save-interval": 5}', '{"checkpoint-factor": 5}'),
+        ('{"optimizer": {"type": "Adam"}}', '{"optimizer": {"params": {"lr": 1}}}'),
+        ('{"weight-decay": 0}', '{"optimizer": {"params": {"weight_decay": 0}}}'),
+    ],
+)
+def test_the_same_key_in_two_files(write, tmp_path, first, second):
+    with pytest.raises(UserError, match=r"is already set, as .*; remove one of them") as caught:
+        load(write, MODEL, first, second)
+    assert f"{tmp_path / '1.yml'}:1" in str(caught.value)
+    assert f"{tmp_path / '2.yml'}:1" in str(caught.value)
+
+
+def test_the_same_key_with_dash_and_underscore_in_one_file(write, tmp_path):
+    with pytest.raises(UserError) as caught:
+        load(write, MODEL, '{"weight-decay": 0,\n"weight_decay": 0}')
+    path = tmp_path / "1.yml"
+    assert (
+        str(caught.value)
+        == f'{path}:2: "weight_decay" is already set, as "weight-decay" at {path}:1; remove one of them'
+    )
+
+
+def test_only_top_level_keys_are_normalized(write):
+    with pytest.raises(UserError, match=r"has no option 'a-b'"):
+        load(write, MODEL, '{"pos-emb-options": {"a-b": 1}}')
+    with pytest.raises(UserError, match=r'"optimizer.params.weight-decay" is not a known key'):
+        load(write, MODEL, '{"optimizer": {"params": {"weight-decay": 0}}}')
+
+
+def test_a_dot_in_a_file_is_part_of_the_name(write):
+    with pytest.raises(UserError, match=r'"optimizer\.params\.lr" is not a known key'):
+        load(write, MODEL, '{"optimizer.params.lr": 1}')
+
+
+def test_aliases(write):
+    config = load(write, MODEL, '{"checkpoint-factor": 7, "optimizer": {"params": {"weight_decay": 0.5}}}')
+    assert config.checkpoint.save_interval == 7
+    assert config.optimizer.weight_decay == 0.5
+    assert config.to_flat()["save_interval"] == 7
+    assert config.to_flat()["weight_decay"] == 0.5
+
+
+def test_overrides(write):
+    config = load(
+        write,
+        MODEL,
+        '{"seed": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "eps": 1e-6}}, "checkpoint-factor": 4}',
+        overrides=[
+            "seed=2",
+            "optimizer.params.lr=1e-3",
+            "zero_optimization.stage=1",
+            "save-interval=9",
+            "train-data-paths=[a, b]",
+            "split=9,1",
+            "save=a=b",
+            "load=",
+        ],
+    )
+    assert config.training.seed == 2
+    assert (config.optimizer.lr, config.optimizer.eps, config.optimizer.zero_stage) == (1e-3, 1e-6, 1)
+    assert config.checkpoint.save_interval == 9
+    assert config.data.train_data_paths == ("a", "b")
+    assert config.data.split == "9,1"
+    assert config.checkpoint.save == "a=b"
+    assert config.checkpoint.load is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", r"--set seed: expected key=value"),
+        ("=3", r"--set =3: expected key=value"),
+        ("seed=[", r"--set seed=\[: the value is not YAML"),
+        ("sed=3", r'--set: "sed" is not a known key; nearest: .*seed'),
+        ("seed.deeper=3", r'"seed.deeper" cannot be set: seed is 1, not a mapping'),
+        ("seed=x", r"--set: \"seed\": must be a valid integer, not 'x'"),
+    ],
+)
+def test_bad_overrides(write, override, message):
+    with pytest.raises(UserError, match=message):
+        load(write, MODEL, '{"seed": 1}', overrides=[override])
+
+
+def test_placeholders(flat):
+    config = Config.from_flat({**flat, "save": "runs/{pos-emb}/{seed}", "load": "runs/{pos_emb}/{seq-length}"})
+    assert config.checkpoint.save == "runs/kerple_log/1234"
+    assert config.checkpoint.load == "runs/kerple_log/16"
+    assert config.to_flat()["save"] == "runs/kerple_log/1234"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("runs/{sed}", r"\{sed\} is not a key"),
+        ("runs/{optimizer}", r"\{optimizer\} is not a key"),
+        ("runs/{train-iters}", r"\{train-iters\} has no value; set train-iters"),
+        ("runs/{no-weight-tying}", "only plain text and numbers"),
+        ("runs/{save}", "only plain text and numbers"),
+    ],
+)
+def test_bad_placeholders(flat, path, message):
+    with pytest.raises(UserError, match=f'"save": .*{message}'):
+        Config.from_flat({**flat, "save": path})
+
+
+def test_an_override_may_hold_an_alias(write):
+    config = load(
+        write, MODEL, '{"weight-decay": 0.2}', overrides=["optimizer={type: Adam, params: {weight_decay: 0.3}}"]
+    )
+    assert config.optimizer.weight_decay == 0.3
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("num-layer", "num_layers"),
+        ("hiden_size", "hidden_size"),
+        ("betas", "optimizer.params.betas"),
+        ("use_mupp", "use_mup"),
+        ("checkpoint_facto", "checkpoint_factor"),
+        ("optimizer.params.lrr", "optimizer.params.lr"),
+        ("optimizer.kind", "optimizer."),
+        ("fp16.enable", "fp16.enabled"),
+        ("zero_optimization.overlap_com", "zero_optimization.overlap_comm"),
+        ("qqqqqqqq", ""),
+    ],
+)
+def test_unknown_keys_come_with_the_nearest(flat, key, nearest):
+    with pytest.raises(UserError) as caught:
+        Config.from_flat({**flat, **nested(key, 1)}, source="a.yml")
+    message = str(caught.value)
+    assert message.startswith(f'a.yml: "{key}" is not a known key; nearest: ')
+    assert nearest in message.split("nearest: ")[1]
+
+
+@pytest.mark.parametrize("key", ["wandb_api_key", "wandb-api-key", "api_key", "hf_token", "comet_api_key", "password"])
+def test_secrets_do_not_belong_into_a_configuration(flat, key):
+    with pytest.raises(UserError, match=f'"{key}" looks like a secret.*WANDB_API_KEY') as caught:
+        Config.from_flat({**flat, key: "0123456789abcdef"})
+    assert "0123456789abcdef" not in str(caught.value)
+
+
+def nested(key: str, value: object) -> dict:
+    """nested("a.b", 1) == {"a": {"b": 1}}"""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value

@@ -1,0 +1,100 @@
+"""Every key of GPT-NeoX is supported, ignored or unsupported."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import Config, UserError
+from megatron.config.loader import ALIASES, FIELDS, MAPPINGS
+from megatron.config.neox_compat import (
+    ATTENTION_CONFIG,
+    IGNORED,
+    UNSUPPORTED,
+    is_known,
+    known_keys,
+    unsupported_reason,
+)
+
+KEYS = [
+    key
+    for line in (Path(__file__).parents[3] / "data" / "neox_keys.txt").read_text().splitlines()
+    if not line.startswith("#")
+    for key in line.split()
+]
+
+
+def test_every_key_is_in_exactly_one_table():
+    supported = {path[0] for path in (*FIELDS, *MAPPINGS, *ALIASES)}
+    for key in KEYS:
+        tables = [key in supported, key in UNSUPPORTED or key == ATTENTION_CONFIG, key in IGNORED]
+        assert sum(tables) == 1, key
+
+
+def test_every_key_of_the_tables_is_of_gpt_neox():
+    assert {key for key in known_keys() if "." not in key} <= set(KEYS)
+    assert all(map(is_known, known_keys()))
+
+
+def test_unsupported_keys():
+    for key, entry in UNSUPPORTED.items():
+        assert unsupported_reason(key, "not the default") == entry.reason, key
+        for value in (None, *entry.off):
+            assert unsupported_reason(key, value) is None, (key, value)
+    for key in IGNORED:
+        assert unsupported_reason(key, "anything") is None
+
+
+def test_values_that_mean_off_are_compared_by_type():
+    assert unsupported_reason("opt_pos_emb_offset", 0) is None
+    assert unsupported_reason("opt_pos_emb_offset", False) is not None
+
+
+def test_disabled_mappings_are_accepted():
+    assert unsupported_reason("flops_profiler", {"enabled": False, "profile_step": 1}) is None
+    assert unsupported_reason("flops_profiler", {}) is None
+    assert unsupported_reason("flops_profiler", {"enabled": True}) is not None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, [[["global"], 2]], [[["flash"], 2]], [[["global", "flash"], 1]], [[["global"], 1], [["flash"], "all"]]],
+)
+def test_dense_attention_is_accepted(value):
+    assert unsupported_reason(ATTENTION_CONFIG, value) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([[["local"], 2]], "only dense attention (global, flash) is supported, not local"),
+        (
+            [[["global", "sparse_fixed", "amlp"], 1]],
+            "only dense attention (global, flash) is supported, not amlp, sparse_fixed",
+        ),
+        ("global", 'expected [[["global"], NUM_LAYERS]]'),
+    ],
+)
+def test_other_attention_is_unsupported(value, reason):
+    assert unsupported_reason(ATTENTION_CONFIG, value) == reason
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"num-kv-heads": 2}, "num-kv-heads"),
+        ({"attention-config": [[["local"], 2]]}, "attention-config"),
+        ({"optimizer": {"params": {"momentum": 0.9}}}, "optimizer.params.momentum"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+    ],
+)
+def test_a_configuration_with_an_unsupported_key_is_rejected(flat, keys, key):
+    with pytest.raises(UserError, match=f'a.yml: "{key}" is a GPT-NeoX key that is not supported: '):
+        Config.from_flat({**flat, **keys}, source="a.yml")
+
+
+def test_a_configuration_has_a_notice_for_each_ignored_key(flat):
+    keys = {"rope-fusion": True, "optimizer": {"params": {"max_grad_norm": 1.0}}, "layernorm-fusion": False}
+    assert Config.from_flat({**flat, **keys}, source="a.yml").notices == (
+        f'a.yml: "rope-fusion" is ignored: {IGNORED["rope_fusion"]}',
+        f'a.yml: "optimizer.params.max_grad_norm" is ignored: {IGNORED["optimizer.params.max_grad_norm"]}',
+    )

@@ -1,0 +1,73 @@
+"""deepy.py's command line, and errors that it reports before it starts anything."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.config import UserError
+from megatron.config.command_line import run_main
+from megatron.launcher.main import main, parse_command_line
+
+MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
+
+
+def test_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("")
+    words = ["mine.py", "-d", "configs", "a.yml", "--set", "x=1", "b", "--lengths", "8", "c", "--set", "y=2", "-d", "z"]
+    arguments = parse_command_line(words)
+    assert (arguments.script, arguments.files, arguments.config_dir) == (Path("mine.py"), ["a.yml", "b"], "configs")
+    assert arguments.overrides == ["x=1", "y=2"]
+    assert arguments.script_options == ["--lengths", "8", "c", "-d", "z"]
+    assert parse_command_line([]) is None
+    assert parse_command_line(["--help"]) is None
+    with pytest.raises(UserError, match="-d is the last word"):
+        parse_command_line(["mine.py", "-d"])
+
+
+def test_a_script_beside_deepy_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_command_line(["deepy.py", "a.yml"]).script == Path(__file__).parents[4] / "deepy.py"
+
+
+@pytest.mark.parametrize("option", ["-d", "--conf-dir", "--conf_dir"])
+def test_folder_of_the_configuration_files(option):
+    assert parse_command_line(["train.py", option, "configs", "demo.yml"]).config_dir == "configs"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.py", "model"], "nowhere.py: no such script"),
+        (["script.py"], "no configuration files were given for script.py"),
+        (["script.py", "modell"], r"modell: no such file; nearest: model\.yml"),
+        (["script.py", "model", "--set", "hidden-size=33"], "hidden_size 33 is not divisible by num_attention_heads 4"),
+        (
+            ["script.py", "model", "--set", "num_gpus=3", "model-parallel-size=2"],
+            r"3 process\(es\) cannot be divided into replicas of 2",
+        ),
+        (
+            ["script.py", "model", "--set", "train_batch_size=3", "train_micro_batch_size_per_gpu=2"],
+            "train_batch_size 3 is not a multiple of",
+        ),
+        (["script.py", "model", "--set", "num-layer=3"], r'--set: "num-layer" is not a known key; nearest: num_layers'),
+        (["script.py", "model", "--set", "num_nodes=2"], "num_nodes 2 needs a hostfile"),
+        (["script.py", "model", "--set", "hostfile=nowhere"], "hostfile nowhere: no such file"),
+    ],
+)
+def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, words, message):
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "model.yml").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("megatron.launcher.main.run_launcher", lambda *_: pytest.fail("something was started"))
+    assert run_main(lambda: main(words)) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert re.fullmatch(f"error: .*{message}.*\n", errors)
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python deepy.py SCRIPT.py")

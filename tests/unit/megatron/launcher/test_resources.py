@@ -1,0 +1,132 @@
+"""Hosts and slots: this machine or a hostfile, with and without GPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import Config, UserError
+from megatron.launcher.resources import Resources, check_launcher, find_resources
+
+KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
+
+
+def make_config(**keys) -> Config:
+    return Config.from_flat({**KEYS, **keys})
+
+
+@pytest.fixture
+def hostfile(tmp_path) -> str:
+    path = tmp_path / "hostfile"
+    path.write_text("# two nodes\nworker-1 slots=4\nworker-2 slots=4\n")
+    return str(path)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(n, visible): pretend that the machine has n GPUs and that CUDA_VISIBLE_DEVICES is `visible`."""
+
+    def pretend(count: int, visible: str | None = None) -> None:
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+
+    return pretend
+
+
+def test_this_machine_without_gpu(gpus):
+    gpus(0)
+    assert find_resources(make_config()) == Resources({"localhost": [0]}, None, on_cpu=True)
+    assert find_resources(make_config(num_gpus=3)).world_size == 3
+    with pytest.raises(UserError, match="include and exclude select GPUs, but this machine has none"):
+        find_resources(make_config(include="localhost:0"))
+
+
+def test_this_machine_with_gpus(gpus):
+    gpus(4)
+    assert find_resources(make_config()).slots == {"localhost": [0, 1, 2, 3]}
+    assert find_resources(make_config(num_gpus=2)).slots == {"localhost": [0, 1]}
+    assert find_resources(make_config(include="localhost:1,3")).slots == {"localhost": [1, 3]}
+    assert find_resources(make_config(exclude="localhost:0")).slots == {"localhost": [1, 2, 3]}
+    for keys, message in (
+        ({"num_gpus": 5}, r"num_gpus is 5, but only 4 GPU\(s\) are visible here"),
+        ({"include": "localhost:7"}, "include / exclude: No slot '7'"),
+        ({"include": "elsewhere:0"}, "include / exclude: Hostname 'elsewhere' not found"),
+        ({"exclude": "localhost"}, "include and exclude leave no GPU"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_resources(make_config(**keys))
+
+
+def test_visible_devices_are_respected(gpus):
+    gpus(2, visible="2,5")
+    assert find_resources(make_config()).slots == {"localhost": [2, 5]}
+    assert find_resources(make_config(num_gpus=1)).slots == {"localhost": [2]}
+    assert find_resources(make_config()).describe() == "2 processes on GPU 2, 5 of this machine"
+    gpus(1, visible="GPU-5ebe9f43")
+    with pytest.raises(UserError, match="accepts only GPU indices"):
+        find_resources(make_config())
+
+
+def test_hostfile(hostfile):
+    resources = find_resources(make_config(hostfile=hostfile))
+    assert resources.slots == {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3]}
+    assert resources.describe() == f"8 processes on 2 host(s) of {hostfile}"
+    assert find_resources(make_config(hostfile=hostfile, num_nodes=1, num_gpus=2)).slots == {"worker-1": [0, 1]}
+    assert find_resources(make_config(hostfile=hostfile, include="worker-2:1,2")).slots == {"worker-2": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_nodes": 3}, r"num_nodes is 3, but .* lists 2 host\(s\)"),
+        ({"num_gpus": 5}, "num_gpus is 5, but worker-1, worker-2 has fewer slots in "),
+        ({"include": "worker-9"}, "Hostname 'worker-9' not found"),
+        ({"exclude": "worker-1@worker-2"}, "include and exclude leave no host"),
+    ],
+)
+def test_hostfile_without_the_requested_slots(hostfile, keys, message):
+    with pytest.raises(UserError, match=message):
+        find_resources(make_config(hostfile=hostfile, **keys))
+
+
+def test_bad_hostfile(tmp_path, hostfile):
+    Path(hostfile).write_text("worker-1 4\n")
+    with pytest.raises(UserError, match="bad entry: worker-1 4"):
+        find_resources(make_config(hostfile=hostfile))
+
+
+def test_default_hostfile(hostfile, monkeypatch, gpus):
+    gpus(0)
+    monkeypatch.setattr("megatron.launcher.resources.DEFAULT_HOSTFILE", hostfile)
+    assert find_resources(make_config()).hostfile == hostfile
+
+
+@pytest.mark.parametrize("keys", [{"num_nodes": 2}, {"force_multi": True}, {"launcher": "slurm"}])
+def test_several_nodes_require_a_hostfile(gpus, keys):
+    gpus(0)
+    with pytest.raises(UserError, match=r"needs a hostfile with one `HOST slots=N` line per node"):
+        find_resources(make_config(**keys))
+
+
+def test_check_launcher(hostfile, monkeypatch):
+    def check(**keys):
+        config = make_config(hostfile=hostfile, **keys)
+        check_launcher(config, find_resources(config))
+
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    check(num_nodes=1)
+    with pytest.raises(
+        UserError, match=r"launcher pdsh is not installed here \(pdsh is not found\); install it, or set"
+    ):
+        check()
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    check()
+    check(launcher="openmpi")
+    check(launcher="slurm", num_gpus=2)
+    with pytest.raises(UserError, match="launcher openmpi always uses the whole hostfile; remove num_gpus"):
+        check(launcher="openmpi", num_gpus=2)
+    with pytest.raises(UserError, match="launcher slurm: slurm backend cannot select specific device ids"):
+        check(launcher="slurm", include="worker-1:1@worker-2:1")

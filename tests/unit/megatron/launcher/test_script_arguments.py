@@ -1,0 +1,128 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.config import Config, UserError
+from megatron.launcher.script_arguments import decode_config, encode_config, parse_arguments, set_rank_variables
+
+KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "model.yml").write_text(json.dumps({**KEYS, "rope-fusion": True}))
+    (tmp_path / "seed.yml").write_text('{"seed": 7}')
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def add_own_options(parser):
+    parser.add_argument("--lengths", nargs="+", type=int)
+    parser.add_argument("-i", "--input")
+
+
+def test_files_overrides_and_own_options(folder, capsys):
+    words = ["-d", str(folder), "model", "seed.yml", "--set", "train-iters=3", "--lengths", "8", "16", "-i", "p.txt"]
+    config, options = parse_arguments("a test", [*words, "--set", "save=x", "load=y"], add_options=add_own_options)
+    assert (config.training.seed, config.schedule.train_iters) == (7, 3)
+    assert (config.checkpoint.save, config.checkpoint.load) == ("x", "y")
+    assert (options.lengths, options.input) == ([8, 16], "p.txt")
+    assert capsys.readouterr().out.count('"rope-fusion" is ignored') == 1
+
+
+def test_files_may_follow_overrides_and_options(folder):
+    words = ["--set", "train-iters=3", str(folder / "model.yml"), "-i", "p.txt", str(folder / "seed")]
+    config, options = parse_arguments("a test", words, add_options=add_own_options)
+    assert (config.training.seed, config.schedule.train_iters, options.input) == (7, 3, "p.txt")
+
+
+def test_notices_come_from_rank_0_only(folder, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    parse_arguments("a test", ["-d", str(folder), "model"])
+    assert capsys.readouterr().out == ""
+
+
+def test_command_line_from_deepy(folder, capsys):
+    config, _ = parse_arguments("a test", ["-d", str(folder), "model", "seed"])
+    capsys.readouterr()
+    words = ["--local_rank=1", "--neox-config", encode_config(config), "--lengths", "8"]
+    again, options = parse_arguments("a test", words, add_options=add_own_options)
+    assert again.model_dump() == config.model_dump()
+    assert again.to_flat() == config.to_flat()
+    assert options.lengths == [8]
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UserError, match="is a complete configuration"):
+        parse_arguments("a test", [*words, "--set", "seed=3"], add_options=add_own_options)
+
+
+def test_encoded_configuration_is_safe_in_shells():
+    word = encode_config(Config.from_flat({**KEYS, "prompt_end": "é\"' \n$`", "save": "a b"}))
+    assert set(word) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
+    assert decode_config(word).generation.prompt_end == "é\"' \n$`"
+
+
+@pytest.mark.parametrize("word", ["", "abc", "!!!!", "eJwrSS0uAQAEXQHB", "é"])
+def test_other_words_are_rejected(word):
+    with pytest.raises(UserError, match=r"not written by deepy\.py"):
+        decode_config(word)
+
+
+def test_no_files_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments("a test", [])
+    assert caught.value.code == 2
+    assert "no configuration files were given" in capsys.readouterr().err
+
+
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "variables"),
+    [
+        ({"launcher": "slurm"}, SLURM),
+        ({"deepspeed_slurm": True}, SLURM),
+        ({"launcher": "OpenMPI"}, OPEN_MPI),
+        ({"deepspeed_mpi": True}, OPEN_MPI),
+    ],
+)
+def test_ranks_of_slurm_and_mpi(keys, variables):
+    config = Config.from_flat({**KEYS, **keys, "master_addr": "node-1"})
+    environment = dict(variables)
+    set_rank_variables(config, environment)
+    expected = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
+    assert environment == {**variables, **expected}
+
+
+def test_existing_ranks_are_not_changed():
+    environment = dict(SLURM)
+    set_rank_variables(Config.from_flat(KEYS), environment)
+    assert environment == SLURM
+    environment = {**SLURM, "RANK": "0"}
+    set_rank_variables(Config.from_flat({**KEYS, "launcher": "slurm"}), environment)
+    assert environment == {**SLURM, "RANK": "0"}
+
+
+def test_several_processes_require_an_address():
+    config = Config.from_flat({**KEYS, "launcher": "slurm"})
+    with pytest.raises(UserError, match="8 processes, but the address of the first is unknown; set master_addr"):
+        set_rank_variables(config, dict(SLURM))
+    environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    set_rank_variables(config, environment)
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_parse_arguments_sets_slurm_ranks(folder, monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    parse_arguments(
+        "a test", ["-d", str(folder), "model", "--set", "launcher=slurm", "master_addr=n1", "master_port=1234"]
+    )
+    assert (os.environ["RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("5", "n1", "1234")
