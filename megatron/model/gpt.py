@@ -8,7 +8,6 @@ Legend: b batch, s query length, t key length, h heads of this rank, d head size
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -362,10 +361,7 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
 
     def positional() -> PositionalMethod:
         if not (methods and methods[0].shared):
-            # A method computes constants when it is built, so it gets real tensors even in a model on the meta device.
-            on_meta = torch.get_default_device().type == "meta"
-            with torch.device("cpu") if on_meta else nullcontext():
-                methods.append(build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options)))
+            methods.append(build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options)))
         return methods[-1]
 
     last = settings.num_layers
@@ -402,25 +398,8 @@ class GPT(nn.Module):
         self.checkpoint_every = checkpoint_every
         for index, factory in layer_factories(settings).items():
             self.add_module(str(index), factory())
-        self._tie_embeddings()
-
-    def _tie_embeddings(self) -> None:
-        if self.settings.tied_embeddings:
+        if settings.tied_embeddings:
             self.output.final_linear.weight = self.embedding.word_embeddings.weight
-
-    @classmethod
-    def on_meta(cls, settings: ModelSettings) -> "GPT":
-        """The model with its parameters on the meta device: they have names and shapes, but no memory. Only the
-        positional methods are real, since they hold constants. `allocate` turns it into a model to load weights into.
-        """
-        with torch.device("meta"):
-            return cls(settings)
-
-    def allocate(self, device: torch.device | str = "cpu") -> "GPT":
-        """Replace the parameters on the meta device by uninitialized ones on `device`; returns the model."""
-        self._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-        self._tie_embeddings()
-        return self
 
     @property
     def embedding(self) -> Embedding:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kerple.attention import FULL, Span
-from kerple.positional import KerpleLog, primary_names
+from kerple.positional import KerpleLog
 from megatron.config import load_config
 from megatron.model.gpt import GPT, layer_factories
 from megatron.model.initialization import initialize, initializer
@@ -189,21 +189,6 @@ def test_initializers(name, std):
     weight = torch.empty(512, 768)
     initializer(name, std=0.02, num_layers=12, hidden_size=768)(weight, torch.Generator().manual_seed(0))
     assert weight.std().item() == pytest.approx(std, rel=0.01)
-
-
-@pytest.mark.parametrize("pos_emb", primary_names())
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_on_the_meta_device_takes_loaded_weights(pos_emb, tied, tokens):
-    model = small_model(pos_emb, tied_embeddings=tied)
-    loaded = GPT.on_meta(model.settings)
-    assert {name: tensor.shape for name, tensor in loaded.state_dict().items()} == {
-        name: tensor.shape for name, tensor in model.state_dict().items()
-    }
-    assert all(parameter.is_meta for name, parameter in loaded.named_parameters() if "mlp" in name)
-    loaded.allocate().eval().load_state_dict(model.state_dict())
-    assert loaded.output.final_linear.weight.is_set_to(loaded.embedding.word_embeddings.weight) == tied
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens), model(tokens))
 
 
 def test_unknown_initializer_is_named():
