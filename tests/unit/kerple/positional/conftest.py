@@ -1,9 +1,10 @@
-"""Methods that make the scores themselves are tried in chunks of a few queries."""
+"""Fixtures for tests of positional methods."""
 
 import pytest
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
+    """Methods with `modify_scores` get chunks of 5 queries, so that results must not depend on the chunk."""
     for name in ("MODIFY_MIN_ROWS", "MODIFY_MAX_ROWS"):
         monkeypatch.setattr(f"kerple.attention.backends.chunked.{name}", 5)

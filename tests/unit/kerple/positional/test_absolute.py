@@ -24,7 +24,7 @@ def test_sinusoidal_adds_sines_then_cosines():
     assert torch.equal(hidden.grad, torch.ones_like(hidden))
 
 
-def test_sinusoidal_follows_the_hidden_dtype_and_needs_pairs():
+def test_sinusoidal_keeps_the_dtype_and_needs_an_even_hidden_size():
     assert Sinusoidal(4).embed(torch.zeros(1, 2, 4).bfloat16(), torch.arange(2)).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="even hidden size; got 5"):
         Sinusoidal(hidden_size=5)
@@ -44,7 +44,7 @@ def test_learned_adds_its_rows_and_gathers_their_gradient():
     torch.testing.assert_close(hidden.grad, upstream)
 
 
-def test_learned_ends_with_its_table():
+def test_a_position_beyond_the_learned_table_is_rejected():
     method = Learned(hidden_size=4, max_positions=8)
     assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {"weight": (8, 4)}
     method.embed(torch.zeros(1, 8, 4), torch.arange(8))
@@ -52,7 +52,7 @@ def test_learned_ends_with_its_table():
         method.embed(torch.zeros(1, 9, 4), torch.arange(9))
 
 
-def test_learned_draws_normal_numbers():
+def test_learned_is_drawn_from_a_normal_distribution():
     method = Learned(hidden_size=200, max_positions=100)
     method.reset_parameters(torch.Generator().manual_seed(1))
     assert method.weight.std().item() == pytest.approx(0.02, rel=0.03)

@@ -19,7 +19,7 @@ from kerple.positional import Alibi, KerplePowerOriginal
 )
 def test_slopes(heads, exponents):
     expected = torch.tensor([2.0**-exponent for exponent in exponents], dtype=torch.float64)
-    # In bfloat16 too: slopes are constants, which casting a model must not round.
+    # Casting the model must not round the slopes.
     method = Alibi(num_heads=heads).bfloat16()
     distance = torch.tensor([0.0, 1.0, 2.0, 513.0, 65_536.0])
     bias = method.bias(distance)
@@ -29,7 +29,7 @@ def test_slopes(heads, exponents):
     assert not method.state_dict()
 
 
-def test_kerple_s_alibi_has_slopes_of_at_least_a_hundredth():
+def test_kerple_power_original_has_slopes_of_at_least_0_01():
     distance = torch.tensor([0.0, 10.0])
     bias = KerplePowerOriginal(num_heads=8).bias(distance)
     assert torch.equal(bias[:6], Alibi(num_heads=8).bias(distance)[:6])

@@ -10,25 +10,25 @@ from tests.support.attention import assert_is_formula
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("npos_max", [4, 64])  # capped, and not
+@pytest.mark.parametrize("npos_max", [4, 64])  # with and without reaching the maximum
 def test_values_and_gradients(npos_max):
     torch.manual_seed(0)
     method = Cope(4, npos_max).double()
     torch.nn.init.normal_(method.pos_emb)
 
     def scores(query, key, visible):
-        found = query @ key.transpose(-1, -2) / math.sqrt(4)
-        gates = torch.where(visible, 1 / (1 + torch.exp(-found)), 0.0)
+        products = query @ key.transpose(-1, -2) / math.sqrt(4)
+        gates = torch.where(visible, 1 / (1 + torch.exp(-products)), 0.0)
         later = torch.arange(key.shape[2])[:, None] >= torch.arange(key.shape[2])
         counts = (gates @ later.double()).clamp(max=npos_max - 1)
-        # Between two whole positions: a sum of hats, one around each position.
+        # Linear interpolation as a sum of hat functions, one around each integer position.
         hats = (1 - (counts[..., None] - torch.arange(npos_max)).abs()).clamp(min=0)
-        return found + torch.einsum("bhijp,dp,bhid->bhij", hats, method.pos_emb, query)
+        return products + torch.einsum("bhijp,dp,bhid->bhij", hats, method.pos_emb, query)
 
     assert_is_formula(method, scores, 3, 4)
 
 
-def test_no_position_counts_at_first():
+def test_initially_the_scores_do_not_change():
     method = Cope(8)
     assert method.pos_emb.shape == (8, 64)
     scores = torch.randn(1, 2, 3, 3)
@@ -39,6 +39,6 @@ def test_no_position_counts_at_first():
     assert torch.equal(adapted, scores)
 
 
-def test_a_single_position_is_refused():
+def test_a_single_position_is_rejected():
     with pytest.raises(ValueError, match="npos_max 1: CoPE interpolates"):
         Cope(4, npos_max=1)

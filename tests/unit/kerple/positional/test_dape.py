@@ -20,11 +20,10 @@ def mlp(method, pairs: torch.Tensor) -> torch.Tensor:
 
 
 def static_bias(method, length: int) -> torch.Tensor:
-    """`[h, t, t]` by the methods' own papers."""
+    """`[h, t, t]`, by the formulas of their papers."""
     position = torch.arange(length, dtype=torch.float64)
     distance = (position[:, None] - position).clamp(min=0)
     if isinstance(method, DapeKerple):
-        # The kernel is computed in float32, so that here it is rounded to it too.
         p, a = method.static.bias_p, method.static.bias_a
         return -p * torch.log1p(a * distance)
     if isinstance(method, DapeAlibi):
@@ -34,16 +33,16 @@ def static_bias(method, length: int) -> torch.Tensor:
 
 def formula(method):
     def scores(query, key, visible):
-        found = query @ key.transpose(-1, -2) / math.sqrt(SIZE)
-        last = found.movedim(1, -1)
+        products = query @ key.transpose(-1, -2) / math.sqrt(SIZE)
+        last = products.movedim(1, -1)
         if isinstance(method, Dape):
-            return found + mlp(method, last).movedim(-1, 1)
+            return products + mlp(method, last).movedim(-1, 1)
         bias = static_bias(method, key.shape[2])
-        beside = bias.expand_as(found).movedim(1, -1)
+        biases = bias.expand_as(products).movedim(1, -1)
         if method.variant == "Add_Residual":
-            return found + bias + mlp(method, last + beside).movedim(-1, 1)
-        mixed = found + mlp(method, torch.cat((last, beside), dim=-1)).movedim(-1, 1)
-        return mixed if method.variant == "Concat" else mixed + bias
+            return products + bias + mlp(method, last + biases).movedim(-1, 1)
+        adapted = products + mlp(method, torch.cat((last, biases), dim=-1)).movedim(-1, 1)
+        return adapted if method.variant == "Concat" else adapted + bias
 
     return scores
 
@@ -69,7 +68,7 @@ def test_values_and_gradients(cls, variant):
 def test_both_inputs_of_the_mlp_get_gradients():
     """The scores through the queries, the bias through the kernel's parameters."""
     torch.manual_seed(0)
-    method = DapeKerple(HEADS, variant="Concat").double()  # the bias counts through the MLP alone
+    method = DapeKerple(HEADS, variant="Concat").double()  # the bias enters only through the MLP
     scores = torch.randn(1, HEADS, 4, 4, dtype=torch.float64, requires_grad=True)
     position = torch.arange(4)
     mask = position > position[:, None]
@@ -89,20 +88,20 @@ def test_1196_parameters_per_layer_at_12_heads():
     assert not build("dape_kerple", shape).shared
 
 
-def test_initial_weights_are_pytorch_s_of_a_linear_layer():
+def test_initial_weights_are_those_of_nn_linear():
     method = DapeAlibi(500, mlp_width=400)
     method.reset_parameters(torch.Generator().manual_seed(1))
-    again = DapeAlibi(500, mlp_width=400).bfloat16()
-    again.reset_parameters(torch.Generator().manual_seed(1))
+    cast = DapeAlibi(500, mlp_width=400).bfloat16()
+    cast.reset_parameters(torch.Generator().manual_seed(1))
     for layer, inputs in ((method.first, 1000), (method.second, 400)):
         for parameter in (layer.weight, layer.bias):
             assert parameter.abs().max() <= inputs**-0.5
             assert parameter.std().item() == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
-    for ours, theirs in zip(method.parameters(), again.parameters(), strict=True):
+    for ours, theirs in zip(method.parameters(), cast.parameters(), strict=True):
         assert torch.equal(ours.bfloat16(), theirs)
 
 
-def test_statistics_are_the_kernel_s():
+def test_statistics_are_those_of_the_static_bias():
     assert set(DapeKerple(2).statistics()) == {"bias_p", "bias_a"}
     assert DapeAlibi(2).statistics() == {}
 
@@ -115,6 +114,6 @@ def test_statistics_are_the_kernel_s():
         ({"width": 3}, "DapeKerple has no option 'width'; its options are mlp_width, variant"),
     ],
 )
-def test_what_is_refused(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         build("dape_kerple", ModelShape(2, 4, 8, 1, 16), **options)

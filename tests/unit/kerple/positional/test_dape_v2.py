@@ -1,4 +1,4 @@
-"""DAPE V2 against convolutions written out key by key, in float64; nothing of the future enters."""
+"""DAPE V2 against convolutions written out key by key, in float64; no information from the future enters."""
 
 import math
 
@@ -21,34 +21,33 @@ def convolved(layer, inputs: torch.Tensor, visible: torch.Tensor) -> torch.Tenso
 
 def formula(method):
     def scores(query, key, visible):
-        found = query @ key.transpose(-1, -2) / math.sqrt(SIZE)
-        inputs, residual = found, found
+        products = query @ key.transpose(-1, -2) / math.sqrt(SIZE)
+        inputs, residual = products, products
         if method.static is not None:
-            kind = {DapeV2Alibi: "alibi", DapeV2Kerple: "kerple", DapeV2Fire: "fire"}[type(method)]
-            bias = BIASES[kind](method, key.shape[2]).expand_as(found)
+            bias = BIASES[type(method)](method, key.shape[2]).expand_as(products)
             if method.variant == "Add_Residual":
-                inputs, residual = found + bias, found + bias
+                inputs, residual = products + bias, products + bias
             else:
-                inputs = torch.cat((found, bias), dim=1)
-                residual = found if method.variant == "Concat" else found + bias
+                inputs = torch.cat((products, bias), dim=1)
+                residual = products if method.variant == "Concat" else products + bias
         hidden = torch.nn.functional.leaky_relu(convolved(method.first, inputs, visible), 0.01)
         return residual + convolved(method.second, hidden, visible)
 
     return scores
 
 
-def _alibi(method, length):
+def alibi_bias(method, length):
     position = torch.arange(length, dtype=torch.float64)
     return -torch.tensor([2**-4, 2**-8, 2**-2])[:, None, None] * (position[:, None] - position).clamp(min=0)
 
 
-def _kerple(method, length):
+def kerple_bias(method, length):
     position = torch.arange(length, dtype=torch.float64)
     distance = (position[:, None] - position).clamp(min=0)
     return -method.static.bias_p * torch.log1p(method.static.bias_a * distance)
 
 
-BIASES = {"alibi": _alibi, "kerple": _kerple, "fire": static_bias}
+BIASES = {DapeV2Alibi: alibi_bias, DapeV2Kerple: kerple_bias, DapeV2Fire: static_bias}
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -69,7 +68,7 @@ def test_values_and_gradients(cls, variant):
     assert_is_formula(method, formula(method), HEADS, SIZE, atol=3e-6 if cls is DapeV2Kerple else 1e-10)
 
 
-def test_scores_of_the_future_reach_no_other():
+def test_masked_scores_do_not_influence_others():
     torch.manual_seed(0)
     method = DapeV2Alibi(HEADS).double()
     position = torch.arange(9)
@@ -77,7 +76,7 @@ def test_scores_of_the_future_reach_no_other():
     scores = torch.randn(1, HEADS, 9, 9, dtype=torch.float64)
     table = method.table(torch.arange(9.0))
     changed = torch.where(mask, torch.randn_like(scores) * 100, scores)
-    before, after = (method.modify_scores(given, None, position, position, mask, table) for given in (scores, changed))
+    before, after = (method.modify_scores(s, None, position, position, mask, table) for s in (scores, changed))
     assert torch.equal(before.masked_fill(mask, 0), after.masked_fill(mask, 0))
     # Two convolutions: a key's score depends on those of the two keys on either side.
     scores.requires_grad_()

@@ -10,7 +10,7 @@ from tests.support.attention import assert_is_formula
 
 
 def fire_bias(method, length: int) -> torch.Tensor:
-    """`[h, t, t]`; what stands above the diagonal does not count."""
+    """`[h, t, t]`; values above the diagonal are not used."""
     rows = []
     for i in range(length):
         top = torch.maximum(torch.tensor([float(i)], dtype=torch.float64), (method.m * method.threshold).abs())
@@ -30,7 +30,7 @@ def test_values_and_gradients(threshold):
     def scores(query, key, visible):
         return query @ key.transpose(-1, -2) / math.sqrt(4) + fire_bias(method, key.shape[2])
 
-    if threshold == 512.0:  # below it the query's own position plays no part
+    if threshold == 512.0:  # below it, the bias depends only on the distance
         bias = fire_bias(method, 30)
         torch.testing.assert_close(bias[:, 20, 15], bias[:, 25, 20])
     assert_is_formula(method, scores, 3, 4)
@@ -49,13 +49,13 @@ def test_positions_to_65_536_in_half_precision():
     torch.manual_seed(0)
     method = Fire(2).bfloat16()
     query, key = torch.arange(65_530, 65_536), torch.arange(65_536)
-    found = method.pair_bias(query, key, torch.zeros((), dtype=torch.float32))
+    actual = method.pair_bias(query, key, torch.zeros((), dtype=torch.float32))
     exact = method.double().pair_bias(query, key, torch.zeros((), dtype=torch.float64))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-6)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("options", "message"), [({"mlp_width": 0}, "mlp_width 0"), ({"threshold": 0}, "threshold 0")])
-def test_what_is_refused(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Fire(2, **options)

@@ -1,90 +1,149 @@
-"""KERPLE's kernels against the paper's formulas and their derivatives, written here in float64."""
+"""KERPLE's methods against the paper's formulas in float64: tables, gradients, parameters, and that they are CPD."""
 
 import numpy as np
 import pytest
 import torch
 
-from kerple.positional import KerpleBiasWeight, KerpleLog, KerplePower, KerpleWeight
+from kerple.positional import (
+    KerpleBiasWeight,
+    KerpleGaussian,
+    KerpleGaussian3,
+    KerpleLog,
+    KerpleLog3,
+    KerplePower,
+    KerpleSquareWeight,
+    KerpleSum,
+    KerpleWeight,
+    is_cpd,
+    lemma_constant,
+)
 
 DISTANCES = np.array([0, 1, 2, 3, 17, 128, 511, 512, 2047, 65_535, 65_536], dtype=np.float64)
-# Ordinary values; a scale and an exponent at and beyond their bounds, 0.01 below and 2 above.
+
+# The formulas; the scalars may be complex.
+LOG3 = lambda d, r1, r2, r3: -r1 * np.log(1 + r2 * power(d, r3))  # noqa: E731
+FORMULAS = {
+    "log": lambda d, p, a: -p * np.log(1 + a * d),
+    "log3": LOG3,
+    "power": lambda d, a, p: -a * power(d, p),
+    "square": lambda d, r1: -r1 * d * d,
+    "gaussian": lambda d, r1, r2: r1 * np.exp(-r2 * d * d),
+    "gaussian3": lambda d, r1, r2, r3: r1 * np.exp(-r2 * power(d, r3)),
+}
+EXPONENTS = {"log3": ("r3",), "power": ("p",), "gaussian3": ("r3",)}
+
+# Scalars of five heads: ordinary values, and some at and beyond the bounds.
 SCALES = np.array([0.3, 0.9, 0.01, -1.5, 1.7])
-EXPONENTS = np.array([0.4, 1.0, 2.0, 2.75, -0.2])
+POWERS = np.array([0.4, 1.0, 2.0, 2.75, -0.2])
 
-
-def used(values: np.ndarray, high: float = np.inf) -> np.ndarray:
-    return np.minimum(np.maximum(values, 0.01), high)[:, None]
-
-
-def log_kernel(a, p):
-    """-p log(1 + a d), and its derivatives in a and p."""
-    value = -p * np.log(1 + a * DISTANCES)
-    return value, -p * DISTANCES / (1 + a * DISTANCES), value / p
-
-
-def power(a, p):
-    """a d^p, and its derivatives in a and p; all zero at d = 0."""
-    raised = np.where(DISTANCES == 0, 0.0, DISTANCES**p)
-    logs = np.log(np.where(DISTANCES == 0, 1.0, DISTANCES))
-    return a * raised, raised, a * raised * logs
-
-
-def power_bias(a, p):
-    return tuple(-part for part in power(a, p))
-
-
-def power_weight(a, p):
-    """exp(-a d^p), and its derivatives."""
-    value, by_a, by_p = power(a, p)
-    return np.exp(-value), -by_a * np.exp(-value), -by_p * np.exp(-value)
-
-
-CASES = [
-    # class, hook, scale, exponent or second scale, bound of the latter, formula
-    (KerpleLog, "bias", "bias_a", "bias_p", np.inf, log_kernel),
-    (KerplePower, "bias", "bias_a", "bias_p", 2.0, power_bias),
-    (KerpleWeight, "weight", "wei_a", "wei_p", 2.0, power_weight),
-    (KerpleBiasWeight, "bias", "bias_a", "bias_p", 2.0, power_bias),
-    (KerpleBiasWeight, "weight", "wei_a", "wei_p", 2.0, power_weight),
+METHODS = [
+    # class, options, bias as (prefix, kernel, factor), weight likewise
+    (KerpleLog, {}, [("bias_", "log", 1)], []),
+    (KerpleLog3, {}, [("bias_", "log3", 1)], []),
+    (KerplePower, {}, [("bias_", "power", 1)], []),
+    (KerpleGaussian, {}, [("bias_", "gaussian", 1)], []),
+    (KerpleGaussian3, {}, [("bias_", "gaussian3", 1)], []),
+    (KerpleSquareWeight, {}, [], [("wei_", "square", 1)]),
+    (KerpleWeight, {}, [], [("wei_", "power", 1)]),
+    (KerpleBiasWeight, {}, [("bias_", "power", 1)], [("wei_", "power", 1)]),
+    (KerpleSum, {}, [("bias_1_log_", "log", 1), ("bias_2_power_", "power", 1)], []),
+    (
+        KerpleSum,
+        {"bias": "0.5 log + 3*log3 + gaussian", "weight": ".25 square"},
+        [("bias_1_log_", "log", 0.5), ("bias_2_log3_", "log3", 3), ("bias_3_gaussian_", "gaussian", 1)],
+        [("wei_1_square_", "square", 0.25)],
+    ),
+    (KerpleSum, {"bias": None, "weight": "log"}, [], [("wei_1_log_", "log", 1)]),
 ]
 
 
-def filled(method, **values):
+def power(distance, exponent):
+    """d^p; 0 at d = 0."""
+    return np.where(distance == 0, 0.0, np.where(distance == 0, 1.0, distance) ** exponent)
+
+
+def scalars_of(terms) -> dict[str, tuple[str, str]]:
+    return {
+        prefix + scalar: (kernel, scalar)
+        for prefix, kernel, _ in terms
+        for scalar in FORMULAS[kernel].__code__.co_varnames[1 : FORMULAS[kernel].__code__.co_argcount]
+    }
+
+
+def used(kernel: str, scalar: str) -> np.ndarray:
+    if scalar in EXPONENTS.get(kernel, ()):
+        return np.clip(POWERS, 0.01, 2)
+    return np.maximum(SCALES, 0.01)
+
+
+def expected_sum(terms, varied: str | None = None, step: complex = 0.0) -> np.ndarray:
+    """The sum of the terms, `[h, distances]`, with `step` added to the scalar called `varied`."""
+    total = 0.0
+    for prefix, kernel, factor in terms:
+        names = scalars_of([(prefix, kernel, factor)])
+        values = [used(*scalar)[:, None] + (step if name == varied else 0.0) for name, scalar in names.items()]
+        total = total + factor * FORMULAS[kernel](DISTANCES, *values)
+    return total
+
+
+def filled(method, *groups):
     with torch.no_grad():
-        for name, numbers in values.items():
-            getattr(method, name).copy_(torch.tensor(numbers).reshape(-1, 1, 1))
+        for terms in groups:
+            for name, (kernel, scalar) in scalars_of(terms).items():
+                numbers = POWERS if scalar in EXPONENTS.get(kernel, ()) else SCALES
+                getattr(method, name).copy_(torch.tensor(numbers).reshape(-1, 1, 1))
     return method
 
 
-@pytest.mark.parametrize(("cls", "hook", "a_name", "p_name", "high", "formula"), CASES)
-def test_values_and_gradients_follow_the_paper(cls, hook, a_name, p_name, high, formula):
-    method = filled(cls(num_heads=5), **{a_name: SCALES, p_name: EXPONENTS})
-    a, p = (getattr(method, name).detach().double().flatten().numpy() for name in (a_name, p_name))
-    value, by_a, by_p = formula(used(a), used(p, high))
+@pytest.mark.parametrize(("cls", "options", "bias", "weight"), METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_follow_the_paper(cls, options, bias, weight, dtype):
+    method = filled(cls(num_heads=5, **options), bias, weight)
+    names = {*scalars_of(bias), *scalars_of(weight)}
+    assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == dict.fromkeys(
+        names, (5, 1, 1)
+    )
+    assert (method.has_bias, method.has_weight) == (bool(bias), bool(weight))
+    distance = torch.tensor(DISTANCES, dtype=torch.float32)
+    for terms, hook, outer in ((bias, method.bias, lambda sums: sums), (weight, method.weight, np.exp)):
+        if not terms:
+            assert torch.equal(hook(distance), torch.full((5, len(DISTANCES)), float(np.real(outer(0.0)))))
+            continue
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            table = hook(distance)
+        assert table.dtype == torch.float32
+        np.testing.assert_allclose(table.detach().double(), outer(expected_sum(terms)), rtol=1e-5, atol=1e-7)
+        # A complex step gives exact derivatives. A parameter beyond its bound gets the derivative at the bound. Each
+        # distance is tested alone, because the largest gradient would hide the others in a sum.
+        for name in scalars_of(terms):
+            derivative = np.imag(outer(expected_sum(terms, name, 1e-30j))) / 1e-30
+            for column in range(len(DISTANCES)):
+                (gradient,) = torch.autograd.grad(table[:, column].sum(), getattr(method, name), retain_graph=True)
+                np.testing.assert_allclose(gradient.double().flatten(), derivative[:, column], rtol=1e-4, atol=1e-8)
 
-    table = getattr(method, hook)(torch.tensor(DISTANCES, dtype=torch.float32))
-    assert table.dtype == torch.float32
-    np.testing.assert_allclose(table.detach().double(), value, rtol=3e-6, atol=1e-7)
 
-    # One distance at a time: a sum would hide a wrong derivative behind the largest one. A parameter beyond its bound
-    # gets the derivative at the bound, as in the release, which overwrites the value and keeps the graph.
-    for column in range(len(DISTANCES)):
-        for name, expected in ((a_name, by_a), (p_name, by_p)):
-            (gradient,) = torch.autograd.grad(table[:, column].sum(), getattr(method, name), retain_graph=True)
-            assert torch.isfinite(gradient).all()
-            np.testing.assert_allclose(gradient.double().flatten(), expected[:, column], rtol=2e-5, atol=1e-9)
-
-
-@pytest.mark.parametrize(("cls", "hook", "a_name", "p_name", "high", "formula"), CASES)
-def test_a_bfloat16_model_has_float32_tables(cls, hook, a_name, p_name, high, formula):
-    method = filled(cls(num_heads=5), **{a_name: SCALES, p_name: EXPONENTS}).bfloat16()
-    a, p = (getattr(method, name).detach().double().flatten().numpy() for name in (a_name, p_name))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        table = getattr(method, hook)(torch.tensor(DISTANCES, dtype=torch.float32))
-    assert table.dtype == torch.float32
-    np.testing.assert_allclose(table.detach().double(), formula(used(a), used(p, high))[0], rtol=3e-6, atol=1e-7)
+def test_a_bfloat16_model_has_float32_tables():
+    method = KerpleSum(4).bfloat16()
+    exact = KerpleSum(4)
+    exact.load_state_dict({name: value.float() for name, value in method.state_dict().items()})
+    distance = torch.tensor(DISTANCES, dtype=torch.float32)
+    table = method.bias(distance)
+    assert torch.equal(table, exact.bias(distance))
     table.sum().backward()
-    assert getattr(method, a_name).grad.dtype == torch.bfloat16
+    assert {parameter.grad.dtype for parameter in method.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("cls", "options", "bias", "weight"), METHODS)
+def test_every_method_is_conditionally_positive_definite(cls, options, bias, weight):
+    torch.manual_seed(1)
+    method = cls(num_heads=6, **options)
+    points = torch.randint(0, 3000, (40,)).unique()
+    if bias:
+        assert is_cpd(method.bias, points).all()
+        lemma_constant(lambda distance: method.bias(distance)[:1], range(12))
+    if weight:  # the exponential of a CPD kernel is positive definite, so it needs no constant
+        assert is_cpd(lambda distance: method.weight(distance).log(), torch.linspace(0, 2, 12)).all()
+        assert (lemma_constant(method.weight, points) == 0).all()
 
 
 @pytest.mark.parametrize("cls", [KerpleLog, KerplePower, KerpleWeight, KerpleBiasWeight])
@@ -93,9 +152,9 @@ def test_distances_of_any_shape(cls):
     distance = torch.arange(12.0).reshape(3, 4)
     for hook in ("bias", "weight"):
         if getattr(method, f"has_{hook}"):
-            whole = getattr(method, hook)(distance)
-            assert whole.shape == (3, 3, 4)
-            assert torch.equal(whole.reshape(3, 12), getattr(method, hook)(distance.flatten()))
+            table = getattr(method, hook)(distance)
+            assert table.shape == (3, 3, 4)
+            assert torch.equal(table.reshape(3, 12), getattr(method, hook)(distance.flatten()))
 
 
 @pytest.mark.parametrize(
@@ -105,9 +164,13 @@ def test_distances_of_any_shape(cls):
         (KerplePower, {"bias_p": 2.0, "bias_a": 1.0}),
         (KerpleWeight, {"wei_p": 2.0, "wei_a": 1.0}),
         (KerpleBiasWeight, {"bias_p": 2.0, "bias_a": 1.0, "wei_p": 2.0, "wei_a": 1.0}),
+        (KerpleLog3, {"bias_r1": 2.0, "bias_r2": 1.0, "bias_r3": 2.0}),
+        (KerpleGaussian3, {"bias_r1": 2.0, "bias_r2": 1.0, "bias_r3": 2.0}),
+        (KerpleGaussian, {"bias_r1": 2.0, "bias_r2": 1.0}),
+        (KerpleSquareWeight, {"wei_r1": 1.0}),
     ],
 )
-def test_parameters_have_the_release_s_names_shapes_and_distribution(cls, ranges):
+def test_parameters_have_the_names_shapes_and_distributions_of_the_release(cls, ranges):
     method = cls(num_heads=4000)
     assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == dict.fromkeys(
         ranges, (4000, 1, 1)
@@ -120,42 +183,59 @@ def test_parameters_have_the_release_s_names_shapes_and_distribution(cls, ranges
 
 
 def test_the_same_generator_draws_the_same_parameters_in_any_dtype():
-    first, second = KerpleBiasWeight(8), KerpleBiasWeight(8).bfloat16()
-    first.reset_parameters(torch.Generator().manual_seed(5))
-    second.reset_parameters(torch.Generator().manual_seed(5))
-    for name, value in first.state_dict().items():
-        assert torch.equal(value.bfloat16(), second.state_dict()[name])
-    second.reset_parameters(torch.Generator().manual_seed(6))
-    assert not torch.equal(first.bias_a.bfloat16(), second.bias_a)
+    float32, bfloat16 = KerpleBiasWeight(8), KerpleBiasWeight(8).bfloat16()
+    float32.reset_parameters(torch.Generator().manual_seed(5))
+    bfloat16.reset_parameters(torch.Generator().manual_seed(5))
+    for name, value in float32.state_dict().items():
+        assert torch.equal(value.bfloat16(), bfloat16.state_dict()[name])
+    bfloat16.reset_parameters(torch.Generator().manual_seed(6))
+    assert not torch.equal(float32.bias_a.bfloat16(), bfloat16.bias_a)
 
 
 def test_statistics_are_the_values_used():
-    method = filled(KerplePower(5), bias_a=SCALES, bias_p=EXPONENTS)
-    wanted = {
+    method = filled(KerplePower(5), [("bias_", "power", 1)])
+    expected = {
         "bias_a": torch.tensor([0.3, 0.9, 0.01, 0.01, 1.7]),
         "bias_p": torch.tensor([0.4, 1.0, 2.0, 2.0, 0.01]),
     }
     statistics = method.statistics()
-    for name, values in wanted.items():
+    for name, values in expected.items():
         assert torch.equal(statistics[name], values)
         assert not statistics[name].requires_grad
 
 
 def test_effective_length_is_where_the_bias_falls_below_minus_two():
-    method = filled(KerpleLog(3), bias_p=np.array([1.0, 2.0, 0.1]), bias_a=np.array([1.0, 0.5, 0.1]))
+    method = KerpleLog(3)
+    with torch.no_grad():
+        method.bias_p.copy_(torch.tensor([1.0, 2.0, 0.1])[:, None, None])
+        method.bias_a.copy_(torch.tensor([1.0, 0.5, 0.1])[:, None, None])
     # -p log(1 + a d) = -2 at d = (exp(2/p) - 1) / a: 6.39, 3.44 and 4.9e9, which is beyond the limit.
     assert method.effective_length(limit=1000).tolist() == [7, 4, 1000]
     with pytest.raises(ValueError, match="KerpleWeight has no bias"):
         KerpleWeight(3).effective_length()
 
 
-@pytest.mark.parametrize("cls", [KerpleLog, KerplePower])
-def test_the_kernels_are_conditionally_positive_definite(cls):
-    """On any points, the kernel matrix is positive semidefinite for weights that sum to zero (Corollary 1)."""
-    torch.manual_seed(0)
-    method = cls(num_heads=6)
-    points = torch.randint(0, 1000, (40,)).unique().double()
-    kernel = method.bias((points[:, None] - points).abs().float()).detach().double()
-    centering = torch.eye(len(points), dtype=torch.float64) - 1 / len(points)
-    eigenvalues = torch.linalg.eigvalsh(centering @ kernel @ centering)
-    assert (eigenvalues[:, 0] >= -1e-6 * eigenvalues[:, -1]).all()
+def test_the_upper_bound_of_exponents():
+    method = KerplePower(3, highest_exponent=1.0)
+    assert method.bias_p.max() < 1.0
+    with torch.no_grad():
+        method.bias_p.fill_(1.5)
+    assert method.statistics()["bias_p"].tolist() == [1.0] * 3
+    for bound in (2.5, 0.0):
+        with pytest.raises(ValueError, match=f"highest_exponent {bound} is not in 0.01 ... 2"):
+            KerpleSum(3, highest_exponent=bound)
+    with pytest.raises(ValueError, match="highest_exponent 1: no kernel of this method has an exponent"):
+        KerpleLog(3, highest_exponent=1)
+
+
+@pytest.mark.parametrize("cls", [KerpleLog, KerpleSum, KerpleSquareWeight])
+def test_parameters_are_shared_or_per_layer(cls):
+    assert cls(2).shared
+    assert not cls(2, parameters="per-layer").shared
+    with pytest.raises(ValueError, match="parameters 'own' must be one of shared, per-layer"):
+        cls(2, parameters="own")
+
+
+def test_a_sum_needs_an_expression():
+    with pytest.raises(ValueError, match="set the option bias, or weight, or both"):
+        KerpleSum(2, bias=None)

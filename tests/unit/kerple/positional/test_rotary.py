@@ -1,12 +1,19 @@
-"""Rotary positions against complex multiplication in float64."""
+"""Rotary positions against complex multiplication in float64; scalings against transformers and the papers."""
+
+import math
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kerple.positional import Rotary
+from kerple.positional import PositionsExceeded, Rotary
+from kerple.positional.functional import frequencies
+
+TRAINED = 128
 
 
-def turned(states: torch.Tensor, positions: torch.Tensor, base: float, rotated: int) -> torch.Tensor:
+def rotated_exactly(states: torch.Tensor, positions: torch.Tensor, base: float, rotated: int) -> torch.Tensor:
     """Dimensions (i, i + r/2) as a complex number, times exp(i * position * base^(-2i/r)); float64."""
     states = states.double()
     half = rotated // 2
@@ -23,14 +30,14 @@ def test_values_and_gradients(base, fraction):
     method = Rotary(head_size=16, base=base, fraction=fraction)
     rotated = int(16 * fraction)
     query_positions, key_positions = torch.arange(60, 65), torch.tensor([0, 1, 2, 511, 512, 2048, 65_535, 65_536])
-    # As the model hands them over: heads and positions interleaved in memory.
+    # With the strides of the model: heads and positions are interleaved in memory.
     query = torch.randn(2, 5, 3, 16).transpose(1, 2).requires_grad_()
     key = torch.randn(2, 8, 3, 16).transpose(1, 2).requires_grad_()
 
     results = method.rotate(query, key, query_positions, key_positions)
     for states, positions, result in zip((query, key), (query_positions, key_positions), results, strict=True):
         exact = states.detach().double().requires_grad_()
-        expected = turned(exact, positions, base, rotated)
+        expected = rotated_exactly(exact, positions, base, rotated)
         assert result.dtype == torch.float32
         torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-6)
         upstream = torch.randn(result.shape)
@@ -55,7 +62,7 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(rotate_twice, states)
 
 
-def test_scores_depend_on_the_distance_alone():
+def test_scores_depend_only_on_the_distance():
     torch.manual_seed(0)
     method = Rotary(head_size=64)
     query, key = torch.randn(1, 1, 1, 64).double(), torch.randn(1, 1, 1, 64).double()
@@ -73,12 +80,12 @@ def test_half_precision_is_rounded_once():
     positions = torch.tensor([3, 300, 30_000, 65_536])
     result, _ = method.rotate(states, states, positions, positions)
     assert result.dtype == torch.bfloat16
-    expected = turned(states, positions, 10_000.0, 32)
+    expected = rotated_exactly(states, positions, 10_000.0, 32)
     # The nearest bfloat16 is within 2^-8 of the value.
     assert ((result.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
 
 
-def test_positions_changed_in_place_are_noticed():
+def test_positions_changed_in_place_are_not_taken_from_the_cache():
     method = Rotary(head_size=8)
     states = torch.randn(1, 1, 2, 8)
     positions = torch.arange(2)
@@ -86,7 +93,7 @@ def test_positions_changed_in_place_are_noticed():
     positions += 7
     after, _ = method.rotate(states, states, positions, positions)
     assert not torch.equal(before, after)
-    torch.testing.assert_close(after.double(), turned(states, positions, 10_000.0, 8), rtol=0, atol=1e-6)
+    torch.testing.assert_close(after.double(), rotated_exactly(states, positions, 10_000.0, 8), rtol=0, atol=1e-6)
 
 
 def test_training_after_an_evaluation_in_inference_mode():
@@ -96,13 +103,156 @@ def test_training_after_an_evaluation_in_inference_mode():
         positions = torch.arange(2)
         expected, _ = method.rotate(states, states, positions, positions)
     states.requires_grad_()
-    found, _ = method.rotate(states, states, torch.arange(2), torch.arange(2))
-    found.sum().backward()
-    assert torch.equal(found, expected)
+    actual, _ = method.rotate(states, states, torch.arange(2), torch.arange(2))
+    actual.sum().backward()
+    assert torch.equal(actual, expected)
     assert states.grad is not None
 
 
 @pytest.mark.parametrize(("head_size", "fraction"), [(6, 0.5), (8, 0.1), (8, 1.5)])
-def test_dimensions_that_make_no_pairs_are_refused(head_size, fraction):
+def test_an_odd_number_of_rotated_dimensions_is_rejected(head_size, fraction):
     with pytest.raises(ValueError, match=f"head size {head_size} times fraction {fraction}"):
         Rotary(head_size=head_size, fraction=fraction)
+
+
+def transformers_frequencies(
+    kind: str, size: int, base: float, seq_len: int | None = None, **parameters
+) -> tuple[torch.Tensor, float]:
+    config = GPTNeoXConfig(
+        hidden_size=2 * size,
+        num_attention_heads=2,
+        max_position_embeddings=TRAINED,
+        rope_parameters={"rope_type": kind, "rope_theta": base, "partial_rotary_factor": 1.0, **parameters},
+    )
+    return ROPE_INIT_FUNCTIONS[kind](config, device="cpu", seq_len=seq_len)
+
+
+def assert_frequencies(method: Rotary, expected: torch.Tensor, scale: float) -> None:
+    actual = torch.tensor(method.angles.own, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected.double(), rtol=1e-5, atol=0)
+    assert method.angles.scale == pytest.approx(scale, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [64, 16])
+@pytest.mark.parametrize(("base", "factor"), [(10_000.0, 4.0), (500.0, 16)])
+def test_frequencies_are_those_of_transformers(size, base, factor):
+    assert_frequencies(
+        Rotary(size, base=base, scaling="linear", factor=factor),
+        *transformers_frequencies("linear", size, base, factor=factor),
+    )
+    # Dynamic scaling at a length of `factor` times that of training, where its own factor is 1, is the NTK-aware base.
+    dynamic = transformers_frequencies("dynamic", size, base, seq_len=int(factor * TRAINED), factor=1.0)
+    assert_frequencies(Rotary(size, base=base, scaling="ntk", factor=factor), *dynamic)
+    for options in ({}, {"beta_fast": 8, "beta_slow": 2}, {"attention_factor": 1.5}):
+        method = Rotary(size, TRAINED, base=base, scaling="yarn", factor=factor, **options)
+        assert_frequencies(
+            method,
+            *transformers_frequencies(
+                "yarn", size, base, factor=factor, original_max_position_embeddings=TRAINED, **options
+            ),
+        )
+    from_model, explicit = (
+        Rotary(size, maximum, base=base, scaling="yarn", factor=factor, trained_length=trained).angles.own
+        for maximum, trained in ((TRAINED, None), (7, TRAINED))
+    )
+    assert explicit == from_model
+
+
+def test_effect_of_each_scaling():
+    """linear equals unscaled rotary at positions divided by the factor; ntk keeps the first frequency and divides the
+    last; yarn multiplies the scores by (0.1 ln s + 1)^2.
+    """
+    torch.manual_seed(0)
+    states = torch.randn(1, 2, 5, 16)
+    positions = torch.tensor([0, 4, 8, 400, 65_536])
+    plain, _ = Rotary(16).rotate(states, states, positions // 4, positions // 4)
+    scaled, _ = Rotary(16, scaling="linear", factor=4).rotate(states, states, positions, positions)
+    torch.testing.assert_close(scaled, plain)
+    before, after = frequencies(16, 10_000.0), Rotary(16, scaling="ntk", factor=4).angles.own
+    assert after[0] == before[0]
+    assert after[-1] == pytest.approx(before[-1] / 4)
+    query, key = Rotary(16, TRAINED, scaling="yarn", factor=8).rotate(states, states, positions, positions)
+    expected = states.square().sum(-1) * (0.1 * math.log(8) + 1) ** 2
+    torch.testing.assert_close((query * key).sum(-1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"scaling": "linear", "factor": 4}, {"scaling": "yarn", "factor": 4}])
+def test_scaled_gradients_and_shift_invariance(options):
+    method = Rotary(8, TRAINED, fraction=0.5, **options)
+    states = torch.randn(1, 1, 3, 8, dtype=torch.float64, requires_grad=True)
+    positions = torch.arange(3) + 60_000
+    assert torch.autograd.gradcheck(lambda states: method.rotate(states, states**2, positions, positions), states)
+    scores = []
+    for shift in (0, 1000, 65_000):
+        query, key = method.rotate(states.detach(), states.detach(), torch.arange(3) + shift, torch.arange(3) + shift)
+        scores.append(query @ key.transpose(-1, -2))
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-5)
+
+
+def test_random_positions_in_training():
+    method = Rotary(8, 6, scaling="random", random_range=50)
+    states = torch.ones(1, 1, 6, 8)
+    positions = torch.arange(6)
+
+    with pytest.raises(ValueError, match=r"call begin_step\(step\) first, or eval\(\)"):
+        method.rotate(states, states, positions, positions)
+
+    def rotated_in_step(step, seed=0):
+        method.begin_step(step, seed)
+        query, key = method.rotate(states, states, positions, positions)
+        # All layers use the same sample.
+        for again in method.rotate(states, states, positions, positions):
+            assert torch.equal(again, query)
+        assert torch.equal(query, key)
+        return query
+
+    assert torch.equal(rotated_in_step(1), rotated_in_step(1))
+    assert not torch.equal(rotated_in_step(1), rotated_in_step(2))
+    assert not torch.equal(rotated_in_step(1), rotated_in_step(1, seed=5))
+    drawn = torch.stack([method.random.drawn(6, step, 0) for step in range(500)])
+    assert (drawn.diff(dim=1) > 0).all()
+    assert drawn.min() == 0
+    assert drawn.max() == 49
+    # The k-th smallest of n without repetition from 0 ... L - 1 is (L + 1) k / (n + 1) - 1 on average.
+    expected = torch.tensor([51 * k / 7 - 1 for k in range(1, 7)])
+    torch.testing.assert_close(drawn.float().mean(0), expected, rtol=0, atol=1.5)
+    too_long = torch.ones(1, 1, 60, 8)
+    with pytest.raises(PositionsExceeded, match="60 tokens need more positions than random_range 50"):
+        method.rotate(too_long, too_long, torch.arange(60), torch.arange(60))
+
+
+def test_random_positions_in_evaluation_do_not_depend_on_the_length():
+    method = Rotary(8, 6, scaling="random", random_range=50, random_length=20).eval()
+    states = torch.randn(1, 1, 20, 8)
+    whole, _ = method.rotate(states, states, torch.arange(20), torch.arange(20))
+    for first, last in ((0, 7), (7, 8), (8, 20)):
+        positions = torch.arange(first, last)
+        part, _ = method.rotate(states[:, :, first:last], states[:, :, first:last], positions, positions)
+        assert torch.equal(part, whole[:, :, first:last])
+    other_seed = Rotary(8, 6, scaling="random", random_range=50, random_length=20, random_seed=1).eval()
+    assert not torch.equal(other_seed.rotate(states, states, torch.arange(20), torch.arange(20))[0], whole)
+    with pytest.raises(PositionsExceeded, match="position 20 is beyond random_length 20"):
+        method.rotate(states[:, :, :1], states[:, :, :1], torch.tensor([20]), torch.tensor([20]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scaling": "dynamic", "factor": 2}, "'dynamic' is unknown.*depend on the current length.*ntk"),
+        ({"scaling": "cubic"}, "'cubic' is unknown; choose one of linear, ntk, yarn, random"),
+        ({"factor": 2}, "factor 2 has no effect with scaling None; it is an option of linear, ntk, yarn"),
+        ({"scaling": "linear", "factor": 2, "beta_fast": 3}, "beta_fast 3 has no effect with scaling 'linear'"),
+        ({"scaling": "linear"}, "scaling linear needs factor"),
+        ({"scaling": "ntk", "factor": 0.5}, "scaling ntk needs factor.*got 0.5"),
+        ({"scaling": "ntk", "factor": "4x"}, "factor '4x' must be a number"),
+        ({"scaling": "yarn", "factor": 2}, "scaling yarn needs trained_length"),
+        ({"scaling": "yarn", "factor": 2, "trained_length": 8, "beta_fast": 1, "beta_slow": 2}, "0 < beta_slow < beta"),
+        ({"scaling": "random", "trained_length": 8}, "needs random_range"),
+        ({"scaling": "random", "trained_length": 8, "random_range": 7}, "8 different positions from random_range 7"),
+        ({"scaling": "random", "trained_length": 8, "random_range": 9.5}, "random_range 9.5 must be an integer"),
+    ],
+)
+def test_invalid_scaling_options_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        Rotary(8, **options)

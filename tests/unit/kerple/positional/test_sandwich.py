@@ -1,4 +1,4 @@
-"""Sandwich against inner products of sinusoidal embeddings, as the paper makes it."""
+"""Sandwich against inner products of sinusoidal embeddings, as in the paper."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def test_bias_is_the_inner_product_of_two_positions(heads, dimensions, base):
     embedding = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     ratio = np.arange(1, heads + 1) * 8 / heads
     expected = (embedding @ embedding.T) / ratio[:, None, None]
-    # But for each head's constant, which the softmax takes out.
+    # Up to a constant per head, which the softmax cancels.
     expected = expected - expected[:, :1, :1]
     distance = torch.tensor(np.abs(positions[:, None] - positions), dtype=torch.float32)
     bias = method.bias(distance)
@@ -25,13 +25,13 @@ def test_bias_is_the_inner_product_of_two_positions(heads, dimensions, base):
     assert not method.state_dict()
 
 
-def test_long_tables_are_made_in_parts():
+def test_long_tables_are_computed_in_chunks():
     method = Sandwich(4)
-    whole = method.bias(torch.arange(10_000.0))
-    assert torch.equal(whole[:, 9000:], method.bias(torch.arange(9000.0, 10_000.0)))
+    table = method.bias(torch.arange(10_000.0))
+    assert torch.equal(table[:, 9000:], method.bias(torch.arange(9000.0, 10_000.0)))
 
 
 @pytest.mark.parametrize("options", [{"dimensions": 7}, {"dimensions": 0}, {"base": 1.0}])
-def test_what_is_refused(options):
+def test_invalid_options_are_rejected(options):
     with pytest.raises(ValueError, match="sandwich needs an even number of dimensions and a base above 1"):
         Sandwich(2, **options)

@@ -1,4 +1,4 @@
-"""T5's buckets against their formula, in whole numbers and in float64."""
+"""T5's buckets against their formula, in integers and in float64."""
 
 from fractions import Fraction
 
@@ -10,9 +10,10 @@ from kerple.positional import T5
 
 
 def bucket(distance: int, buckets: int, furthest: int) -> int:
-    """E buckets, half of them, for one distance each; then E + floor(log(d/E) / log(furthest/E) * L), at most the last.
+    """The first E buckets, half of them, have one distance each. Then E + floor(log(d/E) / log(furthest/E) * L), at
+    most the last bucket, with L the number of the other buckets.
 
-    L is the number of the other buckets; floor(log x / log y * L) is the largest k with y^k <= x^L: exact in fractions.
+    floor(log x / log y * L) is the largest k with y^k <= x^L, which fractions compute exactly.
     """
     exact = buckets // 2
     if distance < exact:
@@ -28,15 +29,15 @@ def bucket(distance: int, buckets: int, furthest: int) -> int:
 def test_buckets_are_exact(buckets, furthest):
     method = T5(num_heads=2, head_size=4, num_buckets=buckets, max_distance=furthest).bfloat16()
     distances = [*range(2 * furthest), 65_536]
-    found = method.buckets(torch.tensor(distances, dtype=torch.float32))
-    assert found.tolist() == [bucket(distance, buckets, furthest) for distance in distances]
+    actual = method.buckets(torch.tensor(distances, dtype=torch.float32))
+    assert actual.tolist() == [bucket(distance, buckets, furthest) for distance in distances]
 
 
-def test_the_recipe_s_buckets_are_those_of_the_formula_in_float64():
+def test_default_buckets_are_those_of_the_formula_in_float64():
     distance = np.arange(16, 4096, dtype=np.float64)
     expected = np.minimum(16 + np.floor(np.log(distance / 16) / np.log(128 / 16) * 16), 31)
-    found = T5(num_heads=1, head_size=1).buckets(torch.tensor(distance, dtype=torch.float32))
-    np.testing.assert_array_equal(found, expected)
+    actual = T5(num_heads=1, head_size=1).buckets(torch.tensor(distance, dtype=torch.float32))
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_bias_is_the_table_times_the_root_of_the_head_size():
@@ -57,13 +58,13 @@ def test_bias_is_the_table_times_the_root_of_the_head_size():
     assert method.bias(distance.reshape(3, 100)).shape == (3, 3, 100)
 
 
-def test_the_table_is_drawn_xavier_normal_under_its_checkpoint_name():
+def test_the_table_has_its_name_in_checkpoints_and_is_xavier_normal():
     method = T5(num_heads=3000, head_size=64)
     assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {"weight": (32, 3000)}
     assert method.weight.std().item() == pytest.approx((2 / 3032) ** 0.5, rel=0.02)
 
 
 @pytest.mark.parametrize("options", [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}])
-def test_impossible_buckets_are_refused(options):
+def test_invalid_buckets_are_rejected(options):
     with pytest.raises(ValueError, match="rpe needs num_buckets >= 2"):
         T5(num_heads=2, head_size=4, **options)

@@ -20,8 +20,8 @@ def products(query: torch.Tensor, key: torch.Tensor, scale_base: float, queries:
         zeta = (pair / (size / 2) + 0.4) / 1.4
         q = torch.complex(query[..., 2 * pair], query[..., 2 * pair + 1])
         k = torch.complex(key[..., 2 * pair], key[..., 2 * pair + 1])
-        turned = q[..., :, None] * k[..., None, :].conj() * torch.polar(torch.ones_like(distance), theta * distance)
-        total = total + turned.real * zeta ** (distance.clamp(min=0) / scale_base)
+        rotated = q[..., :, None] * k[..., None, :].conj() * torch.polar(torch.ones_like(distance), theta * distance)
+        total = total + rotated.real * zeta ** (distance.clamp(min=0) / scale_base)
     return total
 
 
@@ -48,26 +48,26 @@ def test_values_and_gradients(scale_base):
     ],
 )
 def test_65_536_positions_in_every_precision(dtype, tolerance, span):
-    """The last queries of a long text, their keys cached turned: no overflow, no denormal, and the formula's result."""
+    """The last queries of a long text, with keys cached after rotation: no overflow, no denormals."""
     torch.manual_seed(0)
     length, last, size = 65_536, 6, 16
     method = XPos(size)
     query, key, value = (torch.randn(1, 1, length, size).to(dtype) for _ in range(3))
-    found = attended("auto", method, query, key, value, last, span)
+    actual = attended("auto", method, query, key, value, last, span)
     position = torch.arange(length)
     scores = products(query[:, :, -last:].double(), key.double(), 512.0, position[-last:], position) / size**0.5
     first = torch.tensor([span.first_key(i) for i in range(length - last, length)])
     mask = (position > position[-last:, None]) | (position < first[:, None])
     expected = scores.masked_fill(mask, float("-inf")).softmax(-1) @ value.double()
-    assert found.dtype == dtype
-    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+    assert actual.dtype == dtype
+    assert (actual.double() - expected).norm() <= tolerance * expected.norm()
 
 
-def test_factors_stay_in_half_precision_s_range_and_are_never_denormal():
+def test_factors_fit_half_precision_and_are_never_denormal():
     method = XPos(64)
 
     def factors(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of queries first ... last and of all keys up to last."""
+        """Of the queries first ... last, and of all keys up to last."""
         positions = torch.arange(last + 1)
         return method.scale_qk(torch.ones(last + 1 - first, 64), torch.ones(last + 1, 64), positions[first:], positions)
 
@@ -87,14 +87,14 @@ def test_training_after_an_evaluation_in_inference_mode():
     states = [torch.randn(1, 1, 6, SIZE) for _ in range(3)]
     with torch.inference_mode():
         expected = attended("auto", method, *states, 6, FULL)
-    found = attended("auto", method, *(state.requires_grad_() for state in states), 6, FULL)
-    found.sum().backward()
-    assert torch.equal(found, expected)
+    actual = attended("auto", method, *(state.requires_grad_() for state in states), 6, FULL)
+    actual.sum().backward()
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
     ("size", "options", "message"), [(5, {}, "even; got 5"), (4, {"scale_base": 0.5}, "scale_base 0.5")]
 )
-def test_what_is_refused(size, options, message):
+def test_invalid_options_are_rejected(size, options, message):
     with pytest.raises(ValueError, match=message):
         XPos(size, **options)

@@ -1,0 +1,57 @@
+"""kerple in a user's own PyTorch model: it needs only torch, and the examples of docs/standalone.md work."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from kerple.positional import primary_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BLOCKED = """
+import sys
+for name in ("megatron", "deepspeed", "pydantic", "numpy", "transformers", "yaml"):
+    sys.modules[name] = None  # importing it fails
+"""
+
+ALL_METHODS = """
+import torch
+from kerple.attention import Attention, score_table, tables
+from kerple.positional import ModelShape, build, registered_names
+
+shape = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
+for name in registered_names():
+    method = build(name, shape)
+    hidden = method.embed(torch.randn(2, 16, 32, requires_grad=True), torch.arange(16))
+    states = hidden.view(2, 16, 4, 8).transpose(1, 2)
+    query, key = method.rotate(states, states, torch.arange(16), torch.arange(16))
+    bias, weight = tables(method, 16, "cpu")
+    table = score_table(method, 16, "cpu") if method.modifies_scores else None
+    attention = Attention(positional=method)
+    attention(query, key, states, bias_table=bias, weight_table=weight, table=table).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in method.parameters()), name
+    print(name)
+"""
+
+
+def examples() -> list[str]:
+    text = (ROOT / "docs" / "standalone.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_every_method_needs_only_torch():
+    code = BLOCKED + examples()[0] + ALL_METHODS
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert set(primary_names()) <= set(result.stdout.split())
+    assert "torch.Size([2, 100, 64])" in result.stdout
+
+
+def test_the_examples_of_the_documentation(capsys):
+    """Each example continues the one before."""
+    assert len(examples()) == 3
+    exec("".join(examples()), {})
+    assert "torch.Size([2, 100, 64])" in capsys.readouterr().out

@@ -1,0 +1,152 @@
+"""What holds for all positional methods: hooks and options, table derivatives, far positions."""
+
+import copy
+
+import pytest
+import torch
+
+from kerple.attention import Attention, jacobians, score_table, tables
+from kerple.positional import Alibi, KerpleLog, ModelShape, PositionalMethod, TableJacobian, build, primary_names
+
+SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=64)
+METHODS = {name: build(name, SHAPE) for name in primary_names()}
+
+
+def test_default_hooks_change_nothing():
+    method = METHODS["none"]
+    hidden, query = torch.randn(1, 2, 16), torch.randn(1, 2, 2, 8)
+    assert method.embed(hidden, torch.arange(2)) is hidden
+    assert method.rotate(query, query, torch.arange(2), torch.arange(2)) == (query, query)
+
+
+def test_constructor_arguments_are_sizes_or_options():
+    assert build("rotary", SHAPE, fraction=0.5).rotated == 4
+    with pytest.raises(ValueError, match=r"Rotary has no option 'theta'; its options are .*base, .*fraction"):
+        build("rotary", SHAPE, theta=1.0)
+    # The model sets the sizes.
+    with pytest.raises(ValueError, match="KerpleLog has no option 'num_heads'; its options are highest_exponent, para"):
+        build("kerple_log", SHAPE, num_heads=3)
+    with pytest.raises(ValueError, match="NoPositions has no option 'args'; it has no options"):
+        build("none", SHAPE, args=1)
+
+
+# Jacobians: a table's derivatives with respect to a few parameters per head.
+
+LENGTH = 300
+JACOBIANS = {name: jacobians(method, LENGTH, "cpu") for name, method in METHODS.items()}
+
+
+def gradients(method, upstreams: list[torch.Tensor], table_jacobians) -> list[torch.Tensor]:
+    """Of the parameters, for upstream gradients of bias and weight, through the jacobians where they are valid."""
+    total = torch.zeros(())
+    distance = torch.arange(LENGTH)
+    for table, upstream, jacobian in zip(tables(method, LENGTH, "cpu"), upstreams, table_jacobians, strict=True):
+        if table is None:
+            continue
+        near = upstream if jacobian is None else upstream * (distance < jacobian.dense)
+        total = total + (table * near).sum()
+        if jacobian is not None:
+            far = upstream * (distance >= jacobian.dense)
+            total = total + (jacobian.coefficients * torch.einsum("hpn,hn->hp", jacobian.directions, far)).sum()
+    return torch.autograd.grad(total, list(method.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name, pair in JACOBIANS.items() if any(pair)),
+        ("kerple", {"bias": "log + 0.5 gaussian3", "weight": "power"}),
+    ],
+)
+def test_jacobians_give_the_gradients_of_the_table(name, options):
+    torch.manual_seed(0)
+    method = build(name, SHAPE, **options)
+    upstreams = [torch.randn(SHAPE.num_heads, LENGTH) for _ in range(2)]
+    pair = jacobians(method, LENGTH, "cpu")
+    assert not any(jacobian.directions.requires_grad for jacobian in pair if jacobian is not None)
+    expected = gradients(method, upstreams, (None, None))
+    for actual, reference in zip(gradients(method, upstreams, pair), expected, strict=True):
+        assert actual.isfinite().all()
+        torch.testing.assert_close(actual, reference, rtol=1e-3, atol=1e-3)
+
+
+def test_methods_with_jacobians():
+    """KERPLE's kernels, and T5 for its last bucket; ALiBi has no parameters."""
+    kernels = {name for name in METHODS if name.startswith("kerple")} - {"kerple_power_original"}
+    assert {name for name, pair in JACOBIANS.items() if any(pair)} == kernels | {"rpe"}
+    assert JACOBIANS["kerple_power_ap_ap"][1].directions.shape == (SHAPE.num_heads, 2, LENGTH)
+    assert JACOBIANS["rpe"][0].dense == 113
+
+
+def test_a_subclass_that_overrides_the_bias_does_not_inherit_the_jacobian():
+    class Steeper(KerpleLog):
+        def bias(self, distance):
+            return 2 * super().bias(distance)
+
+    assert jacobians(KerpleLog(2), 8, "cpu")[0] is not None
+    assert jacobians(Steeper(2), 8, "cpu") == (None, None)
+
+
+def test_a_subclass_may_add_a_jacobian():
+    class WithJacobian(Alibi):
+        def bias_jacobian(self, distance):
+            return TableJacobian(torch.ones(2, 1), distance.expand(2, 1, -1))
+
+    assert jacobians(WithJacobian(2), 8, "cpu")[0].directions.shape == (2, 1, 8)
+
+
+# Far positions.
+
+FAR, LAST = 65_536, 4
+FAR_SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=FAR)
+
+
+@torch.no_grad()
+def attend_from_the_end(method: PositionalMethod, hidden: torch.Tensor) -> torch.Tensor:
+    """Attention of the last queries of hidden `[3, t, e]`, whose rows become query, key and value."""
+    positions = torch.arange(FAR)
+    embedded = method.embed(hidden, positions).unflatten(-1, (2, 8)).transpose(1, 2)
+    query, key, value = embedded.unsqueeze(1).unbind(0)
+    query, _ = method.rotate(query[:, :, -LAST:], key[:, :, :0], positions[-LAST:], positions[:0])
+    _, key = method.rotate(query[:, :, :0], key, positions[:0], positions)
+    bias, weight = tables(method, FAR, "cpu")
+    table = score_table(method, FAR, "cpu") if method.modifies_scores else None
+    return Attention("auto", method)(query, key, value, bias_table=bias, weight_table=weight, table=table)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("name", METHODS)
+def test_half_precision_is_close_to_float32_at_65_536_tokens(name, dtype, tolerance):
+    torch.manual_seed(0)
+    method = build(name, FAR_SHAPE).to(dtype)
+    hidden = torch.randn(3, FAR, 16).to(dtype)
+    expected = attend_from_the_end(copy.deepcopy(method).float(), hidden.float())
+    actual = attend_from_the_end(method, hidden)
+    assert actual.dtype == dtype
+    assert (actual.float() - expected).norm() <= tolerance * expected.norm()
+
+
+@torch.no_grad()
+def scores_at(name: str, first_position: int) -> torch.Tensor:
+    length = 6
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 2, length, 8, generator=generator).unbind(0)
+    method, positions = METHODS[name], torch.arange(length) + first_position
+    query, key = method.rotate(query, key, positions, positions)
+    if method.scales_qk:
+        query, key = method.scale_qk(query, key, positions, positions)
+    scores = query @ key.transpose(-1, -2) / 8**0.5
+    mask = positions > positions[:, None]
+    if method.modifies_scores:
+        table = score_table(method, length, "cpu")
+        scores = method.modify_scores(scores, query, positions, positions, mask, table)
+    return scores.masked_fill(mask, 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.rotates or method.modifies_scores])
+def test_relative_methods_are_shift_invariant(name):
+    near, far = scores_at(name, 0), scores_at(name, 60_000)
+    if "fire" in name:  # FIRE divides by the query's position beyond its threshold
+        assert (far - near).abs().max() > 1e-3
+    else:
+        torch.testing.assert_close(far, near, rtol=0, atol=2e-6)

@@ -1,0 +1,59 @@
+"""Angles, and values over distance for the pairs of a chunk."""
+
+import math
+
+import pytest
+import torch
+
+from kerple.positional.functional import Angles, by_distance, by_pair, frequencies, positions_on
+
+
+def test_angles_are_exact_at_far_positions():
+    positions = torch.tensor([0, 3, 65_535])
+    cosines, sines = Angles(6, 10_000.0, scale=2.0)(positions, torch.device("cpu"))
+    for row, position in enumerate(positions.tolist()):
+        angles = [position * frequency for frequency in frequencies(6, 10_000.0)]
+        assert cosines[row].tolist() == pytest.approx([2 * math.cos(angle) for angle in angles], abs=1e-6)
+        assert sines[row].tolist() == pytest.approx([2 * math.sin(angle) for angle in angles], abs=1e-6)
+
+
+def test_angles_with_other_frequencies():
+    cosines, _ = Angles(4, 10_000.0, own=(0.5, 0.25))(torch.tensor([2]), torch.device("cpu"))
+    assert cosines[0].tolist() == pytest.approx([math.cos(1.0), math.cos(0.5)])
+
+
+def test_the_latest_angles_are_cached_by_value():
+    angles, cpu = Angles(4, 10_000.0), torch.device("cpu")
+    first = angles(torch.arange(5), cpu)
+    assert angles(torch.arange(5), cpu) is first
+    for start in range(1, 1 + Angles.CACHE_SIZE):
+        angles(torch.arange(start, start + 5), cpu)
+    assert angles(torch.arange(5), cpu) is not first
+
+
+@pytest.mark.parametrize("positions", [torch.arange(3, 9), torch.tensor([4, 4, 1]), torch.arange(0)])
+def test_positions_on_another_device(positions):
+    moved = positions_on(positions, torch.device("meta"))
+    assert moved.shape == positions.shape
+    assert moved.device.type == "meta"
+    assert torch.equal(positions_on(positions, torch.device("cpu"), torch.float32), positions.float())
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((0, 5), (0, 5)), ((3, 6), (0, 6)), ((7, 9), (4, 9)), ((4, 5), (0, 5)), ((2, 4), (0, 8))]
+)
+def test_by_pair_looks_up_the_distance_of_every_pair(queries, keys):
+    """Zero for keys after the query, and for distances beyond the table of 6."""
+    table = torch.arange(1.0, 7.0).expand(2, 6).clone().requires_grad_()
+    query_positions, key_positions = torch.arange(*queries), torch.arange(*keys)
+    values = by_pair(table, query_positions, key_positions)
+    distance = query_positions[:, None] - key_positions
+    inside = (distance >= 0) & (distance < 6)
+    expected = torch.where(inside, distance + 1.0, 0.0)
+    assert torch.equal(values, expected.expand(2, -1, -1))
+    values.sum().backward()
+    counts = distance[inside].bincount(minlength=6)
+    assert torch.equal(table.grad, counts.float().expand(2, -1))
+    # The line that the pairs are views of: from the farthest distance to the nearest.
+    line = by_distance(table, query_positions, key_positions)
+    assert torch.equal(line[:, : len(key_positions)], values[:, -1])
