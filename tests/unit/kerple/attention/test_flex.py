@@ -65,7 +65,7 @@ def test_score_mod_in_flex_attention(name, queries):
 
 
 def test_methods_without_tables_have_no_score_mod():
-    with pytest.raises(ValueError, match="Rotary has no bias or weight .*apply its rotate to queries and keys"):
+    with pytest.raises(ValueError, match=r"Rotary has no bias or weight .*apply its rotate to queries and keys"):
         score_mod(Rotary(8), 16, "cpu")
     with pytest.raises(ValueError, match="NoPositions has no bias or weight"):
         score_mod(NoPositions(), 16, "cpu")
