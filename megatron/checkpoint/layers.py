@@ -18,6 +18,9 @@ from megatron.model.settings import ModelSettings
 
 EMBEDDING = "word_embeddings.weight"
 
+# Command-line names of the dtypes that weights are converted to.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 # Prefixes of the positional method's parameters: in blocks, and in the embedding.
 POSITIONAL_PREFIXES = ("attention.rpe.", "position_embeddings.")
 

@@ -18,6 +18,7 @@ import torch
 from kerple.positional import method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
+from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, take_overrides
 from megatron.config.loader import canonical_path
@@ -26,8 +27,6 @@ from megatron.inference.loading import load_model
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, parse_arguments
 from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer, build_tokenizer
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Sizes on which two configurations of one model agree.
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -62,7 +61,7 @@ def parse_with_checkpoint(
         parser.add_argument("--iteration", type=int, help="step of the checkpoint; default: the one named in `latest`")
         parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU where there is one")
         parser.add_argument(
-            "--precision", choices=PRECISIONS, default="fp32", help="of the weights and the computation (%(default)s)"
+            "--precision", choices=DTYPES, default="fp32", help="of the weights and the computation (%(default)s)"
         )
         parser.set_defaults(own=False)
         extra(parser)
@@ -113,7 +112,7 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
         folder,
         iteration=iteration_of(step),
         device=device,
-        dtype=PRECISIONS[options.precision],
+        dtype=DTYPES[options.precision],
         overrides=_overrides(step, config, options),
     )
     if check:

@@ -1,103 +1,130 @@
-"""Unpack a released checkpoint, verify it, and say what it is.
+"""Unpack a released checkpoint, verify it, and describe it.
 
 python tools/ckpts/import_release.py ARCHIVE [-o DIR] [--json]
 
-ARCHIVE is a zip or tar file (plain, gz, bz2, xz) that holds a folder with `latest` and global_stepN. Nothing is kept of
-an archive that is refused: names that lead out of its folder, links, files that are no tensors, weights that are not
-finite or of other sizes than its configuration says. What is kept gets a manifest, so that later damage is noticed.
+ARCHIVE is a zip or tar file (plain, gz, bz2, xz) of a folder with `latest` and global_stepN. Nothing is kept of an
+archive that is rejected: for names outside its folder, links, files that contain more than tensors and plain values,
+weights that are not finite, or sizes that differ from its configuration. An accepted checkpoint gets a manifest, so
+that later damage is detected.
 """
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Replaces this script's folder, where inspect.py would shadow the standard library's module.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
 import contextlib
 import json
-import sys
-from pathlib import Path
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    from megatron.config.command_line import OptionParser
+from megatron.checkpoint.convert.archive import unpack
+from megatron.checkpoint.convert.output import new_folder
+from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, check_rows
+from megatron.checkpoint.directory import (
+    find_step,
+    read_manifest,
+    saved_iterations,
+    step_folder,
+    tag_for,
+    write_manifest_of_folder,
+)
+from megatron.checkpoint.inspection import check_finite, describe, head_values
+from megatron.checkpoint.storage import CheckpointError, load_file
+from megatron.config import Config
+from megatron.config.command_line import OptionParser, run_main
+from megatron.inference import load_model
+from megatron.model.gpt import GPT
+from megatron.utils.errors import UserError
 
+SAMPLE = '''The river rises in the hills to the north of the town, and for most of the year it is no more than a stream
+that children cross on stones. In spring, when the snow melts, it fills the whole of its valley within a day.
+People who have lived there for a long time know the signs: the water turns brown, the birds leave the lower
+meadows, and the old bridge begins to hum. Then the shops along the bank are closed, the cars are taken up to
+the church, and everybody waits.
+
+def largest(numbers):
+    """Return the largest of the numbers, or None if there are none."""
+    best = None
+    for number in numbers:
+        if best is None or number > best:
+            best = number
+    return best
+'''
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises UserError if the archive is rejected."""
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the new folder (default: the archive's name)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--sample", type=Path, metavar="FILE", help="UTF-8 text for the loss (default: a passage)")
-    parser.add_argument("--vocab-file", help="of the tokenizer, where it is not where the checkpoint says")
-    parser.add_argument("--merge-file", help="of the tokenizer, where it is not where the checkpoint says")
-    parser.add_argument("--max-gigabytes", type=float, default=64.0, help="refuse to unpack more (default: 64)")
-    return parser.parse_args(arguments)
+    for option in ("--vocab-file", "--merge-file"):
+        parser.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
+    parser.add_argument("--max-gigabytes", type=float, default=64.0, help="largest size to unpack (default: 64)")
+    options = parser.parse_args(arguments)
 
-
-def main(arguments: list[str] | None = None) -> None:
-    from megatron.checkpoint.convert.archive import unpack
-    from megatron.checkpoint.convert.folder import new_folder
-
-    options = parse_arguments(arguments)
-    output = options.output or Path(_stem(options.archive.name))
-    # The libraries' own messages go elsewhere: the report alone is on the standard output.
+    stem = options.archive.name
+    for ending in (".gz", ".bz2", ".xz", ".tar", ".tgz", ".zip"):
+        stem = stem.removesuffix(ending)
+    output = options.output or Path(stem)
+    # Only the report goes to standard output, not the messages of libraries.
     with contextlib.redirect_stdout(sys.stderr), new_folder(output) as folder:
         unpack(options.archive, folder, int(options.max_gigabytes * 1024**3))
-        root = _find_root(folder, options.archive)
-        report = {"archive": str(options.archive), "load": str(output / root.relative_to(folder))}
-        report.update(_verify(root, options))
-    print(json.dumps(report, indent=2) if options.json else _readable(report))
+        roots = sorted(path.parent for path in folder.rglob("latest") if path.is_file())
+        if len(roots) != 1:
+            listed = ", ".join(str(root.relative_to(folder)) for root in roots) or "none"
+            raise CheckpointError(
+                f"{options.archive}: must contain exactly one folder with a file `latest`; it contains {listed}"
+            )
+        load = str(output / roots[0].relative_to(folder))
+        report = {"archive": str(options.archive), "load": load, **verify(roots[0], options)}
+    print(json.dumps(report, indent=2) if options.json else readable(report))
 
 
-def _stem(name: str) -> str:
-    for ending in (".gz", ".bz2", ".xz", ".tar", ".tgz", ".zip"):
-        name = name.removesuffix(ending)
-    return name
-
-
-def _find_root(folder: Path, archive: Path) -> Path:
-    """The one folder that holds `latest`. Raises CheckpointError if there is none, or more."""
-    from megatron.checkpoint.storage import CheckpointError
-
-    roots = sorted(path.parent for path in folder.rglob("latest") if path.is_file())
-    if len(roots) != 1:
-        listed = ", ".join(str(root.relative_to(folder)) for root in roots) or "none"
-        raise CheckpointError(f"{archive}: must hold one folder with the file `latest`; it holds {listed}")
-    return roots[0]
-
-
-def _verify(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The report on a checkpoint folder. Raises CheckpointError for whatever is wrong with it."""
-    from megatron.checkpoint.convert.summary import check_finite, describe
-    from megatron.checkpoint.directory import (
-        find_step,
-        read_manifest,
-        saved_iterations,
-        step_folder,
-        tag_for,
-        write_manifest_of_folder,
-    )
-    from megatron.checkpoint.storage import load_file
-    from megatron.inference import load_model
-
+def verify(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The report on a checkpoint folder. Raises CheckpointError if anything is wrong with it."""
     step = find_step(root)
-    rank_files = sorted(step.glob("mp_rank_*_model_states.pt"))
-    states = [load_file(path) for path in rank_files]  # refuses anything that is not data
-    found = {
-        "step": step.name,
-        "iteration": states[0].get("iteration") if states else None,
-        "optimizer": any(state.get("optimizer") is not None for state in states),
-        **check_finite(step),
-    }
+    states = [load_file(path) for path in sorted(step.glob("mp_rank_*_model_states.pt"))]
+    check_finite(step)
+    description = describe(step)
     for iteration in saved_iterations(root):
         folder = step_folder(root, tag_for(iteration))
         if read_manifest(folder) is None:
             write_manifest_of_folder(folder, iteration)
     model, config = load_model(root)
-    return {**found, **describe(model, config), "sample": _sample(model, config, options)}
+    methods = model.positional_methods().values()
+    return {
+        "step": step.name,
+        "iteration": states[0].get("iteration") if states else None,
+        "optimizer": any(state.get("optimizer") is not None for state in states),
+        **{name: description[name] for name in ("tensor_parallel", "dtypes", "files", "bytes")},
+        "pos_emb": config.model.pos_emb,
+        "num_layers": config.model.num_layers,
+        "hidden_size": config.model.hidden_size,
+        "num_attention_heads": config.model.num_attention_heads,
+        "seq_length": config.model.seq_length,
+        "padded_vocab_size": model.settings.padded_vocab_size,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "positional_parameters": sum(parameter.numel() for method in methods for parameter in method.parameters()),
+        "kernels": head_values(step, model.settings),
+        "sample": sample_loss(model, config, options),
+    }
 
 
-def _sample(model, config, options: argparse.Namespace) -> dict[str, Any]:
-    """The loss of a text, or why there is none."""
-    from megatron.checkpoint.convert.summary import SAMPLE, sample_loss
-    from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, check_rows
-    from megatron.config import UserError
-
+@torch.no_grad()
+def sample_loss(model: GPT, config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """Mean cross entropy in nats of a text, in segments of the training length, next to ln(vocabulary), the loss of a
+    uniform prediction; or why it was not computed. Raises CheckpointError if the loss is not finite.
+    """
     files = TokenizerFiles.of(config, options.vocab_file, options.merge_file)
     try:
         tokenizer = files.build()
@@ -110,41 +137,52 @@ def _sample(model, config, options: argparse.Namespace) -> dict[str, Any]:
         text = options.sample.read_text(encoding="utf-8") if options.sample else SAMPLE
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sample {options.sample}: cannot be read as UTF-8 text ({error})") from error
-    tokens = tokenizer.tokenize(text)
-    return {"text": str(options.sample or "a passage"), **sample_loss(model, tokens, config.model.seq_length)}
+    tokens, length = torch.tensor(tokenizer.tokenize(text), dtype=torch.long), config.model.seq_length
+    if len(tokens) < 2:
+        raise CheckpointError("--sample: the text is too short; it needs at least two tokens")
+    total = 0.0
+    for start in range(0, len(tokens) - 1, length):
+        segment = tokens[start : start + length + 1]
+        logits = model(segment[None, :-1])[0].float()
+        total += float(F.cross_entropy(logits, segment[1:], reduction="sum"))
+    loss = total / (len(tokens) - 1)
+    if not math.isfinite(loss):
+        raise CheckpointError("the model's loss on the sample is not finite; its weights are damaged")
+    return {
+        "text": str(options.sample or "a passage"),
+        "tokens": len(tokens) - 1,
+        "length": length,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "uniform_loss": math.log(model.settings.padded_vocab_size),
+    }
 
 
-def _readable(report: dict[str, Any]) -> str:
+def readable(report: dict[str, Any]) -> str:
     lines = [
         f"{report['archive']}: {report['step']}, {report['pos_emb']}",
         f"  {report['parameters']:,} parameters ({report['positional_parameters']:,} positional): "
-        f"{report['num_layers']} layers of {report['hidden_size']}, {report['num_attention_heads']} heads, "
-        f"vocabulary {report['padded_vocab_size']}, trained at length {report['seq_length']}",
+        f"{report['num_layers']} layers, hidden size {report['hidden_size']}, {report['num_attention_heads']} heads, "
+        f"vocabulary {report['padded_vocab_size']}, training length {report['seq_length']}",
         f"  {report['files']} files, {report['bytes'] / 1e6:,.1f} MB, {' and '.join(report['dtypes'])}, "
-        f"tensor parallel {report['tensor_parallel']}, optimizer state: {'there' if report['optimizer'] else 'none'}",
-        "  all weights are finite, and of the sizes that the configuration says",
+        f"tensor parallel {report['tensor_parallel']}, optimizer state: {'yes' if report['optimizer'] else 'none'}",
+        "  all weights are finite, and have the sizes in the configuration",
     ]
-    for where, values in report["kernels"].items():
-        lines.append(f"  kernels, per head ({where}):")
-        lines += [f"    {name:17}" + " ".join(f"{_number(v):>8}" for v in row) for name, row in values.items()]
+    for place, values in report["kernels"].items():
+        lines.append(f"  kernels, per head ({place}):")
+        for name, row in values.items():
+            cells = (str(value) if isinstance(value, int) else f"{value:.4f}" for value in row)
+            lines.append(f"    {name:17}" + " ".join(f"{cell:>8}" for cell in cells))
     sample = report["sample"]
     if "left_out" in sample:
-        lines.append(f"  no loss on a sample: {sample['left_out']}")
+        lines.append(f"  no loss on a sample text: {sample['left_out']}")
     else:
         lines.append(
             f"  loss on {sample['text']}: {sample['loss']:.3f} nats (perplexity {sample['perplexity']:.1f}) over "
-            f"{sample['tokens']} tokens at length {sample['length']}; knowing nothing: {sample['uniform_loss']:.3f}"
+            f"{sample['tokens']} tokens at length {sample['length']}; uniform prediction: {sample['uniform_loss']:.3f}"
         )
-    return "\n".join([*lines, f"  use it: load={report['load']}"])
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+    return "\n".join([*lines, f"  to use it: load={report['load']}"])
 
 
 if __name__ == "__main__":
-    # In place of this script's folder, whose inspect.py is not the standard library's.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from megatron.config.command_line import run_main
-
     sys.exit(run_main(main))

@@ -1,4 +1,4 @@
-"""Our configuration's keys and config.json's, both directions, declared once."""
+"""Our configuration keys and those of Hugging Face's config.json, in both directions, declared once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,8 @@ from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.settings import ModelSettings
 
-# Ours -> config.json, where the value is the same. padded_vocab_size is the number of rows of the weights.
-SAME = {
+# Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the embedding.
+SAME_VALUE = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
@@ -20,13 +20,13 @@ SAME = {
     "init_method_std": "initializer_range",
 }
 
-# Rotary: ours -> inside config.json's rope_parameters, and at its top in files of transformers 4.
+# Rotary: ours -> (name in rope_parameters, top-level name in files of transformers 4, default).
 ROTARY = {
     "rotary_pct": ("partial_rotary_factor", "rotary_pct", 0.25),
     "rotary_emb_base": ("rope_theta", "rotary_emb_base", 10_000),
 }
 
-# Scalings of rotary positions that transformers has: ours -> inside rope_parameters, name by name.
+# Rotary scalings that transformers supports: our option -> name in rope_parameters.
 SCALINGS = {
     "linear": {"factor": "factor"},
     "yarn": {
@@ -38,7 +38,7 @@ SCALINGS = {
     },
 }
 
-# (activation, bias_gelu_fusion) -> hidden_act. The fused GELU is the tanh form, which has several names there.
+# (activation, bias_gelu_fusion) -> hidden_act, the first of which is written. The fused GELU is the tanh form.
 ACTIVATIONS = {
     ("gelu", False): ("gelu",),
     ("gelu", True): ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
@@ -46,10 +46,7 @@ ACTIVATIONS = {
     ("silu", False): ("silu", "swish"),
 }
 
-# What this model always has.
-REQUIRED = {"attention_bias": True}
-
-# What a config.json of GPT-NeoX means where it says nothing.
+# Defaults of transformers' GPT-NeoX for keys that config.json omits.
 NEOX_DEFAULTS = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
@@ -63,59 +60,38 @@ NEOX_DEFAULTS = {
 
 
 def is_stock(config: Config) -> bool:
-    """Whether transformers' own GPTNeoXForCausalLM is this model: LayerNorm, and rotary positions, plain or with a
-    scaling that it has too.
+    """Whether transformers' own GPTNeoXForCausalLM can represent the model: LayerNorm, and rotary positions without
+    scaling or with one that transformers supports.
     """
     scaling = config.model.pos_emb_options.get("scaling")
-    plain = scaling is None or scaling in SCALINGS
-    return config.model.pos_emb == "rotary" and config.model.norm == "layernorm" and plain
+    supported = scaling is None or scaling in SCALINGS
+    return config.model.pos_emb == "rotary" and config.model.norm == "layernorm" and supported
 
 
-def common_keys(config: Config, settings: ModelSettings) -> dict[str, Any]:
-    """What config.json says for both kinds of model."""
-    model = config.model
-    values = {theirs: getattr(model, ours) for ours, theirs in SAME.items()}
-    fused = model.activation == "gelu" and model.bias_gelu_fusion
-    return {
-        **values,
-        "vocab_size": settings.padded_vocab_size,
-        "hidden_act": ACTIVATIONS[model.activation, fused][0],
-        "layer_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": settings.tied_embeddings,
-        "use_cache": True,
-    }
-
-
-def stock_keys(config: Config, settings: ModelSettings) -> dict[str, Any]:
-    """config.json of a GPTNeoXForCausalLM. The rotary keys are given as transformers 5 reads them and as 4 does."""
+def stock_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
+    """config.json of a GPTNeoXForCausalLM, with the rotary keys of both transformers 5 and 4."""
     options = config.model.positional_options
-    values = {"rotary_pct": options["fraction"], "rotary_emb_base": options["base"]}
+    rotary = {"rotary_pct": options["fraction"], "rotary_emb_base": options["base"]}
+    scaling = options.get("scaling")
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        values = {name: options[name] for name in SCALINGS[scaling] if options.get(name) is not None}
+        if "trained_length" in SCALINGS[scaling]:
+            values.setdefault("trained_length", config.model.max_position_embeddings)
+        rope = {"rope_type": scaling, **{SCALINGS[scaling][name]: value for name, value in values.items()}}
     return {
         "architectures": ["GPTNeoXForCausalLM"],
         "model_type": "gpt_neox",
-        **common_keys(config, settings),
-        **REQUIRED,
+        **_common_config(config, settings),
+        "attention_bias": True,
         "intermediate_size": 4 * settings.hidden_size,
-        "rope_parameters": {
-            **_scaling_keys(options, config),
-            **{inside: values[ours] for ours, (inside, _, _) in ROTARY.items()},
-        },
-        **{top: values[ours] for ours, (_, top, _) in ROTARY.items()},
+        "rope_parameters": {**rope, **{inside: rotary[ours] for ours, (inside, _, _) in ROTARY.items()}},
+        **{top: rotary[ours] for ours, (_, top, _) in ROTARY.items()},
     }
 
 
-def _scaling_keys(options: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    scaling = options.get("scaling")
-    if scaling is None:
-        return {"rope_type": "default"}
-    given = {name: options[name] for name in SCALINGS[scaling] if options.get(name) is not None}
-    if "trained_length" in SCALINGS[scaling]:
-        given.setdefault("trained_length", config.model.max_position_embeddings)
-    return {"rope_type": scaling, **{SCALINGS[scaling][name]: value for name, value in given.items()}}
-
-
-def self_contained_keys(config: Config, settings: ModelSettings) -> dict[str, Any]:
-    """config.json of the model whose files are in the folder itself."""
+def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
+    """config.json of a model whose code is in its folder."""
     return {
         "architectures": ["KerpleForCausalLM"],
         "auto_map": {
@@ -123,78 +99,86 @@ def self_contained_keys(config: Config, settings: ModelSettings) -> dict[str, An
             "AutoModelForCausalLM": "modeling_kerple.KerpleForCausalLM",
         },
         "model_type": "kerple",
-        **common_keys(config, settings),
+        **_common_config(config, settings),
         "norm": settings.norm,
         "positional_method": config.model.pos_emb,
         "positional_options": dict(settings.pos_emb_options),
     }
 
 
-def keys_from(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Our keys from a config.json that `stock_keys` or `self_contained_keys` could have written.
+def _common_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
+    model = config.model
+    return {
+        **{theirs: getattr(model, ours) for ours, theirs in SAME_VALUE.items()},
+        "vocab_size": settings.padded_vocab_size,
+        "hidden_act": ACTIVATIONS[model.activation, model.activation == "gelu" and model.bias_gelu_fusion][0],
+        "layer_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": settings.tied_embeddings,
+        "use_cache": True,
+    }
 
-    Raises CheckpointError for another kind of model, and for what this project has not.
+
+def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Our configuration keys from the config.json of GPT-NeoX, Pythia or a model written here.
+
+    Raises CheckpointError, naming `source`, for other kinds of models and for settings this project does not support.
     """
-    kind = theirs.get("model_type")
-    if kind not in ("gpt_neox", "kerple"):
+    model_type = theirs.get("model_type")
+    if model_type not in ("gpt_neox", "kerple"):
         raise CheckpointError(
-            f"{where}: model_type is {kind!r}; gpt_neox (GPT-NeoX, Pythia) and this project's kerple can be converted"
+            f"{source}: model_type {model_type!r} is not supported; gpt_neox (GPT-NeoX, Pythia) and this project's "
+            "kerple are"
         )
     theirs = {**NEOX_DEFAULTS, **theirs}
-    missing = [name for name in SAME.values() if name not in theirs]
+    missing = [name for name in SAME_VALUE.values() if name not in theirs]
     if missing:
-        raise CheckpointError(f"{where}: lacks {', '.join(missing)}; it is not the config.json of a whole model")
-    own = _stock(theirs, where) if kind == "gpt_neox" else _self_contained(theirs, where)
+        raise CheckpointError(f"{source}: lacks {', '.join(missing)}; it is not the config.json of a complete model")
+    if model_type == "gpt_neox":
+        for name, value in {"attention_bias": True, "intermediate_size": 4 * theirs["hidden_size"]}.items():
+            if theirs.get(name, value) != value:
+                raise CheckpointError(f"{source}: {name} {theirs[name]!r} is not supported; only {value!r} is")
+        own = {
+            "pos_emb": "rotary",
+            **_rotary_keys(theirs, source),
+            "norm": "layernorm",
+            "layernorm_epsilon": theirs["layer_norm_eps"],
+        }
+    else:
+        norm = theirs.get("norm", "layernorm")
+        own = {
+            "pos_emb": theirs["positional_method"],
+            "pos_emb_options": theirs.get("positional_options") or {},
+            "norm": norm,
+            "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon": theirs["layer_norm_eps"],
+        }
     return {
-        **{ours: theirs[name] for ours, name in SAME.items()},
-        **_activation(theirs["hidden_act"], where),
+        **{ours: theirs[name] for ours, name in SAME_VALUE.items()},
+        **_activation_keys(theirs["hidden_act"], source),
         "seq_length": theirs["max_position_embeddings"],
         "no_weight_tying": not theirs["tie_word_embeddings"],
         **own,
     }
 
 
-def _stock(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for name, value in {**REQUIRED, "intermediate_size": 4 * theirs["hidden_size"]}.items():
-        if theirs.get(name, value) != value:
-            raise CheckpointError(f"{where}: {name} is {theirs[name]!r}; only {value!r} can be converted")
-    return {
-        "pos_emb": "rotary",
-        **_rotary(theirs, where),
-        "norm": "layernorm",
-        "layernorm_epsilon": theirs["layer_norm_eps"],
-    }
-
-
-def _self_contained(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
-    norm = theirs.get("norm", "layernorm")
-    return {
-        "pos_emb": theirs["positional_method"],
-        "pos_emb_options": theirs.get("positional_options") or {},
-        "norm": norm,
-        "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon": theirs["layer_norm_eps"],
-    }
-
-
-def _activation(name: str, where: str) -> dict[str, Any]:
+def _activation_keys(hidden_act: str, source: str) -> dict[str, Any]:
     for (activation, fused), names in ACTIVATIONS.items():
-        if name in names:
+        if hidden_act in names:
             return {"activation": activation, "bias_gelu_fusion": fused}
-    known = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-    raise CheckpointError(f"{where}: hidden_act {name!r} is not one of those this project has: {known}")
+    supported = ", ".join(name for names in ACTIVATIONS.values() for name in names)
+    raise CheckpointError(f"{source}: hidden_act {hidden_act!r} is not supported; supported: {supported}")
 
 
-def _rotary(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
-    inside = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    kind = inside.get("rope_type", inside.get("type", "default"))
-    keys = {ours: inside.get(name, theirs.get(top, default)) for ours, (name, top, default) in ROTARY.items()}
-    if kind == "default":
+def _rotary_keys(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    keys = {ours: rope.get(name, theirs.get(top, default)) for ours, (name, top, default) in ROTARY.items()}
+    if rope_type == "default":
         return keys
-    if kind not in SCALINGS:
-        raise CheckpointError(f"{where}: rope_type {kind!r} is not supported; default, {', '.join(SCALINGS)} are")
-    known = {"rope_type", "type", *SCALINGS[kind].values(), *(name for name, _, _ in ROTARY.values())}
-    for name, value in inside.items():
+    if rope_type not in SCALINGS:
+        raise CheckpointError(f"{source}: rope_type {rope_type!r} is not supported; default, {', '.join(SCALINGS)} are")
+    known = {"rope_type", "type", *SCALINGS[rope_type].values(), *(name for name, _, _ in ROTARY.values())}
+    for name, value in rope.items():
         if name not in known and value is not None:
-            raise CheckpointError(f"{where}: {name} {value!r} of rope_type {kind!r} is not supported")
-    options = {ours: inside[name] for ours, name in SCALINGS[kind].items() if inside.get(name) is not None}
-    return {**keys, "pos_emb_options": {"scaling": kind, **options}}
+            raise CheckpointError(f"{source}: {name} {value!r} of rope_type {rope_type!r} is not supported")
+    options = {ours: rope[name] for ours, name in SCALINGS[rope_type].items() if rope.get(name) is not None}
+    return {**keys, "pos_emb_options": {"scaling": rope_type, **options}}

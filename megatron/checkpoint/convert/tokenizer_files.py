@@ -1,6 +1,5 @@
-"""Tokenizers for Hugging Face folders, and from them."""
+"""Tokenizers of Hugging Face folders: writing them, and reading them."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +7,17 @@ from pathlib import Path
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, write_json
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
+from megatron.utils.errors import UserError
 
-# Of a byte-level alphabet, the character that stands for the byte NUL.
+# The character that represents byte 0 in GPT-2's byte-level alphabet.
 NUL = "\u0100"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A tokenizer by the configuration's keys."""
+    """A tokenizer by configuration keys."""
 
     tokenizer_type: str
     vocab_file: str | Path | None = None
@@ -27,28 +27,36 @@ class TokenizerFiles:
     def of(
         cls, config: Config, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
     ) -> "TokenizerFiles":
-        """The configuration's tokenizer; files given here stand in for the ones it names."""
-        named = config.tokenizer
-        return cls(named.tokenizer_type, vocab_file or named.vocab_file, merge_file or named.merge_file)
+        """The tokenizer of a configuration. The arguments replace the files that the configuration names."""
+        keys = config.tokenizer
+        return cls(keys.tokenizer_type, vocab_file or keys.vocab_file, merge_file or keys.merge_file)
 
     def build(self) -> Tokenizer:
-        """Raises UserError if a file is missing or is not what it should be."""
+        """Raises UserError if a file is missing or invalid."""
         return build_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
 
 def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> int:
-    """Write tokenizer.json and tokenizer_config.json, which AutoTokenizer reads; returns the end-of-document id.
+    """Write tokenizer.json and tokenizer_config.json for AutoTokenizer; return the end-of-document id.
 
-    The end-of-document token also pads, on the left, as generation needs it. `vocabulary` is the number of rows of the
-    model's embedding. Raises UserError for a tokenizer that is not there, or has more tokens.
+    The end-of-document token is also the padding token; padding is on the left, as generation requires. `vocabulary` is
+    the number of rows of the model's embedding. Raises UserError if the tokenizer is missing or has more tokens.
     """
     try:
-        ours = files.build()
+        tokenizer = files.build()
     except UserError as error:
         raise UserError(f"{error} (or convert without a tokenizer: --no-tokenizer)") from error
-    check_rows(ours, vocabulary)
-    theirs = _as_library_tokenizer(files)
-    theirs.save(str(folder / "tokenizer.json"))
+    check_rows(tokenizer, vocabulary)
+    if files.tokenizer_type == "HFTokenizer":
+        converted = tokenizers.Tokenizer.from_file(str(files.vocab_file))
+        converted.no_truncation()
+        converted.no_padding()
+    elif files.tokenizer_type == "GPT2BPETokenizer":
+        converted = _byte_level(tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file)))
+        converted.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    else:
+        converted = _character_level()
+    converted.save(str(folder / "tokenizer.json"))
     write_json(
         folder / "tokenizer_config.json",
         {
@@ -61,29 +69,16 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> int
             "model_input_names": ["input_ids", "attention_mask"],
         },
     )
-    return ours.eod
+    return tokenizer.eod
 
 
 def check_rows(tokenizer: Tokenizer, vocabulary: int) -> None:
-    """Raises CheckpointError if the tokenizer has more tokens than the model has rows for."""
+    """Raises CheckpointError if the tokenizer has more tokens than the model's embedding has rows."""
     if tokenizer.vocab_size > vocabulary:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding has {vocabulary} rows; "
-            "give the tokenizer that the model was trained with"
+            "use the tokenizer that the model was trained with"
         )
-
-
-def _as_library_tokenizer(files: TokenizerFiles) -> tokenizers.Tokenizer:
-    if files.tokenizer_type == "HFTokenizer":
-        tokenizer = tokenizers.Tokenizer.from_file(str(files.vocab_file))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-    if files.tokenizer_type == "GPT2BPETokenizer":
-        tokenizer = _byte_level(tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file)))
-        tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
-        return tokenizer
-    return _character_level()
 
 
 def _byte_level(model: tokenizers.models.Model) -> tokenizers.Tokenizer:
@@ -94,58 +89,40 @@ def _byte_level(model: tokenizers.models.Model) -> tokenizers.Tokenizer:
 
 
 def _character_level() -> tokenizers.Tokenizer:
-    """CharLevelTokenizer as a BPE without merges: the ids are the bytes, and NUL, id 0, ends documents."""
-    symbols = {symbol: byte for byte, symbol in _byte_symbols().items()}
-    del symbols[NUL]
-    vocabulary = {**symbols, END_OF_DOCUMENT: 0}
+    """CharLevelTokenizer as a BPE without merges: ids are bytes, and NUL, id 0, ends documents."""
+    # GPT-2's visible characters for bytes: printable Latin-1 represents itself, the others are numbered from U+0100.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in printable)}
+    del vocabulary[NUL]
+    vocabulary[END_OF_DOCUMENT] = 0
     tokenizer = _byte_level(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    # The token is sought in the normalized text, where it has taken NUL's place.
+    # The token is looked up in the normalized text, where it replaces NUL.
     tokenizer.normalizer = tokenizers.normalizers.Replace("\0", END_OF_DOCUMENT)
     tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=True)])
     return tokenizer
 
 
-def _byte_symbols() -> dict[int, str]:
-    """GPT-2's visible stand-in for every byte: printable Latin-1 stands for itself, the others follow from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(0x100 + n) for n, byte in enumerate(others)}}
-
-
-def take_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> dict[str, str]:
-    """Copy a Hugging Face folder's tokenizer into `folder`; returns the configuration's keys, with the paths that the
-    files will have in `final`. Raises UserError if there is none that this project reads.
+def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> dict[str, str]:
+    """Copy the tokenizer of a Hugging Face folder into `folder`; return the configuration keys for it, with the paths
+    that the files will have in `final`. Raises UserError if there is no supported tokenizer.
     """
     if (source / "tokenizer.json").is_file():
-        found = {"vocab_file": "tokenizer.json"}
-        kind = "HFTokenizer"
+        tokenizer_type, files = "HFTokenizer", {"vocab_file": "tokenizer.json"}
     elif (source / "vocab.json").is_file() and (source / "merges.txt").is_file():
-        found = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-        kind = "GPT2BPETokenizer"
+        tokenizer_type, files = "GPT2BPETokenizer", {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
     else:
         raise CheckpointError(
-            f"{source}: has neither tokenizer.json nor vocab.json and merges.txt; put them there, or convert without a "
+            f"{source}: has neither tokenizer.json nor vocab.json and merges.txt; add them, or convert without a "
             "tokenizer: --no-tokenizer"
         )
-    for name in found.values():
+    for name in files.values():
         shutil.copyfile(source / name, folder / name)
-    check_rows(build_tokenizer(kind, **{key: folder / name for key, name in found.items()}), vocabulary)
-    return {"tokenizer_type": kind, **{key: str(final / name) for key, name in found.items()}}
+    copied = TokenizerFiles(tokenizer_type, **{key: folder / name for key, name in files.items()})
+    check_rows(copied.build(), vocabulary)
+    return {"tokenizer_type": tokenizer_type, **{key: str(final / name) for key, name in files.items()}}
 
 
 def special_ids(eod: int) -> dict[str, int]:
-    """What config.json and generation_config.json say of the end-of-document token."""
+    """Special tokens in config.json and generation_config.json."""
     return {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod}
-
-
-def read_json(path: Path) -> dict:
-    """Raises CheckpointError if the file is missing or is not a JSON object."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: is not a JSON object")
-    return value

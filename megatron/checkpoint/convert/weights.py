@@ -1,72 +1,126 @@
-"""Tensors of a Hugging Face folder, and what both directions do with a model's tensors."""
+"""Tensor names in our layer files (which are GPT-NeoX's) and in Hugging Face's GPT-NeoX, and reading their files.
 
-import copy
+The values are identical: both keep the rows of query_key_value grouped by head, `[heads, 3, d]`.
+"""
+
+import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.checkpoint.convert.names import COMPUTED, SYNONYMS, layers_with_weights, names_of
-from megatron.checkpoint.convert.tokenizer_files import read_json
-from megatron.checkpoint.layers import tensors_of
-from megatron.checkpoint.storage import CheckpointError, load_tensors
+from megatron.checkpoint.layers import POSITIONAL_PREFIXES, tensors_of, weight_layers
+from megatron.checkpoint.storage import CheckpointError, load_tensors, read_json
 from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
 
-SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Layer 0.
+EMBEDDING_NAMES = {"word_embeddings.weight": "gpt_neox.embed_in.weight"}
+
+# Layers 2 ... L+1. Hugging Face counts blocks from 0.
+BLOCK_NAMES = {
+    "input_layernorm.weight": "gpt_neox.layers.{block}.input_layernorm.weight",
+    "input_layernorm.bias": "gpt_neox.layers.{block}.input_layernorm.bias",
+    "attention.query_key_value.weight": "gpt_neox.layers.{block}.attention.query_key_value.weight",
+    "attention.query_key_value.bias": "gpt_neox.layers.{block}.attention.query_key_value.bias",
+    "attention.dense.weight": "gpt_neox.layers.{block}.attention.dense.weight",
+    "attention.dense.bias": "gpt_neox.layers.{block}.attention.dense.bias",
+    "post_attention_layernorm.weight": "gpt_neox.layers.{block}.post_attention_layernorm.weight",
+    "post_attention_layernorm.bias": "gpt_neox.layers.{block}.post_attention_layernorm.bias",
+    "mlp.dense_h_to_4h.weight": "gpt_neox.layers.{block}.mlp.dense_h_to_4h.weight",
+    "mlp.dense_h_to_4h.bias": "gpt_neox.layers.{block}.mlp.dense_h_to_4h.bias",
+    "mlp.dense_4h_to_h.weight": "gpt_neox.layers.{block}.mlp.dense_4h_to_h.weight",
+    "mlp.dense_4h_to_h.bias": "gpt_neox.layers.{block}.mlp.dense_4h_to_h.bias",
+}
+
+# Layer L+3.
+FINAL_NORM_NAMES = {
+    "norm.weight": "gpt_neox.final_layer_norm.weight",
+    "norm.bias": "gpt_neox.final_layer_norm.bias",
+}
+
+# Layer L+4.
+OUTPUT_NAMES = {"final_linear.weight": "embed_out.weight"}
+
+# Parameters of the positional method, which only the self-contained model has. A shared method is stored once.
+POSITIONAL_TARGET = "gpt_neox.positional.{method}."
+
+# Other names of the same tensors in some files, and tensors that are computed.
+SYNONYMS = {"lm_head.weight": "embed_out.weight"}
+COMPUTED = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
+
+SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 
 
-def import_transformers() -> Any:
-    """The transformers library. Raises CheckpointError if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise CheckpointError(
-            "converting to or from Hugging Face compares with the transformers library, which is not installed; "
-            "install requirements/eval.txt"
-        ) from error
-    return transformers
+def layer_names(index: int, settings: ModelSettings) -> dict[str, str]:
+    """Our names -> Hugging Face's, of the tensors in the layer of this index."""
+    if 2 <= index < settings.num_layers + 2:
+        return {ours: theirs.format(block=index - 2) for ours, theirs in BLOCK_NAMES.items()}
+    last = settings.num_layers
+    return {0: EMBEDDING_NAMES, last + 3: FINAL_NORM_NAMES, last + 4: OUTPUT_NAMES}[index]
 
 
-def rounded(model: GPT, dtype: torch.dtype) -> GPT:
-    """A float32 copy of the model with its weights rounded to `dtype`."""
-    return copy.deepcopy(model).to(dtype).float().eval()
+def hugging_face_names(model: GPT) -> dict[tuple[int, str], str]:
+    """(layer index, our name) -> Hugging Face's name, for all tensors of the model except tied output weights. Raises
+    CheckpointError for a tensor without a Hugging Face name.
+    """
+    shared = all(method.shared for method in model.positional_methods().values())
+    names = {}
+    for index, layer in layers_with_weights(model).items():
+        table = layer_names(index, model.settings)
+        for name in tensors_of(layer):
+            prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)
+            if prefix is not None:
+                method = 0 if shared or index == 0 else index - 2
+                names[index, name] = POSITIONAL_TARGET.format(method=method) + name.removeprefix(prefix)
+            elif name in table:
+                names[index, name] = table[name]
+            else:
+                raise CheckpointError(f"layer {index}: {name} has no counterpart in Hugging Face's model")
+    return names
 
 
-def hugging_face_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's tensors under Hugging Face's names; floating-point ones in `dtype`."""
-    layers = layers_with_weights(model)
-    return {theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names_of(model).items()}
+def layers_with_weights(model: GPT) -> dict[int, nn.Module]:
+    return weight_layers(model.layers(), model.settings)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy, in `dtype` if it is floating-point."""
+    """A contiguous copy on the CPU, in `dtype` if it is a floating-point tensor."""
     target = dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(dtype=target, device="cpu", copy=True).contiguous()
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face folder: one file or several with an index, safetensors before pickled ones, which
-    are read as tensors alone. Names are those of `names.py`; computed tensors are left out.
+def hugging_face_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The model's tensors under Hugging Face's names, floating-point ones in `dtype`."""
+    layers = layers_with_weights(model)
+    names = hugging_face_names(model).items()
+    return {theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names}
 
-    Raises CheckpointError if there are none, a file is missing or damaged, or holds anything but tensors.
+
+def read_hugging_face(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face folder except computed ones. Reads one file or several with an index, preferring
+    safetensors over `pytorch_model.bin`, from which only tensors are loaded.
+
+    Raises CheckpointError if there are no weights, a file is missing or damaged, or contains anything but tensors.
     """
-    files = _weight_files(folder)
-    found: dict[str, Tensor] = {}
-    for path in files:
-        for name, tensor in _read(path).items():
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        try:
+            content = load_safetensors(path) if path.suffix == ".safetensors" else load_tensors(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot be read, it is missing or damaged ({error})") from error
+        for name, tensor in content.items():
             if not torch.is_tensor(tensor):
                 raise CheckpointError(f"{path}: {name} is not a tensor")
             if not COMPUTED.fullmatch(name):
-                found[SYNONYMS.get(name, name)] = tensor
-    return found
+                tensors[SYNONYMS.get(name, name)] = tensor
+    return tensors
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    for name in (SAFETENSORS, PICKLED):
+    for name in (SAFETENSORS, PYTORCH_BIN):
         if (folder / name).is_file():
             return [folder / name]
         index = folder / f"{name}.index.json"
@@ -74,43 +128,34 @@ def _weight_files(folder: Path) -> list[Path]:
             parts = sorted(set(read_json(index).get("weight_map", {}).values()))
             for part in parts:
                 if Path(part).name != part:
-                    raise CheckpointError(f"{index}: names {part!r}, which is not a file of this folder")
+                    raise CheckpointError(f"{index}: names {part!r}, which is not a file in this folder")
             return [folder / part for part in parts]
-    raise CheckpointError(f"{folder}: has no {SAFETENSORS} or {PICKLED}, so there are no weights to convert")
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    if path.suffix != ".safetensors":
-        return load_tensors(path)
-    try:
-        return load_safetensors(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read, it is missing or damaged ({error})") from error
+    raise CheckpointError(f"{folder}: has neither {SAFETENSORS} nor {PYTORCH_BIN}, so there are no weights to convert")
 
 
 @torch.no_grad()
-def fill(model: GPT, tensors: dict[str, Tensor], where: Path) -> None:
-    """Copy tensors under Hugging Face's names into the model. Raises CheckpointError for a tensor that is missing, has
-    another shape, or has no place in the model.
+def fill(model: GPT, tensors: dict[str, Tensor], source: Path) -> None:
+    """Copy tensors with Hugging Face's names into the model. Raises CheckpointError, naming `source`, for a tensor that
+    is missing, unknown, or has another shape.
     """
-    names = names_of(model)
-    allowed = {*names.values(), *([] if not model.settings.tied_embeddings else ["embed_out.weight"])}
+    names = hugging_face_names(model)
     missing = [name for name in dict.fromkeys(names.values()) if name not in tensors]
-    extra = [name for name in tensors if name not in allowed]
-    if missing or extra:
-        parts = [f"lacks {_some(missing)}"] if missing else []
-        parts += [f"holds {_some(extra)}, which the model of its config.json has not"] if extra else []
-        raise CheckpointError(f"{where}: {' and '.join(parts)}")
+    known = {*names.values(), *(OUTPUT_NAMES.values() if model.settings.tied_embeddings else ())}
+    unknown = [name for name in tensors if name not in known]
+    if missing or unknown:
+        parts = [f"lacks {_shortened(missing)}"] if missing else []
+        parts += [f"contains {_shortened(unknown)}, which the model in config.json does not have"] if unknown else []
+        raise CheckpointError(f"{source}: {' and '.join(parts)}")
     layers = layers_with_weights(model)
     for (index, ours), theirs in names.items():
         target, value = tensors_of(layers[index])[ours], tensors[theirs]
         if target.shape != value.shape:
             raise CheckpointError(
-                f"{where}: {theirs} has shape {tuple(value.shape)}, but config.json makes it {tuple(target.shape)}"
+                f"{source}: {theirs} has shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}"
             )
         target.copy_(value)
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.checkpoint.convert import archive as archive_module
 from megatron.checkpoint.convert.archive import unpack
-from megatron.checkpoint.convert.folder import new_folder
+from megatron.checkpoint.convert.output import new_folder
 from megatron.checkpoint.storage import CheckpointError
 
 FILES = {"run/latest": b"global_step5", "run/global_step5/a.pt": bytes(range(256)) * 50}
@@ -58,7 +58,7 @@ def test_contents_are_unpacked(kind, tmp_path):
 @pytest.mark.parametrize("write", [write_zip, write_tar], ids=["zip", "tar"])
 def test_no_name_leads_out(write, name, tmp_path):
     path = write(tmp_path / "bad.archive", {"good": b"1", name: b"2"})
-    refuse(path, tmp_path, "leads out of the folder")
+    refuse(path, tmp_path, "is outside the folder")
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
@@ -82,18 +82,18 @@ def test_bombs(write, tmp_path, monkeypatch):
     monkeypatch.setitem(FILES, "bomb", bytes(5_000_000))
     path = write(tmp_path / "bomb.archive")
     assert path.stat().st_size < 50_000
-    refuse(path, tmp_path, "unpacks to more than 1000000 bytes", most_bytes=1_000_000)
+    refuse(path, tmp_path, "unpacks to more than 1000000 bytes", max_bytes=1_000_000)
 
 
 def test_too_many_members(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive_module, "MOST_FILES", 20)
+    monkeypatch.setattr(archive_module, "MAX_FILES", 20)
     path = write_zip(tmp_path / "many.zip", {str(number): b"" for number in range(21)})
     refuse(path, tmp_path, "more than 20 members")
 
 
 def test_names_that_collide(tmp_path):
     info = tarfile.TarInfo("run/latest")
-    refuse(write_tar(tmp_path / "twice.tar", extra=[info]), tmp_path, "'run/latest' is in it twice")
+    refuse(write_tar(tmp_path / "twice.tar", extra=[info]), tmp_path, "contains 'run/latest' twice")
     path = write_tar(tmp_path / "both.tar", {"a": b"1", "a/b": b"2"})
     refuse(path, tmp_path, "is both a file and a folder")
 
@@ -101,8 +101,8 @@ def test_names_that_collide(tmp_path):
 def test_damaged_and_missing_archives(tmp_path):
     whole = write_tar(tmp_path / "whole.tar.gz", mode="w:gz").read_bytes()
     (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
-    refuse(tmp_path / "cut.tar.gz", tmp_path, "is not a whole archive")
+    refuse(tmp_path / "cut.tar.gz", tmp_path, "is not a complete archive")
     (tmp_path / "text.zip").write_text("no archive")
-    refuse(tmp_path / "text.zip", tmp_path, "is not a whole archive")
+    refuse(tmp_path / "text.zip", tmp_path, "is not a complete archive")
     refuse(tmp_path / "missing.zip", tmp_path, "no such file")
-    refuse(write_zip(tmp_path / "empty.zip", {}), tmp_path, "holds no files")
+    refuse(write_zip(tmp_path / "empty.zip", {}), tmp_path, "contains no files")

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeo
 
 from kerple.positional import primary_names, registry
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
-from megatron.checkpoint.convert.compare import with_float32_angles
+from megatron.checkpoint.convert.output import with_float32_angles
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.storage import CheckpointError
 from megatron.inference import load_model
@@ -181,7 +181,7 @@ def test_labels_give_the_shifted_loss_and_gradients(tmp_path):
 
 
 def test_a_model_that_came_out_wrong_is_not_written(tmp_path, monkeypatch):
-    from megatron.checkpoint.convert import hugging_face_export
+    from megatron.checkpoint.convert import hugging_face
 
     def wrong(model, dtype):
         tensors = right(model, dtype)
@@ -191,8 +191,8 @@ def test_a_model_that_came_out_wrong_is_not_written(tmp_path, monkeypatch):
         tensors[name] = tensors[name].view(heads, 3, -1, 32).transpose(0, 1).reshape(tensors[name].shape).contiguous()
         return tensors
 
-    right = hugging_face_export.hugging_face_tensors
-    monkeypatch.setattr(hugging_face_export, "hugging_face_tensors", wrong)
+    right = hugging_face.hugging_face_tensors
+    monkeypatch.setattr(hugging_face, "hugging_face_tensors", wrong)
     for pos_emb in ("rotary", "alibi"):
         model, config = make_model(pos_emb)
         with pytest.raises(CheckpointError, match="its logits differ by"):
@@ -204,7 +204,7 @@ def test_a_folder_that_is_there_stays(tmp_path):
     model, config = make_model("alibi")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         to_hugging_face(model, config, tmp_path / "hf", report=quiet)
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine.txt"]
 

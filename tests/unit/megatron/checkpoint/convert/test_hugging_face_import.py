@@ -139,15 +139,15 @@ def edit(folder, **keys: object) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "llama"}, "model_type 'llama' is not supported"),
         ({"hidden_act": "mish"}, "hidden_act 'mish'"),
-        ({"intermediate_size": 100}, "intermediate_size is 100; only 128"),
-        ({"attention_bias": False}, "attention_bias is False"),
+        ({"intermediate_size": 100}, "intermediate_size 100 is not supported; only 128"),
+        ({"attention_bias": False}, "attention_bias False is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate False of rope_type"),
         ({"num_hidden_layers": 3}, r"lacks gpt_neox\.layers\.2\.input_layernorm\.weight.* and 9 more"),
-        ({"num_hidden_layers": 1}, r"holds gpt_neox\.layers\.1.*which the model of its config\.json has not"),
-        ({"vocab_size": 500}, r"shape \(512, 32\), but config\.json makes it \(500, 32\)"),
+        ({"num_hidden_layers": 1}, r"contains gpt_neox\.layers\.1.*which the model in config\.json does not have"),
+        ({"vocab_size": 500}, r"shape \(512, 32\), but config\.json implies \(500, 32\)"),
         ({"num_attention_heads": 5}, "not divisible by num_attention_heads 5"),
     ],
 )

@@ -1,0 +1,266 @@
+"""Hugging Face folders: writing a model as one, and reading one as a checkpoint of this project.
+
+Rotary models are written as a GPTNeoXForCausalLM, which transformers contains. Other models are written with their
+code: modeling files, and the sources of the positional method. GPT-NeoX, Pythia and all models written here can be
+read.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kerple.positional import method_class
+from megatron.checkpoint.convert.hugging_face_config import config_from, is_stock, self_contained_config, stock_config
+from megatron.checkpoint.convert.output import (
+    Report,
+    check_same_logits,
+    check_same_rotary_logits,
+    new_folder,
+    rounded,
+    write_checkpoint,
+)
+from megatron.checkpoint.convert.sources import load_modeling_file, self_contained_files, unload_package
+from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, copy_tokenizer, special_ids, write_tokenizer
+from megatron.checkpoint.convert.weights import (
+    POSITIONAL_TARGET,
+    SAFETENSORS,
+    cast,
+    fill,
+    hugging_face_tensors,
+    layers_with_weights,
+    read_hugging_face,
+)
+from megatron.checkpoint.layers import layer_state, load_layers
+from megatron.checkpoint.storage import CheckpointError, read_json, write_json
+from megatron.config import Config
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+
+
+def to_hugging_face(
+    model: GPT,
+    config: Config,
+    output: str | Path,
+    *,
+    tokenizer: TokenizerFiles | None = None,
+    dtype: torch.dtype = torch.float32,
+    report: Report = print,
+) -> None:
+    """Write `model` to the new folder `output`, for `AutoModelForCausalLM.from_pretrained`.
+
+    Args:
+        model, config: as returned by `megatron.inference.load_model`.
+        tokenizer: written next to the model; None to omit it.
+        dtype: of the weights in the file. Logits are compared with those of the model's weights rounded to it.
+
+    Raises:
+        CheckpointError: if the written model does not give the same logits, to 1e-4 in float32. Nothing is written.
+        UserError: if the tokenizer is missing or has more tokens than the model.
+    """
+    if config.model.pos_emb_options.get("scaling") == "random":
+        raise CheckpointError(
+            "pos_emb rotary with scaling random: random positions are used in training only; export the model without "
+            "the scaling"
+        )
+    import_transformers()
+    settings, stock = model.settings, is_stock(config)
+    with new_folder(output) as folder:
+        values = (stock_config if stock else self_contained_config)(config, settings)
+        values["dtype"] = values["torch_dtype"] = str(dtype).removeprefix("torch.")
+        if tokenizer is not None:
+            ids = special_ids(write_tokenizer(tokenizer, folder, settings.padded_vocab_size))
+            values.update(ids)
+            write_json(folder / "generation_config.json", ids)
+        else:
+            values.update(dict.fromkeys(special_ids(0)))
+        write_json(folder / "config.json", values)
+        tensors = hugging_face_tensors(model, dtype)
+        if not stock:
+            # The self-contained model keeps all buffers of its positional methods in the file.
+            methods = model.positional_methods()
+            for index, method in methods.items():
+                prefix = POSITIONAL_TARGET.format(method=0 if len(methods) == 1 else index - 2)
+                tensors.update({prefix + name: cast(buffer, dtype) for name, buffer in method.named_buffers()})
+            for name, text in self_contained_files(method_class(config.model.pos_emb)).items():
+                (folder / name).write_text(text, encoding="utf-8")
+        save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
+        card = model_card(config, stock=stock, has_tokenizer=tokenizer is not None)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+        written = load_written(folder, stock)
+        check = check_same_rotary_logits if stock else check_same_logits
+        kind = "GPTNeoXForCausalLM" if stock else f"self-contained model ({config.model.pos_emb})"
+        check(
+            rounded(model, dtype),
+            lambda tokens: written(tokens, use_cache=False).logits,
+            settings.padded_vocab_size,
+            config,
+            f"{output}: {kind}",
+            report,
+        )
+
+
+def from_hugging_face(
+    source: str | Path,
+    output: str | Path,
+    *,
+    with_tokenizer: bool = True,
+    dtype: torch.dtype | None = None,
+    report: Report = print,
+) -> None:
+    """Write the model of a Hugging Face folder to the new folder `output`, as a checkpoint of iteration 0.
+
+    No code in the folder is executed: a self-contained model is compared with this project's own modeling files.
+
+    Args:
+        source: contains config.json, weights (safetensors, or a .bin file of tensors only) and, if `with_tokenizer`, a
+            tokenizer.
+        dtype: of the weights in the layer files; default: that of the source's embedding.
+
+    Raises:
+        CheckpointError: if the model uses something this project does not support, a tensor is missing or has another
+            shape, or the checkpoint's logits differ from the source's by more than 1e-4 in float32. Nothing is written.
+    """
+    source, output = Path(source), Path(output).absolute()
+    import_transformers()
+    theirs = read_json(source / "config.json")
+    values = config_from(theirs, str(source / "config.json"))
+    tensors = read_hugging_face(source)
+    with new_folder(output) as folder:
+        if with_tokenizer:
+            values.update(copy_tokenizer(source, folder, output, values["padded_vocab_size"]))
+        config = Config.from_flat(values, source=str(source / "config.json"))
+        settings = ModelSettings.from_config(config, values["padded_vocab_size"])
+        model = GPT(settings).eval()
+        file_dtype = dtype or next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+        fill(model, _without_computed_buffers(tensors, model), source)
+        reference = _reference_model(source, theirs, tensors)
+        layers = layers_with_weights(model)
+        states = (
+            (index, [{name: cast(tensor, file_dtype) for name, tensor in layer_state(layer).items()}])
+            for index, layer in layers.items()
+        )
+        step = write_checkpoint(folder, 0, states, values, settings)
+        if dtype is not None:
+            reference = reference.to(dtype).float()
+        load_layers(layers, step)
+        check = check_same_rotary_logits if theirs["model_type"] == "gpt_neox" else check_same_logits
+        check(
+            model,
+            lambda tokens: reference(tokens, use_cache=False).logits,
+            settings.padded_vocab_size,
+            config,
+            f"{output}: checkpoint from {source}",
+            report,
+        )
+
+
+def _without_computed_buffers(tensors: dict[str, Tensor], model: GPT) -> dict[str, Tensor]:
+    """Without the buffers of positional methods that self-contained models store and our layer files do not."""
+    computed = {
+        name
+        for method in model.positional_methods().values()
+        for name, _ in method.named_buffers()
+        if name not in method.state_dict()
+    }
+    # Names are gpt_neox.positional.METHOD.NAME.
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (name.startswith("gpt_neox.positional.") and name.split(".", 3)[3] in computed)
+    }
+
+
+def load_written(folder: Path, stock: bool) -> Any:
+    """The model in a folder that was written here, float32, in evaluation mode."""
+    transformers = import_transformers()
+    if stock:
+        return transformers.GPTNeoXForCausalLM.from_pretrained(folder).float().eval()
+    # AutoModel would copy the code to the user's cache; import it from the folder instead.
+    package = f"_written_model_{os.getpid()}"
+    try:
+        module = load_modeling_file(folder, package)
+        return module.KerpleForCausalLM.from_pretrained(folder).float().eval()
+    finally:
+        unload_package(package)
+
+
+def _reference_model(source: Path, theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """The source's model as transformers computes it, float32."""
+    transformers = import_transformers()
+    if theirs["model_type"] == "gpt_neox":
+        if any((source / name).is_file() for name in (SAFETENSORS, f"{SAFETENSORS}.index.json")):
+            model = transformers.GPTNeoXForCausalLM.from_pretrained(source, use_safetensors=True)
+        else:
+            config = transformers.GPTNeoXConfig.from_pretrained(source)
+            model = transformers.GPTNeoXForCausalLM.from_pretrained(None, config=config, state_dict=tensors)
+        return model.float().eval()
+    package = f"_reference_model_{os.getpid()}"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in self_contained_files(method_class(theirs["positional_method"])).items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        try:
+            module = load_modeling_file(Path(folder), package)
+            config = module.KerpleConfig(**theirs)
+            return module.KerpleForCausalLM.from_pretrained(None, config=config, state_dict=tensors).float().eval()
+        finally:
+            unload_package(package)
+
+
+def import_transformers() -> Any:
+    """The transformers library. Raises CheckpointError if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(
+            "converting to or from Hugging Face needs the transformers library, which is not installed; install "
+            "requirements/eval.txt"
+        ) from error
+    return transformers
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+A decoder-only language model: {layers} layers, hidden size {hidden}, {heads} heads, trained on sequences of {length}
+tokens with the positional method `{method}`. Converted from a KERPLE-NeoX checkpoint.
+
+```python
+from transformers import AutoModelForCausalLM{tokenizer_class}
+
+model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_code}
+```
+{note}"""
+
+TOKENIZER_CODE = """
+tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER"{trust})
+prompt = tokenizer(["def main("], return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
+
+SELF_CONTAINED_NOTE = """
+This folder contains the model's code (`modeling_kerple.py`, and the positional method in `positional_*.py`). It needs
+only torch and transformers. Pad batches of prompts on the left.
+"""
+
+
+def model_card(config: Config, *, stock: bool, has_tokenizer: bool) -> str:
+    """README.md: what the model is, and how to load it."""
+    trust = "" if stock else ", trust_remote_code=True"
+    return CARD.format(
+        layers=config.model.num_layers,
+        hidden=config.model.hidden_size,
+        heads=config.model.num_attention_heads,
+        length=config.model.seq_length,
+        method=config.model.pos_emb,
+        tokenizer_class=", AutoTokenizer" if has_tokenizer else "",
+        trust=trust,
+        tokenizer_code=TOKENIZER_CODE.format(trust=trust) if has_tokenizer else "",
+        note="" if stock else SELF_CONTAINED_NOTE,
+    )

@@ -1,0 +1,160 @@
+"""Writing the result of a conversion: a folder that appears only when it is complete and its logits are verified.
+
+Legend: b batch, s tokens, v padded vocabulary.
+"""
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.directory import CONFIG_FILE, layer_file, point_latest, tag_for, write_manifest_of_folder
+from megatron.checkpoint.storage import CheckpointError, write_json
+from megatron.config import Config
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+from megatron.utils.files import sync_folder
+
+# Largest allowed difference of two logits, in units of max(1, standard deviation of the logits).
+TOLERANCE = 1e-4
+MAX_COMPARED_LENGTH = 512
+
+# int64 tokens `[b, s]` -> logits `[b, s, v]`
+Logits = Callable[[Tensor], Tensor]
+Report = Callable[[str], None]
+
+
+@contextmanager
+def new_folder(output: str | Path) -> Iterator[Path]:
+    """Yield an empty folder next to `output`. It is renamed to `output` if the block succeeds, and removed otherwise.
+
+    Raises CheckpointError if `output` exists and is not an empty folder, or cannot be written.
+    """
+    output = Path(output).absolute()
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise CheckpointError(f"{output}: already exists; name a new folder, or remove this one")
+    unfinished = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for root, _, names in os.walk(unfinished):
+            for name in names:
+                with open(Path(root) / name, "rb") as handle:
+                    os.fsync(handle.fileno())
+            sync_folder(root)
+        if output.exists():
+            output.rmdir()
+        unfinished.rename(output)
+        sync_folder(output.parent)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or output}: cannot be written or read ({error.strerror})") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_checkpoint(
+    folder: Path,
+    iteration: int,
+    layers: Iterable[tuple[int, list[dict[str, Tensor]]]],
+    config_values: Mapping[str, Any],
+    settings: ModelSettings,
+) -> Path:
+    """Write global_stepN with weights, configuration and manifest, but no optimizer, and `latest`; return its path.
+
+    layers: (layer index, the tensors for each tensor-parallel rank).
+    """
+    step = folder / tag_for(iteration)
+    (step / CONFIG_FILE).parent.mkdir(parents=True)
+    ranks = 1
+    for index, states in layers:
+        ranks = len(states)
+        for rank, state in enumerate(states):
+            torch.save(state, layer_file(step, index, rank))
+    sizes = {
+        "num_layers": settings.num_layers,
+        "hidden_size": settings.hidden_size,
+        "num_attention_heads": settings.num_heads,
+        "max_position_embeddings": settings.max_positions,
+        "padded_vocab_size": settings.padded_vocab_size,
+        "model_parallel_size": ranks,
+    }
+    for rank in range(ranks):
+        torch.save({"iteration": iteration, "args": sizes}, step / f"mp_rank_{rank:02d}_model_states.pt")
+    write_json(step / CONFIG_FILE, dict(config_values))
+    write_manifest_of_folder(step, iteration)
+    point_latest(folder, step.name)
+    return step
+
+
+def rounded(model: GPT, dtype: torch.dtype) -> GPT:
+    """A float32 copy of the model with weights rounded to `dtype`."""
+    return copy.deepcopy(model).to(dtype).float().eval()
+
+
+def check_same_logits(
+    source: Logits, written: Logits, vocabulary: int, config: Config, name: str, report: Report
+) -> None:
+    """Raises CheckpointError if the logits of two models differ by more than 1e-4. `name` describes the output."""
+    lengths = compared_lengths(config)
+    difference = largest_difference(source, written, vocabulary, lengths)
+    listed = " and ".join(map(str, lengths))
+    if not difference <= TOLERANCE:  # also true for NaN
+        raise CheckpointError(
+            f"{name}: nothing was written, because the converted model is not the same: its logits differ by "
+            f"{difference:.2e} at length {listed}; more than {TOLERANCE:g} is not rounding"
+        )
+    report(f"{name}: logits compared at length {listed}, largest difference {difference:.1e}")
+
+
+def check_same_rotary_logits(
+    ours: GPT, theirs: Logits, vocabulary: int, config: Config, name: str, report: Report
+) -> None:
+    """`check_same_logits` for a rotary model and its transformers counterpart, which computes angles in float32.
+
+    Compares with a copy of `ours` that does the same, and reports how much the rounding of the angles changes the
+    logits.
+    """
+    check_same_logits(with_float32_angles(ours), theirs, vocabulary, config, name, report)
+    longest = compared_lengths(config)[-1]
+    rounding = largest_difference(ours, theirs, vocabulary, (longest,))
+    report(f"{name}: transformers' angles are float32, not float64; effect on the logits {rounding:.1e} at {longest}")
+
+
+def compared_lengths(config: Config) -> tuple[int, ...]:
+    """The training length, and a greater one (up to four times) if the positional method allows it."""
+    length, table = config.model.seq_length, config.model.max_position_embeddings
+    if config.model.pos_emb == "learned":
+        return (min(table, MAX_COMPARED_LENGTH),)
+    return min(length, MAX_COMPARED_LENGTH), min(4 * length, length + MAX_COMPARED_LENGTH)
+
+
+def with_float32_angles(model: GPT) -> GPT:
+    """A copy of a rotary model that computes its angles in float32, as transformers does."""
+    copied = copy.deepcopy(model)
+    for method in copied.positional_methods().values():
+        angles: Any = method.angles
+        method.angles = type(angles)(angles.size, angles.base, torch.float32, angles.own, angles.scale)
+    return copied
+
+
+@torch.no_grad()
+def largest_difference(first: Logits, second: Logits, vocabulary: int, lengths: Sequence[int]) -> float:
+    """The largest difference of two models' logits on random tokens, in units of max(1, their standard deviation):
+    rounding is proportional to the size of the logits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for length in lengths:
+        tokens = torch.randint(0, vocabulary, (1, length), generator=generator)
+        first_logits, second_logits = first(tokens).float(), second(tokens).float()
+        if not torch.isfinite(first_logits).all() or first_logits.shape != second_logits.shape:
+            return float("inf")
+        difference = (first_logits - second_logits).abs().max() / max(1.0, float(first_logits.std()))
+        largest = max(largest, float(difference.nan_to_num(float("inf"))))
+    return largest
