@@ -1,4 +1,4 @@
-"""tools/report.py: tables and figures from folders of results."""
+"""tools/report.py: the tables and figures of the papers, from stored evaluation results."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,58 +6,64 @@ from pathlib import Path
 from kerple.positional.registry import canonical_name
 from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import RESULTS, read_results
+from megatron.reporting.aggregate import Method
+from megatron.reporting.paper_tables import REFERENCE
 from megatron.reporting.report import TITLE, Sources, write_report
-from megatron.reporting.results import Method, method_of
-from megatron.reporting.tables import REFERENCE
 from megatron.utils.errors import UserError
 
-DESCRIPTION = "The tables and figures of the KERPLE, DAPE and LEX papers, and an HTML report, from stored results."
+DESCRIPTION = (
+    "Write the tables and figures of the KERPLE, DAPE and LEX papers from stored evaluation results, as an HTML report "
+    "and as separate files."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read, write, print where the report is. Raises UserError."""
+    """Write the report and print its path. Raises UserError."""
     parser = OptionParser(prog="report.py", description=DESCRIPTION)
     parser.add_argument(
         "results",
         nargs="*",
         type=Path,
         metavar="RESULTS",
-        help=f"folders of evaluations, or folders that hold such anywhere below them (each has a {RESULTS})",
+        help=f"folders with a {RESULTS}, the output of evaluate.py, in them or anywhere below them",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the report")
     parser.add_argument(
         "--checkpoint",
         nargs="+",
         type=Path,
         default=[],
         metavar="DIR",
-        help="further checkpoints whose kernels are drawn, the release's among them",
+        help="further checkpoints whose biases and weights are plotted, ours or released ones",
     )
     parser.add_argument(
-        "--benchmark", nargs="+", type=Path, default=[], metavar="FILE", help="JSON of benchmarks/train_step.py"
+        "--benchmark",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="JSON files written by benchmarks/train_step.py --json",
     )
     parser.add_argument(
         "--reference",
         metavar="POS_EMB",
-        help=f"the method that others are tested against: † marks where it is significantly better ({REFERENCE[0]})",
+        help=f"mark methods that this one is significantly better than with † (default: {REFERENCE.pos_emb})",
     )
-    parser.add_argument("--title", default=TITLE, help="of the report (%(default)s)")
+    parser.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
     options = parser.parse_args(argv)
     if not (options.results or options.checkpoint or options.benchmark):
-        raise UserError("nothing to report: give folders of results, or --checkpoint, or --benchmark")
+        raise UserError("nothing to report: give folders with results, --checkpoint or --benchmark")
     sources = Sources(read_results(options.results, strict=False), options.checkpoint, options.benchmark)
-    path = write_report(sources, options.output, options.title, _reference(options.reference, sources))
+    reference = REFERENCE
+    if options.reference is not None:
+        reference = Method(canonical_name(options.reference))
+        evaluated = dict.fromkeys(record["pos_emb"] for record in sources.records if record["kind"] == "extrapolation")
+        if reference.pos_emb not in evaluated:
+            raise UserError(
+                f"--reference {options.reference}: there are no results of this method; choose one of "
+                f"{', '.join(evaluated) or 'none'}"
+            )
+    path = write_report(sources, options.output, options.title, reference)
     for note in sources.notes:
         print(f"note: {note}", flush=True)
     print(path, flush=True)
-
-
-def _reference(name: str | None, sources: Sources) -> Method:
-    """Raises UserError for a method of which there are no results."""
-    if name is None:
-        return REFERENCE
-    method = canonical_name(name), "full"
-    known = dict.fromkeys(method_of(record)[0] for record in sources.records if record["kind"] == "extrapolation")
-    if method[0] not in known:
-        raise UserError(f"--reference {name}: there are no results of it; choose one of {', '.join(known) or 'none'}")
-    return method

@@ -1,1 +1,1 @@
-"""The tables and figures of the KERPLE, DAPE and LEX papers, made from stored results."""
+"""Tables, figures and reports from stored evaluation results, in the layout of the KERPLE, DAPE and LEX papers."""

@@ -1,137 +1,203 @@
-"""Rows of results as series: what one method reached in one mode by length, mean ± deviation over seeds."""
+"""Group evaluation records by setting, method and length, and aggregate their values over seeds."""
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.reporting.statistics import significantly_better
+from pandas import DataFrame, Series, concat
+from scipy.stats import ttest_rel
 
-NOT_AVAILABLE = "n/a"
+from megatron.reporting.formatting import slug
+from megatron.utils.errors import UserError
+
+ALPHA = 0.05  # significance level
+
+AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
 
 
 @dataclass(frozen=True)
-class Series:
-    """What one method reached in one mode; `by_seed[length]` holds the value of each seed that has one (of each
-    checkpoint, where seeds are not known or the same).
+class Method:
+    """A positional method and the inference mode it is evaluated in.
+
+    pos_emb: its `pos-emb` name; non-default options follow in parentheses, e.g. "dape_kerple (variant Concat)".
     """
 
     pos_emb: str
-    mode: str
-    train_length: int | None
-    protocol: str
-    corpus: str | None
-    by_seed: dict[int, dict[object, float]]
+    mode: str = "full"
 
     @property
-    def setting(self) -> tuple[str, int | None, str, str | None]:
-        """What is the same where two methods can be compared."""
-        return self.mode, self.train_length, self.protocol, self.corpus
+    def kind(self) -> "Method":
+        """The method without the size in its mode: `window@512` becomes `window`."""
+        return Method(self.pos_emb, self.mode.partition("@")[0])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What has to be equal for two values to be comparable. model: (layers, hidden size). None stands for unknown."""
+
+    corpus: str | None
+    train_length: int | None
+    protocol: str
+    model: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """The known parts, for file names."""
+        return slug(self.corpus or "text", self.size, self.train_length, self.protocol).lower()
+
+    @property
+    def size(self) -> str:
+        """12x768 for 12 layers with hidden size 768; empty if unknown."""
+        return f"{self.model[0]}x{self.model[1]}" if self.model else ""
+
+
+def setting_of(record: AnyRecord) -> Setting:
+    checkpoint = record.get("checkpoint") or {}
+    model = (checkpoint["layers"], checkpoint["hidden_size"]) if checkpoint.get("layers") else None
+    return Setting(record.get("corpus"), record.get("train_length"), record.get("protocol") or "", model)
+
+
+def method_of(record: AnyRecord) -> Method:
+    return Method(record.get("pos_emb") or "model", record.get("mode") or "full")
+
+
+class Measurements:
+    """The values of one quantity by setting, method, length and seed.
+
+    Attributes:
+        frame: one row per record, in the order of the records, with the columns `setting`, `method`, `length`, `depth`
+            (of pass keys), `seed`, `value` (NaN if not available), `tokens` and `note`.
+    """
+
+    def __init__(self, frame: DataFrame):
+        self.frame = frame
+        cells = frame.groupby(["setting", "method", "length"], sort=False)
+        self._values: dict[tuple[Setting, Method, int], Series] = {
+            key: cell.set_index("seed")["value"] for key, cell in cells
+        }
+
+    @property
+    def settings(self) -> list[Setting]:
+        return list(self.frame["setting"].unique())
+
+    @property
+    def methods(self) -> list[Method]:
+        return list(self.frame["method"].unique())
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths at which there is a value, ascending."""
-        return sorted(length for length, values in self.by_seed.items() if values)
+        """All lengths, ascending."""
+        return sorted(self.frame["length"].unique().tolist())
 
-    def mean(self, length: int) -> float | None:
-        """Mean over seeds; None where there is no value."""
-        values = self.by_seed.get(length)
-        return statistics.fmean(values.values()) if values else None
+    @property
+    def lines(self) -> list[tuple[Setting, Method]]:
+        """All pairs of setting and method: the lines of a figure."""
+        return list(dict.fromkeys((setting, method) for setting, method, _ in self._values))
 
-    def deviation(self, length: int) -> float | None:
-        """Standard deviation over seeds (n - 1 in the denominator); None with fewer than two."""
-        values = self.by_seed.get(length, {})
-        return statistics.stdev(values.values()) if len(values) > 1 else None
+    @property
+    def train_length(self) -> int | None:
+        """The training length if it is the same for all values and known."""
+        train_lengths = {setting.train_length for setting in self.settings}
+        return train_lengths.pop() if len(train_lengths) == 1 else None
+
+    @property
+    def num_seeds(self) -> int:
+        """Number of different seeds with a value."""
+        return len(set(self.frame.dropna(subset="value")["seed"]))
+
+    def values(self, setting: Setting, method: Method, length: int) -> Series | None:
+        """The values indexed by seed, NaN if not available; None if there is no record."""
+        return self._values.get((setting, method, length))
+
+    def curve(self, setting: Setting, method: Method) -> DataFrame:
+        """The columns `mean` and `std` (NaN with one seed), indexed by the lengths that have a value, ascending."""
+        rows = self.frame[(self.frame["setting"] == setting) & (self.frame["method"] == method)]
+        return rows.groupby("length")["value"].agg(["mean", "std"]).dropna(subset="mean")
+
+    def select(self, settings: Iterable[Setting], methods: Iterable[Method] | None = None) -> "Measurements":
+        """The values of these settings, and of these methods only."""
+        rows = self.frame["setting"].isin(list(settings))
+        if methods is not None:
+            rows &= self.frame["method"].isin(list(methods))
+        return Measurements(self.frame[rows])
+
+    def at_depth(self, depth: float) -> "Measurements":
+        """Pass keys: the values at one depth."""
+        return Measurements(self.frame[self.frame["depth"] == depth])
+
+    def over_depths(self) -> "Measurements":
+        """Pass keys: the mean over all depths, for each seed that has a record at every depth of its setting; NaN if
+        one of them has no value.
+        """
+        depths = self.frame.groupby("setting", sort=False)["depth"].transform("nunique")
+        by_seed = self.frame.groupby(["setting", "method", "length", "seed"], sort=False, dropna=False)
+        complete = self.frame[by_seed["depth"].transform("nunique") == depths]
+        by_seed = complete.groupby(["setting", "method", "length", "seed"], sort=False, dropna=False)
+        return Measurements(by_seed["value"].agg(lambda values: values.mean(skipna=False)).reset_index())
 
 
-def group(rows: Sequence[Mapping[str, Any]], value: str = "perplexity") -> list[Series]:
-    """Rows by method, mode, training length, protocol and corpus, in the order in which they first appear; by
-    checkpoint, too, where a method has two with the same seed. value: the key of what the series are of.
+def measurements(
+    records: Iterable[AnyRecord], kind: str, value: str | Callable[[AnyRecord], float | None]
+) -> Measurements:
+    """The values of all records of this kind.
+
+    Args:
+        value: a key of the records, or a function of a record.
+
+    Raises UserError if two records with different weights have the same method, setting, length and seed: it is not
+    clear which of them to report.
     """
-    found: dict[tuple, Series] = {}
-    several = _ambiguous(rows)
-    for row in rows:
-        name = name_of(row)
-        if name in several:
-            name += " ({path} at {iteration})".format(**row["checkpoint"])
-        key = (name, row["mode"], row["train_length"], row["protocol"], row.get("corpus"))
-        series = found.setdefault(key, Series(*key, {}))
-        values = series.by_seed.setdefault(row["length"], {})
-        if row.get(value) is not None:
-            seed = row["seed"] if row["seed"] not in values else (row["seed"], len(values))
-            values[seed] = row[value]
-    return list(found.values())
+    rows: dict[tuple[object, ...], tuple[object, ...]] = {}
+    sources: dict[tuple[object, ...], AnyRecord] = {}
+    for record in records:
+        if record["kind"] != kind:
+            continue
+        setting, method = setting_of(record), method_of(record)
+        key = (setting, method, record["length"], record.get("depth"), record.get("seed"))
+        first = sources.setdefault(key, record)
+        if _weights(first) != _weights(record):
+            raise UserError(
+                f"two checkpoints have results for {method.pos_emb} ({method.mode}), seed {record.get('seed')}, length "
+                f"{record['length']:,} on {setting.corpus}: {_source(first)} and {_source(record)}; omit the results "
+                "of one of them, or evaluate them again with different labels (evaluate.py --label)"
+            )
+        number = value(record) if callable(value) else record.get(value)
+        rows[key] = (*key, math.nan if number is None else number, record.get("tokens"), record.get("note"))
+    columns = ["setting", "method", "length", "depth", "seed", "value", "tokens", "note"]
+    return Measurements(DataFrame(list(rows.values()), columns=columns))
 
 
-def _ambiguous(rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Methods of which two checkpoints have the same seed: their mean would be one over no seeds."""
-    first: dict[tuple, Mapping[str, Any]] = {}
-    keys = ("pos_emb", "seed", "mode", "train_length", "protocol", "corpus", "length")
-    return {
-        name_of(row)
-        for row in rows
-        if row.get("checkpoint")
-        and first.setdefault(tuple(row.get(key) for key in keys), row).get("checkpoint") != row["checkpoint"]
-    }
+def _weights(record: AnyRecord) -> str:
+    """Identifies the weights, independently of where they are stored."""
+    return (record.get("checkpoint") or {}).get("fingerprint") or _source(record)
 
 
-def name_of(row: Mapping[str, Any]) -> str:
-    return row["pos_emb"] or "model"
+def _source(record: AnyRecord) -> str:
+    checkpoint = record.get("checkpoint") or {}
+    return f"{checkpoint.get('path')} at iteration {checkpoint.get('iteration')}"
 
 
-def lengths_of(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Every length, ascending."""
-    return sorted({row["length"] for row in rows})
+def p_value(first: Series, second: Series) -> float | None:
+    """p of the paired two-sided t-test over the seeds (the index) that both have, as in KERPLE's Table 3.
 
-
-def common_train_length(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The training length that all rows share; None where they do not, or where it is not known."""
-    trained = {row["train_length"] for row in rows}
-    return trained.pop() if len(trained) == 1 else None
-
-
-def worse(series: Series, reference: Series | None, length: int) -> bool:
-    """Whether the reference is significantly better at the length, over the seeds of both (KERPLE's Table 3)."""
-    if reference is None or reference is series:
-        return False
-    return significantly_better(reference.by_seed.get(length, {}), series.by_seed.get(length, {}))
-
-
-def number(value: float, digits: int = 4) -> str:
-    """So many significant digits, no exponent below a million: 3.412, 101.3, 22,621."""
-    if abs(value) >= 1e6:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{_decimals(value, digits)}f}"
-
-
-def cell(series: Series, length: int) -> str:
-    """`mean`, or with two or more seeds `mean ± deviation`, both to the deviation's second significant digit. Empty
-    where nothing was asked for, n/a where there is no value.
+    None with fewer than two such seeds, or if all pairs are equal.
     """
-    mean, deviation = series.mean(length), series.deviation(length)
-    if mean is None:
-        return NOT_AVAILABLE if length in series.by_seed else ""
-    if not deviation or mean >= 1e6:
-        return number(mean)
-    decimals = _decimals(deviation, 2)
-    return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
+    pairs = _pairs(first, second)
+    if len(pairs) < 2:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about differences that are equal up to rounding
+        p = float(ttest_rel(pairs["first"], pairs["second"]).pvalue)
+    return None if math.isnan(p) else p
 
 
-def rough(series: Series, length: int) -> str:
-    """The mean alone, to its second significant digit, of what is an estimate itself."""
-    mean = series.mean(length)
-    return cell(series, length) if mean is None else number(mean, 2)
+def significantly_better(first: Series, second: Series) -> bool:
+    """Whether `first` has the lower mean over the seeds that both have, with p < ALPHA."""
+    p, means = p_value(first, second), _pairs(first, second).mean()
+    return p is not None and p < ALPHA and bool(means["first"] < means["second"])
 
 
-def per_cent(series: Series, length: int) -> str:
-    """Of shares: `40%`, or with two or more seeds `40% ± 14%`."""
-    mean, deviation = series.mean(length), series.deviation(length)
-    if mean is None:
-        return cell(series, length)
-    return f"{mean:.0%}" if deviation is None else f"{mean:.0%} ± {deviation:.0%}"
-
-
-def _decimals(value: float, digits: int) -> int:
-    """How many decimals show so many significant digits."""
-    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+def _pairs(first: Series, second: Series) -> DataFrame:
+    return concat({"first": first, "second": second}, axis=1, join="inner").dropna()

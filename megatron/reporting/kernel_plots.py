@@ -1,10 +1,9 @@
-"""Pictures of positional methods, and the page that shows them: bias and weight over distance, per head, at
-initialization and after training.
+"""The page `docs/positional-methods.md` and its pictures: what every positional method does to the scores by distance,
+at initialization and after training.
 
-Of methods whose scores depend on more than the distance, it shows what they make of scores that say nothing.
+For methods whose result depends on more than the distance, the plots use scores and queries of zeros.
 """
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from kerple.attention import score_table
@@ -21,215 +18,202 @@ from kerple.positional import ModelShape, PositionalMethod, build, method_class,
 from kerple.positional.registry import canonical_name
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
-from megatron.config import UserError
 from megatron.inference import load_model
 from megatron.model.initialization import generator_for
-from megatron.reporting.figures import COLORS, LINE_STYLES
+from megatron.reporting.figures import COLORS, LINE_STYLES, new_figure, save_figure
+from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
-FARTHEST = 1024
-DESCRIPTIONS = Path(__file__).resolve().parents[2] / "configs" / "pos_emb"
-# What a row of a picture shows.
-BIAS, WEIGHT, ADAPTED, PRODUCT = "bias", "weight", "score made of 0", "product, equal vectors"
-# More heads than this would be a tangle: these are spread over all of them.
-MOST_HEADS = 6
+NUM_DISTANCES = 1024
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pos_emb"
+MAX_HEADS = 6  # of more heads, this many are plotted, evenly spaced
+# The model of configs/demo.yml.
 SHAPE = ModelShape(num_heads=4, head_size=32, hidden_size=128, num_layers=4, max_positions=128)
 SEED = 1234
 
 
-class Placed(NamedTuple):
-    """A method and the model that it is made for."""
+class MethodOfModel(NamedTuple):
+    """A positional method and the shape of the model it was built for."""
 
     method: PositionalMethod
     shape: ModelShape
 
 
-def initial_methods() -> dict[str, Placed]:
-    """`pos-emb` name -> the method as a new model of the demonstration's size has it; one name for each, no alias."""
-    found = {}
+def initial_methods() -> dict[str, MethodOfModel]:
+    """All methods by primary `pos-emb` name, initialized as in the first layer of a new demo model."""
+    methods = {}
     for name in primary_names():
-        found[name] = Placed(build(name, SHAPE), SHAPE)
-        # As the demonstration's run has them before its first step.
-        found[name].method.reset_parameters(generator_for(SEED, -1, "positional"))
-    return found
+        method = build(name, SHAPE)
+        method.reset_parameters(generator_for(SEED, -1, "positional"))
+        methods[name] = MethodOfModel(method, SHAPE)
+    return methods
 
 
-def trained_methods(folders: Sequence[str | Path]) -> dict[str, Placed]:
-    """Primary `pos-emb` name -> the method of the checkpoint in each folder; where each layer has one, the first's.
-
-    Raises UserError for two checkpoints of one method, and for a folder without one.
+def trained_methods(folders: Sequence[str | Path]) -> dict[str, MethodOfModel]:
+    """The methods of the checkpoints in these folders by primary `pos-emb` name; that of the first layer if the layers
+    differ. Raises UserError if two checkpoints have the same method or a folder has no checkpoint.
     """
-    found: dict[str, Placed] = {}
+    names: set[str] = set()
+    methods: dict[str, MethodOfModel] = {}
     for folder in folders:
         name = canonical_name(checkpoint_config(find_step(folder)).model.pos_emb)
-        if name in found:
-            raise UserError(f"{folder}: a checkpoint of pos-emb {name} was given before; give one for each method")
+        if name in names:
+            raise UserError(f"{folder}: there is already a checkpoint of pos-emb {name}; give one per method")
+        names.add(name)
         model, _ = load_model(folder)
-        methods = model.positional_methods()
-        if methods:
-            found[name] = Placed(next(iter(methods.values())), model.settings.shape())
-    return found
+        if layer_methods := model.positional_methods():
+            methods[name] = MethodOfModel(next(iter(layer_methods.values())), model.settings.shape())
+    return methods
 
 
 @torch.no_grad()
-def curves(method: PositionalMethod, shape: ModelShape = SHAPE) -> dict[str, Tensor]:
-    """What the method makes of distances 0 ... FARTHEST - 1, float32 `[h, FARTHEST]`: its bias and weight; the score
-    that `modify_scores` makes of 0, of a query that is zero; the product of a turned vector with itself,
-    `[1, FARTHEST]`.
-    Nothing where the distance alone makes no difference.
+def distance_curves(method: PositionalMethod, shape: ModelShape = SHAPE) -> dict[str, Tensor]:
+    """What the method does at distances 0 to NUM_DISTANCES - 1: axis label -> float32 [heads, NUM_DISTANCES].
+
+    - Methods that modify scores: the result for scores of 0 and a query of zeros at position NUM_DISTANCES - 1; empty
+      if it is the same for all distances.
+    - Methods that rotate: the dot product of a query and a key of ones, divided by the head size, `[1, NUM_DISTANCES]`.
+    - Other methods: their bias and weight, as far as they have them.
     """
+    positions = torch.arange(NUM_DISTANCES)
+    last = positions[-1:]
     if method.modifies_scores:
-        scores = _adapted(method, shape)
-        return {ADAPTED: scores} if scores.std(dim=1).any() else {}
+        zeros = torch.zeros(1, shape.num_heads, 1, shape.head_size)
+        query, _ = method.rotate(zeros, zeros[:, :, :0], last, positions[:0])
+        scores = torch.zeros(1, shape.num_heads, 1, NUM_DISTANCES)
+        mask = torch.zeros(1, NUM_DISTANCES, dtype=torch.bool)
+        table = score_table(method, NUM_DISTANCES, "cpu")
+        modified = method.modify_scores(scores, query, last, positions, mask, table)[0, :, 0].flip(-1)
+        return {"modified score of 0": modified} if modified.std(dim=1).any() else {}
     if method.rotates:
-        return {PRODUCT: _product(method, shape)}
-    distance = torch.arange(FARTHEST, dtype=torch.float32)
-    hooks = [name for name in (BIAS, WEIGHT) if getattr(method, f"has_{name}")]
-    return {name: getattr(method, name)(distance).cpu() for name in hooks}
+        ones = torch.ones(1, 1, NUM_DISTANCES, shape.head_size)
+        query, key = method.eval().rotate(ones[:, :, -1:], ones, last, positions)
+        if method.scales_qk:
+            query, key = method.scale_qk(query, key, last, positions)
+        return {"dot product of ones": (query @ key.transpose(-1, -2))[0, :, 0].flip(-1) / shape.head_size}
+    distances = positions.float()
+    curves = {"bias": method.bias(distances)} if method.has_bias else {}
+    if method.has_weight:
+        curves["weight"] = method.weight(distances)
+    return curves
 
 
-def _adapted(method: PositionalMethod, shape: ModelShape) -> Tensor:
-    """As seen from position FARTHEST - 1."""
-    keys = torch.arange(FARTHEST)
-    nothing = torch.zeros(1, shape.num_heads, 1, shape.head_size)
-    query, _ = method.rotate(nothing, nothing[:, :, :0], keys[-1:], keys[:0])
-    scores, unseen = torch.zeros(1, shape.num_heads, 1, FARTHEST), torch.zeros(1, FARTHEST, dtype=torch.bool)
-    table = score_table(method, FARTHEST, "cpu")
-    return method.modify_scores(scores, query, keys[-1:], keys, unseen, table)[0, :, 0].flip(-1)
-
-
-def _product(method: PositionalMethod, shape: ModelShape) -> Tensor:
-    """Of a vector of ones, divided by the head size."""
-    keys = torch.arange(FARTHEST)
-    states = torch.ones(1, 1, FARTHEST, shape.head_size)
-    query, key = method.eval().rotate(states[:, :, -1:], states, keys[-1:], keys)
-    if method.scales_qk:
-        query, key = method.scale_qk(query, key, keys[-1:], keys)
-    return (query @ key.transpose(-1, -2))[0, :, 0].flip(-1) / shape.head_size
-
-
-def draw(name: str, stages: Mapping[str, Placed]) -> bytes | None:
-    """A PNG with a row for each of the method's curves and a column for each stage ("at initialization", ...); None for
-    a method that has none.
-    """
-    tables = {stage: curves(*placed) for stage, placed in stages.items()}
-    hooks = list(dict.fromkeys(hook for found in tables.values() for hook in found))
-    if not hooks:
+def method_picture(name: str, stages: Mapping[str, MethodOfModel]) -> bytes | None:
+    """A PNG with a row per curve and a column per stage ("at initialization", ...); None if there are no curves."""
+    curves = {stage: distance_curves(*method) for stage, method in stages.items()}
+    labels = list(dict.fromkeys(label for by_label in curves.values() for label in by_label))
+    if not labels:
         return None
-    figure = Figure(figsize=(3.6 * len(tables) + 1.4, 2.5 * len(hooks) + 0.3), layout="constrained", dpi=100)
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(hooks), len(tables), squeeze=False, sharex=True, sharey="row")
-    for row, hook in zip(grid, hooks, strict=True):
-        for axes, (stage, found) in zip(row, tables.items(), strict=True):
-            if hook in found:
-                _lines(axes, found[hook])
-            if hook == hooks[0]:
-                axes.set_title(stage, loc="left", fontsize=9.5)
-        row[0].set_ylabel(hook)
-    for axes in grid[-1]:
-        axes.set_xlabel("distance (tokens)")
-    lines = grid[0][-1].get_lines() or grid[0][0].get_lines()
+    width, height = 3.6 * len(curves) + 1.4, 2.5 * len(labels) + 0.3
+    figure, panels = new_figure(len(labels), len(curves), width, height, dpi=100, sharex=True, sharey="row")
+    cells = [(label, stage) for label in labels for stage in curves]
+    for axes, (label, stage) in zip(panels, cells, strict=True):
+        if label in curves[stage]:
+            _plot_heads(axes, curves[stage][label])
+        if label == labels[0]:
+            axes.set_title(stage, loc="left", fontsize=9.5)
+        if label == labels[-1]:
+            axes.set_xlabel("distance (tokens)")
+        if stage == next(iter(curves)):
+            axes.set_ylabel(label)
+    lines = panels[len(curves) - 1].get_lines() or panels[0].get_lines()
     if len(lines) > 1:
         figure.legend(handles=lines, loc="outside right upper", fontsize=8, frameon=False, handlelength=3)
     figure.suptitle(name, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    return save_figure(figure)
 
 
-def _lines(axes: Axes, table: Tensor) -> None:
-    """A line for each head, with a colour and a style of its own; the axis is logarithmic from distance 1 on."""
-    heads = len(table)
-    shown = (
-        range(heads) if heads <= MOST_HEADS else [round(i * (heads - 1) / (MOST_HEADS - 1)) for i in range(MOST_HEADS)]
-    )
-    for number, head in enumerate(shown):
+def _plot_heads(axes: Axes, values: Tensor) -> None:
+    """One line per head of values `[heads, distances]`, over a distance axis that is logarithmic from 1."""
+    num_heads, num_distances = values.shape
+    shown = min(num_heads, MAX_HEADS)
+    for index in range(shown):
+        head = round(index * (num_heads - 1) / max(1, shown - 1))
         axes.plot(
-            range(table.shape[1]),
-            table[head].tolist(),
+            range(num_distances),
+            values[head].tolist(),
             label=f"head {head + 1}",
-            color=COLORS[number % len(COLORS)],
-            linestyle=LINE_STYLES[number % len(LINE_STYLES)],
+            color=COLORS[index % len(COLORS)],
+            linestyle=LINE_STYLES[index % len(LINE_STYLES)],
             linewidth=1.6,
         )
     axes.set_xscale("symlog", base=2, linthresh=1)
-    axes.set_xlim(0, table.shape[1] - 1)
-    powers = range(0, int(math.log2(table.shape[1])) + 1, 2)
-    axes.set_xticks([0, *(2**power for power in powers)], ["0", *(f"{2**power:,}" for power in powers)])
+    axes.set_xlim(0, num_distances - 1)
+    powers = [2**exponent for exponent in range(0, int(math.log2(num_distances)) + 1, 2)]
+    axes.set_xticks([0, *powers], ["0", *(f"{power:,}" for power in powers)])
     axes.tick_params(labelsize=8)
     axes.grid(color="#DDDDDD", linewidth=0.6)
-    low = float(table.min())
-    if low < -40:  # beyond, a probability is nothing, and steep heads would flatten all others to one line
-        axes.set_ylim(-20, max(1.0, float(table.max())))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    if float(values.min()) < -40:  # keep the lines of the other heads apart
+        axes.set_ylim(-20, max(1.0, float(values.max())))
 
 
 def write_page(output: str | Path, folders: Sequence[str | Path] = ()) -> list[Path]:
-    """Write `output` (Markdown) and the methods' pictures into `pictures/` beside it; trained ones from the checkpoints
-    in these folders.
+    """Write the Markdown page, and the pictures into `pictures/` next to it.
+
+    Args:
+        folders: checkpoints, whose methods are also shown after training.
+
+    Returns the paths of the page and the pictures.
     """
     output = Path(output)
     pictures = output.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     trained = trained_methods(folders)
-    written: list[Path] = []
+    paths: list[Path] = []
     entries: dict[str, list[str]] = {family: [] for family in FAMILIES}
-    for name, placed in initial_methods().items():
-        stages = {"at initialization": placed}
-        if name in trained and next(trained[name].method.parameters(), None) is not None:
+    for name, initial in initial_methods().items():
+        stages = {"at initialization": initial}
+        if name in trained and any(True for _ in trained[name].method.parameters()):
             stages["after training"] = trained[name]
         entry = f"### {name}\n\n{description(name)}\n"
-        picture = draw(name, stages)
+        picture = method_picture(name, stages)
         if picture is not None:
             path = pictures / f"{name}.png"
             write_atomically(path, picture)
-            written.append(path)
-            entry += f"\n![{name} over distance](pictures/{path.name})\n"
-        entries[_family(name, placed.method)].append(entry)
-    families = (f"## {family}\n\n{FAMILIES[family]}\n\n" + "\n".join(found) for family, found in entries.items())
-    write_atomically(output, (PAGE + "\n".join(families)).encode())
-    return [output, *written]
+            paths.append(path)
+            entry += f"\n![{name} by distance](pictures/{path.name})\n"
+        if name.startswith("kerple"):
+            family = "KERPLE"
+        elif initial.method.modifies_scores:
+            family = "Methods that modify the scores"
+        else:
+            family = "Rotary" if initial.method.rotates else "Other biases, and position embeddings"
+        entries[family].append(entry)
+    sections = (f"## {family}\n\n{FAMILIES[family]}\n\n" + "\n".join(entries[family]) for family in FAMILIES)
+    write_atomically(output, (PAGE + "\n".join(sections)).encode())
+    return [output, *paths]
 
 
 def description(name: str) -> str:
-    """What the comment of the method's file of configuration says; of a method without one, its class."""
-    path = DESCRIPTIONS / f"{name}.yml"
+    """The comment in the method's file in `configs/pos_emb/`, or the first paragraph of its class docstring."""
+    path = CONFIGS / f"{name}.yml"
     if not path.is_file():
         return " ".join((method_class(name).__doc__ or "").strip().split("\n\n")[0].split())
     lines = path.read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
-def _family(name: str, method: PositionalMethod) -> str:
-    kerple, others, rotary, adaptive = FAMILIES
-    if name.startswith("kerple"):
-        return kerple
-    if method.modifies_scores:
-        return adaptive
-    return rotary if method.rotates else others
-
-
 FAMILIES = {
-    "KERPLE": "Kernels of the distance, as a bias that is added to the scores or as a weight that multiplies them.",
-    "Other biases, and positions in the embeddings": "What KERPLE is compared with. Positions that are added to the "
-    "embeddings have nothing to draw over the distance.",
-    "Rotary": "Queries and keys are turned by their positions. Drawn is the product of a query and a key of ones, "
-    "divided by their size; all heads are alike.",
-    "Methods that make the scores": "What is added depends on more than the distance: on the scores of all heads, the "
-    "query, or its position. Drawn is what a method makes of scores of 0 for a query of zeros at position 1,023, in "
-    "the first layer. `cope` and `dape` then tell no distance from another; at the ends, a convolution of `dape_v2` "
-    "sees fewer keys.",
+    "KERPLE": "Kernels of the distance between query and key. They are added to the scores as a bias, or multiply them "
+    "as a weight.",
+    "Other biases, and position embeddings": "The baselines of the KERPLE paper and other methods. Methods that add "
+    "position embeddings to the token embeddings have no plot.",
+    "Rotary": "Queries and keys are rotated by their positions. The plots show the dot product of a query and a key of "
+    "ones, divided by the head size. It is the same for all heads.",
+    "Methods that modify the scores": "The result depends on more than the distance: on the scores of all heads, on "
+    "the query, or on its position. The plots show the result in the first layer for scores of 0 and a query of zeros "
+    "at position 1,023. For this input, the results of `cope` and `dape` are the same at all distances, so they have "
+    "no plot. At both ends of the plots of `dape_v2`, the convolution covers fewer keys.",
 }
 
 PAGE = """# Positional methods in pictures
 
-Attention computes softmax(weight * q.k / sqrt(d) + bias). Each line is one head of a model of the demonstration's size
-(`configs/demo.yml`: 4 heads, trained at length 128), at initialization and, where something is learned and there is a
-second column, after that training. Where a bias falls below -40 the picture ends at -20: there a key is as good as
-unseen.
+Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and the weight by distance, one line per
+head, for the model of `configs/demo.yml` (4 heads, trained at sequence length 128). The first column is at
+initialization. A second column, for methods with parameters, is after training. If a bias falls below -40, the axis
+ends at -20: attention to such keys is practically zero.
 
-`make pictures` trains what is missing and writes this page; `python tools/plot_kernels.py --checkpoint DIR ...` writes
-it from any checkpoints. The sentences are those of `configs/pos_emb/`.
+`make pictures` trains the models that are missing and writes this page. `python tools/plot_kernels.py --checkpoint DIR
+...` writes it for other checkpoints. The descriptions are the comments in `configs/pos_emb/`.
 
 """

@@ -1,23 +1,27 @@
-"""The numbers that the papers report, from `published.yml`."""
+"""The results that the papers report, read from `published.yml`, and the names that the papers use."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron.config.yaml_files import read_file
-from megatron.reporting.results import Method, Setting, kind_of
+import yaml
+
+from megatron.reporting.aggregate import Method, Setting
 
 FILE = Path(__file__).with_name("published.yml")
-FULL = "full"
+CORPORA = {"openwebtext2": "OpenWebText2", "github": "GitHub", "arxiv": "ArXiv", "pg22": "PG22", "books3": "Books3"}
 
 
 @dataclass(frozen=True)
 class Published:
-    """One table. Methods are (pos-emb, mode); `mode` may be the name of a kind of mode, `window` for any window@W.
+    """One table of a paper.
 
-    `methods` gives their names in the paper, in its order; `values[corpus][method]` the texts in the order of
-    `lengths` (a single text where there are none). `model`: (layers, hidden size).
+    Attributes:
+        methods: the paper's names, in its order. `mode` has no size: `window` stands for any `window@W`.
+        values: corpus -> method -> one text per entry of `lengths`, or a single text if `lengths` is empty.
+        model: (layers, hidden size).
+        note: how the paper's setting differs from ours, or what is not known about it.
     """
 
     source: str
@@ -31,92 +35,115 @@ class Published:
     model: tuple[int, int]
     note: str | None
 
-    def serves(self, setting: Setting) -> bool:
-        """Whether the paper's numbers may stand beside those of a setting, the corpus left aside."""
-        ours = (setting.protocol in self.protocols, setting.train_length, setting.model)
-        return ours == (True, self.train_length, self.model)
+    def matches(self, setting: Setting) -> bool:
+        """Whether the paper's values are comparable with this setting, apart from the corpus."""
+        ours = (setting.train_length, setting.model)
+        return setting.protocol in self.protocols and ours == (self.train_length, self.model)
 
-    def value(self, corpus: str, method: Method, length: int | None) -> str | None:
-        """The text for this setting; None where the paper has none."""
-        texts = self.values.get(corpus.lower(), {}).get(kind_of(method))
+    def value(self, corpus: str | None, method: Method, length: int | None) -> str | None:
+        """The text printed in the paper; None if it has none for these arguments."""
+        texts = self.values.get((corpus or "").lower(), {}).get(method.kind)
         if texts is None or (length is not None and length not in self.lengths):
             return None
         return texts[self.lengths.index(length) if length is not None else 0]
 
     def name(self, method: Method) -> str:
-        """The method as the paper calls it, or another paper where this one does not have it; what the paper does not
-        have of its options and mode behind it.
+        """The paper's name of the method; a mode that the paper does not have is appended."""
+        if method.kind not in self.methods:
+            plain, options = _split_options(method.pos_emb)
+            return display_name(method, self.methods.get(Method(plain), _names().get(plain, plain)) + options)
+        name = self.methods[method.kind]
+        return name if method.mode == method.kind.mode else f"{name}, {method.mode}"
+
+    def ordered(self, methods: Iterable[Method]) -> list[Method]:
+        """The methods in the paper's order. Modes that the paper does not have follow their method; methods that it
+        does not have come last, in the given order.
         """
-        pos_emb, mode = method
-        if kind_of(method) in self.methods:
-            name = self.methods[kind_of(method)]
-            return name if mode == kind_of(method)[1] else f"{name}, {mode}"
-        plain, bracket, options = pos_emb.partition(" (")
-        known = (self.methods.get((plain, FULL)) or _names().get(plain, plain)) + bracket + options
-        return known if mode == FULL else f"{known}, {mode}"
+        methods = list(methods)
+        rank = {method: index for index, method in enumerate(self.methods)}
+        first_rank = {method.pos_emb: index for method, index in reversed(rank.items())}
+        unlisted = list(dict.fromkeys(method.pos_emb for method in methods if method.pos_emb not in first_rank))
+
+        def key(method: Method) -> tuple[int, bool, str]:
+            if method.pos_emb in unlisted:
+                return len(rank) + unlisted.index(method.pos_emb), method.mode != "full", method.mode
+            return rank.get(method.kind, first_rank[method.pos_emb]), method.kind not in rank, method.mode
+
+        return sorted(methods, key=key)
 
 
 @cache
-def published(name: str) -> Published:
-    """The table of that name in the file."""
-    return _read()[name]
-
-
-def display_name(method: Method) -> str:
-    """The method as the first table that has it calls it."""
-    pos_emb, mode = method
-    plain, bracket, options = pos_emb.partition(" (")
-    name = _names().get(plain, plain) + bracket + options
-    return name if mode == FULL else f"{name}, {mode}"
-
-
-@cache
-def _names() -> dict[str, str]:
-    """`pos-emb` -> its name in the first table that has it."""
-    found: dict[str, str] = {}
-    for table in _read().values():
-        for (pos_emb, mode), name in table.methods.items():
-            # "Absolute", as LEX calls learned positions, would mean sinusoidal ones as well elsewhere.
-            if mode == FULL and name != "Absolute":
-                found.setdefault(pos_emb, name)
-    return found
-
-
-@cache
-def _read() -> dict[str, Published]:
+def published_tables() -> dict[str, Published]:
+    """All tables in `published.yml`, by name."""
     tables = {}
-    for entry in read_file(FILE):
-        value = entry.value
-        tables[entry.key] = Published(
-            source=value["source"],
-            title=value["title"],
-            measure=value["measure"],
-            protocols=tuple(value.get("protocols", ())),
-            train_length=value["train_length"],
-            lengths=tuple(value.get("lengths", ())),
-            methods={_method(key): text for key, text in value["methods"].items()},
-            values={
-                corpus: {_method(key): _texts(found) for key, found in methods.items()}
-                for corpus, methods in value["values"].items()
-            },
-            model=tuple(value["model"]),
-            note=value.get("note"),
+    for name, entry in yaml.safe_load(FILE.read_text(encoding="utf-8")).items():
+        values = {
+            corpus: {_method(key): _texts(texts) for key, texts in methods.items()}
+            for corpus, methods in entry["values"].items()
+        }
+        tables[name] = Published(
+            source=entry["source"],
+            title=entry["title"],
+            measure=entry["measure"],
+            protocols=tuple(entry.get("protocols", ())),
+            train_length=entry["train_length"],
+            lengths=tuple(entry.get("lengths", ())),
+            methods={_method(key): name for key, name in entry["methods"].items()},
+            values=values,
+            model=tuple(entry["model"]),
+            note=entry.get("note"),
         )
     return tables
 
 
-def names() -> tuple[str, ...]:
-    """Of all tables in the file."""
-    return tuple(_read())
+def published(name: str) -> Published:
+    """The table with this name in `published.yml`."""
+    return published_tables()[name]
+
+
+def display_name(method: Method, name: str | None = None) -> str:
+    """The name of the method in the first table that has it, with its options and a mode other than `full`."""
+    if name is None:
+        plain, options = _split_options(method.pos_emb)
+        name = _names().get(plain, plain) + options
+    return name if method.mode == "full" else f"{name}, {method.mode}"
+
+
+def corpus_name(corpus: str | None) -> str:
+    """The name of the corpus in the papers, or the corpus itself."""
+    return CORPORA.get((corpus or "").lower(), corpus or "text")
+
+
+def corpus_rank(corpus: str | None) -> int:
+    """The position of the corpus in the papers; other corpora come last."""
+    names = list(CORPORA)
+    return names.index(corpus.lower()) if corpus and corpus.lower() in names else len(names)
+
+
+@cache
+def _names() -> dict[str, str]:
+    """`pos-emb` -> the name in the first table that has it."""
+    names: dict[str, str] = {}
+    for table in published_tables().values():
+        for method, name in table.methods.items():
+            # LEX calls learned positions "Absolute", which elsewhere could also mean sinusoidal ones.
+            if method.mode == "full" and name != "Absolute":
+                names.setdefault(method.pos_emb, name)
+    return names
+
+
+def _split_options(pos_emb: str) -> tuple[str, str]:
+    plain, bracket, options = pos_emb.partition(" (")
+    return plain, bracket + options
 
 
 def _method(key: str) -> Method:
-    pos_emb, _, mode = key.partition(" ")
-    return pos_emb, mode or FULL
+    """A key of the file, `pos-emb` or `pos-emb mode`."""
+    return Method(*key.split(" "))
 
 
 def _texts(value: object) -> tuple[str, ...]:
     texts = tuple(value if isinstance(value, list) else [value])
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{FILE}: {texts}: a number without quotes may lose its last digits")
+        raise ValueError(f"{FILE}: {texts}: put numbers in quotes, so that trailing zeros are kept")
     return texts

@@ -1,20 +1,26 @@
-"""Stored results -> tables/, figures/ and report.html in one folder."""
+"""The report of tools/report.py and tools/sweep.py: tables, figures and an HTML page from stored results."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from megatron.reporting import adaptive, figures, plots, speed
-from megatron.reporting.drawing import PaperFigure
-from megatron.reporting.kernels import Kernel, kernels_of
-from megatron.reporting.page import Chapter, page
-from megatron.reporting.passkey import passkey_figures, passkey_tables
-from megatron.reporting.published import display_name
-from megatron.reporting.rendering import comma_separated, latex, markdown
-from megatron.reporting.results import Method, Setting, method_of, setting_of, slug
-from megatron.reporting.tables import CORPORA, REFERENCE, perplexity_tables, resolution_tables
+from kerple.positional.registry import canonical_name
+from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
+from megatron.reporting.checkpoint_figures import (
+    DistanceTable,
+    checkpoint_adaptive_figure,
+    distance_figures,
+    distance_tables,
+    effective_length_figure,
+)
+from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures, position_figures
+from megatron.reporting.formatting import slug
+from megatron.reporting.html import Chapter, render_page
+from megatron.reporting.paper_tables import REFERENCE, passkey_tables, perplexity_tables, resolution_tables
+from megatron.reporting.published import corpus_name, display_name
+from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
+from megatron.reporting.tables import comma_separated, latex, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -23,23 +29,40 @@ TITLE = "Length extrapolation"
 
 @dataclass
 class Sources:
-    """What a report is made from: records of results, and whatever else is to be drawn.
+    """The inputs of a report.
 
-    checkpoints: further ones whose kernels are drawn, each a folder. benchmarks: files of benchmarks/train_step.py.
+    Attributes:
+        records: evaluation records.
+        checkpoints: folders of further checkpoints whose biases and weights are plotted.
+        benchmarks: JSON files of benchmarks/train_step.py.
+        notes: filled by the report: what it had to leave out, and why.
     """
 
-    records: Sequence[Mapping[str, Any]]
+    records: Sequence[AnyRecord]
     checkpoints: Sequence[Path] = ()
     benchmarks: Sequence[Path] = ()
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Replace aliases of methods by their first name."""
+        self.records = [{**record, "pos_emb": canonical_method(record).pos_emb} for record in self.records]
+
+
+def canonical_method(record: AnyRecord) -> Method:
+    method = method_of(record)
+    pos_emb, bracket, options = method.pos_emb.partition(" (")
+    return replace(method, pos_emb=canonical_name(pos_emb) + bracket + options)
 
 
 def write_report(
     sources: Sources, directory: str | os.PathLike[str], title: str = TITLE, reference: Method = REFERENCE
 ) -> Path:
-    """Write `report.html`, `tables/NAME.{md,csv,tex}` and `figures/NAME.{png,pdf}`; returns the path of the first.
+    """Write `report.html`, `tables/NAME.{md,csv,tex}` and `figures/NAME.{png,pdf}`. Returns the path of `report.html`.
 
-    Raises UserError when there is nothing to report, or the folder cannot be written to.
+    Args:
+        reference: the method that the others are compared with by a t-test.
+
+    Raises UserError if there is nothing to report or the folder cannot be written to.
     """
     chapters = report_chapters(sources, reference)
     if all(chapter.empty for chapter in chapters):
@@ -52,187 +75,160 @@ def write_report(
         raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
     for chapter in chapters:
         for table in chapter.tables:
-            for ending, render in (("md", markdown), ("csv", comma_separated), ("tex", latex)):
-                write_atomically(folder / "tables" / f"{table.name}.{ending}", render(table).encode())
+            for extension, render in (("md", markdown), ("csv", comma_separated), ("tex", latex)):
+                write_atomically(folder / "tables" / f"{table.name}.{extension}", render(table).encode())
         for figure in chapter.figures:
-            write_atomically(folder / "figures" / f"{figure.name}.png", figure.png())
-            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf())
-    provenance = Chapter("sources", "Where the numbers come from", sentences=_provenance(sources))
+            write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
+            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
     path = folder / "report.html"
-    write_atomically(path, page(title, _lead(sources.records), [*chapters, provenance]).encode())
+    source_chapter = Chapter("sources", "Sources of the results", notes=_source_notes(sources))
+    write_atomically(path, render_page(title, _lead(sources.records), [*chapters, source_chapter]).encode())
     return path
 
 
 def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:
-    """Everything the sources fill; what is missing on the way is added to `sources.notes`."""
+    """All chapters; those that the sources have no results for are empty. Adds to `sources.notes`."""
     records = sources.records
-    kernels, lengths = _kernels(sources)
-    speeds = speed.speeds(records)
-    timing = speed.speed_tables(speeds)
+    weight_figures, length_figures = _checkpoint_figures(sources)
+    time_tables = step_time_tables(step_times(records))
     for path in sources.benchmarks:
-        timing += speed.benchmark_tables(path)
+        time_tables += benchmark_tables(path)
     return [
         Chapter(
             "perplexity",
             "Perplexity by length",
-            "What the models max_kv_len on texts as long as those they were trained on, and longer. Lower is better.",
+            "Perplexity at the training length and beyond. Lower is better.",
             tables=perplexity_tables(records, reference),
-            figures=curves(records),
+            figures=perplexity_figures(records),
         ),
-        Chapter("positions", "Perplexity by position", figures=figures.position_figures(records)),
+        Chapter("positions", "Perplexity by position", figures=position_figures(records)),
         Chapter("resolution", "Attention resolution", "Higher is better.", tables=resolution_tables(records)),
         Chapter(
             "passkey",
             "Passkey retrieval",
-            "How often a model gives back a number hidden in a text, by the length of the text and where the number "
-            "stands in it: at depth 0 at the beginning, at depth 1 just before the question. Higher is better.",
+            "How often the model repeats a number hidden in a text, by text length and by the position of the number: "
+            "depth 0 is the beginning of the text, depth 1 just before the question. Higher is better.",
             tables=passkey_tables(records),
             figures=passkey_figures(records),
         ),
-        Chapter("kernels", "Kernels", "What each head adds to the scores, or multiplies them by.", figures=kernels),
-        Chapter("effective-lengths", "Effective lengths", figures=lengths),
-        Chapter("speed", "Training time", tables=timing),
+        Chapter(
+            "kernels",
+            "Kernels",
+            "The bias that each head adds to the scores, or the weight that it multiplies them by.",
+            figures=weight_figures,
+        ),
+        Chapter("effective-lengths", "Effective lengths", figures=length_figures),
+        Chapter("speed", "Training time", tables=time_tables),
     ]
 
 
-def curves(records: Sequence[Mapping[str, Any]]) -> list[PaperFigure]:
-    """Perplexity over length with a band of a standard deviation, a figure per corpus, training length, protocol."""
-    by_setting: dict[Setting, list[Mapping[str, Any]]] = {}
-    for record in records:
-        if record["kind"] == "extrapolation":
-            by_setting.setdefault(setting_of(record), []).append(record)
-    found = []
-    for setting, rows in by_setting.items():
-        corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
-        title = f"{corpus}, trained at length {setting.train_length}" if setting.train_length else corpus
-        seeds = len({row.get("seed") for row in rows})
-        caption = f"Perplexity over the length of the text, protocol {setting.protocol}." + (
-            f" Lines: means; bands: a standard deviation to each side, over {seeds} seeds." if seeds > 1 else ""
-        )
-        methods = dict.fromkeys(display_name(method_of(row)) for row in rows)
-        named = [{**row, "pos_emb": display_name((method_of(row)[0], "full"))} for row in rows]
-        found.append(
-            PaperFigure(
-                f"extrapolation-{setting.name}",
-                title,
-                caption,
-                f"Lines of the perplexity over the length for {', '.join(methods)}.",
-                plots.figure(named, ""),
-            )
-        )
-    return found
+def _checkpoint_figures(sources: Sources) -> tuple[list[ReportFigure], list[ReportFigure]]:
+    """(figures of biases, weights and DAPE's scores; figures of effective lengths).
 
-
-def _kernels(sources: Sources) -> tuple[list[PaperFigure], list[PaperFigure]]:
-    """Kernels of one seed per method, corpus and training length; effective lengths of these, from the results where
-    they are there, all methods of a corpus and training length in one figure; then those of the checkpoints that were
-    named.
+    They show the checkpoint with the lowest seed for each method and setting in the records, then
+    `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they are taken from the
+    records if possible.
     """
-    drawn: list[PaperFigure] = []
-    stored = {
-        _fingerprint(record): [end for layer in record["effective_lengths"] for end in layer]
+    recorded_lengths = {
+        _fingerprint(record): [length for layer in record["effective_lengths"] for length in layer]
         for record in sources.records
         if record["kind"] == "effective_length"
     }
+    weight_figures: list[ReportFigure] = []
     lengths: dict[Setting, dict[str, list[int]]] = {}
-    for (setting, pos_emb), record in _one_seed(sources.records).items():
-        corpus = CORPORA.get(setting.corpus.lower(), setting.corpus)
-        name, file = display_name((pos_emb, "full")), f"{setting.name}-{slug(pos_emb)}"
-        of = f"{name}, {corpus}" + (f", seed {record['seed']}" if record.get("seed") is not None else "")
-        found, adapted = _try_checkpoint(record.get("checkpoint") or {}, sources, of, file)
-        drawn += adapted
-        if found:
-            drawn += figures.kernel_figures(found, of=of, name=file)
-        ends = stored.get(_fingerprint(record)) or _ends(found)
-        if ends:
-            lengths.setdefault(setting, {})[name] = ends
-    together = [
-        figures.effective_length_figure(
-            found, of=CORPORA.get(setting.corpus.lower(), setting.corpus), name=setting.name
-        )
-        for setting, found in lengths.items()
+    for (setting, pos_emb), record in _lowest_seeds(sources.records).items():
+        name = display_name(Method(pos_emb))
+        model = f"{name}, {corpus_name(setting.corpus)}"
+        model += f", seed {record['seed']}" if record.get("seed") is not None else ""
+        tables: list[DistanceTable] = []
+        checkpoint = record.get("checkpoint") or {}
+        path, iteration = checkpoint.get("path"), checkpoint.get("iteration")
+        if path is not None:
+            try:
+                figure_name = f"{setting.name}-{slug(pos_emb).lower()}"
+                adaptive = checkpoint_adaptive_figure(path, iteration, model=model, name=figure_name)
+                tables = distance_tables(path, iteration)
+            except (UserError, OSError) as error:
+                sources.notes.append(f"No kernels are plotted for a checkpoint that cannot be read: {error}.")
+            else:
+                weight_figures += [adaptive] if adaptive else []
+                weight_figures += distance_figures(tables, model=model, name=figure_name)
+        head_lengths = recorded_lengths.get(_fingerprint(record)) or _effective_lengths(tables)
+        if head_lengths:
+            lengths.setdefault(setting, {})[name] = head_lengths
+    length_figures = [
+        effective_length_figure(by_method, model=corpus_name(setting.corpus), name=setting.name)
+        for setting, by_method in lengths.items()
     ]
-    named: dict[str, list[int]] = {}
+
+    named_lengths: dict[str, list[int]] = {}
     for folder in sources.checkpoints:
         label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
-        found, adapted = kernels_of(folder), adaptive.figure_of(folder, of=label, name=label)
-        if adapted is not None:
-            drawn.append(adapted)
+        adaptive = checkpoint_adaptive_figure(folder, model=label, name=label)
+        if adaptive is not None:
+            weight_figures.append(adaptive)
             continue
-        if not found:
-            raise UserError(f"{folder}: its positional method is no function of the distance, so there is no kernel")
-        of = f"{display_name((found[0].pos_emb, 'full'))}, {label}"
-        drawn += figures.kernel_figures(found, of=of, name=label)
-        named |= {of: ends} if (ends := _ends(found)) else {}
-    if named:
-        together.append(figures.effective_length_figure(named, of="named checkpoints", name="named"))
-    return drawn, together
+        tables = distance_tables(folder)
+        if not tables:
+            raise UserError(
+                f"{folder}: its positional method is not a function of the distance, so it has no kernel to plot"
+            )
+        model = f"{display_name(Method(tables[0].pos_emb))}, {label}"
+        weight_figures += distance_figures(tables, model=model, name=label)
+        if head_lengths := _effective_lengths(tables):
+            named_lengths[model] = head_lengths
+    if named_lengths:
+        length_figures.append(effective_length_figure(named_lengths, model="given checkpoints", name="named"))
+    return weight_figures, length_figures
 
 
-def _ends(kernels: Sequence[Kernel]) -> list[int]:
-    """The effective lengths of all heads, of all layers where each has its own."""
-    return [end for one in kernels if one.effective_lengths is not None for end in one.effective_lengths.tolist()]
+def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:
+    """The effective lengths of all heads, of all layers if the layers differ."""
+    return [
+        length for table in tables if table.effective_lengths is not None for length in table.effective_lengths.tolist()
+    ]
 
 
-def _one_seed(records: Iterable[Mapping[str, Any]]) -> dict[tuple[Setting, str], Mapping[str, Any]]:
-    """The record of the lowest seed for each (corpus, training length, size of model) and method."""
-    found: dict[tuple[Setting, str], Mapping[str, Any]] = {}
+def _lowest_seeds(records: Iterable[AnyRecord]) -> Mapping[tuple[Setting, str], AnyRecord]:
+    """An extrapolation record with the lowest seed for each method and each setting without its protocol."""
+    lowest: dict[tuple[Setting, str], AnyRecord] = {}
     for record in records:
-        if record["kind"] != "extrapolation":
-            continue
-        setting = setting_of(record)
-        key = replace(setting, protocol=""), method_of(record)[0]
-        if key not in found or (record.get("seed") or 0) < (found[key].get("seed") or 0):
-            found[key] = record
-    return found
+        if record["kind"] == "extrapolation":
+            key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
+            if key not in lowest or (record.get("seed") or 0) < (lowest[key].get("seed") or 0):
+                lowest[key] = record
+    return lowest
 
 
-def _try_checkpoint(
-    checkpoint: Mapping[str, Any], sources: Sources, of: str, name: str
-) -> tuple[list[Kernel], list[PaperFigure]]:
-    """The kernels of a checkpoint that a record names, and DAPE's figure; a note where it cannot be read."""
-    origin, iteration = checkpoint.get("path"), checkpoint.get("iteration")
-    if origin is None:
-        return [], []
-    try:
-        figure = adaptive.figure_of(origin, iteration, of=of, name=name)
-        return kernels_of(origin, iteration), [figure] if figure is not None else []
-    except (UserError, OSError) as error:
-        sources.notes.append(f"No kernels are drawn of a checkpoint that cannot be read: {error}.")
-        return [], []
-
-
-def _fingerprint(record: Mapping[str, Any]) -> str | None:
+def _fingerprint(record: AnyRecord) -> str | None:
     return (record.get("checkpoint") or {}).get("fingerprint")
 
 
-def _lead(records: Sequence[Mapping[str, Any]]) -> str:
-    scored = [record for record in records if record["kind"] == "extrapolation"]
-    if not scored:
-        return "Kernels and timing."
-    methods = len({record["pos_emb"] for record in scored})
-    corpora = list(dict.fromkeys(CORPORA.get(s.corpus.lower(), s.corpus) for s in map(setting_of, scored)))
-    seeds = len({record.get("seed") for record in scored})
-    lengths = sorted({record["length"] for record in scored})
-    return (
-        f"{_count(methods, 'positional method')} on {', '.join(corpora)}, {_count(seeds, 'seed')}, "
-        f"at {lengths[0]:,} to {lengths[-1]:,} tokens."
-    )
+def _lead(records: Sequence[AnyRecord]) -> str:
+    """What was evaluated, in one sentence."""
+    records = [record for record in records if record["kind"] == "extrapolation"]
+    if not records:
+        return "Kernels and training time."
+
+    def count(number: int, noun: str) -> str:
+        return f"{number} {noun}{'s' * (number != 1)}"
+
+    methods = count(len({record["pos_emb"] for record in records}), "positional method")
+    corpora = ", ".join(dict.fromkeys(corpus_name(record.get("corpus")) for record in records))
+    seeds = count(len({record.get("seed") for record in records}), "seed")
+    lengths = [record["length"] for record in records]
+    return f"{methods} on {corpora}, {seeds}, at {min(lengths):,} to {max(lengths):,} tokens."
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _provenance(sources: Sources) -> list[str]:
-    """One sentence per checkpoint, then what could not be shown."""
-    found = {}
+def _source_notes(sources: Sources) -> list[str]:
+    """One sentence per checkpoint, then what was left out."""
+    notes = {}
     for record in sources.records:
         checkpoint = record.get("checkpoint") or {}
         if checkpoint.get("path"):
-            label = f"{record.get('pos_emb')}, {setting_of(record).corpus}, seed {record.get('seed')}"
             fingerprint = f", fingerprint {checkpoint['fingerprint']}" if checkpoint.get("fingerprint") else ""
-            found[checkpoint["path"]] = (
-                f"{label}: {checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
+            notes[checkpoint["path"]] = (
+                f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed {record.get('seed')}: "
+                f"{checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
             )
-    return [*found.values(), *(f"Kernels of {folder}." for folder in sources.checkpoints), *sources.notes]
+    return [*notes.values(), *(f"Kernels of {folder}." for folder in sources.checkpoints), *sources.notes]

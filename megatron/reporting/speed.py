@@ -1,156 +1,145 @@
-"""Seconds per training step, KERPLE's Table 4: from the logs of training runs, or from the benchmark's numbers."""
+"""Training time per step, KERPLE's Table 4: from the logs of training runs, or from benchmark results."""
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
-from megatron.config import Config, UserError
-from megatron.reporting.layout import NOT_MEASURED, Cell, PaperTable, Row, Section, written
-from megatron.reporting.published import Published, published
-from megatron.reporting.results import NO_NAME, in_order
-from megatron.reporting.tables import CORPORA
+from megatron.reporting.aggregate import AnyRecord, Method
+from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number, slug
+from megatron.reporting.published import corpus_name, published
+from megatron.reporting.tables import Cell, Row, Section, Table
+from megatron.utils.errors import UserError
 
 METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of one training run: the median over the lines of its log, in seconds per optimizer step."""
+class StepTime:
+    """The seconds per optimizer step of one training run. model: (layers, hidden size, sequence length)."""
 
-    corpus: str
+    corpus: str | None
     pos_emb: str
     seed: int | None
     seconds: float
-    tokens_per_second: float
-    config: Config
+    model: tuple[int, int, int]
 
 
-def speeds(records: Iterable[Mapping[str, Any]]) -> list[Speed]:
-    """Of every checkpoint that the records name and whose training log is still there."""
-    found = []
-    origins = {}
-    for record in records:
-        origin = (record.get("checkpoint") or {}).get("path")
-        if origin is not None and record["kind"] == "extrapolation":
-            origins.setdefault(origin, record)
-    for origin, record in origins.items():
-        folder = Path(origin)
-        log = training_log(folder)
-        timed = log and read_log(log)
-        if timed:
-            config = checkpoint_config(find_step(folder))
-            corpus = record.get("corpus") or NO_NAME
-            found.append(Speed(corpus, config.model.pos_emb, config.training.seed, *timed, config))
-    return found
+def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
+    """The step times of all checkpoints named in extrapolation records whose training log still exists.
 
-
-def training_log(checkpoints: Path) -> Path | None:
-    """The metrics of the run that wrote a folder of checkpoints: in the `log-dir` of its configuration, or in `logs`
-    beside the folder; None where there is none.
+    The log is in the `log-dir` of the checkpoint's configuration, or in `logs` next to the checkpoint folder.
     """
-    try:
-        named = checkpoint_config(find_step(checkpoints)).logging.log_dir
-    except UserError:
-        return None
-    places = [Path(named)] if named else []
-    places.append(checkpoints.parent / "logs")
-    return next((place / METRICS for place in places if (place / METRICS).is_file()), None)
+    corpora: dict[str, str | None] = {}
+    for record in records:
+        path = (record.get("checkpoint") or {}).get("path")
+        if path is not None and record["kind"] == "extrapolation":
+            corpora.setdefault(path, record.get("corpus"))
+    times = []
+    for path, corpus in corpora.items():
+        try:
+            config = checkpoint_config(find_step(path))
+        except UserError:
+            continue
+        folders = [Path(config.logging.log_dir)] if config.logging.log_dir else []
+        folders.append(Path(path).parent / "logs")
+        log = next((folder / METRICS for folder in folders if (folder / METRICS).is_file()), None)
+        speed = read_log(log) if log else None
+        if speed:
+            model = (config.model.num_layers, config.model.hidden_size, config.model.seq_length)
+            times.append(StepTime(corpus, config.model.pos_emb, config.training.seed, speed[0], model))
+    return times
 
 
 def read_log(path: Path) -> tuple[float, float] | None:
-    """(seconds per step, tokens per second): medians over the lines of a log, the first one, which holds the warm-up of
-    the machine, left out if there are others; None for a log without steps.
+    """(seconds per step, tokens per second) from a `metrics.jsonl`; None if it has no steps.
+
+    Both are medians over the lines of the log. The first line includes warm-up and is skipped if there are others.
     """
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
         except ValueError:
-            continue  # the last line of a run that was killed
+            continue  # the incomplete last line of a killed run
         if line.get("train/tokens_per_second") and line.get("train/tokens") and line.get("iteration"):
             lines.append(line)
     if not lines:
         return None
-    steady = lines[1:] or lines
-    rate = statistics.median(line["train/tokens_per_second"] for line in steady)
-    return lines[-1]["train/tokens"] / lines[-1]["iteration"] / rate, rate
+    tokens_per_second = statistics.median(line["train/tokens_per_second"] for line in lines[1:] or lines)
+    return lines[-1]["train/tokens"] / lines[-1]["iteration"] / tokens_per_second, tokens_per_second
 
 
-def speed_tables(found: Iterable[Speed]) -> list[PaperTable]:
-    """Table 4, one for each size of model, beside the published numbers for a model of that size."""
-    by_model: dict[tuple[int, int, int], list[Speed]] = {}
-    for speed in found:
-        model = speed.config.model
-        by_model.setdefault((model.num_layers, model.hidden_size, model.seq_length), []).append(speed)
-    return [_table(sizes, group) for sizes, group in by_model.items()]
+def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
+    """One table per model size and sequence length, with the published step times of models of the same size."""
+    by_model: dict[tuple[int, int, int], list[StepTime]] = {}
+    for time in times:
+        by_model.setdefault(time.model, []).append(time)
+    tables = []
+    for (layers, hidden_size, length), group in by_model.items():
+        same_size = (
+            paper
+            for paper in map(published, ("kerple-4", "dape-speed"))
+            if (*paper.model, paper.train_length) == (layers, hidden_size, length)
+        )
+        paper = next(same_size, None)
+        layout = paper or published("kerple-4")
+        methods = layout.ordered(dict.fromkeys(Method(time.pos_emb) for time in group))
+        lines: list[Row | Section] = []
+        for corpus in dict.fromkeys(time.corpus for time in group):
+            cells = []
+            for method in methods:
+                seconds = [time.seconds for time in group if (time.corpus, time.pos_emb) == (corpus, method.pos_emb)]
+                cells.append(Cell(format_mean(seconds) if seconds else NOT_MEASURED))
+            lines += [Section(corpus_name(corpus)), Row(("sec/step",), tuple(cells))]
+            texts = [paper.value(corpus, method, None) for method in methods] if paper else []
+            if paper and any(texts):
+                unit = "ms/step" if paper.measure.startswith("milli") else "sec/step"
+                lines.append(Row((f"{unit}, paper",), tuple(Cell(text or "") for text in texts), published=True))
+        notes = [
+            "Layout: KERPLE (arXiv 2205.09921), Table 4. Medians over the training logs. They are comparable only if "
+            "the runs had the same hardware to themselves."
+        ]
+        if paper and any(isinstance(line, Row) and line.published for line in lines):
+            notes.append(f'Rows labeled "paper": {paper.source}.')
+        table = Table(
+            name=f"kerple-4-{layers}x{hidden_size}-{length}",
+            title=f"Training time, {layers} layers of {hidden_size}, length {length}",
+            label_columns=("",),
+            columns=tuple(map(layout.name, methods)),
+            lines=tuple(lines),
+            notes=tuple(notes),
+        )
+        tables.append(table)
+    return tables
 
 
-def benchmark_tables(path: str | Path) -> list[PaperTable]:
-    """The step times that `benchmarks/train_step.py --json` wrote: alternatives that took turns in one process.
-
-    Raises UserError where the file is no such thing.
-    """
+def benchmark_tables(path: str | Path) -> list[Table]:
+    """The step times in a JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
     try:
         content = json.loads(Path(path).read_bytes())
-        machine, tables = content["hardware"]["processor"], content["tables"].items()
-        rows = {title: [(row["name"], row["median"], row["ratio"]) for row in timings] for title, timings in tables}
+        processor = content["hardware"]["processor"]
+        benchmarks = {
+            title: [(row["name"], row["median"], row["ratio"]) for row in rows]
+            for title, rows in content["tables"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: does not hold the numbers of benchmarks/train_step.py --json ({error!r})") from error
-    name = published("kerple-4").name
+        raise UserError(f"{path}: not a result of benchmarks/train_step.py --json ({error!r})") from error
     return [
-        PaperTable(
-            name=f"{Path(path).stem}-{index}",
+        Table(
+            name=slug(Path(path).stem, index),
             title=title.capitalize(),
-            corner="",
-            columns=tuple(name((method, "full")) for method, _, _ in timings),
+            label_columns=("",),
+            columns=tuple(published("kerple-4").name(Method(name)) for name, _, _ in rows),
             lines=(
-                Row("sec/step", tuple(Cell(written([median])) for _, median, _ in timings)),
-                Row(f"ratio to {timings[0][0]}", tuple(Cell(f"{ratio:.3f}") for _, _, ratio in timings)),
+                Row(("sec/step",), tuple(Cell(format_number(median)) for _, median, _ in rows)),
+                Row((f"ratio to {rows[0][0]}",), tuple(Cell(format_number(ratio)) for _, _, ratio in rows)),
             ),
-            notes=(f"Medians of alternatives that took turns in one process, on {machine}.",),
+            notes=(f"Medians over steps that alternated in one process, on {processor}.",),
         )
-        for index, (title, timings) in enumerate(rows.items(), start=1)
-        if timings
+        for index, (title, rows) in enumerate(benchmarks.items(), start=1)
+        if rows
     ]
-
-
-def _table(sizes: tuple[int, int, int], group: list[Speed]) -> PaperTable:
-    layers, hidden, length = sizes
-    paper = next((one for one in map(published, ("kerple-4", "dape-speed")) if _same_model(one, sizes)), None)
-    known = (paper or published("kerple-4")).methods
-    methods = in_order([(pos_emb, "full") for pos_emb in dict.fromkeys(one.pos_emb for one in group)], known)
-    lines: list[Row | Section] = []
-    for corpus in dict.fromkeys(one.corpus for one in group):
-        cells = []
-        for pos_emb, _ in methods:
-            seconds = [one.seconds for one in group if (one.corpus, one.pos_emb) == (corpus, pos_emb)]
-            cells.append(Cell(written(seconds) if seconds else NOT_MEASURED))
-        lines += [Section(CORPORA.get(corpus.lower(), corpus)), Row("sec/step", tuple(cells))]
-        texts = [paper.value(corpus, method, None) for method in methods] if paper else []
-        if any(texts):
-            unit = "ms/step" if paper.measure.startswith("milli") else "sec/step"
-            lines.append(Row(f"{unit}, paper", tuple(Cell(text or "") for text in texts), published=True))
-    notes = [
-        "In the layout of KERPLE (arXiv 2205.09921), Table 4. Medians over the runs' logs, on whatever they ran on; "
-        "they compare where these were alike and did nothing else."
-    ]
-    if any(row.published for row in lines if isinstance(row, Row)):
-        notes.append(f"Rows marked paper: {paper.source}.")
-    names = (paper or published("kerple-4")).name
-    return PaperTable(
-        name=f"kerple-4-{layers}x{hidden}-{length}",
-        title=f"Training time, {layers} layers of {hidden}, length {length}",
-        corner="",
-        columns=tuple(names(method) for method in methods),
-        lines=tuple(lines),
-        notes=tuple(notes),
-    )
-
-
-def _same_model(paper: Published, sizes: tuple[int, int, int]) -> bool:
-    return (*paper.model, paper.train_length) == sizes

@@ -1,43 +1,90 @@
-"""Results to files: `extrapolation.json`, `extrapolation.md` and `extrapolation.png` in one folder."""
+"""The report of evaluate.py: a table of everything that was measured, in the terminal and as Markdown, a plot of
+perplexity by length, and the losses as JSON.
+"""
 
 import json
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
+from pandas import Series
 from rich.console import Console
 
-from megatron.evaluation.records import Record, extrapolation_records
-from megatron.reporting.plots import draw
-from megatron.reporting.run_tables import explanation, markdown, rich_table
-from megatron.reporting.terminal import standard_output
+from megatron.evaluation.records import extrapolation_records
+from megatron.reporting.aggregate import (
+    ALPHA,
+    AnyRecord,
+    Method,
+    measurements,
+    method_of,
+    significantly_better,
+)
+from megatron.reporting.figures import perplexity_plot, save_figure
+from megatron.reporting.formatting import NOT_AVAILABLE, format_mean, format_number, format_percent
+from megatron.reporting.paper_tables import missing_notes
+from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table, markdown
+from megatron.reporting.terminal import standard_output, terminal_table
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
 TITLE = "Length extrapolation"
+PERPLEXITY = "perplexity"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A section of the table: a value of the records of one kind. value: a key of the records, or a function."""
+
+    kind: str
+    value: str | Callable[[AnyRecord], float | None]
+    format: Callable[[Series], str] = format_mean
+
+
+def _two_digits(values: Series) -> str:
+    """The mean of estimates of an error."""
+    return format_number(values.mean(), 2) if values.count() else NOT_AVAILABLE
+
+
+MEASURES = {
+    PERPLEXITY: Measure("extrapolation", "perplexity"),
+    "loss": Measure("extrapolation", "loss"),
+    "standard error": Measure("extrapolation", "stderr", _two_digits),
+    "bits per byte": Measure("extrapolation", "bits_per_byte"),
+    "loss, first bin": Measure("positions", lambda record: record["losses"][0] if record["losses"] else None),
+    "loss, last bin": Measure("positions", lambda record: record["losses"][-1] if record["losses"] else None),
+    "resolution": Measure("resolution", "resolution"),
+    "pass keys found": Measure("passkey", "accuracy", format_percent),
+}
 
 
 def write_summary(
-    records: Sequence[Record],
+    records: Sequence[AnyRecord],
     directory: str | os.PathLike[str],
     title: str = TITLE,
     *,
     compare_with: str | None = None,
 ) -> list[Path]:
-    """Write records, of one run or of several: losses as JSON `{"rows": [...]}` and as a plot, all as a Markdown table.
+    """Write the losses as `extrapolation.json` (`{"rows": [...]}`), the table as `extrapolation.md` and the plot as
+    `extrapolation.png`. Each file is replaced atomically.
 
-    compare_with: as of `tables.table`. Each file is replaced only when its successor is whole. Returns their paths.
-    Raises UserError when there is nothing to report or the folder cannot be written to.
+    Args:
+        compare_with: see `summary_table`.
+
+    Returns the paths. Raises UserError if there are no losses or the folder cannot be written to.
     """
     rows = extrapolation_records(records)
     if not rows:
         raise UserError("there are no results to report")
-    folder = Path(directory)
+    perplexities = measurements(_label_checkpoints(records), "extrapolation", "perplexity")
     contents = {
         "extrapolation.json": (json.dumps({"rows": rows}, indent=1, allow_nan=False) + "\n").encode(),
-        "extrapolation.md": markdown(records, title, compare_with).encode(),
-        "extrapolation.png": draw(rows, title),
+        "extrapolation.md": markdown(summary_table(records, title, compare_with), heading="#").encode(),
+        "extrapolation.png": save_figure(perplexity_plot(perplexities, title=title)),
     }
+    folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -48,10 +95,172 @@ def write_summary(
 
 
 def print_summary(
-    records: Sequence[Record], title: str = TITLE, console: Console | None = None, *, compare_with: str | None = None
+    records: Sequence[AnyRecord], title: str = TITLE, console: Console | None = None, *, compare_with: str | None = None
 ) -> None:
-    """The table on the screen, with what its numbers are."""
+    """Print the table and its notes."""
     console = console or standard_output()
-    console.print(rich_table(records, title, compare_with), crop=False)
-    for sentence in explanation(records, compare_with):
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    table = summary_table(records, title, compare_with)
+    console.print(terminal_table(table), crop=False)
+    for note in table.notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with: str | None = None) -> Table:
+    """A section per measure, in it a row per method and mode, and a column per length.
+
+    Mode, training length, corpus, protocol and model size are columns if they differ between rows. If the training
+    length does not differ, its column is marked with a star, and a last column gives the ratio of the perplexity at the
+    largest length to that at the training length.
+
+    Args:
+        compare_with: a method; perplexities that it is significantly better than are marked.
+
+    Raises UserError if there are no results of that method.
+    """
+    records = _label_checkpoints(records)
+    measured = {name: measurements(records, measure.kind, measure.value) for name, measure in MEASURES.items()}
+    sections = {
+        name: values.over_depths() if MEASURES[name].kind == "passkey" else values
+        for name, values in measured.items()
+        if name == PERPLEXITY or values.frame["value"].notna().any()
+    }
+    perplexities = sections[PERPLEXITY]
+    compared = [method.pos_emb for method in perplexities.methods]
+    if compare_with is not None and compare_with not in compared:
+        raise UserError(
+            f"--compare-with {compare_with}: there are no results of this method; choose one of "
+            f"{', '.join(dict.fromkeys(compared))}"
+        )
+
+    lines = list(chain.from_iterable(values.lines for values in measured.values()))
+    lengths = sorted(set(chain.from_iterable(values.lengths for values in measured.values())))
+    train_lengths = {setting.train_length for setting, _ in lines}
+    train_length = next(iter(train_lengths)) if len(train_lengths) == 1 else None
+    label_columns = ["method"]
+    if any(method.mode != "full" for _, method in lines):
+        label_columns.append("mode")
+    if len(train_lengths) > 1:
+        label_columns.append("trained at")
+    for name, part in (("corpus", "corpus"), ("protocol", "protocol"), ("model", "size")):
+        if any(len({getattr(setting, part) for setting in values.settings}) > 1 for values in sections.values()):
+            label_columns.append(name)
+    columns = [f"{length:,}*" if length == train_length else f"{length:,}" for length in lengths]
+    longest = max(perplexities.lengths)
+    has_ratio = train_length in perplexities.lengths and longest > train_length
+    if has_ratio:
+        columns.append(f"{longest:,} / {train_length:,}")
+
+    table_lines: list[Row | Section] = []
+    for name, values in sections.items():
+        if len(sections) > 1:
+            table_lines.append(Section(name))
+        for setting, method in values.lines:
+            labels = {
+                "method": method.pos_emb,
+                "mode": method.mode,
+                "trained at": f"{setting.train_length:,}" if setting.train_length else "unknown",
+                "corpus": setting.corpus or "unknown",
+                "protocol": setting.protocol or "unknown",
+                "model": setting.size or "unknown",
+            }
+            cells = []
+            for length in lengths:
+                cell = values.values(setting, method, length)
+                reference = None
+                if name == PERPLEXITY and compare_with not in (None, method.pos_emb):
+                    reference = values.values(setting, Method(compare_with, method.mode), length)
+                worse = cell is not None and reference is not None and significantly_better(reference, cell)
+                cells.append(Cell("" if cell is None else MEASURES[name].format(cell), worse=worse))
+            if has_ratio:
+                means = values.curve(setting, method)["mean"]
+                ratio = NOT_AVAILABLE
+                if longest in means and train_length in means:
+                    ratio = f"{means[longest] / means[train_length]:.2f}x"
+                    if means[longest] >= 10 * means[train_length]:
+                        ratio = f"{format_number(means[longest] / means[train_length], 3)}x"
+                cells.append(Cell(ratio if name == PERPLEXITY else ""))
+            table_lines.append(Row(tuple(labels[column] for column in label_columns), tuple(cells)))
+
+    notes = _notes(records, train_length in perplexities.lengths, compare_with)
+    for kind in dict.fromkeys(measure.kind for measure in MEASURES.values()):
+        values = next(measured[name] for name, measure in MEASURES.items() if measure.kind == kind)
+        notes += missing_notes(values, {method: f"{method.pos_emb} ({method.mode})" for method in values.methods})
+    for record in records:
+        if record["kind"] == "effective_length" and not record["effective_lengths"]:
+            notes.append(f"{NOT_AVAILABLE}: {method_of(record).pos_emb}: {record['note']}.")
+    return Table(
+        "extrapolation", title, tuple(label_columns), tuple(columns), tuple(table_lines), tuple(dict.fromkeys(notes))
+    )
+
+
+def _label_checkpoints(records: Iterable[AnyRecord]) -> list[AnyRecord]:
+    """The records, with the checkpoint added to the name of methods that have two checkpoints with the same seed and
+    setting: averaging those would not be averaging over seeds.
+    """
+    records = list(records)
+    keys = ("kind", "pos_emb", "seed", "mode", "train_length", "protocol", "corpus", "length", "depth")
+    checkpoints: dict[tuple[object, ...], object] = {}
+    ambiguous = {
+        record["pos_emb"]
+        for record in records
+        if record.get("checkpoint")
+        and checkpoints.setdefault(tuple(record.get(key) for key in keys), record["checkpoint"]) != record["checkpoint"]
+    }
+    labeled = []
+    for record in records:
+        if record["pos_emb"] in ambiguous and record.get("checkpoint"):
+            checkpoint = "{path} at {iteration}".format(**record["checkpoint"])
+            record = {**record, "pos_emb": f"{method_of(record).pos_emb} ({checkpoint})"}
+        labeled.append(record)
+    return labeled
+
+
+def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | None) -> list[str]:
+    """What the values are, one sentence each."""
+    by_kind: dict[str, list[AnyRecord]] = {}
+    for record in records:
+        by_kind.setdefault(record["kind"], []).append(record)
+    losses = by_kind.get("extrapolation", [])
+    notes = ["Columns: sequence length in tokens. Lower perplexity, loss (in nats) and bits per byte are better."]
+    if has_star:
+        notes.append("The star marks the training length.")
+    for protocol in dict.fromkeys(record["protocol"] for record in losses):
+        counts = sorted({record["tokens"] for record in losses if record["protocol"] == protocol and record["tokens"]})
+        if len(counts) == 1:
+            notes.append(f"Protocol {protocol}: the same {counts[0]:,} tokens are scored at every length.")
+        elif counts:
+            notes.append(f"Protocol {protocol}: {counts[0]:,} to {counts[-1]:,} tokens are scored.")
+    num_seeds = len({record["seed"] for record in losses})
+    if num_seeds > 1:
+        notes.append(f"Mean ± standard deviation over {num_seeds} seeds.")
+    if compare_with is not None:
+        notes.append(
+            f"{DAGGER}: {compare_with} is significantly better (paired two-sided t-test over the seeds, p < {ALPHA:g})."
+            if num_seeds > 1
+            else f"With one seed, the significance of differences from {compare_with} cannot be tested."
+        )
+    if any(record.get("stderr") is not None for record in losses):
+        notes.append(
+            "The standard error is that of the loss, over documents (over segments if documents are not known)."
+        )
+    bins = sorted({len(record["losses"]) for record in by_kind.get("positions", []) if record["losses"]})
+    if bins:
+        notes.append(
+            f"The loss by position was measured in {' or '.join(map(str, bins))} bins; the table shows the first and "
+            "the last."
+        )
+    if "resolution" in by_kind:
+        notes.append("The attention resolution (LEX) is the mean over heads, layers and texts; higher is better.")
+    if "passkey" in by_kind:
+        depths = ", ".join(f"{depth:g}" for depth in sorted({record["depth"] for record in by_kind["passkey"]}))
+        notes.append(f"Pass keys found: mean over depths {depths}; higher is better.")
+    for record in by_kind.get("effective_length", []):
+        lengths = sorted(chain.from_iterable(record["effective_lengths"]))
+        if lengths:
+            unlimited = sum(length >= record["length"] for length in lengths)
+            notes.append(
+                f"Effective length of {method_of(record).pos_emb} over {len(lengths)} heads: {lengths[0]:,} to "
+                f"{lengths[-1]:,}, median {statistics.median(lengths):,.0f}"
+                + (f"; {unlimited} of them reach {record['length']:,} or more." if unlimited else ".")
+            )
+    return notes

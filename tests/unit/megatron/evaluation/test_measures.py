@@ -13,7 +13,6 @@ from megatron.evaluation import evaluate_extrapolation
 from megatron.evaluation.loss_accumulator import standard_error
 from megatron.evaluation.protocols import parse_protocol
 from megatron.evaluation.text import Text
-from megatron.reporting.statistics import p_value
 from megatron.tokenizer import CharLevelTokenizer
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
@@ -111,19 +110,6 @@ def test_equal_documents_give_the_standard_error_of_their_mean():
     expected = scipy.stats.sem(means)
     assert standard_error(means * 50, np.full(12, 50)) == pytest.approx(expected)
     assert standard_error(means[:1] * 50, np.full(1, 50)) is None
-
-
-def test_the_paired_t_test_is_scipy_s_over_the_common_seeds():
-    log = {1: 23.1, 2: 24.2, 3: 23.9, 4: 24.0, 5: 23.3}
-    alibi = {5: 23.9, 4: 24.4, 3: 24.5, 2: 24.9, 1: 23.4, 6: 99.0}
-    expected = scipy.stats.ttest_rel([log[s] for s in range(1, 6)], [alibi[s] for s in range(1, 6)]).pvalue
-    # And by hand: t = mean / (deviation / sqrt(n)) of the differences.
-    differences = np.array([log[s] - alibi[s] for s in range(1, 6)])
-    t = differences.mean() / (differences.std(ddof=1) / math.sqrt(5))
-    assert p_value(log, alibi) == pytest.approx(expected)
-    assert p_value(log, alibi) == pytest.approx(2 * scipy.stats.t.sf(abs(t), 4))
-    assert p_value({1: 2.0}, {1: 3.0}) is None
-    assert p_value(log, log) is None
 
 
 def test_the_same_targets_at_every_length():

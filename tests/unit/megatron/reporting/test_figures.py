@@ -1,115 +1,111 @@
-"""What is drawn, taken back from the axes, equals the formulas in float64."""
+"""What is plotted, read back from the axes."""
 
+import io
 import math
 
+import matplotlib.image
 import numpy as np
 import pytest
-import torch
 
-from megatron.config import UserError
-from megatron.reporting import drawing, figures
-from megatron.reporting.kernels import kernels_of
-from tests.support.checkpoints import write_checkpoint, write_corpus
-from tests.support.records import record
-from tests.support.release import RELEASE
+from megatron.reporting import figures
+from megatron.reporting.aggregate import measurements
+from megatron.utils.errors import UserError
+from tests.support.records import passkey_record, record, seeds
 
-LONGEST = 2000
+LENGTHS = (128, 256, 512)
 
 
-def saved(method: str) -> dict[str, np.ndarray]:
-    """The positional parameters in the release's files, float64."""
-    path = RELEASE / f"{method}_checkpoints" / "global_step300" / "layer_02-model_00-model_states.pt"
-    state = torch.load(path, weights_only=True)
-    prefix = "attention.rpe."
-    return {
-        name.removeprefix(prefix): value.double().numpy().reshape(-1, 1)
-        for name, value in state.items()
-        if name.startswith(prefix)
-    }
+def records_of(values, **keys):
+    """`method -> perplexities at LENGTHS` as records."""
+    return [
+        record(name, length, perplexity, **{"train_length": 128, **keys})
+        for name, perplexities in values.items()
+        for length, perplexity in zip(LENGTHS, perplexities, strict=True)
+    ]
 
 
-def log_bias(distance):
-    found = saved("kerple_log")
-    return -np.maximum(found["bias_p"], 0.01) * np.log(1 + np.maximum(found["bias_a"], 0.01) * distance)
+TWO_METHODS = records_of({"kerple_log": (101.3, 100.5, 100.3), "rotary": (115.3, 131.0, 157.7)})
+ONE_DIVERGES = records_of({"a": (20, 19, 18), "b": (21, 20, 19), "rotary": (25, 900, 30_000)})
 
 
-def power_bias(distance):
-    found = saved("kerple_power_ap_")
-    return -np.maximum(found["bias_a"], 0.01) * distance ** np.clip(found["bias_p"], 0.01, 2)
+def plot(records):
+    return figures.perplexity_plot(measurements(records, "extrapolation", "perplexity"))
 
 
-def alibi_bias(distance):
-    return -(2.0 ** (-8 * np.arange(1, 5) / 4)).reshape(-1, 1) * distance
+def data(axes):
+    return {line.get_label(): line.get_data() for line in axes.lines}
 
 
-def wht(distance):
-    found = saved("kerple_power__ap")
-    return np.exp(-np.maximum(found["wei_a"], 0.01) * distance ** np.clip(found["wei_p"], 0.01, 2))
-
-
-FORMULAS = {
-    "kerple_log": ("bias", log_bias),
-    "kerple_power_ap_": ("bias", power_bias),
-    "alibi": ("bias", alibi_bias),
-    "kerple_power__ap": ("weight", wht),
-}
-
-
-@pytest.mark.parametrize("method", FORMULAS)
-def test_kernels_of_released_checkpoints(method):
-    hook, formula = FORMULAS[method]
-    kernels = kernels_of(RELEASE / f"{method}_checkpoints", longest=LONGEST)
-    (figure,) = figures.kernel_figures(kernels, of="a model", name="x")
-    assert figure.name == f"kernels-x-{hook}"
-    panels = figure.figure.axes
-    assert len(panels) == 2
-    distances = np.arange(LONGEST, dtype=np.float64)
-    expected = formula(distances)
-    for axes in panels:
-        drawn = {line.get_label(): line for line in axes.lines}
-        assert sorted(drawn) == [f"head {head}" for head in range(4)]
-        for head in range(4):
-            x, y = drawn[f"head {head}"].get_data()
-            np.testing.assert_array_equal(x, distances)
-            np.testing.assert_allclose(y, expected[head], rtol=2e-5, atol=1e-6)
-    labels = [line.get_label() for line in panels[0].lines]
-    assert labels == [f"head {head}" for head in expected.mean(axis=1).argsort(kind="stable")], "fastest first"
-    assert len({line.get_color() for line in panels[0].lines}) == 4
-    assert figure.png()[:4] == b"\x89PNG"
-    assert figure.pdf()[:5] == b"%PDF-"
-
-
-@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_", "alibi"])
-def test_effective_lengths(method):
-    limit = 300
-    formula = FORMULAS[method][1]
-    (kernel,) = kernels_of(RELEASE / f"{method}_checkpoints", longest=10, limit=limit)
-    below = formula(np.arange(limit, dtype=np.float64)) < -2
-    expected = [int(row.argmax()) if row.any() else limit for row in below]
-    assert kernel.effective_lengths.tolist() == expected
-    figure = figures.effective_length_figure({"A": expected, "B": [5, limit, limit, 5]}, of="x", name="x", limit=limit)
+def test_perplexity_by_length():
+    records = [*seeds("kerple_log", 512, [3.0, 3.4]), *seeds("kerple_log", 1024, [2.8, 3.0]), record("rpe", 512, 3.1)]
+    (figure,) = figures.perplexity_figures([*records, record("rpe", 1024, None)])
+    assert figure.name == "extrapolation-github-12x768-512-non-overlapping"
+    assert figure.title == "GitHub, trained at length 512"
+    assert figure.caption.endswith("bands: ± one standard deviation, over 2 seeds.")
     (axes,) = figure.figure.axes
-    for label, found in (("A", expected), ("B", [5, limit, limit, 5])):
-        (line,) = (one for one in axes.lines if one.get_label() == label)
-        assert line.get_drawstyle() == "steps-post"
-        x, y = line.get_data()
-        for distance in (0, 4, 5, 6, 60, limit):
-            counted = sum(one <= distance and one < limit for one in found)
-            assert y[np.searchsorted(x, distance, side="right") - 1] == counted, (label, distance)
+    lines = data(axes)
+    assert list(lines["KERPLE (log)"][0]) == [512, 1024]
+    np.testing.assert_allclose(lines["KERPLE (log)"][1], [3.2, 2.9])
+    assert list(lines["T5"][0]) == [512], "a length without a value is left out"
+    (band,) = axes.collections
+    low, high = band.get_datalim(axes.transData).intervaly
+    deviation = np.std([3.0, 3.4], ddof=1)
+    assert (low, high) == (pytest.approx(2.9 - np.std([2.8, 3.0], ddof=1)), pytest.approx(3.2 + deviation))
+    legend = [text.get_text() for text in figure.figure.legends[0].get_texts()]
+    assert legend == ["T5", "KERPLE (log)"], "from the highest right end to the lowest"
+    assert figure.png[:4] == b"\x89PNG"
+    assert figure.pdf[:5] == b"%PDF-"
+    image = matplotlib.image.imread(io.BytesIO(figure.png))
+    assert image.shape[0] > 500
+    assert image[..., :3].std() > 0.02, "not blank"
 
 
-def test_methods_without_a_kernel_have_none():
-    assert kernels_of(RELEASE / "rotary_checkpoints") == []
-    assert kernels_of(RELEASE / "sinusoidal_checkpoints") == []
+@pytest.mark.parametrize(
+    ("records", "panels", "lines"),
+    [
+        (TWO_METHODS, 1, 2),
+        (records_of({"learned": (None, None, None)}), 1, 0),
+        (ONE_DIVERGES, 2, 3),
+        (records_of({"sinusoidal": (25, 900, 1e30)}), 1, 1),
+        (records_of({f"method {index}": (20 + index, 19, 18) for index in range(20)}), 1, 20),
+        (records_of({"a": (20, 20, 20)}, train_length=None) + records_of({"a": (20, 20, 20)}, train_length=64), 1, 2),
+        ([record("a", 128, 20.0)], 1, 1),
+    ],
+    ids=["two", "none", "two panels", "enormous", "many", "training lengths", "a point"],
+)
+def test_shapes_of_results(records, panels, lines):
+    figure = plot(records)
+    figure.draw_without_rendering()
+    assert len(figure.axes) == panels
+    plotted = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
+    assert len(plotted) == lines
 
 
-def test_kernels_per_layer_have_a_panel_each(tmp_path):
-    write_checkpoint(tmp_path, "kerple_log", write_corpus(tmp_path))
-    (kernel,) = kernels_of(tmp_path, longest=50)
-    (figure,) = figures.kernel_figures([kernel] * 3, of="x", name="x")
-    shown = [axes for axes in figure.figure.axes if axes.get_visible()]
-    assert len(shown) == 3
-    assert all(len(axes.lines) == 4 for axes in shown)
+def test_the_second_panel_enlarges_the_lowest_lines():
+    first, second = plot(ONE_DIVERGES).axes
+    assert (first.get_yscale(), second.get_yscale()) == ("log", "linear")
+    low, high = second.get_ylim()
+    assert 17 < low < 18
+    assert 21 < high < 23
+
+
+def test_lines_differ_in_grayscale():
+    (axes,) = plot(records_of({f"method {index}": (20, 19, 18) for index in range(7)})).axes
+    lines = [line for line in axes.lines if line.get_label().startswith("method")]
+    assert len({line.get_marker() for line in lines}) == 7
+    assert len({line.get_color() for line in lines}) == 7
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "--", "--", "-", "--", "--"]
+
+
+def test_modes_share_color_and_marker():
+    records = [record("alibi", 128, 20.0, mode=mode) for mode in ("full", "window@64", "blockwise")]
+    (axes,) = plot(records).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    full, window = lines["alibi"], lines["alibi, window@64"]
+    assert (full.get_color(), full.get_marker()) == (window.get_color(), window.get_marker())
+    assert (full.get_markerfacecolor(), window.get_markerfacecolor()) == (full.get_color(), "white")
+    styles = {str(figures.line_style(0, mode)["linestyle"]) for mode in range(3)}
+    assert len(styles) == 3
 
 
 def positions(mode: str, seed: int, losses: list[float], **keys: object) -> dict:
@@ -130,10 +126,10 @@ def test_perplexity_by_position():
     np.testing.assert_allclose(y, [math.exp(3.0), math.exp(2.1), math.nan])
     assert lines["KERPLE (log)"].get_color() == lines["KERPLE (log), window@10"].get_color()
     assert lines["KERPLE (log)"].get_linestyle() != lines["KERPLE (log), window@10"].get_linestyle()
-    assert len({str(drawing.mode_style(mode)) for mode in range(3)}) == 3
+    assert "mean over 2 seeds. Hollow markers" in figure.caption
 
 
-def test_each_protocol_has_a_figure_of_its_own():
+def test_a_position_figure_per_protocol():
     records = [positions("full", 1, [3.0, 2.0, 1.0], protocol=name) for name in ("non-overlapping", "last-k@16")]
     assert [figure.name for figure in figures.position_figures(records)] == [
         "positions-github-12x768-512-non-overlapping-40",
@@ -141,8 +137,27 @@ def test_each_protocol_has_a_figure_of_its_own():
     ]
 
 
-def test_seeds_counted_in_different_bins_are_refused():
+def test_seeds_with_different_bins_are_rejected():
     with pytest.raises(UserError, match="different bins"):
         figures.position_figures(
             [positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.0, 2.0], edges=[0, 20, 40])]
         )
+
+
+def test_passkey_heat_maps():
+    records = [
+        passkey_record(name, length, depth, accuracy + depth / 2, seed=seed)
+        for name in ("alibi", "kerple_log", "rpe", "fire")
+        for length in (512, 1024)
+        for depth in (0, 1)
+        for seed, accuracy in ((1, 0.1), (2, 0.3))
+        if (name, length) != ("fire", 1024)
+    ]
+    records += [passkey_record("fire", 1024, 0, None)]
+    (figure,) = figures.passkey_figures(records)
+    assert figure.name == "passkey-github-12x768-512"
+    panels = {axes.get_title(loc="left"): axes for axes in figure.figure.axes if axes.get_visible()}
+    assert list(panels)[:4] == ["KERPLE (log)", "ALiBi", "T5", "FIRE"], "in the paper's order"
+    np.testing.assert_allclose(panels["ALiBi"].images[0].get_array(), [[0.2, 0.2], [0.7, 0.7]])
+    assert [text.get_text() for text in panels["FIRE"].texts] == ["20%", "×", "70%", "×"]
+    assert "ALiBi 45%" in figure.description

@@ -1,0 +1,345 @@
+"""Figures of the weights of a checkpoint: bias and weight by distance (KERPLE, Figures 2 to 4), effective lengths
+(KERPLE, Figure 6), and the scores and biases of one query (DAPE, Figure 1).
+
+Legend: h heads, n distances or keys.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
+from torch import Tensor
+
+from kerple.positional import PositionalMethod, method_class
+from kerple.positional.dape import Adaptive
+from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.directory import find_step
+from megatron.checkpoint.inspection import positional_methods
+from megatron.data.streams import evaluation_tokens
+from megatron.evaluation.measures.effective_length import LIMIT
+from megatron.inference import load_model
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+from megatron.reporting.figures import (
+    COLORS,
+    LINE_STYLES,
+    ReportFigure,
+    legend_outside,
+    line_style,
+    new_figure,
+    thousands,
+)
+from megatron.reporting.formatting import slug
+from megatron.utils.errors import UserError
+
+# exp(bias) is the factor that the bias contributes to the softmax; below this bias it is close to 0.
+LOWEST_BIAS_SHOWN = -10.0
+MAX_LAYERS = 12
+MAX_ADAPTIVE_HEADS = 3
+MAX_ADAPTIVE_LENGTH = 8192
+
+# -- bias and weight by distance --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DistanceTable:
+    """What the positional method of a checkpoint, or of one of its layers, does to the scores by distance.
+
+    Attributes:
+        label: "layer 3", or "all layers" if the layers share the method.
+        distances: float32 [n].
+        bias: float32 [h, n], added to the scores; None if the method has none.
+        weight: float32 [h, n], multiplies the scores; None if the method has none.
+        effective_lengths: int64 [h], the smallest distance with a bias below -2, or the limit if there is none; None
+            without a bias.
+    """
+
+    pos_emb: str
+    label: str
+    distances: Tensor
+    bias: Tensor | None
+    weight: Tensor | None
+    effective_lengths: Tensor | None
+
+
+@torch.no_grad()
+def distance_tables(
+    directory: str | Path, iteration: int | None = None, *, num_distances: int = 16_384, limit: int = LIMIT
+) -> list[DistanceTable]:
+    """The tables of a checkpoint for distances 0 to `num_distances` - 1, empty if its method has neither bias nor
+    weight. Only the positional parameters are read. Raises CheckpointError if the checkpoint cannot be read.
+
+    Args:
+        limit: the largest effective length.
+    """
+    step = find_step(directory, iteration)
+    config = checkpoint_config(step)
+    settings = ModelSettings.from_config(config, padded_vocab_size=1)
+    distances = torch.arange(num_distances, dtype=torch.float32)
+    tables = []
+    for label, method in positional_methods(step, settings):
+        if method.has_bias or method.has_weight:
+            table = DistanceTable(
+                config.model.pos_emb,
+                label,
+                distances,
+                bias=method.bias(distances) if method.has_bias else None,
+                weight=method.weight(distances) if method.has_weight else None,
+                effective_lengths=method.effective_length(limit) if method.has_bias else None,
+            )
+            tables.append(table)
+    return tables
+
+
+def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) -> list[ReportFigure]:
+    """A figure of the bias and one of the weight, if the method has them; one panel per layer if the layers differ.
+
+    Args:
+        model: description of the model, for the titles.
+        name: of the files.
+    """
+    figures = []
+    quantities: tuple[tuple[Literal["bias", "weight"], str], ...] = (("bias", "bias"), ("weight", "score weight"))
+    for quantity, long_name in quantities:
+        panels = [
+            (table, values)
+            for table in tables
+            if (values := table.bias if quantity == "bias" else table.weight) is not None
+        ]
+        if not panels:
+            continue
+        num_layers, panels = len(panels), panels[:MAX_LAYERS]
+        num_heads = len(panels[0][1])
+        caption = (
+            f"The {long_name} of each head by distance (KERPLE, Figures 2 to 4). Dark lines: heads with the steepest "
+            "decrease; light lines: flattest heads."
+        )
+        if len(panels) == 1:
+            (table, values), height = panels[0], 4.2
+            figure, axes = new_figure(1, 2, width=9.6, height=height)
+            for panel in axes:
+                _plot_heads(panel, table.distances, values)
+            axes[0].set_ylabel(quantity)
+            _symlog_distance(axes[1])
+            caption += " Right: the same with a logarithmic distance axis"
+            if quantity == "bias":
+                axes[1].set_ylim(LOWEST_BIAS_SHOWN, -0.02 * LOWEST_BIAS_SHOWN)
+                caption += f", for biases above {LOWEST_BIAS_SHOWN:g}; lower ones leave almost no attention"
+            caption += "."
+            legend_outside(figure, axes[0].get_legend_handles_labels()[0], columns=1 + (num_heads > 16))
+        else:
+            columns = min(4, len(panels))
+            rows = math.ceil(len(panels) / columns)
+            figure, axes = new_figure(rows, columns, width=9.6, height=2.4 * rows + 0.4, sharex=True)
+            for panel, (table, values) in zip(axes, panels, strict=False):
+                _plot_heads(panel, table.distances, values)
+                panel.set_title(table.label, loc="left", fontsize=9)
+                panel.set_xlabel("")
+                panel.tick_params(labelsize=7.5)
+            for panel in axes[len(panels) :]:
+                panel.set_visible(False)
+            figure.supxlabel("distance (tokens)", fontsize=10)
+            figure.supylabel(quantity, fontsize=10)
+            if num_layers > len(panels):
+                caption += f" The first {len(panels)} of {num_layers} layers."
+        report_figure = ReportFigure(
+            slug("kernels", name, quantity),
+            f"{quantity.capitalize()} by distance: {model}",
+            caption,
+            f"Line plot of the {long_name} by distance, one line for each of {num_heads} heads.",
+            figure,
+        )
+        figures.append(report_figure)
+    return figures
+
+
+def _plot_heads(axes: Axes, distances: Tensor, values: Tensor) -> None:
+    """One line per head, dark to light from the smallest mean value `[h, n]` to the largest."""
+    order = values.double().mean(dim=1).argsort(stable=True).tolist()
+    for rank, head in enumerate(order):
+        axes.plot(
+            distances.numpy(),
+            values[head].double().numpy(),
+            label=f"head {head}",
+            color=colormaps["cividis"](0.88 * rank / max(1, len(order) - 1)),
+            linestyle=LINE_STYLES[rank % len(LINE_STYLES)],
+            linewidth=1.6,
+        )
+    axes.set_xlabel("distance (tokens)")
+    axes.set_xlim(0, float(distances[-1]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+    thousands(axes)
+
+
+def _symlog_distance(axes: Axes) -> None:
+    """A distance axis that is linear from 0 to 1 and logarithmic from there."""
+    axes.set_xscale("symlog", linthresh=1)
+    axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1))
+    thousands(axes)
+
+
+# -- effective lengths ------------------------------------------------------------------------------------------------
+
+
+def effective_length_figure(
+    lengths: Mapping[str, Sequence[int]], *, model: str, name: str, limit: int = LIMIT
+) -> ReportFigure:
+    """The cumulative number of heads by effective length.
+
+    Args:
+        lengths: label -> effective lengths of all heads (of all layers, if the layers differ).
+        limit: the effective length of heads whose bias never falls below the threshold.
+    """
+    figure, (axes,) = new_figure(height=4.4)
+    for index, (label, head_lengths) in enumerate(lengths.items()):
+        distances, counts = cumulative_heads(head_lengths, limit)
+        axes.step(distances, counts, where="post", label=label, **{**line_style(index), "marker": None})
+    _symlog_distance(axes)
+    axes.set_xlim(0, limit)
+    axes.set_ylim(0, max(map(len, lengths.values())) * 1.04)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("effective length (tokens)")
+    axes.set_ylabel("cumulative number of heads")
+    legend_outside(figure, axes.get_legend_handles_labels()[0])
+    below = (
+        f"{label}: {sum(length < limit for length in head_lengths)} of {len(head_lengths)} heads below {limit:,}"
+        for label, head_lengths in lengths.items()
+    )
+    return ReportFigure(
+        slug("effective-lengths", name),
+        f"Effective lengths: {model}",
+        "Number of heads whose effective length is at most the value on the x axis (KERPLE, Figure 6). The effective "
+        "length of a head is the smallest distance with a bias below -2. If a line ends below the number of heads, the "
+        f"effective lengths of the remaining heads are larger than {limit:,} tokens.",
+        "; ".join(below),
+        figure,
+    )
+
+
+def cumulative_heads(lengths: Sequence[int], limit: int = LIMIT) -> tuple[np.ndarray, np.ndarray]:
+    """(distances, number of heads with at most that effective length): a step function from 0 to `limit`."""
+    ends = np.sort(np.array([length for length in lengths if length < limit], dtype=np.int64))
+    distances = np.concatenate([[0], ends, [limit]])
+    counts = np.concatenate([[0], np.arange(1, len(ends) + 1), [len(ends)]])
+    return distances, counts
+
+
+# -- scores and biases of one query (DAPE) ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QueryScores:
+    """The last query of a text in one layer, float32 [h, n] each, over its keys.
+
+    Attributes:
+        scores: A, the scaled dot products.
+        static: B, the static bias; None if the method has none.
+        adapted: f(A, B), the output of DAPE's network.
+    """
+
+    scores: Tensor
+    static: Tensor | None
+    adapted: Tensor
+
+
+@torch.no_grad()
+def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
+    """A, B and f(A, B) of the last of the tokens (int64 [n]) in a layer.
+
+    f(A, B) is what `modify_scores` adds to A, minus B if the variant also adds B. Raises UserError if the method is not
+    DAPE or the model has no such layer.
+    """
+    if not 0 <= layer < len(model.blocks):
+        raise UserError(f"layer {layer}: the model has layers 0 to {len(model.blocks) - 1}")
+    method = next((module for module in model.blocks[layer].modules() if isinstance(module, PositionalMethod)), None)
+    if not isinstance(method, Adaptive):
+        raise UserError("the positional method is not DAPE, so there is no f(A, B)")
+    recorded: list[QueryScores] = []
+    modify_scores = method.modify_scores
+
+    def recording(
+        scores: Tensor, query: Tensor, queries: Tensor, keys: Tensor, mask: Tensor, table: Tensor | None
+    ) -> Tensor:
+        is_last = bool(queries[-1] == len(tokens) - 1)
+        before = scores[0, :, -1].float().clone()  # modify_scores may overwrite the scores
+        result = modify_scores(scores, query, queries, keys, mask, table)
+        if is_last:
+            static = _static_bias(method, scores, queries, keys)
+            adapted = result[0, :, -1].float() - before
+            if static is not None and method.variant != "Concat":
+                adapted -= static
+            recorded.append(QueryScores(before, static, adapted))
+        return result
+
+    method.modify_scores = recording  # type: ignore[method-assign]  # removed below: shadows it on this instance
+    try:
+        model.hidden(tokens[None])
+    finally:
+        del method.modify_scores
+    if not recorded:
+        raise UserError("the attention of this model does not call modify_scores, so there are no scores to plot")
+    return recorded[0]
+
+
+def _static_bias(method: Adaptive, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor | None:
+    """B of the last query, [h, n]."""
+    if method.static is None:
+        return None
+    if method.static.has_bias:
+        distances = (queries[-1] - keys).clamp(min=0).to(scores.device, torch.float32)
+        return method.static.bias(distances).float()
+    return method.static.pair_bias(queries[-1:], keys, scores)[:, 0].float()
+
+
+def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequence[int] | None = None) -> ReportFigure:
+    """DAPE's Figure 1: a row for each of A, B and f(A, B), a column per head (default: the first three)."""
+    num_heads, length = scores.scores.shape
+    heads = list(range(min(MAX_ADAPTIVE_HEADS, num_heads))) if heads is None else list(heads)
+    rows = [("A: scores", scores.scores), ("B: static bias", scores.static), ("f(A, B): DAPE", scores.adapted)]
+    shown = [(label, values) for label, values in rows if values is not None]
+    figure, panels = new_figure(len(shown), len(heads), width=9.6, height=1.9 * len(shown) + 0.4, sharex=True)
+    for index, axes in enumerate(panels):
+        (label, values), head = shown[index // len(heads)], heads[index % len(heads)]
+        axes.plot(range(length), values[head].cpu().numpy(), color=COLORS[0], linewidth=0.7, rasterized=length > 4096)
+        axes.set_xlim(0, max(1, length - 1))
+        axes.tick_params(labelsize=8)
+        axes.locator_params(axis="x", nbins=4)
+        thousands(axes)
+        if index % len(heads) == 0:
+            axes.set_ylabel(label, fontsize=9)
+        if index < len(heads):
+            axes.set_title(f"head {head}", loc="left", fontsize=9)
+    figure.supxlabel("key position (tokens)", fontsize=9)
+    figure.align_ylabels()
+    return ReportFigure(
+        slug("adaptive", name),
+        f"Scores and biases of one query: {model}",
+        f"Attention scores of the query at position {length - 1:,} (DAPE, Figure 1): A, the scaled dot products of "
+        "query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
+        f"{', '.join(label for label, _ in shown)}, over {length:,} keys, for heads {', '.join(map(str, heads))}.",
+        figure,
+    )
+
+
+def checkpoint_adaptive_figure(
+    directory: str | Path, iteration: int | None = None, *, model: str, name: str
+) -> ReportFigure | None:
+    """`adaptive_figure` of a checkpoint's first layer, for a query at position 8,192 (as in the paper), or at 16 times
+    the training length if that is less, of the validation text of its configuration. None if its method is not DAPE.
+
+    Raises UserError if the checkpoint or its text cannot be read.
+    """
+    config = checkpoint_config(find_step(directory, iteration))
+    if not issubclass(method_class(config.model.pos_emb), Adaptive):
+        return None
+    gpt, _ = load_model(directory, iteration)
+    length = min(MAX_ADAPTIVE_LENGTH, 16 * config.model.seq_length)
+    tokens = torch.from_numpy(evaluation_tokens(config, "valid", length))
+    return adaptive_figure(query_scores(gpt, tokens), model=model, name=name)

@@ -1,0 +1,59 @@
+"""Numbers and file names as text. Every table, figure and page formats its numbers with these functions."""
+
+import math
+import re
+import statistics
+from collections.abc import Iterable
+
+NOT_AVAILABLE = "n/a"  # there is a record without a value; a note below the table gives the reason
+NOT_MEASURED = "–"  # there is no record
+
+
+def format_number(value: float, digits: int = 4) -> str:
+    """The value with this many significant digits: 3.412, 101.3, 22,621. From one million on 3.200e+09."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1e6:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{_decimals(value, digits)}f}"
+
+
+def format_mean(values: Iterable[float], digits: int = 4) -> str:
+    """The mean of the values of all seeds, with two or more of them `mean ± standard deviation` (n - 1).
+
+    The standard deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2 ± 3.4.
+    Without a standard deviation the mean has `digits` significant digits. NaN stands for a value that is not available
+    and is ignored.
+    """
+    values = [value for value in values if not math.isnan(value)]
+    if not values:
+        return NOT_AVAILABLE
+    mean = statistics.fmean(values)
+    deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
+    if deviation <= 1e-12 * abs(mean):  # rounding errors of equal values
+        return format_number(mean, digits)
+    if abs(mean) >= 1e6:
+        return f"{format_number(mean, digits)} ± {deviation:.1e}"
+    decimals = _decimals(deviation, 2)
+    return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
+
+
+def format_percent(values: Iterable[float]) -> str:
+    """Like `format_mean`, for fractions, in whole percent: `40%`, `40% ± 14%`."""
+    values = [value for value in values if not math.isnan(value)]
+    if not values:
+        return NOT_AVAILABLE
+    mean = f"{statistics.fmean(values):.0%}"
+    return f"{mean} ± {statistics.stdev(values):.0%}" if len(values) > 1 else mean
+
+
+def _decimals(value: float, digits: int) -> int:
+    """The number of decimals that shows `value` with this many significant digits."""
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 0.0999 is 0.10
+    return max(0, digits - 1 - exponent) if value else 0
+
+
+def slug(*parts: object) -> str:
+    """The parts that are not empty, joined by hyphens; only characters that are safe in file names and HTML ids."""
+    safe = (re.sub(r"[^\w.+-]+", "-", str(part)).strip("-") for part in parts if part)
+    return "-".join(part for part in safe if part)

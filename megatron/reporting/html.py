@@ -1,0 +1,50 @@
+"""The report as one HTML file without external resources."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megatron.reporting.figures import ReportFigure
+from megatron.reporting.tables import DAGGER, Row, Table, latex
+
+MAX_OPEN_NOTES = 8  # longer lists are collapsed
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A section of the page: a heading with tables, figures and a list of notes. anchor: its HTML id."""
+
+    anchor: str
+    title: str
+    lead: str = ""
+    tables: Sequence[Table] = ()
+    figures: Sequence[ReportFigure] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.tables or self.figures or self.notes)
+
+
+def render_page(title: str, lead: str, chapters: Sequence[Chapter]) -> str:
+    """The complete document. Empty chapters are omitted. The template `report.html.j2` escapes all text."""
+    environment = Environment(
+        loader=PackageLoader("megatron.reporting", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["latex"] = latex
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode("ascii")
+    environment.tests["row"] = lambda line: isinstance(line, Row)
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        lead=lead,
+        chapters=[chapter for chapter in chapters if not chapter.empty],
+        dagger=DAGGER,
+        max_open_notes=MAX_OPEN_NOTES,
+    )

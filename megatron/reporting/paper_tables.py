@@ -1,0 +1,224 @@
+"""Tables in the layout of the KERPLE, DAPE and LEX papers, with the papers' values below comparable ones.
+
+KERPLE's tables have one row per length and one column per method; DAPE's, LEX's and the passkey tables one row per
+method and one column per length. All have one section per corpus (the passkey tables: per depth). Methods that the
+paper does not have come last.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from megatron.reporting.aggregate import (
+    ALPHA,
+    AnyRecord,
+    Measurements,
+    Method,
+    Setting,
+    measurements,
+    significantly_better,
+)
+from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_mean, format_percent, slug
+from megatron.reporting.published import Published, corpus_name, corpus_rank, display_name, published
+from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
+
+REFERENCE = Method("kerple_log")
+
+
+def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENCE) -> list[Table]:
+    """All perplexity tables that the records fill, per model size, training length and protocol.
+
+    Protocol `last-k`: DAPE's table. Other protocols: KERPLE's Tables 3, 5 and 6, and LEX's two tables if there are
+    results of xPos or of blockwise attention.
+    """
+    tables = []
+    for group in _groups(measurements(records, "extrapolation", "perplexity")):
+        if group.settings[0].protocol.startswith("last-k"):
+            tables.append(_table("dape", group, group.methods, reference, rows="methods"))
+            continue
+        # Table 3 has all methods that Tables 5 and 6 do not have.
+        methods: dict[str, list[Method]] = {"kerple-3": [], "kerple-5": [], "kerple-6": []}
+        table_of = {kind.pos_emb: name for name in ("kerple-5", "kerple-6") for kind in published(name).methods}
+        for method in group.methods:
+            methods[table_of.get(method.pos_emb, "kerple-3")].append(method)
+        tables += [_table(name, group, found, reference, rows="lengths") for name, found in methods.items() if found]
+        if any(method.pos_emb == "xpos" or method.kind.mode == "blockwise" for method in group.methods):
+            compared = [method for method in group.methods if method.kind.mode in ("full", "blockwise")]
+            tables.append(_table("lex", group, compared, reference, rows="methods"))
+            several_modes = {method.pos_emb for method in group.methods if method.mode != "full"}
+            compared = [method for method in group.methods if method.pos_emb in several_modes]
+            if compared:
+                tables.append(_table("lex-modes", group, compared, reference, rows="methods"))
+    return tables
+
+
+def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
+    """LEX's table of attention resolutions, per model size and training length."""
+    groups = _groups(measurements(records, "resolution", "resolution"))
+    return [_table("lex-resolution", group, group.methods, None, rows="methods", best="highest") for group in groups]
+
+
+def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
+    """Passkey accuracies per corpus, model size and training length: a section per depth, and one for their mean."""
+    accuracies = measurements(records, "passkey", "accuracy")
+    tables = []
+    for setting in accuracies.settings:
+        group = accuracies.select([setting])
+        methods, lengths = published("kerple-3").ordered(group.methods), group.lengths
+        depths = sorted(group.frame["depth"].unique())
+        sections = {f"Depth {depth:g}": group.at_depth(depth) for depth in depths}
+        if len(depths) > 1:
+            sections = {"Mean over depths": group.over_depths(), **sections}
+        lines: list[Row | Section] = []
+        for title, section in sections.items():
+            lines.append(Section(title))
+            for method in methods:
+                values = [section.values(setting, method, length) for length in lengths]
+                texts = [NOT_MEASURED if cell is None else format_percent(cell) for cell in values]
+                lines.append(Row((display_name(method),), tuple(map(Cell, texts))))
+        notes = ["Share of prompts answered with the complete pass key.", *_seeds_note(group)]
+        notes += missing_notes(group, {method: display_name(method) for method in methods})
+        table = Table(
+            slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
+            f"Passkey retrieval, {passkey_setting(setting)}",
+            ("Method",),
+            tuple(f"{length}" for length in lengths),
+            tuple(lines),
+            tuple(notes),
+        )
+        tables.append(table)
+    return tables
+
+
+def passkey_setting(setting: Setting) -> str:
+    """Corpus, model size and training length, for titles."""
+    trained = f"trained at length {setting.train_length}" if setting.train_length else ""
+    return ", ".join(filter(None, (corpus_name(setting.corpus), setting.size, trained)))
+
+
+def missing_notes(values: Measurements, names: Mapping[Method, str]) -> list[str]:
+    """For each of these methods and each reason, the lengths at which values are not available."""
+    missing = values.frame[values.frame["value"].isna()]
+    notes = []
+    for method, name in names.items():
+        reasons = missing[missing["method"] == method].fillna({"note": "the value overflows a float"})
+        for reason, rows in reasons.groupby("note", sort=False):
+            lengths = ", ".join(map(str, sorted(rows["length"].unique())))
+            notes.append(f"{NOT_AVAILABLE}: {name} at {lengths}: {reason}.")
+    return notes
+
+
+def _groups(values: Measurements) -> list[Measurements]:
+    """One group per model size, training length and protocol: the settings in a group differ only in the corpus."""
+    groups: dict[tuple[object, ...], list[Setting]] = {}
+    for setting in values.settings:
+        groups.setdefault((setting.model, setting.train_length, setting.protocol), []).append(setting)
+    return [values.select(settings) for settings in groups.values()]
+
+
+def _table(
+    name: str,
+    group: Measurements,
+    methods: Sequence[Method],
+    reference: Method | None,
+    *,
+    rows: Literal["lengths", "methods"],
+    best: Literal["lowest", "highest"] = "lowest",
+) -> Table:
+    """A table of these methods in the layout of the published table `name`. reference: see `_cells`."""
+    paper = published(name)
+    methods = paper.ordered(methods)
+    shown = group.select(group.settings, methods)
+    lines: list[Row | Section] = []
+    for setting in sorted(shown.settings, key=lambda setting: corpus_rank(setting.corpus)):
+        lines.append(Section(corpus_name(setting.corpus)))
+        lengths = shown.select([setting]).lengths if rows == "lengths" else shown.lengths
+        grid = [_cells(group, setting, methods, length, reference, best) for length in lengths]
+        texts = [[paper.value(setting.corpus, method, length) for method in methods] for length in lengths]
+        labels = [f"{length}" for length in lengths]
+        if rows == "methods":
+            grid = list(map(list, zip(*grid, strict=True)))
+            texts = list(map(list, zip(*texts, strict=True)))
+            labels = [paper.name(method) for method in methods]
+        for label, cells, published_texts in zip(labels, grid, texts, strict=True):
+            lines.append(Row((label,), tuple(cells)))
+            if paper.matches(setting) and any(published_texts):
+                lines.append(Row((f"{label}, paper",), tuple(map(_published_cell, published_texts)), published=True))
+
+    common = group.settings[0]
+    title = [paper.title, f"{common.model[0]} layers of {common.model[1]}" if common.model else ""]
+    title.append(f"trained at length {common.train_length}" if common.train_length else "training length unknown")
+    title.append(f"protocol {common.protocol}" if common.protocol else "")
+    names = [paper.name(method) for method in methods]
+    return Table(
+        name=slug(name, common.size, common.train_length, common.protocol).lower(),
+        title=", ".join(filter(None, title)),
+        label_columns=("Extrp.",) if rows == "lengths" else ("Method",),
+        columns=tuple(names if rows == "lengths" else map(str, shown.lengths)),
+        lines=tuple(lines),
+        notes=tuple(_notes(paper, shown, dict(zip(methods, names, strict=True)), lines, reference, best)),
+    )
+
+
+def _cells(
+    group: Measurements,
+    setting: Setting,
+    methods: Sequence[Method],
+    length: int,
+    reference: Method | None,
+    best: Literal["lowest", "highest"],
+) -> list[Cell]:
+    """One cell per method. The best mean is marked if there are at least two; methods that the reference method is
+    significantly better than are marked as worse.
+    """
+    values = {method: group.values(setting, method, length) for method in methods}
+    means = {method: cell.mean() for method, cell in values.items() if cell is not None and cell.count()}
+    choose = min if best == "lowest" else max
+    best_method = choose(means, key=lambda method: means[method]) if len(means) > 1 else None
+    ours = group.values(setting, reference, length) if reference else None
+    cells = []
+    for method, cell in values.items():
+        if cell is None:
+            cells.append(Cell(NOT_MEASURED))
+            continue
+        worse = ours is not None and method != reference and significantly_better(ours, cell)
+        cells.append(Cell(format_mean(cell), best=method == best_method, worse=worse))
+    return cells
+
+
+def _published_cell(text: str | None) -> Cell:
+    return Cell((text or "").removesuffix(DAGGER).rstrip(), worse=(text or "").endswith(DAGGER))
+
+
+def _notes(
+    paper: Published,
+    group: Measurements,
+    names: Mapping[Method, str],
+    lines: Sequence[Row | Section],
+    reference: Method | None,
+    best: Literal["lowest", "highest"],
+) -> list[str]:
+    rows = [line for line in lines if isinstance(line, Row)]
+    notes = [f"Layout: {paper.source}.", *_seeds_note(group), f"Bold: {best} value."]
+    tokens = group.frame[group.frame["tokens"].fillna(0) > 0]
+    if len(tokens):
+        fewest, most = tokens["tokens"].min(), tokens["tokens"].max()
+        notes.append(f"Scored tokens: {fewest:,.0f}" + (f" to {most:,.0f}." if fewest < most else "."))
+    for (setting, length), cell in tokens.groupby(["setting", "length"], sort=False):
+        if cell["tokens"].nunique() > 1:
+            counts = " or ".join(f"{count:,.0f}" for count in sorted(cell["tokens"].unique()))
+            notes.append(
+                f"{corpus_name(setting.corpus)} at {length}: the values are not comparable, because they were measured "
+                f"on different texts ({counts} tokens)."
+            )
+    if reference and any(cell.worse for row in rows for cell in row.cells):
+        notes.append(
+            f"{DAGGER}: {display_name(reference)} is significantly better (paired two-sided t-test over the seeds, "
+            f"α = {ALPHA:g}). In the paper's rows, {DAGGER} is copied from the paper."
+        )
+    if any(row.published for row in rows):
+        notes.append(f'Rows labeled "paper": {paper.source}' + (f"; {paper.note}." if paper.note else "."))
+    return notes + missing_notes(group, names)
+
+
+def _seeds_note(values: Measurements) -> list[str]:
+    return [f"Mean ± standard deviation over {values.num_seeds} seeds."] if values.num_seeds > 1 else []

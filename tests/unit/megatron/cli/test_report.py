@@ -1,0 +1,42 @@
+"""The command line of tools/report.py."""
+
+import json
+
+import pytest
+
+from megatron.cli.report import main
+from megatron.utils.errors import UserError
+from tests.support.records import record, seeds
+
+
+def write_results(folder, records):
+    folder.mkdir(parents=True)
+    (folder / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in records))
+
+
+def test_report_of_several_folders(tmp_path, capsys):
+    for name, base in {"kerple_log": 3.0, "t5": 3.1}.items():
+        write_results(tmp_path / "runs" / name / "evaluation", seeds(name, 512, [base, base + 0.2, base + 0.3]))
+    main([str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--title", "Mine", "--reference", "t5"])
+    *notes, path = capsys.readouterr().out.splitlines()
+    assert path == str(tmp_path / "out" / "report.html")
+    assert len(notes) == 2
+    assert all(note.startswith("note: No kernels are plotted for a checkpoint that cannot be read") for note in notes)
+    assert "<title>Mine</title>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_refusals(tmp_path):
+    output = ["--output", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="nothing to report"):
+        main(output)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"empty: no results\.jsonl"):
+        main([str(tmp_path / "empty"), *output])
+    write_results(tmp_path / "bad", [])
+    (tmp_path / "bad" / "results.jsonl").write_text("no JSON\n")
+    with pytest.raises(UserError, match=r"results\.jsonl, line 1"):
+        main([str(tmp_path / "bad"), *output])
+    write_results(tmp_path / "good", [record("alibi", 512, 3.0)])
+    with pytest.raises(UserError, match="--reference t5: there are no results of this method; choose one of alibi"):
+        main([str(tmp_path / "good"), "--reference", "t5", *output])
+    assert not (tmp_path / "out").exists()

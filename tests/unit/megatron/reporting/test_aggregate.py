@@ -1,0 +1,106 @@
+"""Values by setting, method, length and seed; the paired t-test against scipy and its formula."""
+
+import math
+
+import numpy as np
+import pytest
+from pandas import Series
+from scipy import stats
+
+from megatron.reporting.aggregate import Method, Setting, measurements, p_value, setting_of, significantly_better
+from megatron.utils.errors import UserError
+from tests.support.records import passkey_record, record, seeds
+
+
+def test_methods_and_settings():
+    assert Method("alibi", "window@64").kind == Method("alibi", "window")
+    setting = setting_of(record("alibi", 512, 3.0, corpus="GitHub"))
+    assert setting == Setting("GitHub", 512, "non-overlapping", (12, 768))
+    assert setting.name == "github-12x768-512-non-overlapping"
+    assert setting_of({}) == Setting(None, None, "", None)
+    assert setting_of({}).name == "text"
+
+
+def test_values_by_seed():
+    records = [*seeds("alibi", 512, [3.0, 3.2]), *seeds("rpe", 1024, [4.0])]
+    records += [record("rpe", 512, None), {"kind": "resolution"}]
+    values = measurements(records, "extrapolation", "perplexity")
+    setting = setting_of(records[0])
+    assert values.settings == [setting]
+    assert values.methods == [Method("alibi"), Method("rpe")]
+    assert values.lengths == [512, 1024]
+    assert values.lines == [(setting, Method("alibi")), (setting, Method("rpe"))]
+    assert values.train_length == 512
+    assert values.num_seeds == 2
+    assert values.values(setting, Method("alibi"), 512).to_dict() == {1: 3.0, 2: 3.2}
+    assert values.values(setting, Method("rpe"), 512).isna().all()
+    assert values.values(setting, Method("alibi"), 1024) is None
+    curve = values.curve(setting, Method("alibi"))
+    assert curve.index.tolist() == [512]
+    assert curve["mean"][512] == pytest.approx(3.1)
+    assert curve["std"][512] == pytest.approx(np.std([3.0, 3.2], ddof=1))
+    assert values.curve(setting, Method("rpe")).index.tolist() == [1024], "512 has no value"
+    assert values.select([setting], [Method("rpe")]).methods == [Method("rpe")]
+
+
+def test_there_may_be_no_records():
+    values = measurements([], "extrapolation", "perplexity")
+    assert (values.settings, values.methods, values.lengths, values.num_seeds) == ([], [], [], 0)
+    assert values.over_depths().lengths == []
+
+
+def test_mean_over_depths():
+    records = [passkey_record("alibi", 512, depth, accuracy) for depth, accuracy in ((0, 0.2), (0.5, 0.4))]
+    records += [passkey_record("rpe", 512, 0, 0.2), passkey_record("rpe", 512, 0.5, None)]
+    records += [passkey_record("fire", 512, 0, 0.2)]
+    values = measurements(records, "passkey", "accuracy")
+    setting = setting_of(records[0])
+    means = values.over_depths()
+    assert means.values(setting, Method("alibi"), 512).tolist() == [pytest.approx(0.3)]
+    assert means.values(setting, Method("rpe"), 512).isna().all(), "one depth has no value"
+    assert means.values(setting, Method("fire"), 512) is None, "one depth was not measured"
+    assert values.at_depth(0.5).values(setting, Method("alibi"), 512).tolist() == [0.4]
+
+
+def test_two_checkpoints_with_the_same_seed_are_rejected():
+    first = record("alibi", 512, 4.0)
+    elsewhere = {**first["checkpoint"], "path": "elsewhere"}
+    second = record("alibi", 512, 4.1, checkpoint={**elsewhere, "iteration": 20, "fingerprint": "different"})
+    with pytest.raises(UserError, match=r"nowhere/alibi/1 at iteration 10 and elsewhere at iteration 20"):
+        measurements([first, second], "extrapolation", "perplexity")
+    retrained = record("alibi", 512, 4.0, checkpoint={**first["checkpoint"], "fingerprint": "retrained"})
+    with pytest.raises(UserError, match="two checkpoints have results for alibi"):
+        measurements([first, retrained], "extrapolation", "perplexity")
+    moved = record("alibi", 512, 4.0, checkpoint=elsewhere)
+    assert measurements([first, moved], "extrapolation", "perplexity").num_seeds == 1
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.05, 0.2, 1.0])
+@pytest.mark.parametrize("random_seed", range(4))
+def test_paired_t_test(shift, random_seed):
+    generator = np.random.default_rng(random_seed)
+    first = 20 + generator.normal(size=5)
+    second = first + shift + 0.1 * generator.normal(size=5)
+    # t = mean(d) / (std(d) / sqrt(n)) with n - 1 degrees of freedom, two-sided
+    difference = first - second
+    t = difference.mean() / (difference.std(ddof=1) / math.sqrt(5))
+    p = 2 * stats.t.sf(abs(t), 4)
+    assert stats.ttest_rel(first, second).pvalue == pytest.approx(p)
+    assert p_value(Series(first), Series(second)) == pytest.approx(p)
+    assert significantly_better(Series(first), Series(second)) is bool(p < 0.05 and t < 0)
+    assert significantly_better(Series(second), Series(first)) is bool(p < 0.05 and t > 0)
+
+
+def test_the_t_test_pairs_values_by_seed():
+    log = Series({1: 23.1, 2: 24.2, 3: 23.9, 4: 24.0, 5: 23.3})
+    alibi = Series({5: 23.9, 4: 24.4, 3: 24.5, 2: 24.9, 1: 23.4, 6: 99.0, 7: math.nan})
+    expected = stats.ttest_rel(log, alibi[log.index]).pvalue
+    assert p_value(log, alibi) == pytest.approx(expected)
+
+
+def test_no_p_value_without_pairs():
+    assert p_value(Series({1: 2.0}), Series({1: 3.0})) is None
+    assert p_value(Series({1: 2.0, 2: 2.0}), Series({3: 3.0, 4: 3.0})) is None
+    assert p_value(Series({1: 2.0, 2: 3.0}), Series({1: 2.0, 2: 3.0})) is None
+    equal_differences = Series({1: 2.0, 2: 3.0, 3: 4.0}), Series({1: 3.0, 2: 4.0, 3: 5.0})
+    assert significantly_better(*equal_differences)

@@ -1,0 +1,204 @@
+"""Plots of checkpoints, read back from the axes: biases and weights of released checkpoints and effective lengths equal
+the formulas in float64; A, B and f(A, B) of a query equal DAPE's formulas computed from the weights.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.reporting.checkpoint_figures import (
+    adaptive_figure,
+    checkpoint_adaptive_figure,
+    distance_figures,
+    distance_tables,
+    effective_length_figure,
+    query_scores,
+)
+from megatron.utils.errors import UserError
+from tests.support.checkpoints import write_checkpoint, write_corpus
+from tests.support.language_models import VOCABULARY, small_gpt
+from tests.support.release import RELEASE
+
+NUM_DISTANCES = 2000
+
+
+def saved(method: str) -> dict[str, np.ndarray]:
+    """The positional parameters in the release's files, float64."""
+    path = RELEASE / f"{method}_checkpoints" / "global_step300" / "layer_02-model_00-model_states.pt"
+    state = torch.load(path, weights_only=True)
+    prefix = "attention.rpe."
+    return {
+        name.removeprefix(prefix): value.double().numpy().reshape(-1, 1)
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
+
+
+def log_bias(distance):
+    parameters = saved("kerple_log")
+    return -np.maximum(parameters["bias_p"], 0.01) * np.log(1 + np.maximum(parameters["bias_a"], 0.01) * distance)
+
+
+def power_bias(distance):
+    parameters = saved("kerple_power_ap_")
+    return -np.maximum(parameters["bias_a"], 0.01) * distance ** np.clip(parameters["bias_p"], 0.01, 2)
+
+
+def alibi_bias(distance):
+    return -(2.0 ** (-8 * np.arange(1, 5) / 4)).reshape(-1, 1) * distance
+
+
+def wht(distance):
+    parameters = saved("kerple_power__ap")
+    return np.exp(-np.maximum(parameters["wei_a"], 0.01) * distance ** np.clip(parameters["wei_p"], 0.01, 2))
+
+
+FORMULAS = {
+    "kerple_log": ("bias", log_bias),
+    "kerple_power_ap_": ("bias", power_bias),
+    "alibi": ("bias", alibi_bias),
+    "kerple_power__ap": ("weight", wht),
+}
+
+
+@pytest.mark.parametrize("method", FORMULAS)
+def test_released_checkpoints(method):
+    quantity, formula = FORMULAS[method]
+    tables = distance_tables(RELEASE / f"{method}_checkpoints", num_distances=NUM_DISTANCES)
+    (figure,) = distance_figures(tables, model="a model", name="x")
+    assert figure.name == f"kernels-x-{quantity}"
+    panels = figure.figure.axes
+    assert len(panels) == 2
+    distances = np.arange(NUM_DISTANCES, dtype=np.float64)
+    expected = formula(distances)
+    for axes in panels:
+        lines = {line.get_label(): line for line in axes.lines}
+        assert sorted(lines) == [f"head {head}" for head in range(4)]
+        for head in range(4):
+            x, y = lines[f"head {head}"].get_data()
+            np.testing.assert_array_equal(x, distances)
+            np.testing.assert_allclose(y, expected[head], rtol=2e-5, atol=1e-6)
+    labels = [line.get_label() for line in panels[0].lines]
+    assert labels == [f"head {head}" for head in expected.mean(axis=1).argsort(kind="stable")], "steepest first"
+    assert len({line.get_color() for line in panels[0].lines}) == 4
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_", "alibi"])
+def test_effective_lengths(method):
+    limit = 300
+    formula = FORMULAS[method][1]
+    (table,) = distance_tables(RELEASE / f"{method}_checkpoints", num_distances=10, limit=limit)
+    below = formula(np.arange(limit, dtype=np.float64)) < -2
+    expected = [int(row.argmax()) if row.any() else limit for row in below]
+    assert table.effective_lengths.tolist() == expected
+    lengths = {"A": expected, "B": [5, limit, limit, 5]}
+    figure = effective_length_figure(lengths, model="x", name="x", limit=limit)
+    (axes,) = figure.figure.axes
+    for label, head_lengths in lengths.items():
+        (line,) = (line for line in axes.lines if line.get_label() == label)
+        assert line.get_drawstyle() == "steps-post"
+        x, y = line.get_data()
+        for distance in (0, 4, 5, 6, 60, limit):
+            count = sum(length <= distance and length < limit for length in head_lengths)
+            assert y[np.searchsorted(x, distance, side="right") - 1] == count, (label, distance)
+    assert "B: 2 of 4 heads below 300" in figure.description
+
+
+def test_methods_without_bias_and_weight_have_no_tables():
+    assert distance_tables(RELEASE / "rotary_checkpoints") == []
+    assert distance_tables(RELEASE / "sinusoidal_checkpoints") == []
+
+
+def test_layers_with_their_own_parameters_have_their_own_panels():
+    (table,) = distance_tables(RELEASE / "kerple_log_checkpoints", num_distances=50)
+    (figure,) = distance_figures([table] * 3, model="x", name='"x" > y')
+    assert figure.name == "kernels-x-y-bias"
+    panels = [axes for axes in figure.figure.axes if axes.get_visible()]
+    assert [len(axes.lines) for axes in panels] == [4, 4, 4]
+
+
+LENGTH, HEADS, SIZE = 40, 4, 8
+
+
+def small_model(pos_emb: str, **options: object):
+    return small_gpt(pos_emb, seed=3, max_positions=16, pos_emb_options=tuple(options.items()))
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "options"),
+    [
+        ("dape_kerple", {}),
+        ("dape_kerple", {"variant": "Concat"}),
+        ("dape_alibi", {"variant": "Add_Residual"}),
+        ("dape_fire", {}),
+        ("dape", {}),
+    ],
+)
+def test_scores_of_the_first_layer(pos_emb, options):
+    model = small_model(pos_emb, **options)
+    tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
+    parts = query_scores(model, tokens)
+
+    state = {name: value.double().numpy() for name, value in model.state_dict().items()}
+    block = next(name for name in state if name.endswith("query_key_value.weight")).removesuffix(
+        "attention.query_key_value.weight"
+    )
+    hidden = next(value for name, value in state.items() if name.endswith("word_embeddings.weight"))[tokens.numpy()]
+    mean, variance = hidden.mean(1, keepdims=True), hidden.var(1, keepdims=True)
+    normed = (hidden - mean) / np.sqrt(variance + 1e-5)
+    normed = normed * state[f"{block}input_layernorm.weight"] + state[f"{block}input_layernorm.bias"]
+    mixed = normed @ state[f"{block}attention.query_key_value.weight"].T
+    mixed = (mixed + state[f"{block}attention.query_key_value.bias"]).reshape(LENGTH, HEADS, 3, SIZE)
+    scores = np.einsum("hd,lhd->hl", mixed[-1, :, 0], mixed[:, :, 1]) / math.sqrt(SIZE)
+    np.testing.assert_allclose(parts.scores.numpy(), scores, rtol=1e-4, atol=1e-4)
+
+    rpe = {
+        name.partition("rpe.")[2]: value for name, value in state.items() if name.startswith(f"{block}attention.rpe.")
+    }
+    distance = LENGTH - 1 - np.arange(LENGTH, dtype=np.float64)
+    static = None
+    if pos_emb == "dape_kerple":
+        p, a = (np.maximum(rpe[f"static.bias_{name}"].reshape(-1, 1), 0.01) for name in "pa")
+        static = -p * np.log(1 + a * distance)
+    elif pos_emb == "dape_alibi":
+        static = -(2.0 ** (-8 * np.arange(1, HEADS + 1) / HEADS)).reshape(-1, 1) * distance
+    elif pos_emb == "dape_fire":
+        static = parts.static.double().numpy()
+        assert static.shape == scores.shape
+        assert np.ptp(static) > 0
+    if static is None:
+        assert parts.static is None
+        inputs = scores
+    else:
+        np.testing.assert_allclose(parts.static.numpy(), static, rtol=1e-4, atol=1e-4)
+        inputs = scores + static if options.get("variant") == "Add_Residual" else np.concatenate([scores, static])
+    hidden = rpe["first.weight"] @ inputs + rpe["first.bias"][:, None]
+    hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
+    expected = rpe["second.weight"] @ hidden + rpe["second.bias"][:, None]
+    np.testing.assert_allclose(parts.adapted.numpy(), expected, rtol=2e-4, atol=2e-4)
+
+    figure = adaptive_figure(parts, model="x", name="x", heads=[2, 0])
+    axes = figure.figure.axes
+    assert len(axes) == (6 if static is not None else 4)
+    for index, line in ((0, scores[2]), (1, scores[0]), (-2, expected[2]), (-1, expected[0])):
+        np.testing.assert_allclose(axes[index].lines[0].get_ydata(), line, rtol=2e-4, atol=2e-4)
+    method = next(module for module in model.modules() if hasattr(module, "variant"))
+    assert "modify_scores" not in vars(method), "the model is restored"
+
+
+def test_other_methods_and_layers_are_rejected():
+    tokens = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(UserError, match="is not DAPE"):
+        query_scores(small_model("alibi"), tokens)
+    with pytest.raises(UserError, match="layer 2: the model has layers 0 to 1"):
+        query_scores(small_model("dape"), tokens, layer=2)
+
+
+def test_adaptive_figure_of_a_checkpoint(tmp_path):
+    write_checkpoint(tmp_path, "dape_kerple", write_corpus(tmp_path))
+    figure = checkpoint_adaptive_figure(tmp_path, model="x", name="x")
+    assert len(figure.figure.axes) == 9
+    assert len(figure.figure.axes[0].lines[0].get_ydata()) == 16 * 32, "16 times the training length"
+    assert checkpoint_adaptive_figure(RELEASE / "alibi_checkpoints", model="x", name="x") is None

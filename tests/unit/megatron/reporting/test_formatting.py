@@ -1,0 +1,62 @@
+"""Numbers with errors, percentages and names for files."""
+
+import math
+
+import pytest
+
+from megatron.reporting.formatting import format_mean, format_number, format_percent, slug
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.7099, "2.710"),
+        (21.44, "21.44"),
+        (101.3, "101.3"),
+        (22621.4, "22,621"),
+        (1.0, "1.000"),
+        (9.99996, "10.00"),
+        (0.0123, "0.01230"),
+        (0.0, "0"),
+        (3.2e9, "3.200e+09"),
+        (math.inf, "inf"),
+    ],
+)
+def test_number(value, text):
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([3.4121, 3.4125], "3.41230 ± 0.00028"),
+        ([31.2, 35.9, 29.4], "32.2 ± 3.4"),
+        ([23.1, 24.2, 23.9, 24.0, 23.3], "23.70 ± 0.47"),
+        ([23.9], "23.90"),
+        ([23.9, math.nan], "23.90"),
+        ([23.0, 24.0], "23.50 ± 0.71"),
+        ([5507.0, 2507.0], "4,007 ± 2,121"),
+        ([1.0, 1.1409], "1.07 ± 0.10"),
+        ([2.7501, 2.7499], "2.75000 ± 0.00014"),
+        ([2.75, 2.75], "2.750"),
+        ([0.3, 0.1 + 0.2], "0.3000"),
+        ([3.2e9], "3.200e+09"),
+        ([3.2e9, 3.4e9], "3.300e+09 ± 1.4e+08"),
+        ([math.inf, 1.0], "inf"),
+        ([], "n/a"),
+        ([math.nan], "n/a"),
+    ],
+)
+def test_mean(values, text):
+    assert format_mean(values) == text
+
+
+def test_percent():
+    assert format_percent([0.4]) == "40%"
+    assert format_percent([0.3, 0.5]) == "40% ± 14%"
+    assert format_percent([math.nan]) == "n/a"
+
+
+def test_slug():
+    assert slug("GitHub", None, 512, "last-k@256") == "GitHub-512-last-k-256"
+    assert slug("kernels", '"><script>alert(1)</script>') == "kernels-script-alert-1-script"

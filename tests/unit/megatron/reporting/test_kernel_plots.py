@@ -1,0 +1,70 @@
+"""The pictures of positional methods and the page that shows them."""
+
+import re
+import struct
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kerple.positional import primary_names
+from megatron.reporting.kernel_plots import (
+    distance_curves,
+    initial_methods,
+    method_picture,
+    trained_methods,
+    write_page,
+)
+from megatron.utils.errors import UserError
+from tests.support.checkpoints import write_checkpoint
+
+
+def width(png: bytes) -> int:
+    assert png.startswith(b"\x89PNG")
+    return struct.unpack(">I", png[16:20])[0]
+
+
+def test_page(tmp_path):
+    for pos_emb in ("kerple_log", "dape_kerple", "alibi"):
+        write_checkpoint(tmp_path / pos_emb, pos_emb, "nowhere")
+    paths = write_page(tmp_path / "page.md", [tmp_path / name for name in ("kerple_log", "dape_kerple", "alibi")])
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    pictures = {path.stem: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
+    assert set(paths) == {tmp_path / "page.md", *(tmp_path / "pictures").iterdir()}
+    assert set(re.findall(r"\(pictures/(\w+)\.png\)", page)) == set(pictures)
+    assert set(primary_names()) - set(pictures) == {"none", "learned", "sinusoidal", "cope", "dape"}
+    names = re.findall(r"^### (\w+)$", page, flags=re.MULTILINE)
+    assert sorted(names) == list(primary_names())
+    assert names.index("kerple") < names.index("alibi") < names.index("rotary") < names.index("dape_kerple")
+    assert "DAPE on ALiBi's bias" in page
+    assert all(len(picture) < 80_000 for picture in pictures.values())
+    # two columns for methods with parameters and a checkpoint
+    for name in ("kerple_log", "dape_kerple"):
+        assert width(pictures[name]) > 1.5 * width(pictures["alibi"])
+
+
+def test_curves():
+    methods = initial_methods()
+    curves = distance_curves(*methods["kerple_power_ap_ap"])
+    assert set(curves) == {"bias", "weight"}
+    assert curves["bias"].shape[0] == 4
+    assert (curves["weight"][:, 0] == 1).all()
+    assert method_picture("none", {"at initialization": methods["none"]}) is None
+    # DAPE: the static bias plus the output of its network for a score of 0
+    method = methods["dape_alibi"].method
+    static = method.static.bias(torch.tensor([700.0]))[:, 0]
+    output = method.second(F.leaky_relu(method.first(torch.cat((torch.zeros(4), static))), 0.01))
+    (curve,) = distance_curves(*methods["dape_alibi"]).values()
+    torch.testing.assert_close(curve[:, 700], static + output)
+    (curve,) = distance_curves(*methods["rotary"]).values()
+    angles = 700.0 / 10_000 ** (torch.arange(0, 32, 2) / 32)
+    torch.testing.assert_close(curve[0, 700], angles.cos().mean(), atol=1e-4, rtol=0)
+
+
+def test_two_checkpoints_of_one_method_are_rejected(tmp_path):
+    for folder in ("first", "second"):
+        write_checkpoint(tmp_path / folder, "alibi", "nowhere")
+    with pytest.raises(UserError, match="second: there is already a checkpoint of pos-emb alibi"):
+        trained_methods([tmp_path / "first", tmp_path / "second"])
+    with pytest.raises(UserError, match="missing"):
+        trained_methods([tmp_path / "missing"])

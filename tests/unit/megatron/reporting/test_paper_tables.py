@@ -1,0 +1,210 @@
+"""The layouts of the papers: rows, columns, best values, daggers, published rows and notes."""
+
+import pytest
+
+from megatron.reporting.aggregate import Method
+from megatron.reporting.paper_tables import passkey_tables, perplexity_tables, resolution_tables
+from megatron.reporting.published import published
+from megatron.reporting.tables import Cell, Section
+from tests.support.records import passkey_record, record, seeds
+
+LOG = [21.4, 21.9, 22.3, 20.8, 21.5]
+ALIBI = [22.5, 22.8, 23.4, 21.9, 22.6]
+T5 = [21.3, 22.0, 22.2, 20.9, 21.6]
+
+
+def only(tables, prefix):
+    """The only table whose name starts with `prefix`."""
+    (table,) = (table for table in tables if table.name.startswith(prefix))
+    return table
+
+
+def labels(table):
+    return [row.labels[0] for row in table.rows]
+
+
+def test_kerple_s_layout():
+    records = seeds("rpe", 1024, T5) + seeds("alibi", 1024, ALIBI) + seeds("kerple_log", 1024, LOG)
+    table = only(perplexity_tables(records), "kerple-3")
+    assert table.columns == ("KERPLE (log)", "ALiBi", "T5"), "in the paper's order"
+    assert table.lines[0] == Section("GitHub")
+    ours, theirs = table.rows
+    assert (ours.labels, theirs.labels, theirs.published) == (("1024",), ("1024, paper",), True)
+    assert ours.cells == (
+        Cell("21.58 ± 0.56", best=True),
+        Cell("22.64 ± 0.54", worse=True),
+        Cell("21.60 ± 0.52"),
+    )
+    assert theirs.cells == (Cell("3.04 ± 0.14"), Cell("3.15 ± 0.17", worse=True), Cell("3.02 ± 0.14"))
+    assert "Mean ± standard deviation over 5 seeds." in table.notes
+    assert "Scored tokens: 1,000." in table.notes
+    assert any(note.startswith("†: KERPLE (log) is significantly better") for note in table.notes)
+
+
+def test_sections_are_in_the_order_of_the_papers():
+    records = [record("alibi", 512, 3.0, corpus=corpus) for corpus in ("books", "arxiv", "github", None)]
+    records.append(record("alibi", 1024, 3.0, corpus="arxiv"))
+    table = only(perplexity_tables(records), "kerple-3")
+    titles = [line.title for line in table.lines if isinstance(line, Section)]
+    assert titles == ["GitHub", "ArXiv", "books", "text"]
+    assert [label for label in labels(table) if "paper" not in label] == ["512", "512", "1024", "512", "512"]
+
+
+@pytest.mark.parametrize("name", ["kerple-3", "kerple-5"])
+def test_published_values_are_printed_as_in_the_paper(name):
+    paper = published(name)
+    records = [
+        record(method.pos_emb, length, 20.0, corpus=corpus)
+        for corpus in paper.values
+        for method in paper.methods
+        for length in paper.lengths
+    ]
+    rows = [row for row in only(perplexity_tables(records), name).rows if row.published]
+    texts = [cell.text + " †" * cell.worse for row in rows for cell in row.cells]
+    expected = [
+        paper.values[corpus][method][index]
+        for corpus in paper.values
+        for index in range(len(paper.lengths))
+        for method in paper.methods
+    ]
+    assert texts == expected
+    assert len(texts) == {"kerple-3": 108, "kerple-5": 36}[name]
+
+
+def test_other_reference():
+    records = seeds("kerple_log", 512, ALIBI) + seeds("alibi", 512, LOG)
+    (table,) = perplexity_tables(records, Method("alibi"))
+    assert [cell.worse for cell in table.rows[0].cells] == [True, False]
+
+
+def test_complicated_and_gaussian_kernels_have_their_own_tables():
+    names = ("kerple_log", "kerple_power_ap_ap", "kerple_log3", "kerple_gaussian", "brand_new")
+    tables = perplexity_tables([record(name, 512, 20.0 + index) for index, name in enumerate(names)])
+    assert only(tables, "kerple-3").columns == ("KERPLE (log)", "brand_new")
+    assert only(tables, "kerple-5").columns == ("(bias+wht)", "(3-para-log)")
+    assert only(tables, "kerple-6").columns == ("(2-para-bias)",)
+
+
+def test_daggers_in_table_5_compare_with_the_reference_in_table_3():
+    tables = perplexity_tables(seeds("kerple_log", 512, LOG) + seeds("kerple_log3", 512, ALIBI))
+    assert only(tables, "kerple-5").rows[0].cells == (Cell("22.64 ± 0.54", worse=True),)
+
+
+def test_missing_values_have_a_reason():
+    records = [record("learned", 512, 3.5), record("learned", 1024, None, note="positions end at 511")]
+    records += [record("alibi", 512, None, note=None), record("kerple_log", 512, 3.4)]
+    table = only(perplexity_tables(records), "kerple-3")
+    assert [[cell.text for cell in row.cells] for row in table.rows if not row.published] == [
+        ["3.400", "n/a", "3.500"],
+        ["–", "–", "n/a"],
+    ]
+    assert table.notes[-2:] == (
+        "n/a: ALiBi at 512: the value overflows a float.",
+        "n/a: learned at 1024: positions end at 511.",
+    )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"train_length": 128},
+        {"protocol": "sliding@256"},
+        {"protocol": "kerple@8"},
+        {"protocol": "non-overlapping by document"},
+        {"corpus": "python_stdlib"},
+        {"checkpoint": {"path": "a", "iteration": 1, "fingerprint": "f", "layers": 4, "hidden_size": 128}},
+        {"checkpoint": None},
+    ],
+    ids=str,
+)
+def test_published_rows_need_the_same_setting(keys):
+    table = only(perplexity_tables([record("kerple_log", 512, 3.4, **keys)]), "kerple-3")
+    assert not any(row.published for row in table.rows)
+
+
+def test_modes_follow_their_method():
+    records = [record("alibi", 512, 4.0), record("kerple_log", 512, 3.4)]
+    records += [record("kerple_log", 512, 3.6, mode="window@512")]
+    assert only(perplexity_tables(records), "kerple-3").columns == ("KERPLE (log)", "KERPLE (log), window@512", "ALiBi")
+
+
+def test_dape_s_layout():
+    keys = {"protocol": "last-k@256", "corpus": "arxiv"}
+    records = [record("dape_kerple", length, 4.0 - length / 1e4, **keys) for length in (512, 8192)]
+    records += [record("alibi", length, 4.6, **keys) for length in (512, 8192)]
+    (table,) = perplexity_tables(records)
+    assert table.columns == ("512", "8192")
+    assert labels(table) == ["ALiBi", "ALiBi, paper", "DAPE-Kerple", "DAPE-Kerple, paper"]
+    assert [cell.text for cell in table.rows[3].cells] == ["4.51", "3.86"]
+    assert [[cell.best for cell in row.cells] for row in table.rows if not row.published] == [[False] * 2, [True] * 2]
+
+
+def test_lex_s_layouts():
+    model = {"path": None, "iteration": 1, "fingerprint": "f", "layers": 24, "hidden_size": 1024}
+    keys = {"corpus": "arxiv", "train_length": 1024, "checkpoint": model}
+    records = [record("xpos", 2048, 16.0, **keys), record("xpos", 2048, 15.5, mode="blockwise", **keys)]
+    records += [record("alibi", 2048, 15.4, **keys)]
+    tables = perplexity_tables(records)
+    lex = only(tables, "lex-24x1024-1024")
+    assert labels(lex) == ["ALiBi", "ALiBi, paper", "xPos", "LEX", "LEX, paper"]
+    assert any("protocol of this table is not known" in note for note in lex.notes)
+    assert labels(only(tables, "lex-modes")) == ["xPos", "xPos + BCA"]
+    resolutions = [
+        {**losses, "kind": "resolution", "resolution": value}
+        for losses, value in zip(records, (0.5, 1.1, 0.8), strict=True)
+    ]
+    (table,) = resolution_tables(resolutions)
+    assert [row.labels for row in table.rows if any(cell.best for cell in row.cells)] == [("LEX",)], "the highest"
+    assert next(row for row in table.rows if row.labels == ("LEX, paper",)).cells[0].text == "1.08"
+    assert "Bold: highest value." in table.notes
+
+
+def test_method_options_and_model_sizes_are_kept_apart():
+    keys = {"protocol": "last-k@256", "corpus": "arxiv"}
+    records = [record(name, 512, 4.0, **keys) for name in ("dape_kerple", "dape_kerple (variant Concat)")]
+    (table,) = perplexity_tables(records)
+    assert labels(table) == ["DAPE-Kerple", "DAPE-Kerple, paper", "DAPE-Kerple (variant Concat)"]
+    large = {"path": "b", "iteration": 1, "fingerprint": "l", "layers": 24, "hidden_size": 1024}
+    tables = perplexity_tables([*records, record("dape_kerple", 512, 3.0, checkpoint=large, **keys)])
+    assert [table.name for table in tables] == ["dape-12x768-512-last-k-256", "dape-24x1024-512-last-k-256"]
+    assert labels(tables[1]) == ["DAPE-Kerple"]
+
+
+def test_different_texts_are_noted():
+    records = [*seeds("kerple_log", 512, LOG), record("rpe", 512, 3.0, tokens=500)]
+    notes = only(perplexity_tables(records), "kerple-3").notes
+    assert "Scored tokens: 500 to 1,000." in notes
+    assert (
+        "GitHub at 512: the values are not comparable, because they were measured on different texts (500 or 1,000 "
+        "tokens)." in notes
+    )
+
+
+def test_passkey_accuracies():
+    records = [
+        passkey_record("alibi", length, depth, 0.2 + depth + seed / 10, seed=seed)
+        for length in (512, 1024)
+        for depth in (0, 0.5)
+        for seed in (1, 2)
+    ]
+    records += [passkey_record("kerple_log", 512, depth, None) for depth in (0, 0.5)]
+    (table,) = passkey_tables(records)
+    assert (table.name, table.columns) == ("passkey-github-12x768-512", ("512", "1024"))
+    assert table.title == "Passkey retrieval, GitHub, 12x768, trained at length 512"
+    assert [line.title for line in table.lines if isinstance(line, Section)] == [
+        "Mean over depths",
+        "Depth 0",
+        "Depth 0.5",
+    ]
+    assert [(row.labels[0], *(cell.text for cell in row.cells)) for row in table.rows] == [
+        ("KERPLE (log)", "n/a", "–"),
+        ("ALiBi", "60% ± 7%", "60% ± 7%"),
+        ("KERPLE (log)", "n/a", "–"),
+        ("ALiBi", "35% ± 7%", "35% ± 7%"),
+        ("KERPLE (log)", "n/a", "–"),
+        ("ALiBi", "85% ± 7%", "85% ± 7%"),
+    ]
+    assert table.notes[1:] == (
+        "Mean ± standard deviation over 2 seeds.",
+        "n/a: KERPLE (log) at 512: no such position.",
+    )
