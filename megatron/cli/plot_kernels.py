@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.config.option_parser import OptionParser
+from megatron.config.command_line import OptionParser
 from megatron.reporting.kernel_plots import write_page
 
 DESCRIPTION = (
