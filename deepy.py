@@ -1,7 +1,8 @@
-"""Start a script on every GPU, or on the CPU, with DeepSpeed's launcher: python deepy.py --help"""
+"""Start a script on every GPU, or on the CPU, with DeepSpeed's launcher: `python deepy.py --help`"""
 
 import sys
 
+import check_megatron  # noqa: F401
 from megatron.config.command_line import run_main
 from megatron.launcher.main import main
 

@@ -1,7 +1,8 @@
-"""Generate text from a checkpoint: python deepy.py generate.py a.yml b.yml ... [-i prompts.txt] [-o samples.jsonl]"""
+"""Generate text from a checkpoint: `python deepy.py generate.py a.yml b.yml ... [-i prompts.txt] [-o samples.jsonl]`"""
 
 import sys
 
+import check_megatron  # noqa: F401
 from megatron.cli.generate import main
 from megatron.config.command_line import run_main
 

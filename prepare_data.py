@@ -6,6 +6,7 @@ The result is DIR/DATASET/DATASET_text_document.bin and .idx, what `data-path` n
 import sys
 from pathlib import Path
 
+import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import run_tool, words
 from megatron.config.command_line import OptionParser
 from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare

@@ -1,7 +1,8 @@
-"""Train a model: python deepy.py train.py a.yml b.yml ..., or python train.py ... for one process."""
+"""Train a model: `python deepy.py train.py a.yml b.yml ...`, or `python train.py ...` for a single process."""
 
 import sys
 
+import check_megatron  # noqa: F401
 from megatron.cli.train import main
 from megatron.config.command_line import run_main
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import check_megatron  # noqa: F401
 from megatron.cli.chomsky import main
 from megatron.config.command_line import run_main
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 
+import check_megatron  # noqa: E402, F401
 from megatron.config.command_line import OptionParser  # noqa: E402
 from megatron.utils.files import write_atomically  # noqa: E402
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import check_megatron  # noqa: F401
 from megatron.cli.plot_kernels import main
 from megatron.config.command_line import run_main
 

@@ -14,6 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     # Replaces this script's folder, where inspect.py would shadow the standard library's module.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    import check_megatron  # noqa: F401
 
 import argparse
 import contextlib

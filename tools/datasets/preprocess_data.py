@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_input_arguments, add_tokenizer_arguments, new_parser, run_tool, words
 
 

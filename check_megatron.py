@@ -1,0 +1,23 @@
+"""Reports another package named `megatron` that hides this project's. Every entry point imports this module first.
+
+This project's `megatron` is a namespace package (without `__init__.py`), because megatron-core installs `megatron.core`
+into the same namespace. Python prefers a package with an `__init__.py`, such as that of GPT-NeoX or NVIDIA Megatron-LM,
+wherever it is on sys.path.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def find_foreign_megatron() -> Path | None:
+    """The `__init__.py` of the package that `import megatron` would import, if it is not a namespace package."""
+    spec = find_spec("megatron")
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+foreign = find_foreign_megatron()
+if foreign is not None:
+    message = f"error: another package named megatron hides this project's: {foreign.parent}; "
+    print(message + f"remove {foreign.parents[1]} from PYTHONPATH, or uninstall the package", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,84 @@
+"""All entry points and tools: options with dashes, and a clear message if another `megatron` package hides ours."""
+
+import argparse
+import ast
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import check_megatron
+from megatron.config.command_line import OptionParser
+
+ROOT = Path(__file__).parents[2]
+TOOLS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").rglob("*.py"))
+SCRIPTS = ["train.py", "evaluate.py", "generate.py", "prepare_data.py", *TOOLS]
+
+
+@pytest.fixture
+def foreign_megatron(tmp_path) -> Path:
+    """A folder with another package named megatron, as GPT-NeoX's repository has one."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("raise ImportError('must not be imported')")
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_options_have_dashes_and_accept_underscores(script, monkeypatch, capsys):
+    parsers = []
+    construct = argparse.ArgumentParser.__init__
+
+    def record(parser, *args, **kwargs):
+        construct(parser, *args, **kwargs)
+        parsers.append(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "__init__", record)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert exit_.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+    assert parsers
+    assert all(isinstance(parser, OptionParser) for parser in parsers)
+    names = {name for parser in parsers for action in parser._actions for name in action.option_strings}
+    assert not [name for name in names if "_" in name]
+
+
+def test_a_foreign_megatron_is_found_without_importing_it(foreign_megatron, monkeypatch):
+    assert check_megatron.find_foreign_megatron() is None
+    monkeypatch.delitem(sys.modules, "megatron")
+    for path in ([str(foreign_megatron), *sys.path], [*sys.path, str(foreign_megatron)]):
+        monkeypatch.setattr(sys, "path", path)
+        assert check_megatron.find_foreign_megatron() == foreign_megatron / "megatron" / "__init__.py"
+
+
+@pytest.mark.parametrize("script", ["deepy.py", "train.py", "tools/report.py", "tools/ckpts/inspect.py"])
+def test_a_foreign_megatron_is_reported_in_one_line(foreign_megatron, script):
+    result = subprocess.run(
+        [sys.executable, ROOT / script, "--help"],
+        env={**os.environ, "PYTHONPATH": str(foreign_megatron)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: another package named megatron hides this project's: {foreign_megatron / 'megatron'}; "
+        f"remove {foreign_megatron} from PYTHONPATH, or uninstall the package\n"
+    )
+
+
+@pytest.mark.parametrize("script", ["deepy.py", *SCRIPTS])
+def test_the_check_precedes_all_imports_of_megatron(script):
+    imports = sorted(
+        (node.lineno, name)
+        for node in ast.walk(ast.parse((ROOT / script).read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name == "check_megatron" or name.startswith(("megatron", "kerple"))
+    )
+    assert imports[0][1] == "check_megatron"
