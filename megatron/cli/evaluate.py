@@ -1,16 +1,20 @@
-"""evaluate.py: how the perplexity of checkpoints changes with the length of the text."""
+"""evaluate.py: the perplexity of checkpoints as a function of the text length, and further measures."""
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
-from megatron.cli import eval_tasks as tasks
-from megatron.cli.evaluate_options import LONGEST_DEFAULT, add_options, check_chosen, check_tasks_alone
+from megatron.cli.eval_tasks import add_task_options, harness_options, run_harness
 from megatron.cli.model_options import (
     checkpoint_folders,
     chosen_step,
@@ -20,254 +24,430 @@ from megatron.cli.model_options import (
     saved_config,
 )
 from megatron.config import Config, UserError
-from megatron.evaluation.extrapolation import check_lengths, plan_work
+from megatron.config.command_line import OptionParser, option_name
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
-from megatron.evaluation.protocols import Protocol, parse_protocol
-from megatron.evaluation.ranks import Ranks, joined
+from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
 from megatron.evaluation.records import Checkpoint, Provenance, ResultsFile
+from megatron.evaluation.runner import (
+    BATCH_TOKENS_CPU,
+    BATCH_TOKENS_GPU,
+    QUERY_CHUNK,
+    EvalTask,
+    plan_extrapolation,
+    run_eval_tasks,
+    unique_lengths,
+)
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
-from megatron.evaluation.work import Work, measure
 from megatron.model.settings import ModelSettings
-from megatron.reporting.summary import print_summary, write_summary
+from megatron.reporting.summary import TITLE, print_summary, write_summary
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.utils.ranks import run_on_rank_0
 
-DESCRIPTION = "Measure the perplexity of checkpoints on texts as long as those they were trained on, and longer."
+DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training length and longer."
+MAX_LENGTH_FACTOR = 16  # the longest default length in training lengths
+POSITION_BINS = 64
+RESOLUTION_TEXTS = 8
+
+# Options that tasks of lm-evaluation-harness do not support.
+EXTRAPOLATION_OPTIONS = (
+    "--lengths",
+    "--modes",
+    "--protocol",
+    "--tokens",
+    "--document-aware",
+    "--by-position",
+    "--resolution",
+    "--effective-length",
+    "--passkey",
+    "--replace",
+    "--label",
+    "--title",
+    "--compare-with",
+    "--query-chunk",
+    "--batch-tokens",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line, evaluate every checkpoint on the same text, write one report. Raises UserError."""
+    """Evaluate the checkpoints on the same text and write one report. Raises UserError."""
     config, options = parse_with_checkpoint(DESCRIPTION, argv, add_options, several=True)
-    request = tasks.Request.of(config, options)
-    if request is not None:
-        check_tasks_alone(options)
-    check_chosen(options, config.model.seq_length)
-    if request is not None and not first_process():
+    harness = harness_options(config, options)
+    _check(options, config.model.seq_length, tasks=harness is not None)
+    if harness is not None and not first_process():
         return
     folders = checkpoint_folders(config, options)
-    output = _output(folders, options.output or (config and config.evaluation.eval_results_prefix))
-    if request is not None:
-        return tasks.run_tasks(request, folders, config, options, output)
-    with joined() as ranks:
-        _evaluate(folders, output, config, options, ranks)
+    output = options.output or config.evaluation.eval_results_prefix
+    if output is None:
+        if len(folders) > 1:
+            raise UserError("several checkpoints are evaluated into one report: choose its folder with --output DIR")
+        output = folders[0] / "evaluation"
+        print(f"the report is written to {output} (--output)", flush=True)
+    if harness is not None:
+        return run_harness(harness, folders, config, options, Path(output))
+    with _process_group() as (rank, world_size):
+        _evaluate(folders, Path(output), config, options, rank, world_size)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of evaluate.py, except those for the configuration and the checkpoint."""
+    measurement = parser.add_argument_group("measurement")
+    measurement.add_argument(
+        "--lengths",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        help="lengths in tokens (default: evaluation_lengths, or the training length, doubled up to "
+        f"{MAX_LENGTH_FACTOR} times)",
+    )
+    measurement.add_argument(
+        "--modes",
+        nargs="+",
+        default=["full"],
+        metavar="MODE",
+        help="full, window@W (each query attends to W keys), blockwise (blockwise causal attention with blocks of half "
+        "the training length), blockwise@L (with blocks of L / 2)",
+    )
+    measurement.add_argument(
+        "--protocol",
+        nargs="+",
+        default=[next(iter(PROTOCOLS))],
+        metavar="PROTOCOL",
+        help="non-overlapping (default), kerple, last-k, sliding, or with sizes kerple@SEGMENTS, last-k@K, "
+        "sliding@STRIDE",
+    )
+    measurement.add_argument(
+        "--tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens to score, the same at every length (default: eval_tokens, or the whole validation split)",
+    )
+    measurement.add_argument(
+        "--document-aware",
+        action="store_true",
+        help="use texts of the longest length from one document each, if documents are long enough",
+    )
+    further = parser.add_argument_group("further measures")
+    further.add_argument(
+        "--by-position",
+        nargs="?",
+        type=_positive,
+        const=POSITION_BINS,
+        metavar="BINS",
+        help=f"measure the loss by position in the text ({POSITION_BINS} bins)",
+    )
+    further.add_argument(
+        "--resolution",
+        nargs="?",
+        type=_positive,
+        const=RESOLUTION_TEXTS,
+        metavar="TEXTS",
+        help=f"measure the attention resolution (LEX) on the first TEXTS texts of each length ({RESOLUTION_TEXTS})",
+    )
+    further.add_argument(
+        "--effective-length", action="store_true", help="measure the effective length of each head (KERPLE, Figure 6)"
+    )
+    further.add_argument(
+        "--passkey", action="store_true", help="measure how often a number hidden in a text of each length is retrieved"
+    )
+    further.add_argument(
+        "--passkey-depths",
+        nargs="+",
+        type=_fraction,
+        metavar="DEPTH",
+        help="position of the number, from 0 (start) to 1 (end) "
+        f"(default: {' '.join(f'{depth:g}' for depth in DEPTHS)})",
+    )
+    further.add_argument(
+        "--passkey-trials", type=_positive, metavar="N", help=f"prompts per length and depth (default: {TRIALS})"
+    )
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--output",
+        "--eval-results-prefix",
+        metavar="DIR",
+        help="folder of the report (default: eval_results_prefix, or `evaluation` in the checkpoint's folder); results "
+        "of these models that it already contains are not measured again",
+    )
+    report.add_argument("--replace", action="store_true", help="drop results of other models from the folder")
+    report.add_argument(
+        "--label",
+        nargs="+",
+        metavar="TEXT",
+        help="one label per checkpoint, stored and shown with the method, to distinguish models with the same method "
+        "and seed",
+    )
+    report.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
+    report.add_argument(
+        "--compare-with",
+        metavar="POS_EMB",
+        help="mark with † results that this method improves on significantly (paired two-sided t-test over seeds, "
+        "p < .05)",
+    )
+    speed = parser.add_argument_group("memory and speed")
+    speed.add_argument(
+        "--query-chunk",
+        type=_positive,
+        default=QUERY_CHUNK,
+        metavar="N",
+        help="queries computed at once (default: %(default)s)",
+    )
+    speed.add_argument(
+        "--batch-tokens",
+        type=_positive,
+        metavar="N",
+        help=f"tokens of short texts computed at once (default: {BATCH_TOKENS_CPU} on CPU, {BATCH_TOKENS_GPU} on GPU)",
+    )
+    add_task_options(parser)
+
+
+def check_options(words: Sequence[str], place: str) -> None:
+    """Raises UserError, starting with `place`, if evaluate.py would reject these options."""
+    parser = OptionParser(prog=place, exit_on_error=False, add_help=False)
+    add_options(parser)
+    try:
+        options, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{place}: {error}") from None
+    if unknown:
+        raise UserError(f"{place}: evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
+    for name in options.modes:
+        parse_mode(name)
+    for name in options.protocol:
+        parse_protocol(name)
+
+
+def _check(options: argparse.Namespace, train_length: int | None, *, tasks: bool) -> None:
+    """Raises UserError for unknown modes and protocols, and for options that exclude each other."""
+    if tasks:
+        parser = OptionParser()
+        add_options(parser)
+        names = {name: name[2:].replace("-", "_") for name in EXTRAPOLATION_OPTIONS}
+        used = [option for option, name in names.items() if getattr(options, name) != parser.get_default(name)]
+        if used:
+            raise UserError(
+                f"eval_tasks: {', '.join(used)}: not available with tasks; measure extrapolation in a separate run"
+            )
+    for name in ("passkey_depths", "passkey_trials"):
+        if getattr(options, name) is not None and not options.passkey:
+            raise UserError(f"{option_name(name)} requires --passkey; add it")
+    for name in options.modes:
+        parse_mode(name, train_length)
+    for protocol in map(parse_protocol, options.protocol):
+        if options.document_aware and not protocol.by_document:
+            raise UserError(
+                f"--document-aware: protocol {protocol.name} reads one stream; choose non-overlapping or last-k"
+            )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
+    return value
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[tuple[int, int]]:
+    """(rank, world size) of this process, from the launcher's environment variables. Several ranks form a gloo process
+    group: they only exchange sums on the CPU.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield 0, 1
+        return
+    torch.distributed.init_process_group("gloo")
+    try:
+        yield torch.distributed.get_rank(), world_size
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)
-class Model:
-    """A checkpoint to measure, and the folder of its step."""
+class EvaluatedModel:
+    """A checkpoint to evaluate: its folder, the folder of its step, its configuration, and the keys of its records."""
 
     folder: Path
     step: Path
     saved: Config
-    origin: Provenance
+    provenance: Provenance
+    fingerprint: str
 
 
-def _evaluate(folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, ranks: Ranks) -> None:
-    models = _models(folders, config, options)
-    _check_compared(models, options.compare_with)
-    lengths = check_lengths(options.lengths or config.evaluation.lengths or _doubled(config.model.seq_length))
+def _evaluate(
+    folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, rank: int, world_size: int
+) -> None:
+    """Measure what the folder's results lack, then print and write the report."""
+    report: Callable[[str], None] = partial(print, flush=True) if rank == 0 else lambda line: None
+    models = _read_models(folders, config, options)
+    methods = list(dict.fromkeys(str(model.provenance.pos_emb) for model in models))
+    if options.compare_with is not None and options.compare_with not in methods:
+        raise UserError(
+            f"--compare-with {options.compare_with}: none of the checkpoints has this method; choose one of "
+            f"{', '.join(methods)}, or add a checkpoint of it to --checkpoint"
+        )
+    default_lengths = [config.model.seq_length << power for power in range(MAX_LENGTH_FACTOR.bit_length())]
+    lengths = unique_lengths(options.lengths or config.evaluation.lengths or default_lengths)
     if not options.lengths:
-        _say(ranks, f"lengths: {' '.join(map(str, lengths))}")
+        report(f"lengths: {' '.join(map(str, lengths))}")
     budget = options.tokens or config.evaluation.tokens
     protocols = [parse_protocol(name) for name in options.protocol]
     for protocol in protocols:
-        if budget is not None and not protocol.kind.budgeted:
-            _say(ranks, f"protocol {protocol.name} scores as many segments as it says, whatever the number of tokens")
-    text = _text(config, options, ranks, lengths, protocols, budget)
+        if budget is not None and not protocol.uses_budget:
+            report(
+                f"protocol {protocol.name} scores a fixed number of segments; the number of tokens does not limit it"
+            )
+
+    # Plan everything first: invalid options should fail before anything is measured.
+    text = _read_text(config, options, lengths, protocols, budget, report, quiet=rank > 0)
     prompts = Prompts(_tokenizer(config)) if options.passkey else None
-    planned = [_plan(text, prompts, lengths, protocols, budget, model.origin, options) for model in models]
-    fingerprints = [model.origin.checkpoint["fingerprint"] for model in models]
+    planned: list[list[EvalTask]] = []
+    for model in models:
+        source = model.provenance
+        tasks: list[EvalTask] = []
+        tasks += plan_extrapolation(text, lengths, options.modes, protocols, budget, source, options.by_position)
+        if options.resolution is not None:
+            tasks += plan_resolution(text, lengths, options.modes, options.resolution, source)
+        if prompts is not None:
+            depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
+            tasks += plan_passkey(prompts, lengths, options.modes, depths, trials, source, text.corpus)
+        planned.append(tasks)
+
+    results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
     with contextlib.ExitStack() as stack:
-        store = open_store(ResultsFile(output, fingerprints, replace=options.replace), stack, ranks)
-        for model, works in zip(models, planned, strict=True):
-            if options.effective_length and store is not None:
-                _effective_lengths(model, text.corpus, store)
-            _measure(model, works, text, prompts, store, config, options, ranks, check=len(models) == 1)
-        if store is None:
-            return
-        print_summary(store.records, options.title, compare_with=options.compare_with)
-        for path in write_summary(store.records, output, options.title, compare_with=options.compare_with):
-            print(path, flush=True)
+        # Only rank 0 opens the file. If that fails, all ranks raise the error.
+        run_on_rank_0(lambda: stack.enter_context(results) and None)
+        for model, tasks in zip(models, planned, strict=True):
+            if options.effective_length:
+                run_on_rank_0(partial(_measure_effective_lengths, model, text.corpus, results))
+            missing = run_on_rank_0(partial(_missing_tasks, tasks, results))
+            if len(missing) < len(tasks):
+                report(f"{model.folder}: {len(tasks) - len(missing)} of {len(tasks)} results exist from an earlier run")
+            if not missing:
+                continue  # without loading the model
+            loaded, _ = load(model.folder, config, options, check=len(models) == 1)
+            check_ids(text.tokens, loaded.settings.padded_vocab_size)
+            if prompts is not None:
+                check_ids(prompts.token_ids, loaded.settings.padded_vocab_size)
+            run_eval_tasks(
+                loaded,
+                [tasks[index] for index in missing],
+                query_chunk=options.query_chunk,
+                batch_tokens=options.batch_tokens,
+                rank=rank,
+                world_size=world_size,
+                on_record=results.add if rank == 0 else None,
+            )
+            del loaded  # free its memory before the next one is loaded
+        if rank == 0:
+            print_summary(results.records, options.title, compare_with=options.compare_with)
+            for path in write_summary(results.records, output, options.title, compare_with=options.compare_with):
+                report(str(path))
 
 
-def open_store(store: ResultsFile, stack: contextlib.ExitStack, ranks: Ranks) -> ResultsFile | None:
-    """The store on rank 0, None on the others. Raises UserError on every rank where rank 0 cannot open it: none waits
-    for one that has left.
-    """
-    problem = None
-    if ranks.is_main:
-        try:
-            stack.enter_context(store)
-        except UserError as error:
-            problem = str(error)
-    problem = ranks.broadcast(problem)
-    if problem is not None:
-        raise UserError(problem)
-    return store if ranks.is_main else None
+def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]:
+    """Indices of the tasks without stored results."""
+    return [index for index, task in enumerate(tasks) if not all(map(results.find, task.planned))]
 
 
-def _measure(
-    model: Model,
-    works: list[Work],
-    text: Text,
-    prompts: Prompts | None,
-    store: ResultsFile | None,
-    config: Config,
-    options: argparse.Namespace,
-    ranks: Ranks,
-    *,
-    check: bool,
-) -> None:
-    """What is missing of one model's results; the model is not loaded for nothing."""
-    missing = [i for i, work in enumerate(works) if store and not all(map(store.find, work.wanted))]
-    missing = ranks.broadcast(missing)
-    done = len(works) - len(missing)
-    if done:
-        _say(ranks, f"{model.folder}: {done} of {len(works)} results are there from an earlier run")
-    if not missing:
-        return
-    loaded, _ = load(model.folder, config, options, check=check)
-    check_ids(text.tokens, loaded.settings.padded_vocab_size)
-    if prompts is not None:
-        check_ids(prompts.vocabulary, loaded.settings.padded_vocab_size)
-    measure(
-        loaded,
-        [works[i] for i in missing],
-        query_chunk=options.query_chunk,
-        batch_tokens=options.batch_tokens,
-        ranks=ranks,
-        on_record=store.add if store else None,
-    )
-
-
-def _plan(
-    text: Text,
-    prompts: Prompts | None,
-    lengths: Sequence[int],
-    protocols: Sequence[Protocol],
-    budget: int | None,
-    origin: Provenance,
-    options: argparse.Namespace,
-) -> list[Work]:
-    """Everything to measure of one model by running it."""
-    works: list[Work] = [*plan_work(text, lengths, options.modes, protocols, budget, origin, options.by_position)]
-    if options.resolution is not None:
-        works += plan_resolution(text, lengths, options.modes, options.resolution, origin)
-    if prompts is not None:
-        depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
-        works += plan_passkey(prompts, lengths, options.modes, depths, trials, origin, text.corpus)
-    return works
-
-
-def _effective_lengths(model: Model, corpus: str | None, store: ResultsFile) -> None:
-    """From the positional parameters alone."""
-    wanted = plan_effective_lengths(model.origin, corpus)
-    if store.find(wanted) is None:
+def _measure_effective_lengths(model: EvaluatedModel, corpus: str | None, results: ResultsFile) -> None:
+    """Reads only the positional parameters."""
+    planned = plan_effective_lengths(model.provenance, corpus)
+    if results.find(planned) is None:
         settings = ModelSettings.from_config(model.saved, padded_vocab_size=1)
-        record = effective_lengths(wanted, positional_methods(model.step, settings))
-        store.add(record)
+        record = effective_lengths(planned, positional_methods(model.step, settings))
+        results.add(record)
         if record["note"] is not None:
             print(f"{model.folder}: {record['note']}", flush=True)
 
 
-def _models(folders: Sequence[Path], config: Config, options: argparse.Namespace) -> list[Model]:
-    """What is in the folders. Raises UserError for one that cannot be measured together with the others."""
-    models: list[Model] = []
+def _read_models(folders: Sequence[Path], config: Config, options: argparse.Namespace) -> list[EvaluatedModel]:
+    """The checkpoints in the folders. Raises UserError if one cannot be evaluated with the others."""
+    models: list[EvaluatedModel] = []
     labels = options.label
     if labels and len(labels) != len(folders):
-        raise UserError(f"--label: {len(labels)} given for {len(folders)} checkpoints; give one for each")
+        raise UserError(f"--label: {len(labels)} labels for {len(folders)} checkpoints; give one label per checkpoint")
     for folder in folders:
         step = chosen_step(folder, config, options)
-        # One checkpoint must be the configuration's; of several, the configuration tells the text and the lengths.
+        # A single checkpoint must match the configuration. For several, it only defines the text and the lengths.
         saved = saved_config(folder, config, options, check=len(folders) == 1)
+        first = models[0].saved if models else saved
         if options.own:
-            _check_text(saved, models[0].saved if models else saved, config, folder)
+            # `config` is that of the first checkpoint with --set applied.
+            for key in ("data_path", "split", "valid_data_paths"):
+                first_value, value = getattr(first.data, key), getattr(saved.data, key)
+                if first_value != value and first_value == getattr(config.data, key):
+                    raise UserError(
+                        f"{folder}: {key} differs from the first checkpoint's ({value}, not {first_value}); give a "
+                        f"configuration, or --set {key}=..., with the data to evaluate them all on"
+                    )
         settings = (options.precision, saved.model.release_bf16_distances, sorted(saved.model.pos_emb_options.items()))
-        origin = Provenance(
-            Checkpoint(
+        fingerprint = weights_fingerprint(step)
+        provenance = Provenance(
+            checkpoint=Checkpoint(
                 path=str(folder),
                 iteration=iteration_of(step),
-                fingerprint=weights_fingerprint(step),
+                fingerprint=fingerprint,
                 layers=saved.model.num_layers,
                 hidden_size=saved.model.hidden_size,
             ),
-            evaluated_method(saved) + (f" ({labels[len(models)]})" if labels else ""),
-            saved.training.seed,
-            saved.model.seq_length,
-            repr(settings),
+            pos_emb=evaluated_method(saved) + (f" ({labels[len(models)]})" if labels else ""),
+            seed=saved.training.seed,
+            train_length=saved.model.seq_length,
+            settings=repr(settings),
         )
-        models.append(Model(folder, step, saved, origin))
+        models.append(EvaluatedModel(folder, step, saved, provenance, fingerprint))
     return models
 
 
-def _text(
+def _read_text(
     config: Config,
     options: argparse.Namespace,
-    ranks: Ranks,
-    lengths: list[int],
+    lengths: Sequence[int],
     protocols: Sequence[Protocol],
     budget: int | None,
+    report: Callable[[str], None],
+    *,
+    quiet: bool,
 ) -> Text:
-    """The validation text, as much of it as the protocols read."""
+    """As much of the validation text as the protocols need."""
     token_bytes = None
     try:
         token_bytes = _tokenizer(config).byte_lengths()
     except UserError as error:
-        _say(ranks, f"bits per byte are not measured: {error}")
+        report(f"bits per byte are not measured: {error}")
     longest = max(lengths)
     if options.document_aware:
-        scored = min(protocol.size or longest for protocol in protocols)  # targets of a row, at least
-        most = None if budget is None else max(budget // scored, 1) * longest
-        return text_by_document(config, longest, most, token_bytes, quiet=not ranks.is_main)
-    needed = [protocol.needed(lengths, budget) for protocol in protocols]
-    return validation_text(config, None if None in needed else max(needed), token_bytes)
+        targets_per_row = min(protocol.size or longest for protocol in protocols)
+        max_tokens = None if budget is None else max(budget // targets_per_row, 1) * longest
+        return text_by_document(config, longest, max_tokens, token_bytes, quiet=quiet)
+    max_tokens = 0
+    for protocol in protocols:
+        needed = protocol.tokens_needed(lengths, budget)
+        if needed is None:
+            return validation_text(config, None, token_bytes)
+        max_tokens = max(max_tokens, needed)
+    return validation_text(config, max_tokens, token_bytes)
 
 
 def _tokenizer(config: Config) -> Tokenizer:
-    """Raises UserError where its files cannot be read."""
+    """Raises UserError if its files cannot be read."""
     settings = config.tokenizer
     return build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
-
-
-def _say(ranks: Ranks, line: str) -> None:
-    if ranks.is_main:
-        print(line, flush=True)
-
-
-def _output(folders: Sequence[Path], output: str | None) -> Path:
-    if output is not None:
-        return Path(output)
-    if len(folders) > 1:
-        raise UserError("several checkpoints make one report: name its folder with --output DIR")
-    folder = folders[0] / "evaluation"
-    print(f"the report goes to {folder} (--output)", flush=True)
-    return folder
-
-
-def _check_compared(models: Sequence[Model], compare_with: str | None) -> None:
-    """Raises UserError when none of the models is of the method that the others are to be compared with."""
-    known = list(dict.fromkeys(model.origin.pos_emb for model in models))
-    if compare_with is not None and compare_with not in known:
-        raise UserError(
-            f"--compare-with {compare_with}: no checkpoint given is of it; choose one of {', '.join(known)}, or give "
-            "one to --checkpoint too"
-        )
-
-
-def _check_text(saved: Config, first: Config, config: Config, folder: Path) -> None:
-    """Raises UserError when a checkpoint's own configuration names another text than the first checkpoint's, and
-    `config`, the first one's with --set over it, does not say which to take.
-    """
-    for key in ("data_path", "split", "valid_data_paths"):
-        was, now = getattr(first.data, key), getattr(saved.data, key)
-        if was != now and was == getattr(config.data, key):
-            raise UserError(
-                f"{folder}: has another {key} than the first checkpoint ({now}, not {was}); give a configuration, or "
-                f"--set {key}=..., with the data to evaluate them all on"
-            )
-
-
-def _doubled(length: int) -> list[int]:
-    """The length times 1, 2, 4 ... LONGEST_DEFAULT."""
-    return [length << power for power in range(LONGEST_DEFAULT.bit_length())]

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron.cli.evaluate_options import check_options
+from megatron.cli.evaluate import check_options
 from megatron.config import UserError
 from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import read_results

@@ -1,9 +1,9 @@
-"""Length extrapolation measured: protocols, inference modes, losses, tables and plots."""
+"""Length extrapolation: protocols, inference modes, losses and further measures, and the records that store them."""
 
-from megatron.evaluation.extrapolation import evaluate_extrapolation
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import PROTOCOLS, parse_protocol
 from megatron.evaluation.records import ExtrapolationRecord, Record, read_results
+from megatron.evaluation.runner import evaluate_extrapolation
 
 __all__ = [
     "PROTOCOLS",

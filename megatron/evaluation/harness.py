@@ -1,15 +1,19 @@
-"""A model of this project as lm-evaluation-harness's tasks use one (importing this imports the harness).
+"""Tasks of lm-evaluation-harness on models of this project. Importing this module imports the harness (`lm_eval`).
 
-Pairs of context and continuation are tokenized, and long texts cut into windows, by the harness's own rules, so that a
-number here is the number its Hugging Face models give (`lm_eval.models.huggingface`, as of 0.4). What is computed goes
-through the key-value cache in chunks: no tensor is length x length, none is length x vocabulary.
+Contexts and continuations are tokenized, and long texts are cut into windows, by the harness's own rules. The results
+therefore equal those of its Hugging Face models (`lm_eval.models.huggingface`, as of 0.4). Texts are read in chunks
+through the KV cache: no tensor is length x length, and none is length x vocabulary.
 
 Legend: b batch, s positions, n scored tokens, e hidden size.
 """
 
+import difflib
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,30 +21,138 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from kerple.positional import PositionsExceeded
+from megatron.evaluation.runner import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
 from megatron.evaluation.scoring import LOGIT_POSITIONS
-from megatron.evaluation.work import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
 from megatron.inference.decoder import as_decoder, inference, model_device
 from megatron.inference.generation import generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
+from megatron.utils.progress import Progress
 
-NEW_TOKENS = 256  # where a task does not say how many to generate; the harness's own default
-MOST_ROWS = 32  # generated at once
+ROLLING_WINDOW = 16  # longest window of a document in training lengths, unless max_length is set
+DEFAULT_NEW_TOKENS = 256  # for tasks that do not set max_gen_toks; the harness's own default
+MAX_GENERATION_BATCH = 32
 SAMPLING = ("temperature", "top_k", "top_p")
+# The results of the harness that concern the scores and not the machine.
+RESULT_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "configs")
 
 Tokens = list[int]
 
 
+def evaluate_tasks(
+    model: GPT,
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    *,
+    train_length: int,
+    num_fewshot: int | None = None,
+    limit: int | float | None = None,
+    include_path: Sequence[str] = (),
+    max_length: int | None = None,
+    seed: int = 1234,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Run tasks of lm-evaluation-harness.
+
+    Args:
+        tasks: names, groups, patterns or YAML files, as the harness takes them.
+        train_length: in tokens. Documents are read in windows of up to `ROLLING_WINDOW` training lengths.
+        num_fewshot: examples before each question; None for the task's default.
+        limit: most documents per task; below 1, a fraction of them.
+        include_path: folders with further task files.
+        max_length: most tokens read at once; see `HarnessModel`.
+        report: receives a line about the lengths of each type of request.
+
+    Returns:
+        The harness's results (`RESULT_KEYS`), and under `lengths` the lengths of each type of request.
+
+    Raises:
+        UserError: a task is unknown or cannot be loaded, or a text is longer than the positional method supports.
+    """
+    with _site_packages_first():
+        from lm_eval.evaluator import simple_evaluate
+
+        manager, names = _find_tasks(tasks, include_path)
+        harness_model = HarnessModel(
+            model,
+            tokenizer,
+            max_length=max_length,
+            rolling_length=ROLLING_WINDOW * train_length,
+            seed=seed,
+            report=report,
+        )
+        try:
+            results = simple_evaluate(
+                harness_model,
+                tasks=names,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                task_manager=manager,
+                log_samples=False,
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            # Task files and datasets can fail in many ways; only the harness's message says how.
+            raise UserError(
+                f"eval_tasks {' '.join(tasks)}: {type(error).__name__}: {str(error).strip()}. Without a network "
+                "connection only tasks on local files run; see docs/evaluation.md"
+            ) from error
+    lengths = {request_type: asdict(length) for request_type, length in harness_model.lengths.items()}
+    return {"lengths": lengths, **{key: results[key] for key in RESULT_KEYS if key in results}}
+
+
+def _find_tasks(tasks: Sequence[str], include_path: Sequence[str]) -> tuple[Any, list[str]]:
+    """The harness's task manager, and the names of the tasks with patterns resolved."""
+    from lm_eval.tasks import TaskManager
+
+    folders = list(include_path)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"--include-path {folder}: not a folder")
+    if folders:
+        manager = TaskManager(include_path=folders, include_defaults=False)
+        if set(tasks) <= set(manager.all_subtasks):  # indexing the harness's own 14,000 tasks takes seconds
+            return manager, list(tasks)
+    manager = TaskManager(include_path=folders or None)
+    names = []
+    for name in tasks:
+        matches = [name] if Path(name).is_file() else manager.match_tasks([name])
+        if not matches:
+            similar = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"; similar names: {', '.join(similar)}" if similar else ""
+            raise UserError(
+                f"eval_tasks: lm-evaluation-harness has no task {name!r}{hint}; add your own with --include-path DIR"
+            )
+        names += matches
+    return manager, names
+
+
+@contextmanager
+def _site_packages_first() -> Iterator[None]:
+    """Move the project's root to the end of sys.path: the harness imports Hugging Face's package `evaluate`, which
+    evaluate.py in the root would shadow.
+    """
+    root, path = Path(__file__).resolve().parents[2], sys.path[:]
+    sys.path.sort(key=lambda entry: Path(entry).resolve() == root)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
 @dataclass
-class Lengths:
-    """What the requests of one kind asked for. `longest`: tokens given to the model at once; `cut`: how many requests
-    lost their beginning, or (rolling) were read in more than one window."""
+class RequestLengths:
+    """Lengths of the requests of one type, in tokens.
+
+    Attributes:
+        requests: their number.
+        longest: most tokens that the model read at once.
+        max_length: the limit.
+        cut: requests that were truncated on the left or (rolling) read in more than one window.
+    """
 
     requests: int
     longest: int
@@ -49,16 +161,16 @@ class Lengths:
 
 
 class HarnessModel(TemplateLM):
-    """`loglikelihood`, `loglikelihood_rolling` and `generate_until` of a model.
+    """A model with the harness's interface: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
 
-    model, tokenizer: what the checkpoint holds.
-    max_length: most tokens given to the model at once. As with the harness's models, a longer prompt loses its
-        beginning and a longer document is read in windows. None: no prompt is cut, however long, and documents are read
-        in windows of at most `rolling_length`.
-    report: what was asked for and what was cut, a line per kind of request.
+    Args:
+        max_length: most tokens read at once. As with the harness's own models, longer prompts are truncated on the left
+            and longer documents are read in windows. With None, prompts are never truncated, and documents are read
+            in windows of at most `rolling_length`.
+        report: receives a line about the lengths of each type of request; `lengths` contains the same numbers.
 
-    `lengths` holds the same by kind of request. Raises UserError for what cannot be served: a position that the
-    positional method has not, an option of generation that is not known.
+    Requests raise UserError if a text is longer than the positional method supports, or for an unknown generation
+    option.
     """
 
     def __init__(
@@ -75,27 +187,28 @@ class HarnessModel(TemplateLM):
         self._model = model
         self._decoder = as_decoder(model)
         self._device = model_device(model)
-        self._tokens = tokenizer
+        self._tokenizer = tokenizer
         self._max_length = max_length
         self._rolling_length = max_length or rolling_length
         self._batch_tokens = BATCH_TOKENS_CPU if self._device.type == "cpu" else BATCH_TOKENS_GPU
         self._seed = seed
         self._report = report
-        self.lengths: dict[str, Lengths] = {}
+        self.lengths: dict[str, RequestLengths] = {}
 
     @property
     def eot_token_id(self) -> int:
-        return self._tokens.eod
+        return self._tokenizer.eod
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Tokens:
-        """No token is added: documents were not trained on with a beginning of their own."""
-        return self._tokens.tokenize(string)
+        """No special token is added: in training, documents have no token at their start."""
+        return self._tokenizer.tokenize(string)
 
-    # -- probabilities of given texts ---------------------------------------------------------------------------------
+    # -- log-likelihoods ----------------------------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Tokens, Tokens]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        """Requests are ((context, continuation) as text, context tokens, continuation tokens)."""
         pairs = []
         needed = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
         limit = self._max_length or max(needed, default=0)
@@ -106,18 +219,19 @@ class HarnessModel(TemplateLM):
                     "adds no token; its choices must not be empty"
                 )
             if len(continuation) > limit:
-                raise UserError(f"--max-length {limit}: a continuation alone has {len(continuation)} tokens; give more")
-            kept = limit + 1 - len(continuation)
-            pairs.append((context[-kept:], continuation))
-        self._note("loglikelihood", needed, limit, "lose their beginning")
+                raise UserError(
+                    f"--max-length {limit}: a continuation alone has {len(continuation)} tokens; choose a larger value"
+                )
+            pairs.append((context[-(limit + 1 - len(continuation)) :], continuation))
+        self._record_lengths("loglikelihood", needed, limit, "truncated on the left")
         return self._score(pairs)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, after the end-of-document token."""
-        texts = self._tokens.tokenize_batch([request.args[0] for request in requests])
+        """The log-probability of each text, following the end-of-document token."""
+        texts = self._tokenizer.tokenize_batch([request.args[0] for request in requests])
         longest = max(map(len, texts), default=0)
         limit = self._max_length or min(self._rolling_length, max(longest, 1))
-        self._note("loglikelihood_rolling", list(map(len, texts)), limit, "are read in windows")
+        self._record_lengths("loglikelihood_rolling", list(map(len, texts)), limit, "read in several windows")
         pairs, owners = [], []
         for owner, text in enumerate(texts):
             for window in get_rolling_token_windows(text, self.prefix_token_id, limit, context_len=1):
@@ -129,162 +243,166 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _score(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
-        """Of each pair, the continuation's log-probability in nats, and whether each of its tokens is the likeliest.
+        """For each (context, continuation), the log-probability of the continuation in nats, and whether each of its
+        tokens is the most probable one.
 
-        Pairs that read the same tokens (choices of one token, after one context) are computed once; the longest texts
-        come first, so that what does not fit is found at once.
+        Pairs with the same input tokens (one context, choices of one token each) are computed once. The longest inputs
+        come first, so that running out of memory shows at once.
         """
-        readers: dict[tuple[int, ...], list[int]] = {}
+        pairs_of_input: dict[tuple[int, ...], list[int]] = {}
         for index, (context, continuation) in enumerate(pairs):
-            readers.setdefault(tuple((context + continuation)[:-1]), []).append(index)
-        rows = sorted(readers, key=len, reverse=True)
+            pairs_of_input.setdefault(tuple((context + continuation)[:-1]), []).append(index)
+        inputs = sorted(pairs_of_input, key=len, reverse=True)
         values = torch.zeros(len(pairs), dtype=torch.float64)
         greedy = torch.ones(len(pairs), dtype=torch.bool)
-        with inference(self._model):
-            for batch in _shown(list(_batches(rows, self._batch_tokens)), "log-probabilities"):
+        start = 0
+        bar = Progress("log-probabilities", len(inputs), log_interval=None)
+        with inference(self._model), bar:
+            while start < len(inputs):
+                batch = inputs[start : start + max(1, self._batch_tokens // len(inputs[start]))]
                 scored = [
-                    (row, len(text) - len(pairs[index][1]) + place, target, index)
+                    (row, len(text) - len(pairs[index][1]) + offset, target, index)
                     for row, text in enumerate(batch)
-                    for index in readers[text]
-                    for place, target in enumerate(pairs[index][1])
+                    for index in pairs_of_input[text]
+                    for offset, target in enumerate(pairs[index][1])
                 ]
-                where = torch.tensor(scored).T
-                found, likeliest = self._token_scores(batch, *where[:3])
-                values.index_add_(0, where[3], found)
-                greedy[where[3][~likeliest]] = False
+                rows, positions, targets, owners = torch.tensor(scored).T
+                log_probabilities, is_top = self._token_scores(batch, rows, positions, targets)
+                values.index_add_(0, owners, log_probabilities)
+                greedy[owners[~is_top]] = False
+                start += len(batch)
+                bar.update(start)
         return list(zip(values.tolist(), greedy.tolist(), strict=True))
 
     def _token_scores(
         self, texts: Sequence[Sequence[int]], rows: Tensor, positions: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Log-probability (float64 `[n]`) of the target tokens `[n]` after the given rows and positions `[n]` of the
-        texts, and whether each is the likeliest. Texts are filled up at their end, which no earlier position sees.
+        texts, and whether each is the most probable token. The first text must be the longest; the others are padded on
+        the right, where no earlier position attends.
         """
         width = len(texts[0])
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=self._device)
         cache = self._decoder.new_cache(len(texts), width) if width > QUERY_CHUNK else None
-        values, likeliest = torch.empty(len(rows), dtype=torch.float64), torch.empty(len(rows), dtype=torch.bool)
+        values, is_top = torch.empty(len(rows), dtype=torch.float64), torch.empty(len(rows), dtype=torch.bool)
         for begin in range(0, width, QUERY_CHUNK):
             try:
                 hidden = self._decoder.hidden(tokens[:, begin : begin + QUERY_CHUNK], cache)
-            except PositionsExceeded as exceeded:
-                raise self._too_long(exceeded) from exceeded
-            inside = ((positions >= begin) & (positions < begin + QUERY_CHUNK)).nonzero()[:, 0]
-            for part in inside.split(LOGIT_POSITIONS):
-                at = hidden[rows[part].to(self._device), (positions[part] - begin).to(self._device)]
-                logits = self._decoder.logits(at).float()
-                wanted = targets[part].to(self._device)
-                chosen = logits.log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
-                values[part] = chosen.double().cpu()
-                likeliest[part] = (logits.argmax(-1) == wanted).cpu()
-        return values, likeliest
+            except PositionsExceeded as error:
+                raise self._too_long(error) from error
+            in_chunk = ((positions >= begin) & (positions < begin + QUERY_CHUNK)).nonzero()[:, 0]
+            for part in in_chunk.split(LOGIT_POSITIONS):
+                states = hidden[rows[part].to(self._device), (positions[part] - begin).to(self._device)]
+                logits = self._decoder.logits(states).float()
+                part_targets = targets[part].to(self._device)
+                values[part] = logits.log_softmax(-1).gather(-1, part_targets[:, None])[:, 0].double().cpu()
+                is_top[part] = (logits.argmax(-1) == part_targets).cpu()
+        return values, is_top
 
-    # -- generated texts ----------------------------------------------------------------------------------------------
+    # -- generation ---------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context until one of its stop words, the end of the document, or enough tokens."""
-        prompts = [
-            tokens or [self._tokens.eod]
-            for tokens in self._tokens.tokenize_batch([request.args[0] for request in requests])
-        ]
-        asked = [_Generation.read(request.args[1], self._tokens) for request in requests]
-        needed = [len(prompt) + wish.new_tokens for prompt, wish in zip(prompts, asked, strict=True)]
+        """Continue each context up to a stop sequence, the end-of-document token, or the maximum number of tokens."""
+        contexts = self._tokenizer.tokenize_batch([request.args[0] for request in requests])
+        prompts = [tokens or [self._tokenizer.eod] for tokens in contexts]
+        options = [GenerationOptions.parse(request.args[1], self._tokenizer) for request in requests]
+        needed = [len(prompt) + option.new_tokens for prompt, option in zip(prompts, options, strict=True)]
         limit = self._max_length or max(needed, default=0)
-        self._note("generate_until", needed, limit, "lose their beginning")
-        alike: dict[_Generation, list[int]] = {}
-        for index, wish in enumerate(asked):
-            if wish.new_tokens >= limit:
+        self._record_lengths("generate_until", needed, limit, "truncated on the left")
+        same_options: dict[GenerationOptions, list[int]] = {}
+        for index, option in enumerate(options):
+            if option.new_tokens >= limit:
                 raise UserError(
-                    f"--max-length {limit} holds no prompt: the task generates {wish.new_tokens} tokens after it"
+                    f"--max-length {limit} leaves no room for a prompt: the task generates {option.new_tokens} tokens"
                 )
-            alike.setdefault(wish, []).append(index)
+            same_options.setdefault(option, []).append(index)
         texts = [""] * len(requests)
-        for wish, members in alike.items():
-            kept = [prompts[index][-(limit - wish.new_tokens) :] for index in members]
-            for index, text in zip(members, self._generate(kept, wish), strict=True):
+        for option, indices in same_options.items():
+            truncated = [prompts[index][-(limit - option.new_tokens) :] for index in indices]
+            for index, text in zip(indices, self._generate(truncated, option), strict=True):
                 texts[index] = text
         return texts
 
-    def _generate(self, prompts: Sequence[Tokens], wish: "_Generation") -> list[str]:
-        longest = max(map(len, prompts)) + wish.new_tokens
+    def _generate(self, prompts: Sequence[Tokens], options: "GenerationOptions") -> list[str]:
+        longest = max(map(len, prompts)) + options.new_tokens
+        sampling = dict(options.sampling)
         generations = generate(
             self._model,
             prompts,
-            maximum_tokens=wish.new_tokens,
+            maximum_tokens=options.new_tokens,
             seed=self._seed,
-            eod=self._tokens.eod,
-            vocab_size=self._tokens.vocab_size,
-            batch_size=max(1, min(MOST_ROWS, self._batch_tokens // longest)),
-            ended=partial(_says, self._tokens, wish.until),
-            **dict(wish.sampling),
+            eod=self._tokenizer.eod,
+            vocab_size=self._tokenizer.vocab_size,
+            batch_size=max(1, min(MAX_GENERATION_BATCH, self._batch_tokens // longest)),
+            ended=partial(_ends_with_stop, self._tokenizer, options.until),
+            temperature=sampling.get("temperature", 0.0),
+            top_k=int(sampling.get("top_k", 0)),
+            top_p=sampling.get("top_p", 0.0),
         )
         texts = []
         for generation in generations:
             if generation.message is not None:
                 raise self._too_long(generation.message)
-            text = self._tokens.detokenize(generation.tokens)
-            texts.append(postprocess_generated_text(text, list(wish.until), think_end_token=None))
+            text = self._tokenizer.detokenize(generation.tokens)
+            texts.append(postprocess_generated_text(text, list(options.until), think_end_token=None))
         return texts
 
     # -- lengths ------------------------------------------------------------------------------------------------------
 
-    def _note(self, kind: str, needed: Sequence[int], limit: int, consequence: str) -> None:
+    def _record_lengths(self, request_type: str, needed: Sequence[int], limit: int, consequence: str) -> None:
         longest = max(needed, default=0)
         cut = sum(length > limit for length in needed)
-        self.lengths[kind] = Lengths(len(needed), min(longest, limit), limit, cut)
-        effect = f"{cut:,} of them {consequence}" if cut else "nothing is cut"
-        self._report(f"{kind}: {len(needed):,} requests of up to {longest:,} tokens; max_length {limit:,}: {effect}")
+        self.lengths[request_type] = RequestLengths(len(needed), min(longest, limit), limit, cut)
+        effect = f"{cut:,} of them {consequence}" if cut else "none is cut"
+        self._report(
+            f"{request_type}: {len(needed):,} requests of up to {longest:,} tokens; max_length {limit:,}: {effect}"
+        )
 
     def _too_long(self, reason: object) -> UserError:
         return UserError(
-            f"the tasks' texts are too long for pos_emb {self._model.settings.pos_emb}: {reason}. With --max-length N "
-            "longer prompts lose their beginning, and longer documents are read in windows"
+            f"a text is too long for pos_emb {self._model.settings.pos_emb}: {reason}. Set --max-length N to truncate "
+            "longer prompts on the left and to read longer documents in windows"
         )
 
 
 @dataclass(frozen=True)
-class _Generation:
-    """A task's `generation_kwargs`: when a text ends, and how its tokens are drawn."""
+class GenerationOptions:
+    """A task's `generation_kwargs`.
+
+    Attributes:
+        new_tokens: most tokens to generate.
+        until: stop sequences.
+        sampling: (name, value) pairs of `SAMPLING`; empty for greedy decoding.
+    """
 
     new_tokens: int
     until: tuple[str, ...]
     sampling: tuple[tuple[str, float], ...]
 
     @classmethod
-    def read(cls, options: dict[str, Any], tokenizer: Tokenizer) -> "_Generation":
-        """Raises UserError for an option that is not known here."""
-        given = dict(normalize_gen_kwargs(options, NEW_TOKENS))
-        until = handle_stop_sequences(given.pop("until", None), eos=tokenizer.detokenize([tokenizer.eod]))
-        new_tokens = given.pop("max_gen_toks")
-        sampled = given.pop("do_sample")
-        sampling = tuple((key, given.pop(key)) for key in SAMPLING if key in given)
-        if given:
+    def parse(cls, options: dict[str, Any], tokenizer: Tokenizer) -> "GenerationOptions":
+        """Raises UserError for an unknown option."""
+        remaining = dict(normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS))
+        until = handle_stop_sequences(remaining.pop("until", None), eos=tokenizer.detokenize([tokenizer.eod]))
+        new_tokens = remaining.pop("max_gen_toks")
+        do_sample = remaining.pop("do_sample")
+        sampling = tuple((key, remaining.pop(key)) for key in SAMPLING if key in remaining)
+        if remaining:
             raise UserError(
-                f"generation_kwargs {', '.join(map(repr, given))}: not known here; a task may set until, max_gen_toks, "
-                f"do_sample, {', '.join(SAMPLING)}"
+                f"generation_kwargs {', '.join(map(repr, remaining))}: not supported; a task may set until, "
+                f"max_gen_toks, do_sample, {', '.join(SAMPLING)}"
             )
-        if sampled and not dict(sampling).get("temperature"):
-            raise UserError("generation_kwargs do_sample: needs a temperature above 0")
-        return cls(new_tokens, tuple(filter(None, until)), sampling if sampled else ())
+        if do_sample and not dict(sampling).get("temperature"):
+            raise UserError("generation_kwargs do_sample: requires a temperature above 0")
+        return cls(new_tokens, tuple(filter(None, until)), sampling if do_sample else ())
 
 
-def _says(tokenizer: Tokenizer, until: Sequence[str], tokens: Tokens) -> bool:
-    """Whether the last of the tokens completes a stop word. A token is at least a byte, so few tokens need be read; two
-    more are, as tokenizers may treat the first token of a text differently."""
-    reach = 2 + max((len(word.encode()) for word in until), default=0)
-    text = tokenizer.detokenize(tokens[-reach:])
-    return any(word in text for word in until)
+def _ends_with_stop(tokenizer: Tokenizer, until: Sequence[str], tokens: Tokens) -> bool:
+    """Whether the last token completes a stop sequence.
 
-
-def _batches(rows: Sequence[tuple[int, ...]], batch_tokens: int) -> Iterator[list[tuple[int, ...]]]:
-    """Rows, the longest first, in batches of up to so many tokens with their filling."""
-    start = 0
-    while start < len(rows):
-        size = max(1, batch_tokens // len(rows[start]))
-        yield list(rows[start : start + size])
-        start += size
-
-
-def _shown(batches: list[Any], name: str) -> Any:
-    console = Console(stderr=True)
-    return track(batches, name, console=console, transient=True, disable=not console.is_terminal)
+    Every token has at least one byte, so it suffices to decode as many tokens as the longest stop sequence has bytes,
+    and two more, since tokenizers may decode the first token of a text differently.
+    """
+    window = 2 + max((len(sequence.encode()) for sequence in until), default=0)
+    text = tokenizer.detokenize(tokens[-window:])
+    return any(sequence in text for sequence in until)

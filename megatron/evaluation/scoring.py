@@ -1,30 +1,33 @@
-"""Texts read in chunks, and the loss of every scored token, in memory that grows linearly with the length.
+"""The loss of every scored token, in memory that grows linearly with the length.
 
-Each segment is fed in chunks of queries through the key-value cache, so that no tensor is length x length; the logits
-are made for `LOGIT_POSITIONS` positions at a time, so that none is length x vocabulary. The softmax runs over the whole
-padded vocabulary, as training's does: its padded entries have weights like any other.
+Each segment is read in chunks of queries through the KV cache, so no tensor is length x length. Logits are computed for
+`LOGIT_POSITIONS` positions at a time, so no tensor is length x vocabulary. As in training, the softmax covers the
+padded vocabulary.
 
 Legend: b batch (segments), s positions, c positions of a chunk, n tokens of the stream, e hidden size.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention import Span
 from megatron.evaluation.protocols import Segments
+from megatron.evaluation.text import IntArray, Text
 from megatron.inference.decoder import Decoder
 
 LOGIT_POSITIONS = 1024
 
 
 @dataclass(frozen=True)
-class Read:
-    """Hidden states `[b, c, e]` of the inputs from `position` on, of consecutive segments from `segment` on; `text`,
-    int64 `[b, length + 1]`, holds their inputs and, one further, their targets.
+class HiddenChunk:
+    """Hidden states `[b, c, e]` of consecutive segments and positions, of which `segment` and `position` are the first.
+    `text`, int64 `[b, length + 1]`, contains these segments and the token after each.
     """
 
     segment: int
@@ -34,69 +37,161 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Losses `[b, s]` in nats (float32, float64 for a float64 model): rows are consecutive segments from `segment` on,
-    columns are consecutive positions from `position` on, each the input whose next token was predicted."""
+class LossChunk:
+    """Losses `[b, s]` in nats (float32; float64 for a float64 model) of consecutive segments and positions, of which
+    `segment` and `position` are the first. A position predicts the token after it.
+    """
 
     segment: int
     position: int
     losses: Tensor
 
 
-def read(
-    decoder: Decoder,
-    tokens: Tensor,
-    segments: Segments,
-    *,
-    span: Span,
-    query_chunk: int,
-    batch_tokens: int,
-    device: torch.device,
-) -> Iterator[Read]:
-    """The segments of the stream `tokens`, int64 `[n]` on any device, given to the model chunk by chunk, in order; each
-    batch of them whole before the next. Short segments are batched up to `batch_tokens` tokens. Raises what the model
-    raises, `PositionsExceeded` among it.
+@dataclass(frozen=True)
+class SegmentReader:
+    """Feeds segments of a token stream to a model.
+
+    Attributes:
+        query_chunk: queries computed at once, for a model with a KV cache.
+        batch_tokens: tokens of short segments computed at once.
     """
-    length = segments.length
-    batch = max(1, batch_tokens // length)
-    chunk = query_chunk if decoder.cached else length
-    offsets = torch.arange(length + 1)
-    for row in range(0, len(segments.starts), batch):
-        starts = torch.tensor(segments.starts[row : row + batch])
-        text = tokens[starts[:, None] + offsets].to(device)
-        cache = decoder.new_cache(len(starts), length) if chunk < length else None
-        for begin in range(0, length, chunk):
-            yield Read(row, begin, text, decoder.hidden(text[:, begin : min(begin + chunk, length)], cache, span))
 
+    decoder: Decoder
+    device: torch.device
+    query_chunk: int
+    batch_tokens: int
 
-def score(
-    decoder: Decoder,
-    tokens: Tensor,
-    segments: Segments,
-    *,
-    span: Span,
-    query_chunk: int,
-    batch_tokens: int,
-    device: torch.device,
-) -> Iterator[Scored]:
-    """The losses of the segments' targets, as they are computed. Arguments and errors as of `read`."""
-    sizes = {"query_chunk": query_chunk, "batch_tokens": batch_tokens}
-    for part in read(decoder, tokens, segments, span=span, device=device, **sizes):
-        end = part.position + part.hidden.shape[1]
-        if end <= segments.first:
-            continue
-        scored = max(part.position, segments.first)
-        hidden, targets = part.hidden[:, scored - part.position :], part.text[:, scored + 1 : end + 1]
-        yield Scored(part.segment, scored, token_losses(decoder, hidden, targets))
+    def hidden_states(self, tokens: Tensor, segments: Segments, span: Span) -> Iterator[HiddenChunk]:
+        """The hidden states of segments of `tokens`, int64 `[n]` on any device, in order. All chunks of a batch of
+        segments precede the next batch. Raises what the model raises, e.g. PositionsExceeded.
+        """
+        length = segments.length
+        batch = max(1, self.batch_tokens // length)
+        chunk = self.query_chunk if self.decoder.cached else length
+        offsets = torch.arange(length + 1)
+        for segment in range(0, len(segments.starts), batch):
+            starts = torch.tensor(segments.starts[segment : segment + batch])
+            text = tokens[starts[:, None] + offsets].to(self.device)
+            cache = self.decoder.new_cache(len(starts), length) if chunk < length else None
+            for position in range(0, length, chunk):
+                inputs = text[:, position : min(position + chunk, length)]
+                yield HiddenChunk(segment, position, text, self.decoder.hidden(inputs, cache, span))
+
+    def losses(self, tokens: Tensor, segments: Segments, span: Span) -> Iterator[LossChunk]:
+        """The losses of the scored tokens, as they are computed. Arguments and exceptions as for `hidden_states`."""
+        for chunk in self.hidden_states(tokens, segments, span):
+            end = chunk.position + chunk.hidden.shape[1]
+            if end <= segments.first:
+                continue
+            first = max(chunk.position, segments.first)
+            hidden, targets = chunk.hidden[:, first - chunk.position :], chunk.text[:, first + 1 : end + 1]
+            yield LossChunk(chunk.segment, first, token_losses(self.decoder, hidden, targets))
 
 
 def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy `[b, s]` in nats of int64 targets `[b, s]` given hidden states `[b, s, e]`, in float32 at least."""
-    flat, wanted = hidden.flatten(0, 1), targets.flatten()
+    """Cross-entropy `[b, s]` in nats for int64 targets `[b, s]` and hidden states `[b, s, e]`, in at least float32."""
+    flat_hidden, flat_targets = hidden.flatten(0, 1), targets.flatten()
     losses = []
-    for start in range(0, len(wanted), LOGIT_POSITIONS):
-        logits = decoder.logits(flat[start : start + LOGIT_POSITIONS])
+    for start in range(0, len(flat_targets), LOGIT_POSITIONS):
+        logits = decoder.logits(flat_hidden[start : start + LOGIT_POSITIONS])
         if logits.dtype != torch.float64:
             logits = logits.float()
-        losses.append(F.cross_entropy(logits, wanted[start : start + LOGIT_POSITIONS], reduction="none"))
+        losses.append(F.cross_entropy(logits, flat_targets[start : start + LOGIT_POSITIONS], reduction="none"))
     return torch.cat(losses).view(targets.shape)
+
+
+class LossAccumulator:
+    """Sums the losses of segments of a text, by document (by segment if documents are not known) and by position.
+
+    All sums are float64 on the CPU. Each of several ranks adds the losses of its share of the segments
+    (`Segments.share`); `reduce` then adds up the ranks.
+    """
+
+    def __init__(self, text: Text, segments: Segments, rank: int = 0, world_size: int = 1):
+        self.text, self.segments = text, segments
+        self._rank, self._world_size = rank, world_size
+        self._documents = None if text.documents is None else torch.from_numpy(text.documents)
+        self._token_bytes = None if text.token_bytes is None else torch.from_numpy(text.token_bytes)
+        clusters = len(segments.starts) if text.documents is None else len(text.documents) - 1
+        self.losses = torch.zeros(clusters, dtype=torch.float64)
+        self.counts = torch.zeros(clusters, dtype=torch.int64)
+        self.position_losses = torch.zeros(segments.length, dtype=torch.float64)
+        self.position_counts = torch.zeros(segments.length, dtype=torch.int64)
+        self.bytes = torch.zeros((), dtype=torch.int64)
+
+    def add(self, chunk: LossChunk) -> None:
+        """Add losses of this rank's share; `chunk.segment` is an index into the share."""
+        losses = chunk.losses.to("cpu", torch.float64)
+        rows, columns = losses.shape
+        segments = self._rank + torch.arange(chunk.segment, chunk.segment + rows) * self._world_size
+        starts = torch.tensor([self.segments.starts[segment] for segment in segments.tolist()])
+        positions = torch.arange(chunk.position, chunk.position + columns)
+        targets = starts[:, None] + positions + 1
+        if self._documents is None:
+            clusters = segments[:, None].expand(rows, columns)
+        else:
+            clusters = torch.searchsorted(self._documents, targets, right=True) - 1
+        self.losses.index_add_(0, clusters.flatten(), losses.flatten())
+        self.counts.index_add_(0, clusters.flatten(), torch.ones(losses.numel(), dtype=torch.int64))
+        self.position_losses[positions] += losses.sum(dim=0)
+        self.position_counts[positions] += rows
+        if self._token_bytes is not None:
+            self.bytes += self._token_bytes[self.text.tokens[targets]].sum()
+
+    def reduce(self) -> None:
+        """Replace the sums with those over all ranks."""
+        if self._world_size > 1:
+            for sums in (self.losses, self.counts, self.position_losses, self.position_counts, self.bytes):
+                torch.distributed.all_reduce(sums)
+
+    @property
+    def tokens(self) -> int:
+        """The number of scored tokens."""
+        return int(self.counts.sum())
+
+    @property
+    def documents(self) -> int | None:
+        """The number of documents with a scored token; None if documents are not known."""
+        return None if self._documents is None else int((self.counts > 0).sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per scored token, in nats."""
+        return float(self.losses.sum()) / self.tokens
+
+    @property
+    def stderr(self) -> float | None:
+        """Standard error of `loss` over documents (or segments); see `standard_error`."""
+        return standard_error(self.losses.numpy(), self.counts.numpy())
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits of all scored tokens divided by the bytes of their text; None if the bytes are not known."""
+        if self._token_bytes is None or not int(self.bytes):
+            return None
+        return float(self.losses.sum()) / math.log(2) / int(self.bytes)
+
+    def by_position(self, bins: int) -> tuple[list[int], list[float], list[int]]:
+        """(edges, mean losses in nats, counts) of the scored positions in at most `bins` bins of about equal size.
+
+        Bin i covers the positions `edges[i]` to `edges[i + 1] - 1`.
+        """
+        first, length = self.segments.first, self.segments.length
+        edges = np.unique(np.linspace(first, length, bins + 1).round().astype(np.int64))
+        sums = np.add.reduceat(self.position_losses.numpy(), edges[:-1])
+        counts = np.add.reduceat(self.position_counts.numpy(), edges[:-1])
+        return edges.tolist(), (sums / counts).tolist(), counts.tolist()
+
+
+def standard_error(sums: np.ndarray[tuple[int], np.dtype[np.float64]], counts: IntArray) -> float | None:
+    """Standard error of the ratio m = sum(sums) / sum(counts), with one entry per document.
+
+    It is that of a ratio estimate: sqrt(D / (D - 1) * sum_d (S_d - m n_d)^2) / N over the D documents with n_d > 0
+    tokens, where S_d is the sum of losses of document d and N is the sum of all n_d. For equal n_d this is the standard
+    error of the mean of the documents' losses. None if D < 2.
+    """
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    if len(sums) < 2:
+        return None
+    residual = sums - sums.sum() / counts.sum() * counts
+    return float(np.sqrt(len(sums) / (len(sums) - 1) * np.sum(residual**2)) / counts.sum())

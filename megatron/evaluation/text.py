@@ -1,4 +1,4 @@
-"""The text that models are measured on: one stream of tokens, where its documents are, and how many bytes it is."""
+"""The text that models are evaluated on: a token stream, its document boundaries and its size in bytes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,38 +14,43 @@ from megatron.data.streams import document_lengths, document_segments, evaluatio
 from megatron.evaluation.protocols import Segments
 from megatron.utils.errors import UserError
 
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
+
 
 @dataclass(frozen=True)
 class Text:
     """A token stream.
 
-    tokens: int64 `[n]`. documents: int64 `[documents + 1]`, where each begins, and n; None where that is not known.
-    row: the stream is rows of so many tokens, and no segment may cross from one to the next; None: it is one text.
-    token_bytes: int64 `[vocabulary]`, the bytes that each token stands for. corpus: its name.
+    Attributes:
+        tokens: int64 `[n]`.
+        documents: int64 `[documents + 1]`, the start of each document, followed by n; None if not known.
+        row: the stream consists of rows of this many tokens, and no segment may cross rows; None for one stream.
+        token_bytes: int64 `[vocabulary]`, the number of UTF-8 bytes of each token; None if not known.
+        corpus: its name.
     """
 
     tokens: Tensor
-    documents: np.ndarray | None = None
+    documents: IntArray | None = None
     row: int | None = None
-    token_bytes: np.ndarray | None = None
+    token_bytes: IntArray | None = None
     corpus: str | None = None
     _digests: dict[int, "hashlib._Hash"] = field(default_factory=dict, repr=False, compare=False)
 
     def digest(self, segments: Segments) -> str:
-        """16 hexadecimal digits that decide what is scored: the tokens up to the last that is read, and where."""
+        """16 hexadecimal digits that identify what is scored: the tokens up to the last one read, and the segments."""
         end = int(max(segments.starts)) + segments.length + 1
         if end not in self._digests:
             self._digests[end] = hashlib.sha256(self.tokens[:end].numpy().tobytes())
-        found = self._digests[end].copy()
-        found.update(np.asarray(segments.starts, dtype=np.int64).tobytes())
-        found.update(repr((segments.length, segments.first, self.token_bytes is not None)).encode())
+        digest = self._digests[end].copy()
+        digest.update(np.asarray(segments.starts, dtype=np.int64).tobytes())
+        digest.update(repr((segments.length, segments.first, self.token_bytes is not None)).encode())
         if self.documents is not None:
-            found.update(self.documents[: np.searchsorted(self.documents, end)].tobytes())
-        return found.hexdigest()[:16]
+            digest.update(self.documents[: np.searchsorted(self.documents, end)].tobytes())
+        return digest.hexdigest()[:16]
 
 
-def as_text(tokens: Tensor | np.ndarray | Sequence[int] | Text, vocab_size: int | None) -> Text:
-    """A text of plain tokens, their ids checked. Raises UserError."""
+def as_text(tokens: Tensor | IntArray | Sequence[int] | Text, vocab_size: int | None) -> Text:
+    """A `Text` of the given tokens. Raises UserError if they are not a vector of token ids below `vocab_size`."""
     if isinstance(tokens, Text):
         check_ids(tokens.tokens, vocab_size)
         return tokens
@@ -57,25 +62,26 @@ def as_text(tokens: Tensor | np.ndarray | Sequence[int] | Text, vocab_size: int 
     return Text(stream)
 
 
-def check_ids(stream: Tensor, vocab_size: int | None) -> None:
-    """Raises UserError for a token id outside of the vocabulary (None: for a negative one)."""
-    if not len(stream):
+def check_ids(tokens: Tensor, vocab_size: int | None) -> None:
+    """Raises UserError if a token id is negative or, with `vocab_size`, not below it."""
+    if not len(tokens):
         return
-    low, high = (extreme.item() for extreme in torch.aminmax(stream))
+    low, high = (extreme.item() for extreme in torch.aminmax(tokens))
     if low < 0 or (vocab_size is not None and high >= vocab_size):
-        wrong = low if low < 0 else high
+        invalid = low if low < 0 else high
         limit = f" of {vocab_size:,}" if vocab_size is not None else ""
-        raise UserError(f"token id {wrong} is outside the vocabulary{limit}: the text was made with another tokenizer")
+        raise UserError(
+            f"token id {invalid} is outside the vocabulary{limit}: the text was tokenized with another tokenizer"
+        )
 
 
-def validation_text(config: Config, max_tokens: int | None, token_bytes: np.ndarray | None = None) -> Text:
-    """The validation documents that the configuration names, one after the other; at most so many tokens."""
+def validation_text(config: Config, max_tokens: int | None, token_bytes: IntArray | None = None) -> Text:
+    """The configured validation documents, concatenated. max_tokens: where to stop; None for all of them."""
     tokens = evaluation_tokens(config, "valid", max_tokens)
     prefixes, split = evaluation_corpora(config, "valid")
     lengths = np.concatenate([document_lengths(prefix, split, "valid") for prefix in prefixes])
     ends = np.cumsum(lengths)
-    inside = ends[ends < len(tokens)]
-    offsets = np.concatenate(([0], inside, [len(tokens)]))
+    offsets = np.concatenate(([0], ends[ends < len(tokens)], [len(tokens)]))
     return Text(torch.from_numpy(tokens), offsets, None, token_bytes, corpus_name(prefixes))
 
 
@@ -83,32 +89,33 @@ def text_by_document(
     config: Config,
     longest: int,
     max_tokens: int | None,
-    token_bytes: np.ndarray | None = None,
+    token_bytes: IntArray | None = None,
     *,
     quiet: bool = False,
 ) -> Text:
-    """The validation documents cut into rows of `longest` tokens and the one that follows them, each from one document;
-    short documents are joined to fill the rows at the end. Raises UserError where no row can be filled.
+    """The configured validation documents as rows of `longest + 1` tokens (inputs and targets) from one document each.
+
+    Documents that are too short are concatenated into further rows. Raises UserError if no row can be filled.
     """
     prefixes, split = evaluation_corpora(config, "valid")
     if len(prefixes) > 1:
-        raise UserError("--document-aware reads one corpus; name it with data-path")
-    found = document_segments(prefixes[0], split, "valid", longest, max_tokens, join_short=True)
-    joined = int(np.sum(found.documents < 0))
+        raise UserError("--document-aware reads a single corpus; set data-path to one corpus")
+    rows = document_segments(prefixes[0], split, "valid", longest, max_tokens, join_short=True)
+    joined = int(np.sum(rows.documents < 0))
     if joined and not quiet:
         print(
-            f"--document-aware: {len(found.documents) - joined:,} texts of {longest:,} tokens are each from one "
-            f"document, {joined:,} are short documents joined",
+            f"--document-aware: {len(rows.documents) - joined:,} rows of {longest:,} tokens are from one document "
+            f"each, {joined:,} are concatenated short documents",
             flush=True,
         )
-    # A joined row is a text of its own: which documents it is made of, nobody has counted.
-    new = np.ones(len(found.documents), dtype=bool)
-    new[1:] = (found.documents[1:] != found.documents[:-1]) | (found.documents[1:] < 0)
-    offsets = np.concatenate((np.flatnonzero(new), [len(new)])) * (longest + 1)
-    tokens = torch.from_numpy(found.tokens).flatten()
+    # The boundaries within a concatenated row are not known: it counts as one document.
+    starts_document = np.ones(len(rows.documents), dtype=bool)
+    starts_document[1:] = (rows.documents[1:] != rows.documents[:-1]) | (rows.documents[1:] < 0)
+    offsets = np.concatenate((np.flatnonzero(starts_document), [len(starts_document)])) * (longest + 1)
+    tokens = torch.from_numpy(rows.tokens).flatten()
     return Text(tokens, offsets, longest + 1, token_bytes, corpus_name(prefixes))
 
 
 def corpus_name(prefixes: Sequence[str]) -> str:
-    """The corpus' files without `_text_document`; several joined by +."""
+    """The file names without `_text_document`; several are joined by +."""
     return "+".join(Path(prefix).name.removesuffix("_document").removesuffix("_text") for prefix in prefixes)

@@ -1,0 +1,1 @@
+"""Measures besides the loss: attention resolution, passkey retrieval, effective lengths."""

@@ -1,24 +1,32 @@
-"""Effective lengths of a checkpoint's heads (KERPLE, Figure 6)."""
+"""Effective lengths of a checkpoint's heads (KERPLE, Figure 6): the smallest distance with a bias below -2."""
 
 from collections.abc import Iterable
 
 from kerple.positional import PositionalMethod
 from megatron.evaluation.records import EffectiveLengthRecord, Provenance, Record
 
-LIMIT = 20_480  # distances looked at, as the paper does
+LIMIT = 20_480  # distances examined, as in the paper
 PROTOCOL = "effective-length"
 
 
-def plan_effective_lengths(origin: Provenance, corpus: str | None) -> Record:
-    """The record, its values yet to come."""
-    about = {"corpus": corpus, "mode": "full", "protocol": PROTOCOL, "length": LIMIT}
-    return origin.record("effective_length", **about, determined_by=(PROTOCOL, LIMIT))
+def plan_effective_lengths(provenance: Provenance, corpus: str | None) -> Record:
+    """The record without values."""
+    return provenance.record(
+        "effective_length",
+        corpus=corpus,
+        mode="full",
+        protocol=PROTOCOL,
+        length=LIMIT,
+        determined_by=(PROTOCOL, LIMIT),
+    )
 
 
-def effective_lengths(record: Record, methods: Iterable[tuple[str, PositionalMethod]]) -> EffectiveLengthRecord:
-    """The record with its values. methods: (place, method), as
-    `megatron.checkpoint.inspection.positional_methods` gives them; what has no bias is left out.
+def effective_lengths(planned: Record, methods: Iterable[tuple[str, PositionalMethod]]) -> EffectiveLengthRecord:
+    """The planned record with its values.
+
+    methods: (label, method) pairs from `megatron.checkpoint.inspection.positional_methods`. Methods without a bias
+    are skipped; if none is left, the record has a note.
     """
-    found = {place: method.effective_length(LIMIT).tolist() for place, method in methods if method.has_bias}
-    note = None if found else f"{record['pos_emb']} has no bias, so its heads have no effective length"
-    return EffectiveLengthRecord(**{**record, "note": note}, layers=list(found), effective_lengths=list(found.values()))
+    by_label = {label: method.effective_length(LIMIT).tolist() for label, method in methods if method.has_bias}
+    note = None if by_label else f"{planned['pos_emb']} has no bias, so its heads have no effective length"
+    return {**planned, "note": note, "layers": list(by_label), "effective_lengths": list(by_label.values())}

@@ -1,11 +1,11 @@
-"""Passkey retrieval: does a model give back a number that stands somewhere in a long text of no interest?
+"""Passkey retrieval: can a model repeat a number that is hidden somewhere in a long text?
 
-The prompt: a line that says that there is a pass key; sentences that say nothing, drawn by the seed; among them, at the
-wanted depth between two of them, the sentence with the key; the question. Prompt and answer are exactly one token more
-than the length: the model reads the same number of tokens as in every other measure. It is right where greedy decoding
-gives the whole number: where, the answer being given, the most probable token is the right one at each of its places.
+The prompt consists of an introduction, filler sentences chosen by the seed, among them at the given depth a sentence
+with the pass key, and a question. Prompt and answer have exactly `length + 1` tokens, so the model reads `length`
+tokens as for any other measure. The answer is correct if greedy decoding gives the complete number, i.e. if each of its
+tokens is the most probable one given the tokens before it.
 
-After Mohtashami and Jaggi (arXiv 2305.16300); the words are others.
+After Mohtashami and Jaggi (arXiv 2305.16300), with different sentences.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,7 @@ from kerple.positional import PositionsExceeded
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import PasskeyRecord, Provenance, Record
-from megatron.evaluation.scoring import read
-from megatron.evaluation.work import Run, Work
+from megatron.evaluation.runner import EvalContext, EvalTask
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
 
@@ -29,6 +28,7 @@ PROTOCOL = "passkey"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TRIALS = 10
 
+# Part of the measure: other sentences give other numbers.
 INTRODUCTION = "There is a pass key somewhere in this text. Find it and keep it in mind."
 KEY = " The pass key is {key}. Keep {key} in mind: {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
@@ -47,106 +47,120 @@ FILLER = (
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a tokenizer, the same from the same seed."""
+    """The prompts for a tokenizer. The same seed gives the same prompts."""
 
     tokenizer: Tokenizer
     seed: int = 0
 
     @cached_property
     def _pieces(self) -> tuple[list[int], list[int], list[list[int]]]:
-        """Ids of introduction, question and filler."""
-        ids = self.tokenizer.tokenize
-        return ids(INTRODUCTION), ids(QUESTION), [ids(sentence) for sentence in FILLER]
+        """Token ids of the introduction, the question and the filler sentences."""
+        tokenize = self.tokenizer.tokenize
+        return tokenize(INTRODUCTION), tokenize(QUESTION), [tokenize(sentence) for sentence in FILLER]
 
     @property
-    def vocabulary(self) -> Tensor:
-        """The ids of everything that never changes, int64 `[n]`."""
+    def token_ids(self) -> Tensor:
+        """The ids of all parts except the pass keys, int64 `[n]`."""
         introduction, question, filler = self._pieces
         return torch.tensor([*introduction, *question, *(token for sentence in filler for token in sentence)])
 
     def keys(self, length: int, depth: float, trials: int) -> list[tuple[list[int], list[int]]]:
-        """(the sentence with the key, the answer) of each trial, as ids."""
-        numbers = self._random(length, depth).integers(10_000, 100_000, trials)
-        ids = self.tokenizer.tokenize
-        return [(ids(KEY.format(key=number)), ids(ANSWER.format(key=number))) for number in numbers]
+        """Token ids of (sentence with the pass key, answer) for each trial."""
+        numbers = self._generator(length, depth).integers(10_000, 100_000, trials)
+        tokenize = self.tokenizer.tokenize
+        return [(tokenize(KEY.format(key=number)), tokenize(ANSWER.format(key=number))) for number in numbers]
 
-    def decided_by(self, length: int, depth: float, trials: int) -> object:
-        """What the prompts follow from."""
+    def determined_by(self, length: int, depth: float, trials: int) -> object:
+        """Everything that determines the prompts, for the record's digest."""
         return PROTOCOL, self._pieces, self.keys(length, depth, trials), self.seed, length, depth
 
     def check(self, length: int, depth: float, trials: int) -> None:
-        """Raises UserError where the length has no room for the key and the question."""
+        """Raises UserError if the length is too short for introduction, pass key and question."""
         introduction, question, _ = self._pieces
         longest = max(len(sentence) + len(answer) for sentence, answer in self.keys(length, depth, trials))
-        least = len(introduction) + len(question) + longest - 1
-        if length < least:
+        minimum = len(introduction) + len(question) + longest - 1
+        if length < minimum:
             raise UserError(
-                f"--passkey: {length:,} tokens have no room for the pass key and the question, which take {least:,} of "
-                f"this tokenizer's; choose --lengths from {least:,} on"
+                f"--passkey: {length:,} tokens are too few for the pass key and the question, which take {minimum:,} "
+                f"with this tokenizer; choose --lengths of at least {minimum:,}"
             )
 
-    def make(self, length: int, depth: float, trials: int) -> tuple[Tensor, list[int]]:
-        """(prompts with their answers, int64 `[trials, length + 1]`; how many tokens of each row's end are the answer).
+    def build(self, length: int, depth: float, trials: int) -> tuple[Tensor, list[int]]:
+        """(prompts followed by their answers, int64 `[trials, length + 1]`; number of answer tokens of each).
 
-        Raises UserError as `check`.
+        Raises UserError if the length is too short (see `check`).
         """
         self.check(length, depth, trials)
         introduction, question, filler = self._pieces
-        random = self._random(length, depth)
-        rows, answers = [], []
+        generator = self._generator(length, depth)
+        rows, answer_lengths = [], []
         for sentence, answer in self.keys(length, depth, trials):
             room = length + 1 - len(introduction) - len(question) - len(sentence) - len(answer)
-            text, borders = _filler(filler, room, random)
-            place = min(borders, key=lambda border: abs(border - depth * room))
+            text, boundaries = _filler(filler, room, generator)
+            place = min(boundaries, key=lambda boundary: abs(boundary - depth * room))
             rows.append([*introduction, *text[:place], *sentence, *text[place:], *question, *answer])
-            answers.append(len(answer))
-        return torch.tensor(rows), answers
+            answer_lengths.append(len(answer))
+        return torch.tensor(rows), answer_lengths
 
-    def _random(self, length: int, depth: float) -> np.random.Generator:
+    def _generator(self, length: int, depth: float) -> np.random.Generator:
         return np.random.default_rng([self.seed, length, round(depth * 1e6)])
 
 
+def _filler(
+    sentences: Sequence[Sequence[int]], room: int, generator: np.random.Generator
+) -> tuple[list[int], list[int]]:
+    """(exactly `room` tokens of random sentences, the first of which may be cut; the boundaries between sentences)."""
+    sizes = np.array([len(sentence) for sentence in sentences])
+    choices = generator.integers(len(sentences), size=room // sizes.min() + 1)
+    ends = np.cumsum(sizes[choices])
+    choices = choices[: np.searchsorted(ends, room) + 1]
+    text = [token for index in choices for token in sentences[index]]
+    surplus = len(text) - room
+    boundaries = {0, *(max(0, int(end) - surplus) for end in ends[: len(choices)])}
+    return text[surplus:], sorted(boundaries)
+
+
 @dataclass(frozen=True)
-class PasskeyWork(Work):
+class PasskeyTask(EvalTask):
     """The prompts of one length and depth."""
 
     prompts: Prompts
     depth: float
 
-    def records(self, run: Run, share: Segments, advance: Callable[[int], None]) -> list[Record]:
-        """A length that the model has no positions for has no values, and a note."""
+    def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
+        """If the model has no positions for the length, the record has a note instead of values."""
         length, trials = share.length, len(self.segments.starts)
-        rows, answers = self.prompts.make(length, self.depth, trials)
-        wanted = torch.tensor(answers)[torch.tensor(share.starts, dtype=torch.int64) // (length + 1)]
-        longest, correct, note = max(answers), torch.zeros((), dtype=torch.int64), None
-        sizes = {"query_chunk": run.query_chunk, "batch_tokens": run.batch_tokens, "device": run.device}
+        rows, answer_lengths = self.prompts.build(length, self.depth, trials)
+        answers = torch.tensor(answer_lengths)[torch.tensor(share.starts, dtype=torch.int64) // (length + 1)]
+        longest, correct, note = max(answer_lengths), torch.zeros((), dtype=torch.int64), None
         try:
             hidden: list[Tensor] = []
-            for part in read(run.decoder, rows.flatten(), share, span=self.mode.span, **sizes):
-                advance(part.hidden.shape[0] * part.hidden.shape[1])
-                end = part.position + part.hidden.shape[1]
+            for chunk in context.reader.hidden_states(rows.flatten(), share, self.mode.span):
+                advance(chunk.hidden.shape[0] * chunk.hidden.shape[1])
+                end = chunk.position + chunk.hidden.shape[1]
                 if end > length - longest:
-                    hidden.append(part.hidden[:, max(0, length - longest - part.position) :])
+                    hidden.append(chunk.hidden[:, max(0, length - longest - chunk.position) :])
                 if end == length:
-                    logits = run.decoder.logits(torch.cat(hidden, dim=1))
-                    right = (logits.argmax(dim=-1) == part.text[:, -longest:]).cpu()
-                    # An answer shorter than the longest begins later.
-                    before = torch.arange(longest, 0, -1) > wanted[part.segment : part.segment + len(right), None]
-                    correct += (right | before).all(dim=1).sum()
+                    logits = context.reader.decoder.logits(torch.cat(hidden, dim=1))
+                    is_top = (logits.argmax(dim=-1) == chunk.text[:, -longest:]).cpu()
+                    # Shorter answers begin later; do not count the tokens before them.
+                    batch_answers = answers[chunk.segment : chunk.segment + len(is_top), None]
+                    before_answer = torch.arange(longest, 0, -1) > batch_answers
+                    correct += (is_top | before_answer).all(dim=1).sum()
                     hidden = []
-        except PositionsExceeded as exceeded:
-            note = str(exceeded)
-        note = run.ranks.first(note)
-        run.ranks.add(correct)
-        (record,), known = self.wanted, note is None
-        return [
-            PasskeyRecord(
-                **{**record, "note": note},
-                trials=trials,
-                correct=int(correct) if known else 0,
-                accuracy=int(correct) / trials if known else None,
-            )
-        ]
+        except PositionsExceeded as error:
+            note = str(error)
+        note = context.share_note(note)
+        context.sum_over_ranks(correct)
+        record: PasskeyRecord = {
+            **self.planned[0],
+            "note": note,
+            "depth": self.depth,
+            "trials": trials,
+            "correct": int(correct) if note is None else 0,
+            "accuracy": int(correct) / trials if note is None else None,
+        }
+        return [record]
 
 
 def plan_passkey(
@@ -155,33 +169,33 @@ def plan_passkey(
     modes: Sequence[str],
     depths: Sequence[float],
     trials: int,
-    origin: Provenance,
+    provenance: Provenance,
     corpus: str | None = None,
-) -> list[PasskeyWork]:
-    """Every mode, length and depth, in that order. Raises UserError for a length without room for the prompt."""
-    works = []
-    decided = {}
+) -> list[PasskeyTask]:
+    """The tasks by mode, length and depth, in this order. Raises UserError if a length is too short for the prompt."""
+    determined_by = {}
     for length in lengths:
         for depth in dict.fromkeys(depths):
             prompts.check(length, depth, trials)
-            decided[length, depth] = prompts.decided_by(length, depth, trials)
+            determined_by[length, depth] = prompts.determined_by(length, depth, trials)
+    tasks = []
     for name in dict.fromkeys(modes):
-        mode = parse_mode(name, origin.train_length)
-        for (length, depth), decided_by in decided.items():
-            about = {"corpus": corpus, "mode": mode.name, "protocol": PROTOCOL, "length": length}
-            record = {**origin.record("passkey", **about, determined_by=decided_by), "depth": depth}
+        mode = parse_mode(name, provenance.train_length)
+        for (length, depth), origin in determined_by.items():
+            planned: PasskeyRecord = {
+                **provenance.record(
+                    "passkey",
+                    corpus=corpus,
+                    mode=mode.name,
+                    protocol=PROTOCOL,
+                    length=length,
+                    determined_by=origin,
+                ),
+                "depth": depth,
+                "trials": trials,
+                "correct": 0,
+                "accuracy": None,
+            }
             segments = Segments(length, range(0, trials * (length + 1), length + 1))
-            works.append(PasskeyWork(mode, segments, (record,), prompts, depth))
-    return works
-
-
-def _filler(sentences: Sequence[Sequence[int]], room: int, random: np.random.Generator) -> tuple[list[int], list[int]]:
-    """(exactly `room` tokens of sentences, of which the first may lack its beginning; where sentences begin or end)."""
-    sizes = np.array([len(sentence) for sentence in sentences])
-    drawn = random.integers(len(sentences), size=room // sizes.min() + 1)
-    ends = np.cumsum(sizes[drawn])
-    drawn = drawn[: np.searchsorted(ends, room) + 1]
-    text = [token for index in drawn for token in sentences[index]]
-    surplus = len(text) - room
-    borders = {0, *(max(0, int(end) - surplus) for end in ends[: len(drawn)])}
-    return text[surplus:], sorted(borders)
+            tasks.append(PasskeyTask(mode, segments, (planned,), prompts, depth))
+    return tasks

@@ -1,13 +1,12 @@
-"""Attention resolution: how well the scores tell one distance from the next (LEX, arXiv 2212.10554, equations 3, 4).
+"""Attention resolution: how well attention scores distinguish neighboring distances (LEX, arXiv 2212.10554, eqs. 3, 4).
 
-With s[n] the mean of the final scores of all pairs of query and key at distance n that attention sees, and D such
-distances,
+Let s[n] be the mean of the final scores of all unmasked pairs of query and key at distance n, and D the number of such
+distances. Then, for each head,
 
-    R = sum of e^s[n] (e^s[n] - e^s[n+1]) / (sum of e^s[n])^2,    n = 0 ... D - 2 in both sums,
+    R = sum_n e^s[n] (e^s[n] - e^s[n+1]) / (sum_n e^s[n])^2,    n = 0 ... D - 2 in both sums,
 
-of each head, averaged over heads, layers and texts. It lies below 1: the numbers that the paper reports are on a scale
-that it does not give. Scores are added up by distance while the model reads, in chunks, so that memory is linear in the
-length.
+and R is averaged over heads, layers and texts. It is below 1; the paper does not state the scale of its
+numbers. Scores are summed by distance while the model reads the text in chunks, so memory is linear in the length.
 
 Legend: b batch, h heads, s query length, t key length, d head size; in a chunk: c queries, l keys; n distances.
 """
@@ -15,6 +14,7 @@ Legend: b batch, h heads, s query length, t key length, d head size; in a chunk:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,101 +25,118 @@ from kerple.positional import PositionsExceeded
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import Provenance, Record, ResolutionRecord
-from megatron.evaluation.scoring import read
+from megatron.evaluation.runner import EvalContext, EvalTask
 from megatron.evaluation.text import Text
-from megatron.evaluation.work import Run, Work
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 
-FEWEST_ROWS, MOST_ROWS = 16, 256
-SCORES_AT_ONCE = 4 * 1024 * 1024
+# Scores are computed for this many queries at a time, and for at most this many pairs if that leaves enough queries.
+MIN_QUERIES, MAX_QUERIES = 16, 256
+MAX_SCORES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class ResolutionWork(Work):
+class ResolutionTask(EvalTask):
     """The attention resolution on segments of a text."""
 
     text: Text
 
-    def records(self, run: Run, share: Segments, advance: Callable[[int], None]) -> list[Record]:
-        """Raises UserError for a model that is not of this project."""
-        if not isinstance(run.model, GPT):
-            raise UserError("attention resolution needs the scores inside the model, which only GPT shows")
-        totals, note = torch.zeros(len(run.model.blocks), dtype=torch.float64), None
-        sizes = {"query_chunk": run.query_chunk, "batch_tokens": run.batch_tokens, "device": run.device}
+    def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
+        """If the model has no positions for the length, the record has a note instead of values.
+
+        Raises UserError if the model is not one of this project.
+        """
+        model = context.model
+        if not isinstance(model, GPT):
+            raise UserError(
+                f"attention resolution needs access to attention scores: only models of this project, not {type(model)}"
+            )
+        totals, note = torch.zeros(len(model.blocks), dtype=torch.float64), None
         try:
-            with watched(run.model) as scores:
-                for part in read(run.decoder, self.text.tokens, share, span=self.mode.span, **sizes):
-                    advance(part.hidden.shape[0] * part.hidden.shape[1])
-                    if part.position + part.hidden.shape[1] == share.length:
-                        totals += torch.stack([one.resolution().mean(dim=1).sum() for one in scores]).cpu()
-                        for one in scores:
-                            one.clear()
-        except PositionsExceeded as exceeded:
-            note = str(exceeded)
-        note = run.ranks.first(note)
+            with record_scores(model) as recorders:
+                for chunk in context.reader.hidden_states(self.text.tokens, share, self.mode.span):
+                    advance(chunk.hidden.shape[0] * chunk.hidden.shape[1])
+                    if chunk.position + chunk.hidden.shape[1] == share.length:
+                        totals += torch.stack([layer.resolution().mean(dim=1).sum() for layer in recorders]).cpu()
+                        for layer in recorders:
+                            layer.reset()
+        except PositionsExceeded as error:
+            note = str(error)
+        note = context.share_note(note)
         texts = len(self.segments.starts)
         if note is None:
-            run.ranks.add(totals)
+            context.sum_over_ranks(totals)
             totals /= texts
             if not totals.isfinite().all():
-                note = "a score is no finite number, or there are fewer than two distances"
-        (record,), known = self.wanted, note is None
-        return [
-            ResolutionRecord(
-                **{**record, "note": note},
-                texts=texts if known else 0,
-                layers=totals.tolist() if known else [],
-                resolution=float(totals.mean()) if known else None,
-            )
-        ]
+                note = "a score is not finite, or there are fewer than two distances"
+        record: ResolutionRecord = {
+            **self.planned[0],
+            "note": note,
+            "texts": texts if note is None else 0,
+            "layers": totals.tolist() if note is None else [],
+            "resolution": float(totals.mean()) if note is None else None,
+        }
+        return [record]
 
 
 def plan_resolution(
-    text: Text, lengths: Sequence[int], modes: Sequence[str], texts: int, origin: Provenance
-) -> list[ResolutionWork]:
-    """The first `texts` segments of each length (of a text in rows, the beginnings of the rows), in every mode. Raises
-    UserError where there are fewer.
+    text: Text, lengths: Sequence[int], modes: Sequence[str], texts: int, provenance: Provenance
+) -> list[ResolutionTask]:
+    """One task per mode and length, in this order, on the first `texts` segments of the text. If the text has rows, the
+    segments are the starts of the first rows. Raises UserError if the text has fewer.
     """
-    works = []
+    tasks = []
     for name in dict.fromkeys(modes):
-        mode = parse_mode(name, origin.train_length)
+        mode = parse_mode(name, provenance.train_length)
         for length in lengths:
             stride = length if text.row is None else text.row
-            held = (len(text.tokens) - 1) // length if text.row is None else len(text.tokens) // text.row
-            if held < texts:
+            available = (len(text.tokens) - 1) // length if text.row is None else len(text.tokens) // text.row
+            if available < texts:
+                advice = (
+                    f"choose --resolution {available}, or shorter lengths" if available else "choose shorter lengths"
+                )
                 raise UserError(
-                    f"--resolution {texts}: the text holds {held:,} segments of {length:,} tokens; "
-                    + (f"choose --resolution {held}, or shorter lengths" if held else "choose shorter lengths")
+                    f"--resolution {texts}: the text has only {available:,} segments of {length:,} tokens; {advice}"
                 )
             segments = Segments(length, range(0, texts * stride, stride))
-            protocol = f"first@{texts}" + (" by document" if text.row is not None else "")
-            about = {"corpus": text.corpus, "mode": mode.name, "protocol": protocol, "length": length}
-            record = origin.record("resolution", **about, determined_by=text.digest(segments))
-            works.append(ResolutionWork(mode, segments, (record,), text))
-    return works
+            planned = provenance.record(
+                "resolution",
+                corpus=text.corpus,
+                mode=mode.name,
+                protocol=f"first@{texts}" + (" by document" if text.row is not None else ""),
+                length=length,
+                determined_by=text.digest(segments),
+            )
+            tasks.append(ResolutionTask(mode, segments, (planned,), text))
+    return tasks
 
 
-class ScoresByDistance:
-    """One layer's final scores, summed over the pairs at each distance while the layer computes attention."""
+class ScoreRecorder:
+    """Stands in for the attention of one layer and sums its final scores by distance."""
 
     def __init__(self, attention: Attention):
         self._attention = attention
-        self.clear()
+        self.reset()
 
-    def clear(self) -> None:
-        """Forget what was summed: another batch comes."""
-        self._sums: Tensor | None = None
-        self._counts: Tensor | None = None
+    def reset(self) -> None:
+        """Drop the sums, before another batch."""
+        self._sums = torch.empty(0)
+        self._counts = torch.empty(0)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
-        """Attention, as without this."""
-        self.add(query, key, **{name: options[name] for name in ("bias_table", "weight_table", "table")},
-                 span=Span(options["window"], options["block"]))  # fmt: skip
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """The attention's own output."""
+        self.add(
+            query,
+            key,
+            bias_table=options["bias_table"],
+            weight_table=options["weight_table"],
+            table=options["table"],
+            span=Span(options["window"], options["block"]),
+        )
         return self._attention(query, key, value, **options)
 
     def uses_jacobians(self, *_: object) -> bool:
-        """Nothing is trained while scores are summed."""
+        """False: nothing is trained while scores are recorded."""
         return False
 
     def add(
@@ -132,80 +149,81 @@ class ScoresByDistance:
         table: Tensor | None,
         span: Span,
     ) -> None:
-        """Queries `[b, h, s, d]`, the last of the `[b, h, t, d]` keys' positions; tables as of `attend`."""
+        """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, h, t, d]`; for the
+        tables see `kerple.attention.attend`.
+        """
         s, t = query.shape[2], key.shape[2]
-        positional = self._attention.positional
-        scales_qk = positional is not None and positional.scales_qk
-        modifies_scores = positional is not None and positional.modifies_scores
-        rows = max(FEWEST_ROWS, min(MOST_ROWS, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * t)))
-        if scales_qk:
-            rows = min(rows, positional.segment)
+        method = self._attention.positional
+        scales = method is not None and method.scales_qk
+        rows = max(MIN_QUERIES, min(MAX_QUERIES, MAX_SCORES // (query.shape[0] * query.shape[1] * t)))
+        if method is not None and scales:
+            rows = min(rows, method.segment)
         max_kv_len = span.max_kv_len(t)
         self._reserve(query, t)
         for first in range(0, s, rows):
             last = min(first + rows, s)
             begin, end = span.first_key(t - s + first), t - s + last
             queries, keys = query[:, :, first:last], key[:, :, begin:end]
-            positions = torch.arange(t - s + first, end), torch.arange(begin, end)
-            if scales_qk:
-                queries, keys = positional.scale_qk(queries, keys, *positions)
+            query_positions, key_positions = torch.arange(t - s + first, end), torch.arange(begin, end)
+            if method is not None and scales:
+                queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
-            if modifies_scores:
-                scores = positional.modify_scores(scores, queries, *positions, mask, table)
-            # No query sees a key further away than `max_kv_len`, and no table goes further.
-            near = min(end - begin, max_kv_len)
-            sums = by_distance(scores.masked_fill(mask, 0.0))[..., :near]
-            counts = by_distance((~mask).to(dtype))[:near]
-            # Functions of the distance act on the sums as they do on each score.
+            if method is not None and method.modifies_scores:
+                scores = method.modify_scores(scores, queries, query_positions, key_positions, mask, table)
+            # All unmasked pairs have a distance below `max_kv_len`, as do the tables.
+            distances = min(end - begin, max_kv_len)
+            sums = sum_by_distance(scores.masked_fill(mask, 0.0))[..., :distances]
+            counts = sum_by_distance((~mask).to(dtype))[:distances]
+            # Bias and weight are constant for a distance, so they can be applied to the sums.
             if weight_table is not None:
-                sums = sums * weight_table[:, :near]
+                sums = sums * weight_table[:, :distances]
             if bias_table is not None:
-                sums = sums + counts * bias_table[:, :near]
-            self._sums[..., :near] += sums
-            self._counts[:near] += counts
+                sums = sums + counts * bias_table[:, :distances]
+            self._sums[..., :distances] += sums
+            self._counts[:distances] += counts
 
     def resolution(self) -> Tensor:
-        """R of every text and head, float64 `[b, h]`; not a number where fewer than two distances are seen."""
-        seen = int((self._counts > 0).sum())
-        means = self._sums[..., :seen] / self._counts[:seen]
+        """R of each text and head, float64 `[b, h]`; NaN if there are fewer than two distances."""
+        distances = int((self._counts > 0).sum())
+        means = self._sums[..., :distances] / self._counts[:distances]
         powers = (means - means.amax(dim=-1, keepdim=True)).exp()
-        here, further = powers[..., :-1], powers[..., 1:]
-        return (here * (here - further)).sum(dim=-1) / here.sum(dim=-1) ** 2
+        near, far = powers[..., :-1], powers[..., 1:]
+        return (near * (near - far)).sum(dim=-1) / near.sum(dim=-1) ** 2
 
-    def _reserve(self, query: Tensor, length: int) -> None:
-        """Room for as many distances as there are positions."""
-        held = 0 if self._sums is None else self._sums.shape[-1]
-        if length > held:
-            more = max(length, 2 * held)
-            sums = query.new_zeros(*query.shape[:2], more, dtype=torch.float64)
-            counts = query.new_zeros(more, dtype=torch.float64)
-            if held:
-                sums[..., :held], counts[:held] = self._sums, self._counts
+    def _reserve(self, query: Tensor, distances: int) -> None:
+        """Extend the sums to at least `distances`, by doubling."""
+        reserved = self._sums.shape[-1]
+        if distances > reserved:
+            size = max(distances, 2 * reserved)
+            sums = query.new_zeros(*query.shape[:2], size, dtype=torch.float64)
+            counts = query.new_zeros(size, dtype=torch.float64)
+            if reserved:
+                sums[..., :reserved], counts[:reserved] = self._sums, self._counts
             self._sums, self._counts = sums, counts
 
 
-def by_distance(values: Tensor) -> Tensor:
-    """`[..., c, l]` of pairs, the queries being the last of the keys' positions -> float64 `[..., l]`, sums over the
-    pairs at each distance. Pairs whose key comes after their query do not count.
+def sum_by_distance(values: Tensor) -> Tensor:
+    """`[..., c, l]`, with the c queries at the last of the l keys' positions -> float64 `[..., l]`, sums over the pairs
+    at each distance 0 to l - 1. Pairs with the key after the query are ignored.
     """
     c, l = values.shape[-2:]  # noqa: E741
-    # Each row one further to the right than the one above: then a column is a distance.
+    # Shift each row by one more than the row above, so that each column is a distance.
     skewed = F.pad(values.flip(-1), (0, c)).flatten(-2)[..., :-c].unflatten(-1, (c, l + c - 1))
     return skewed.sum(dim=-2, dtype=torch.float64)[..., c - 1 :]
 
 
 @contextmanager
-def watched(model: GPT) -> Iterator[list[ScoresByDistance]]:
-    """Every layer's scores by distance, summed inside this context."""
-    layers = [block.attention for block in model.blocks]
-    watchers = [ScoresByDistance(layer.attention) for layer in layers]
+def record_scores(model: GPT) -> Iterator[list[ScoreRecorder]]:
+    """Record the scores of all layers within the context; yields one recorder per layer."""
+    layers: list[Any] = [block.attention for block in model.blocks]
     attentions = [layer.attention for layer in layers]
-    for layer, watcher in zip(layers, watchers, strict=True):
-        layer.attention = watcher
+    recorders = [ScoreRecorder(layer.attention) for layer in layers]
+    for layer, recorder in zip(layers, recorders, strict=True):
+        layer.attention = recorder
     try:
-        yield watchers
+        yield recorders
     finally:
         for layer, attention in zip(layers, attentions, strict=True):
             layer.attention = attention

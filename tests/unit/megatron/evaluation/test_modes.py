@@ -1,4 +1,4 @@
-"""Inference modes by name."""
+"""Inference modes: their names, and the keys that a query attends to."""
 
 import pytest
 
@@ -19,15 +19,15 @@ def test_names():
     "name",
     ["window", "window@", "window@0", "window@-3", "window@1.5", "Full", "sliding", "blockwise@", "blockwise@0"],
 )
-def test_other_names_are_refused(name):
+def test_unknown_names(name):
     with pytest.raises(UserError, match="choose full, window@W, blockwise or blockwise@L"):
         parse_mode(name)
 
 
-def test_blocks_are_half_of_a_known_length():
+def test_blocks_need_an_even_training_length():
     with pytest.raises(UserError, match="training length, which is not known here"):
         parse_mode("blockwise")
-    with pytest.raises(UserError, match=r"blockwise@7: .* 7 is odd; name an even one, as in blockwise@6"):
+    with pytest.raises(UserError, match=r"blockwise@7: .* 7 is odd; choose an even length, e\.g\. blockwise@6"):
         parse_mode("blockwise@7")
     with pytest.raises(UserError, match=r"blockwise: .* 33 is odd"):
         parse_mode("blockwise", train_length=33)
@@ -39,6 +39,6 @@ def test_blocks_are_half_of_a_known_length():
 )
 def test_mean_number_of_keys(name, length):
     mode = parse_mode(name)
-    seen = [position + 1 - mode.span.first_key(position) for position in range(length)]
-    assert mode.keys(length) == pytest.approx(sum(seen) / length)
-    assert max(seen) <= mode.span.max_kv_len(length)
+    keys = [position + 1 - mode.span.first_key(position) for position in range(length)]
+    assert mode.mean_keys(length) == pytest.approx(sum(keys) / length)
+    assert max(keys) <= mode.span.max_kv_len(length)

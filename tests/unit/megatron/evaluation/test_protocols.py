@@ -1,11 +1,15 @@
-"""Which tokens are scored."""
+"""Evaluation protocols: which tokens are scored, and with how much context."""
 
 import math
 
 import pytest
 
-from megatron.evaluation.protocols import Segments, plan
+from megatron.evaluation.protocols import Segments, parse_protocol
 from megatron.utils.errors import UserError
+
+
+def plan(protocol: str, *arguments) -> list[Segments]:
+    return parse_protocol(protocol).plan(*arguments)
 
 
 def scored_targets(segments: Segments) -> list[int]:
@@ -14,11 +18,19 @@ def scored_targets(segments: Segments) -> list[int]:
 
 
 def test_every_length_scores_the_same_targets():
-    parts = plan("non-overlapping", 1000, [8, 16, 64], None)
-    assert [part.length for part in parts] == [8, 16, 64]
-    for part in parts:
-        assert scored_targets(part) == list(range(1, 961))  # 960 = 15 * 64, the most that fits into 999
-        assert part.targets == 960
+    segments_by_length = plan("non-overlapping", 1000, [8, 16, 64], None)
+    assert [segments.length for segments in segments_by_length] == [8, 16, 64]
+    for segments in segments_by_length:
+        assert scored_targets(segments) == list(range(1, 961))  # 960 = 15 * 64, the most that fits into 999
+        assert segments.targets == 960
+
+
+@pytest.mark.parametrize("name", ["non-overlapping", "last-k@8", "sliding@8"])
+def test_the_budget_limits_every_length_to_the_same_targets(name):
+    targets = [sorted(scored_targets(segments)) for segments in plan(name, 700, [16, 32, 64], 200)]
+    assert targets[0] == targets[1] == targets[2]
+    assert 0 < len(targets[0]) <= 200
+    assert len(set(targets[0])) == len(targets[0])
 
 
 @pytest.mark.parametrize(("available", "budget", "total"), [(1025, None, 1024), (1024, None, 960), (10_000, 500, 448)])
@@ -27,30 +39,73 @@ def test_the_last_token_is_a_target_and_the_budget_holds(available, budget, tota
 
 
 def test_lengths_that_do_not_divide_the_longest_share_a_multiple():
-    parts = plan("non-overlapping", 500, [12, 18, 24], None)
-    assert {part.targets for part in parts} == {432}  # 6 * lcm(12, 18, 24)
+    segments = plan("non-overlapping", 500, [12, 18, 24], None)
+    assert {part.targets for part in segments} == {432}  # 6 * lcm(12, 18, 24)
     assert 432 % math.lcm(12, 18, 24) == 0
-    assert scored_targets(parts[0]) == scored_targets(parts[1]) == scored_targets(parts[2])
+    assert scored_targets(segments[0]) == scored_targets(segments[1]) == scored_targets(segments[2])
 
 
-def test_lengths_without_a_common_multiple_are_refused():
-    with pytest.raises(
-        UserError, match=r"7, 11, 13 cannot score the same tokens.*up to 999 \(the least one is 1,001\)"
-    ):
-        plan("non-overlapping", 1000, [7, 11, 13], None)
+def test_ranks_share_the_segments():
+    segments = plan("non-overlapping", 1000, [8], None)[0]
+    shares = [segments.share(rank, 3) for rank in range(3)]
+    assert sorted(start for share in shares for start in share.starts) == list(segments.starts)
+    assert list(shares[1].starts[:2]) == [8, 32]
 
 
-def test_too_few_tokens():
-    with pytest.raises(UserError, match="64 tokens hold no segment of 64"):
-        plan("non-overlapping", 64, [32, 64], None)
+@pytest.mark.parametrize(
+    ("name", "available", "lengths", "budget", "message"),
+    [
+        ("non-overlapping", 64, [32, 64], None, "64 tokens is too short for a segment of 64"),
+        ("non-overlapping", 1000, [64], 50, "a budget of 50 tokens is shorter than a segment of 64: increase it to"),
+        (
+            "non-overlapping",
+            1000,
+            [7, 11, 13],
+            None,
+            r"7, 11, 13 cannot score the same tokens.*up to 999 \(the least one is 1,001\)",
+        ),
+        ("kerple", 1000, [8], None, "the text has only 124 segments of 8 tokens; .* choose kerple@124"),
+        ("kerple", 8, [8], None, "8 tokens is too short for a segment of 8"),
+        ("last-k", 9000, [128, 512], None, "more than a length of 128 has; choose last-k@128"),
+        ("last-k@8", 64, [64], None, "64 tokens is too short for a segment of 64"),
+        ("last-k@8", 65, [64], 7, "a budget of 7 tokens is less than the 8 of last-k@8"),
+        ("sliding@9", 1000, [8], None, "more than a length of 8"),
+    ],
+)
+def test_rejected_plans(name, available, lengths, budget, message):
+    with pytest.raises(UserError, match=message):
+        plan(name, available, lengths, budget)
+
+
+def test_the_shortest_sufficient_stream():
     assert plan("non-overlapping", 65, [32, 64], None)[1].targets == 64
 
 
-def test_too_small_a_budget_is_told_from_too_little_text():
-    with pytest.raises(UserError, match="a budget of 50 tokens holds no segment of 64: give at least 64"):
-        plan("non-overlapping", 1000, [64], 50)
+@pytest.mark.parametrize("name", ["overlapping", "last-k@0", "non-overlapping@3", "kerple@", "Sliding"])
+def test_unknown_names(name):
+    with pytest.raises(UserError, match=f"'{name}' is not known; choose non-overlapping, kerple"):
+        parse_protocol(name)
 
 
-def test_unknown_protocol():
-    with pytest.raises(UserError, match="'overlapping' is not known; choose non-overlapping, kerple"):
-        plan("overlapping", 100, [4], None)
+@pytest.mark.parametrize("name", ["non-overlapping", "kerple@3", "last-k@8", "sliding@8"])
+def test_the_tokens_needed_suffice_for_the_budget(name):
+    protocol = parse_protocol(name)
+    needed = protocol.tokens_needed([16, 64], 200)
+    assert protocol.name == name
+    assert protocol.plan(needed, [16, 64], 200) == protocol.plan(10_000, [16, 64], 200)
+
+
+@pytest.mark.parametrize("name", ["non-overlapping", "last-k@8"])
+def test_segments_do_not_cross_rows(name):
+    for segments in parse_protocol(name).plan_rows(7, [16, 64], None):
+        for start in segments.starts:
+            assert start // 65 == (start + segments.length) // 65
+        assert {start // 65 for start in segments.starts} == set(range(7))
+    assert {start // 65 for start in parse_protocol("last-k@8").plan_rows(7, [16, 64], 25)[0].starts} == {0, 1, 2}
+
+
+def test_rejected_plans_of_rows():
+    with pytest.raises(UserError, match="kerple@320 reads one stream"):
+        parse_protocol("kerple").plan_rows(3, [8], None)
+    with pytest.raises(UserError, match="a budget of 10 tokens is less than the 64 scored in one document"):
+        parse_protocol("non-overlapping").plan_rows(3, [64], 10)

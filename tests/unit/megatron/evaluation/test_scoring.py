@@ -1,118 +1,116 @@
-"""The loss of each token, in chunks through the cache, against a direct float64 computation."""
+"""The loss of each token, in chunks through the KV cache, compared with a direct float64 computation."""
 
 import copy
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kerple.attention import FULL, Span
 from kerple.positional import primary_names
-from megatron.evaluation.protocols import Segments, plan
-from megatron.evaluation.scoring import score
+from megatron.evaluation.protocols import Segments
+from megatron.evaluation.scoring import SegmentReader, standard_error
 from megatron.inference.decoder import as_decoder
 from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
 
 STREAM = random_tokens(400)
 
 
-def losses_of(model, segments: Segments, *, span=FULL, query_chunk=16, batch_tokens=128) -> torch.Tensor:
-    """`[segments, scored positions]`, put together from what `score` gives."""
-    found = torch.full((len(segments.starts), segments.length), torch.nan, dtype=torch.float64)
+def reader_of(model, query_chunk=16, batch_tokens=128) -> SegmentReader:
+    return SegmentReader(as_decoder(model), torch.device("cpu"), query_chunk, batch_tokens)
+
+
+def losses_of(model, segments: Segments, *, span=FULL, **sizes) -> torch.Tensor:
+    """`[segments, scored positions]`, assembled from the chunks."""
+    losses = torch.full((len(segments.starts), segments.length), torch.nan, dtype=torch.float64)
     with torch.inference_mode():
-        for part in score(
-            as_decoder(model),
-            STREAM,
-            segments,
-            span=span,
-            query_chunk=query_chunk,
-            batch_tokens=batch_tokens,
-            device=torch.device("cpu"),
-        ):
-            rows, columns = part.losses.shape
-            found[part.segment : part.segment + rows, part.position : part.position + columns] = part.losses.double()
-    return found[:, segments.first :]
+        for chunk in reader_of(model, **sizes).losses(STREAM, segments, span):
+            rows, columns = chunk.losses.shape
+            losses[chunk.segment : chunk.segment + rows, chunk.position : chunk.position + columns] = chunk.losses
+    return losses[:, segments.first :]
 
 
 def direct(model, segments: Segments, **span) -> torch.Tensor:
-    """The same by one call over each whole segment, in float64."""
-    rows = [STREAM[start : start + segments.length + 1] for start in segments.starts]
-    text = torch.stack(rows)
+    """The same, from one call over all segments, in float64."""
+    text = torch.stack([STREAM[start : start + segments.length + 1] for start in segments.starts])
     with torch.no_grad():
         logits = model(text[:, :-1], **span)
     return direct_losses(logits, text[:, 1:])[:, segments.first :]
 
 
 @pytest.mark.parametrize("sizes", [{}, *({"window": size} for size in (1, 5, 24, 500)), {"block": 8}])
-def test_callable_equals_the_definition(sizes):
+def test_a_callable_without_a_cache(sizes):
     model = AlibiByHand()
-    segments = plan("non-overlapping", len(STREAM), [40], None)[0]
+    segments = Segments(40, range(0, 360, 40))
     torch.testing.assert_close(
         losses_of(model, segments, span=Span(**sizes)), direct(model, segments, **sizes), rtol=0, atol=1e-12
     )
 
 
-@pytest.mark.parametrize("span", [FULL, Span(window=1), Span(window=5), Span(window=24), Span(block=12)])
-@pytest.mark.parametrize("method", primary_names())
-def test_chunks_equal_the_whole_for_every_method(method, span):
-    """50 tokens in chunks of 16, three segments at once and one left over, float32 against float64 at once."""
+@pytest.mark.parametrize(
+    ("method", "span"),
+    [*((method, span) for method in primary_names() for span in (FULL, Span(window=5))), ("kerple_log", Span(window=1))]
+    + [
+        (method, span)
+        for method in ("kerple_log", "rotary", "dape_kerple")
+        for span in (Span(window=24), Span(block=12))
+    ],
+)
+def test_chunks_equal_one_call_for_every_method(method, span):
+    """50 tokens in chunks of 16, batches of three segments and one of the rest, float32 compared with float64."""
     model = small_gpt(method)
     segments = Segments(50, range(0, 350, 50))
     chunked = losses_of(model, segments, span=span, batch_tokens=150)
-    whole = direct(copy.deepcopy(model).double(), segments, span=span)
-    torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-5)
-    assert whole.std() > 0.5  # the model is no constant that anything would agree with
+    expected = direct(copy.deepcopy(model).double(), segments, span=span)
+    torch.testing.assert_close(chunked, expected, rtol=0, atol=1e-5)
+    assert expected.std() > 0.5  # the model is not a constant
 
 
-def test_window_reaches_as_far_as_it_says():
-    """In one layer a window of W sees exactly W keys: the token W - 1 back matters, the one before it does not."""
+def changed_losses(span: Span, **sizes) -> list[int]:
+    """Positions of a one-layer model whose loss changes with token 10."""
     model = small_gpt("kerple_log", num_layers=1)
-    segments = Segments(32, [0])
-    before = losses_of(model, segments, span=Span(window=8))[0]
-    changed = STREAM.clone()
-    changed[10] = (changed[10] + 1) % VOCABULARY
-    text = changed[:33]
+    before = losses_of(model, Segments(40, [0]), span=span, **sizes)[0]
+    text = STREAM[:41].clone()
+    text[10] = (text[10] + 1) % VOCABULARY
     with torch.no_grad():
-        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], span=Span(window=8)), text[None, 1:])[0]
-    moved = ((after - before).abs() > 1e-4).nonzero().flatten().tolist()
-    assert moved == list(range(9, 18))  # position 9 predicts the changed token, 10 ... 17 can see it
+        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], span=span), text[None, 1:])[0]
+    return ((after - before).abs() > 1e-4).nonzero().flatten().tolist()
 
 
-def test_blocks_are_counted_from_the_segment_s_beginning():
-    """In one layer, blocks of 8: tokens 8 ... 15 matter to the queries of their own block and the next."""
-    model = small_gpt("kerple_log", num_layers=1)
-    segments = Segments(40, [0])
-    before = losses_of(model, segments, span=Span(block=8), query_chunk=5)[0]
-    changed = STREAM.clone()
-    changed[10] = (changed[10] + 1) % VOCABULARY
-    text = changed[:41]
-    with torch.no_grad():
-        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], span=Span(block=8)), text[None, 1:])[0]
-    assert ((after - before).abs() > 1e-4).nonzero().flatten().tolist() == list(range(9, 24))
+def test_a_window_has_exactly_its_number_of_keys():
+    # Position 9 predicts the changed token; positions 10 to 17 attend to it.
+    assert changed_losses(Span(window=8)) == list(range(9, 18))
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 64, 129, 10_000])
-@pytest.mark.parametrize("query_chunk", [1, 7, 64])
-def test_batches_and_chunks_change_nothing(batch_tokens, query_chunk):
+def test_blocks_start_at_the_segment_s_start():
+    # Tokens 8 to 15 are a block, which queries of this block and the next attend to.
+    assert changed_losses(Span(block=8), query_chunk=5) == list(range(9, 24))
+
+
+@pytest.mark.parametrize(
+    ("query_chunk", "batch_tokens"), [(1, 10_000), (7, 1), (7, 64), (7, 129), (64, 1), (64, 129), (64, 10_000)]
+)
+def test_chunk_and_batch_sizes_do_not_change_losses(query_chunk, batch_tokens):
     model = small_gpt("alibi").double()
     segments = Segments(32, range(0, 320, 32))
-    expected = direct(model, segments)
-    found = losses_of(model, segments, query_chunk=query_chunk, batch_tokens=batch_tokens)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    losses = losses_of(model, segments, query_chunk=query_chunk, batch_tokens=batch_tokens)
+    torch.testing.assert_close(losses, direct(model, segments), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("first", [3, 16, 40])
-def test_only_positions_from_first_on_are_scored(first):
+def test_positions_before_first_are_not_scored(first):
     model = small_gpt("rotary").double()
     segments = Segments(48, range(0, 240, 48), first=first)
-    found = losses_of(model, segments)
-    assert found.shape == (5, 48 - first)
-    torch.testing.assert_close(found, direct(model, segments), rtol=0, atol=1e-10)
+    losses = losses_of(model, segments)
+    assert losses.shape == (5, 48 - first)
+    torch.testing.assert_close(losses, direct(model, segments), rtol=0, atol=1e-10)
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any result had."""
+    """Records the largest number of elements of any result."""
 
     elements = 0
 
@@ -124,25 +122,25 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("method", ["kerple_log", "rpe", "rotary"])
+@pytest.mark.parametrize("method", ["kerple_log", "rotary"])
 def test_memory_grows_linearly_with_the_length(method):
     """No tensor is length x length or length x vocabulary: the largest one is heads x chunk x length."""
     model = small_gpt(method, padded_vocab_size=5000)
     stream = torch.randint(0, 5000, (2049,))
 
     def largest(length: int) -> int:
-        with torch.inference_mode(), LargestTensor() as seen:
-            for _ in score(
-                as_decoder(model),
-                stream,
-                Segments(length, [0]),
-                span=FULL,
-                query_chunk=32,
-                batch_tokens=1,
-                device=torch.device("cpu"),
-            ):
+        with torch.inference_mode(), LargestTensor() as tensors:
+            for _ in reader_of(model, query_chunk=32, batch_tokens=1).losses(stream, Segments(length, [0]), FULL):
                 pass
-        return seen.elements
+        return tensors.elements
 
-    assert largest(2048) <= 4 * 32 * 2048
-    assert largest(2048) <= 2 * largest(1024)
+    elements = largest(2048)
+    assert elements <= 4 * 32 * 2048
+    assert elements <= 2 * largest(1024)
+
+
+def test_equal_documents_have_the_standard_error_of_their_mean():
+    means = np.random.default_rng(3).normal(3, 0.4, 12)
+    expected = scipy.stats.sem(means)
+    assert standard_error(means * 50, np.full(12, 50)) == pytest.approx(expected)
+    assert standard_error(means[:1] * 50, np.full(1, 50)) is None

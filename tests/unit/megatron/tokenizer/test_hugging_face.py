@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.tokenizer import build_tokenizer, hugging_face, padded_vocab_size
-from megatron.tokenizer.hugging_face import split_text, train_bpe
+from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, split_text, train_bpe
 from megatron.utils.errors import UserError
 from tests.support.texts import KINDS, UNICODE
 
@@ -287,3 +287,22 @@ def test_training_is_deterministic():
 def test_vocabulary_size_too_small():
     with pytest.raises(UserError, match=r"vocabulary size 256 is too small: .*at least 257"):
         train_bpe(["a"], 256)
+
+
+# --- bytes of tokens
+
+
+def test_byte_lengths_of_byte_level_tokens(tmp_path):
+    """Some tokens are parts of characters, and one special token is text."""
+    texts = ("naïve café – “∑” 東京 🙂\n", "plain ASCII text, ")
+    bpe = train_bpe(texts * 3, 290)
+    bpe.add_special_tokens(["<|naïve|>"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    lengths = tokenizer.byte_lengths()
+    for text in (*texts, "not in training: ü 漢字 🎈", "<|naïve|> added"):
+        assert lengths[tokenizer.tokenize(text)].sum() == len(text.encode())
+    ids = tokenizer.tokenize(texts[0])
+    assert len(ids) < len(texts[0].encode())
+    assert any("\ufffd" in tokenizer.detokenize([token]) for token in ids)
+    assert lengths[tokenizer.eod] == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.tokenizer import CharLevelTokenizer, build_tokenizer, padded_vocab_size
 from megatron.utils.errors import UserError
 from tests.support.texts import KINDS
 
@@ -48,3 +48,11 @@ def test_missing_files(tmp_path):
     (tmp_path / "encoder.json").write_text("{}")
     with pytest.raises(UserError, match=r"needs merge-file: GPT-2's vocab.bpe.*installed here as"):
         build_tokenizer("GPT2BPETokenizer", tmp_path / "encoder.json")
+
+
+def test_byte_lengths_of_characters():
+    tokenizer = CharLevelTokenizer()
+    text = "naïve ∑ text\n"
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
+    assert tokenizer.byte_lengths()[tokenizer.eod] == 0

@@ -1,4 +1,4 @@
-"""Attention resolution against all pairs of scores, one by one, in float64."""
+"""Attention resolution, compared with a sum over all pairs in float64."""
 
 import copy
 import math
@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kerple.attention import FULL, Span
-from megatron.evaluation.measures.resolution import by_distance, plan_resolution
+from megatron.evaluation.measures.resolution import plan_resolution, sum_by_distance
 from megatron.evaluation.records import Provenance
+from megatron.evaluation.runner import run_eval_tasks
 from megatron.evaluation.text import Text
-from megatron.evaluation.work import measure
 from megatron.utils.errors import UserError
 from tests.support.language_models import random_tokens, small_gpt
 
@@ -19,19 +19,19 @@ LENGTH = 48
 SPANS = {"full": FULL, "window@9": Span(window=9), "blockwise@16": Span(block=8)}
 
 
-def measured(model, modes, *, texts=2, **sizes):
-    works = plan_resolution(Text(STREAM), [LENGTH], modes, texts, Provenance())
-    return measure(model, works, progress=False, **sizes)
+def measure(model, modes, *, texts=2, **sizes):
+    tasks = plan_resolution(Text(STREAM), [LENGTH], modes, texts, Provenance())
+    return run_eval_tasks(model, tasks, progress=False, **sizes)
 
 
-def sees(span, query, key):
+def attends(span, query, key):
     if span.block is not None:
         return key <= query and key // span.block >= query // span.block - 1
     return query - (span.window or LENGTH) < key <= query
 
 
 def scores_of(model, layer, tokens, span):
-    """The final scores of all pairs, `[h, s, s]`, from the layer's own inputs; mask ones are whatever they are."""
+    """The final scores of all pairs, `[h, s, s]`, from the layer's own inputs; those of masked pairs are arbitrary."""
     inputs = []
     attention = model.blocks[layer].attention
     hook = attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
@@ -43,9 +43,9 @@ def scores_of(model, layer, tokens, span):
     method, positions = getattr(attention, "rpe", None), torch.arange(LENGTH)
     if method is None:
         return query @ key.mT / math.sqrt(size)
-    query, key = (turned[0] for turned in method.rotate(query[None], key[None], positions, positions))
+    query, key = (states[0] for states in method.rotate(query[None], key[None], positions, positions))
     if method.scales_qk:
-        query, key = (scaled[0] for scaled in method.scale_qk(query[None], key[None], positions, positions))
+        query, key = (states[0] for states in method.scale_qk(query[None], key[None], positions, positions))
     scores = query @ key.mT / math.sqrt(size)
     distance = (positions[:, None] - positions).clamp(min=0)
     if method.has_weight:
@@ -56,7 +56,7 @@ def scores_of(model, layer, tokens, span):
     elif method.has_bias:
         scores = scores + method.bias(distance.float()).double()
     if method.modifies_scores:
-        mask = torch.tensor([[not sees(span, i, j) for j in range(LENGTH)] for i in range(LENGTH)])
+        mask = torch.tensor([[not attends(span, i, j) for j in range(LENGTH)] for i in range(LENGTH)])
         scores = method.modify_scores(
             scores[None], query[None], positions, positions, mask, method.table(positions.float())
         )[0]
@@ -68,11 +68,11 @@ def resolution_by_hand(scores, span):
     by_pair = {}
     for query in range(LENGTH):
         for key in range(query + 1):
-            if sees(span, query, key):
+            if attends(span, query, key):
                 by_pair.setdefault(query - key, []).append(float(scores[query, key]))
     s = [math.fsum(by_pair[n]) / len(by_pair[n]) for n in range(len(by_pair))]
-    total = sum(math.exp(one) for one in s[:-1])
-    return sum(math.exp(here) * (math.exp(here) - math.exp(there)) for here, there in zip(s, s[1:])) / total**2  # noqa: B905, RUF007
+    total = sum(math.exp(mean) for mean in s[:-1])
+    return sum(math.exp(near) * (math.exp(near) - math.exp(far)) for near, far in zip(s, s[1:])) / total**2  # noqa: B905, RUF007
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap", "rotary", "xpos", "dape_kerple", "learned"])
@@ -80,7 +80,7 @@ def resolution_by_hand(scores, span):
 def test_against_every_pair(method):
     """In chunks of 20 through the cache, two texts in a batch."""
     model = small_gpt(method)
-    records = measured(model, list(SPANS), query_chunk=20)
+    records = measure(model, list(SPANS), query_chunk=20)
     exact = copy.deepcopy(model).double()
     for record, (mode, span) in zip(records, SPANS.items(), strict=True):
         assert (record["kind"], record["mode"], record["protocol"], record["texts"]) == (
@@ -99,29 +99,29 @@ def test_against_every_pair(method):
             assert value == pytest.approx(sum(expected) / len(expected), abs=1e-5)
 
 
-def test_chunks_and_batches_change_nothing_and_the_model_is_left_as_it_was():
+def test_chunks_and_batches_do_not_change_the_result_or_the_model():
     model = small_gpt("alibi")
     attentions = [block.attention.attention for block in model.blocks]
-    one, other = (
-        measured(model, ["full"], **sizes)[0]["layers"] for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
+    in_one_call, in_chunks = (
+        measure(model, ["full"], **sizes)[0]["layers"] for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
     )
-    assert one == pytest.approx(other, rel=1e-5)
+    assert in_one_call == pytest.approx(in_chunks, rel=1e-5)
     assert [block.attention.attention for block in model.blocks] == attentions
 
 
 def test_sums_along_the_diagonals():
     values = torch.arange(15.0).view(3, 5)  # queries at 2, 3, 4 of 5 positions
-    assert by_distance(values).tolist() == [2 + 8 + 14, 1 + 7 + 13, 0 + 6 + 12, 5 + 11, 10]
+    assert sum_by_distance(values).tolist() == [2 + 8 + 14, 1 + 7 + 13, 0 + 6 + 12, 5 + 11, 10]
 
 
-def test_what_has_no_resolution():
-    beyond = measured(small_gpt("learned", max_positions=16), ["full"])[0]
+def test_without_a_resolution():
+    beyond = measure(small_gpt("learned", max_positions=16), ["full"])[0]
     assert (beyond["resolution"], beyond["layers"], beyond["texts"]) == (None, [], 0)
     assert "16" in beyond["note"]
-    assert "fewer than two distances" in measured(small_gpt("alibi"), ["window@1"])[0]["note"]
+    assert "fewer than two distances" in measure(small_gpt("alibi"), ["window@1"])[0]["note"]
     with pytest.raises(
-        UserError, match="--resolution 9: the text holds 4 segments of 48 tokens; choose --resolution 4"
+        UserError, match="--resolution 9: the text has only 4 segments of 48 tokens; choose --resolution 4"
     ):
-        measured(small_gpt("alibi"), ["full"], texts=9)
-    with pytest.raises(UserError, match="needs the scores inside the model"):
-        measured(lambda tokens: torch.zeros(*tokens.shape, 61), ["full"])
+        measure(small_gpt("alibi"), ["full"], texts=9)
+    with pytest.raises(UserError, match="needs access to attention scores"):
+        measure(lambda tokens: torch.zeros(*tokens.shape, 61), ["full"])

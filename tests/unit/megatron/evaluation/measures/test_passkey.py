@@ -7,7 +7,7 @@ import torch
 
 from megatron.evaluation.measures.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
 from megatron.evaluation.records import Provenance
-from megatron.evaluation.work import measure
+from megatron.evaluation.runner import run_eval_tasks
 from megatron.tokenizer import CharLevelTokenizer
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
@@ -17,7 +17,7 @@ CHARACTERS = CharLevelTokenizer()
 
 
 @pytest.fixture(scope="module")
-def bytes_and_pairs(tmp_path_factory):
+def bpe(tmp_path_factory):
     """A byte-level BPE for which numbers of five digits are two to five tokens."""
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     numbers = [f"{number}" for number in range(10_000, 100_000, 137)]
@@ -25,12 +25,12 @@ def bytes_and_pairs(tmp_path_factory):
     return HuggingFaceTokenizer(path)
 
 
-@pytest.mark.parametrize("kind", ["characters", "pairs"])
+@pytest.mark.parametrize("kind", ["characters", "bpe"])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_a_prompt_has_its_length_and_its_key_at_its_depth(kind, depth, request):
-    tokenizer = CHARACTERS if kind == "characters" else request.getfixturevalue("bytes_and_pairs")
+def test_length_of_prompts_and_depth_of_keys(kind, depth, request):
+    tokenizer = CHARACTERS if kind == "characters" else request.getfixturevalue("bpe")
     for length in (300, 2000):
-        rows, answers = Prompts(tokenizer).make(length, depth, 4)
+        rows, answers = Prompts(tokenizer).build(length, depth, 4)
         assert rows.shape == (4, length + 1)
         for row, answer in zip(rows.tolist(), answers, strict=True):
             text = tokenizer.detokenize(row)
@@ -50,65 +50,65 @@ def test_a_prompt_has_its_length_and_its_key_at_its_depth(kind, depth, request):
             assert depth != 1 or after == ""
 
 
-def test_prompts_follow_from_the_seed():
-    first, again, other = (Prompts(CHARACTERS, seed).make(300, 0.5, 3)[0] for seed in (0, 0, 1))
+def test_prompts_are_determined_by_the_seed():
+    first, again, other = (Prompts(CHARACTERS, seed).build(300, 0.5, 3)[0] for seed in (0, 0, 1))
     assert first.equal(again)
     assert not first.equal(other)
     assert len({tuple(row) for row in first.tolist()}) == 3
     with pytest.raises(
-        UserError, match=r"--passkey: 64 tokens have no room .* choose --lengths from (\d+) on"
+        UserError, match=r"--passkey: 64 tokens are too few .* choose --lengths of at least \d+"
     ) as error:
         plan_passkey(Prompts(CHARACTERS), [64], ["full"], [0.5], 1, Provenance())
-    least = int(re.search(r"from (\d+) on", str(error.value))[1])
-    assert Prompts(CHARACTERS).make(least, 0.5, 1)[0].shape == (1, least + 1)
+    minimum = int(re.search(r"at least (\d+)", str(error.value))[1])
+    assert Prompts(CHARACTERS).build(minimum, 0.5, 1)[0].shape == (1, minimum + 1)
 
 
-def test_the_whole_number_counts_and_nothing_before_it(bytes_and_pairs):
-    """A reader that knows the number where it lies within its sight, and is never right elsewhere."""
-    prompts = Prompts(bytes_and_pairs)
-    rows, answers = prompts.make(600, 0.5, 6)
+def test_only_the_complete_number_is_correct(bpe):
+    """The model predicts the tokens of the answer, except one in two of the trials, and no token before the answer."""
+    prompts = Prompts(bpe)
+    rows, answers = prompts.build(600, 0.5, 6)
     assert len(set(answers)) > 1
     known = {tuple(row[:-1]): (row, answer) for row, answer in zip(rows.tolist(), answers, strict=True)}
     spoiled = {1: -1, 4: -2}  # these trials are wrong in one token
 
-    def reader(tokens):
-        logits = torch.zeros(*tokens.shape, bytes_and_pairs.vocab_size)
+    def model(tokens):
+        logits = torch.zeros(*tokens.shape, bpe.vocab_size)
         for row, text in zip(logits, tokens.tolist(), strict=True):
-            whole, answer = known[tuple(text)]
+            prompt, answer = known[tuple(text)]
             trial = list(known).index(tuple(text))
             for place in range(-len(text), 0):
-                row[place, whole[place] if place >= -answer else (whole[place] + 1) % 300] = 1
+                row[place, prompt[place] if place >= -answer else (prompt[place] + 1) % 300] = 1
             if trial in spoiled:
                 row[spoiled[trial]] = 0
         return logits
 
-    work = plan_passkey(prompts, [600], ["full"], [0.5], 6, Provenance(), "corpus")
-    (record,) = measure(reader, work, batch_tokens=1300, progress=False)
+    tasks = plan_passkey(prompts, [600], ["full"], [0.5], 6, Provenance(), "corpus")
+    (record,) = run_eval_tasks(model, tasks, batch_tokens=1300, progress=False)
     assert (record["correct"], record["trials"], record["accuracy"]) == (4, 6, 4 / 6)
     assert (record["length"], record["depth"], record["protocol"], record["corpus"]) == (600, 0.5, "passkey", "corpus")
 
 
-def test_through_the_cache_it_is_greedy_decoding():
-    """Answers that the model itself gives, word for word, in every other trial."""
+def test_answers_are_those_of_greedy_decoding():
+    """In every other trial, the answer is replaced by what the model itself decodes."""
     model = small_gpt("kerple_log", padded_vocab_size=512)
 
     class OwnAnswers(Prompts):
-        def make(self, length, depth, trials):
-            rows, answers = super().make(length, depth, trials)
+        def build(self, length, depth, trials):
+            rows, answers = super().build(length, depth, trials)
             for row, answer in list(zip(rows, answers, strict=True))[::2]:
                 for place in range(length + 1 - answer, length + 1):
                     row[place] = model(row[None, :place])[0, -1].argmax()
             return rows, answers
 
     with torch.no_grad():
-        works = plan_passkey(OwnAnswers(CHARACTERS), [256], ["full"], [0.5], 4, Provenance())
-        (record,) = measure(model, works, query_chunk=253, batch_tokens=600, progress=False)
+        tasks = plan_passkey(OwnAnswers(CHARACTERS), [256], ["full"], [0.5], 4, Provenance())
+        (record,) = run_eval_tasks(model, tasks, query_chunk=253, batch_tokens=600, progress=False)
     assert record["correct"] == 2
 
 
 def test_a_length_without_positions_has_a_note():
-    works = plan_passkey(Prompts(CHARACTERS), [256], ["full"], [0.0, 1.0], 2, Provenance())
+    tasks = plan_passkey(Prompts(CHARACTERS), [256], ["full"], [0.0, 1.0], 2, Provenance())
     model = small_gpt("learned", max_positions=32, padded_vocab_size=512)
-    for record in measure(model, works, progress=False):
+    for record in run_eval_tasks(model, tasks, progress=False):
         assert (record["accuracy"], record["correct"], record["trials"]) == (None, 0, 2)
         assert "32" in record["note"]

@@ -1,0 +1,312 @@
+"""Planning and running evaluations: `EvalTask`, the loop over tasks, and length extrapolation.
+
+An `EvalTask` is one measurement of one model. Extrapolation tasks are defined here, further ones in
+`megatron.evaluation.measures`. Several ranks share an evaluation: each runs its share of every task's segments.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kerple.positional import PositionsExceeded
+from megatron.evaluation.modes import Mode, parse_mode
+from megatron.evaluation.protocols import Protocol, Segments, parse_protocol
+from megatron.evaluation.records import (
+    ExtrapolationRecord,
+    PositionsRecord,
+    Provenance,
+    Record,
+    extrapolation_records,
+    perplexity,
+)
+from megatron.evaluation.scoring import LossAccumulator, SegmentReader
+from megatron.evaluation.text import IntArray, Text, as_text
+from megatron.inference.decoder import as_decoder, inference, model_device
+from megatron.utils.errors import UserError
+from megatron.utils.progress import Progress
+from megatron.utils.ranks import run_on_all_ranks
+
+QUERY_CHUNK = 512
+# More does not fit into a CPU's caches; a GPU needs more to be busy.
+BATCH_TOKENS_CPU, BATCH_TOKENS_GPU = 8192, 32768
+# For the progress bar only: attention over this many keys is assumed to cost as much as the rest of a small model.
+KEYS_PER_UNIT_COST = 4096
+
+
+@dataclass(frozen=True)
+class EvalContext:
+    """What all tasks of a run share: the model, how to feed it, and the ranks that take part."""
+
+    model: Any
+    reader: SegmentReader
+    rank: int
+    world_size: int
+
+    def share_note(self, note: str | None) -> str | None:
+        """The note of the first rank that has one, on every rank."""
+        if self.world_size == 1:
+            return note
+        return next((text for text in run_on_all_ranks(lambda: note) if text is not None), None)
+
+    def sum_over_ranks(self, values: Tensor) -> None:
+        """Replace a CPU tensor by its sum over the ranks."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(values)
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """One measurement, in one inference mode, on segments of equal length. planned: its records, without values."""
+
+    mode: Mode
+    segments: Segments
+    planned: tuple[Record, ...]
+
+    def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
+        """The planned records with their values, on every rank. Calls `advance` with each number of tokens read.
+
+        share: the segments of this rank.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ExtrapolationTask(EvalTask):
+    """The loss of a text, and with `bins` also by position."""
+
+    text: Text
+    bins: int | None = None
+
+    def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
+        """If the model has no positions for the length, the records have a note instead of values."""
+        sums = LossAccumulator(self.text, self.segments, context.rank, context.world_size)
+        note = None
+        try:
+            for chunk in context.reader.losses(self.text.tokens, share, self.mode.span):
+                sums.add(chunk)
+                advance(chunk.losses.numel())
+        except PositionsExceeded as error:
+            note = str(error)
+        note = context.share_note(note)
+        if note is None:
+            sums.reduce()
+            if not math.isfinite(sums.loss):
+                note = f"the loss is {sums.loss}"
+        measured = note is None
+        losses: ExtrapolationRecord = {
+            **self.planned[0],
+            "note": note,
+            "tokens": sums.tokens if measured else 0,
+            "segments": len(self.segments.starts),
+            "documents": sums.documents if measured else None,
+            "loss": sums.loss if measured else None,
+            "stderr": sums.stderr if measured else None,
+            "bits_per_byte": sums.bits_per_byte if measured else None,
+            "perplexity": perplexity(sums.loss) if measured else None,
+        }
+        if self.bins is None:
+            return [losses]
+        edges, means, counts = sums.by_position(self.bins) if measured else ([], [], [])
+        positions: PositionsRecord = {
+            **self.planned[1],
+            "note": note,
+            "edges": edges,
+            "losses": means,
+            "counts": counts,
+        }
+        return [losses, positions]
+
+
+def plan_extrapolation(
+    text: Text,
+    lengths: Sequence[int],
+    modes: Sequence[str],
+    protocols: Sequence[str | Protocol],
+    token_budget: int | None,
+    provenance: Provenance,
+    bins: int | None = None,
+) -> list[ExtrapolationTask]:
+    """The tasks of `evaluate_extrapolation`, by protocol, mode and length in this order. Raises UserError."""
+    lengths = unique_lengths(lengths)
+    parsed_modes = [parse_mode(name, provenance.train_length) for name in dict.fromkeys(modes)]
+    tasks = []
+    for protocol in dict.fromkeys(parse_protocol(name) if isinstance(name, str) else name for name in protocols):
+        if text.row is None:
+            segments_by_length = protocol.plan(len(text.tokens), lengths, token_budget)
+            name = protocol.name
+        else:
+            segments_by_length = protocol.plan_rows(len(text.tokens) // text.row, lengths, token_budget)
+            name = f"{protocol.name} by document"
+        digests = [text.digest(segments) for segments in segments_by_length]
+        for mode in parsed_modes:
+            for segments, digest in zip(segments_by_length, digests, strict=True):
+                planned = partial(
+                    provenance.record, corpus=text.corpus, mode=mode.name, protocol=name, length=segments.length
+                )
+                records = [planned("extrapolation", determined_by=digest)]
+                if bins is not None:
+                    records.append(planned("positions", determined_by=(digest, bins)))
+                tasks.append(ExtrapolationTask(mode, segments, tuple(records), text, bins))
+    return tasks
+
+
+def run_eval_tasks(
+    model: Callable[[Tensor], Any],
+    tasks: Sequence[EvalTask],
+    *,
+    query_chunk: int = QUERY_CHUNK,
+    batch_tokens: int | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
+    on_record: Callable[[Record], None] | None = None,
+) -> list[Record]:
+    """Run tasks on a model and return their records in order. For the arguments, see `evaluate_extrapolation`.
+
+    With a `world_size` above 1, every rank of the default process group must call this. Each computes its share of the
+    segments, and all get all records.
+    """
+    for name, value in (("query_chunk", query_chunk), ("batch_tokens", batch_tokens)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}")
+    decoder = as_decoder(model)
+    model_name = getattr(model, "__name__", type(model).__name__)
+    for task in tasks:
+        if not decoder.serves(task.mode.span):
+            argument = "window" if task.mode.span.block is None else "block"
+            raise UserError(
+                f"inference mode {task.mode.name} needs a model with a `{argument}` argument; {model_name} has none"
+            )
+    device = model_device(model) if device is None else torch.device(device)
+    if batch_tokens is None:
+        batch_tokens = BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
+    context = EvalContext(model, SegmentReader(decoder, device, query_chunk, batch_tokens), rank, world_size)
+    name = (tasks[0].planned[0]["pos_emb"] if tasks else None) or model_name
+
+    shares = [task.segments.share(rank, world_size) for task in tasks]
+    # Weighting tokens by cost keeps the estimate of the time left from assuming that long segments are cheap.
+    costs = [1 + task.mode.mean_keys(task.segments.length) / KEYS_PER_UNIT_COST for task in tasks]
+    total = sum(cost * share.targets for cost, share in zip(costs, shares, strict=True))
+    completed = 0.0
+    records: list[Record] = []
+    bar = Progress(name, total, unit="tokens", log_interval=None, enabled=progress and rank == 0)
+    with inference(model), bar:
+        for task, share, cost in zip(tasks, shares, costs, strict=True):
+            bar.description = f"{name} {task.mode.name} {share.length:,}"
+            bar.restart_rate()
+            tokens = 0
+
+            def advance(count: int, completed: float = completed, cost: float = cost) -> None:
+                nonlocal tokens
+                tokens += count
+                bar.update(completed + cost * tokens, amount=world_size * tokens)
+
+            results = task.run(context, share, advance)
+            records += results
+            if on_record is not None:
+                for record in results:
+                    on_record(record)
+            completed += cost * share.targets
+            bar.update(completed, amount=world_size * tokens)
+            bar.print(_result_line(name, results[0], bar.rate_text))
+    return records
+
+
+def _result_line(name: str, record: Record, rate: str) -> str:
+    values = cast(Mapping[str, Any], record)
+    if values["note"] is not None:
+        result = f"n/a: {values['note']}"
+    elif values["kind"] == "resolution":
+        result = f"resolution {values['resolution']:.3f} ({values['texts']} texts, {rate})"
+    elif values["kind"] == "passkey":
+        result = (
+            f"{values['correct']} of {values['trials']} pass keys at depth {values['depth']:g} "
+            f"(accuracy {values['accuracy']:.0%}, {rate})"
+        )
+    else:
+        number = "overflow" if values["perplexity"] is None else f"{values['perplexity']:.4g}"
+        result = f"perplexity {number} (loss {values['loss']:.4f}, {values['tokens']:,} tokens, {rate})"
+    return f"{name} {values['mode']} {values['protocol']} at {values['length']:,}: {result}"
+
+
+def evaluate_extrapolation(
+    model: Callable[[Tensor], Any],
+    tokens: Tensor | IntArray | Sequence[int] | Text,
+    lengths: Sequence[int],
+    *,
+    modes: Sequence[str] = ("full",),
+    protocols: Sequence[str] = ("non-overlapping",),
+    token_budget: int | None = None,
+    position_bins: int | None = None,
+    query_chunk: int = QUERY_CHUNK,
+    batch_tokens: int | None = None,
+    vocab_size: int | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    pos_emb: str | None = None,
+    seed: int | None = None,
+    train_length: int | None = None,
+    on_record: Callable[[Record], None] | None = None,
+) -> list[ExtrapolationRecord]:
+    """Measure the loss and perplexity of a token stream, read in segments of each of the given lengths.
+
+    Args:
+        model: a callable from int64 tokens `[b, s]` to logits `[b, s, v]`, or to an object with such `.logits`. Models
+            of this project and of transformers are fed in chunks through their KV cache, so memory grows linearly with
+            the length.
+        tokens: int64 `[n]`, or a `Text`, which also knows its documents. The first token is only context.
+        lengths: segment lengths in tokens. Lengths that divide the longest make the best use of the text.
+        modes: `full`, `window@W`, `blockwise`, `blockwise@L`; see `megatron.evaluation.modes`.
+        protocols: `non-overlapping`, `kerple`, `last-k`, `sliding`; see `megatron.evaluation.protocols`.
+        token_budget: most tokens to score, the same ones at every length; None for no limit.
+        position_bins: also measure the loss by position in this many bins. These records, of kind `positions`, are
+            only passed to `on_record`.
+        query_chunk: queries computed at once, for a model with a KV cache.
+        batch_tokens: tokens of short segments computed at once; by default 8,192 on a CPU and 32,768 on a GPU. Like
+            `query_chunk`, this affects memory and speed, not results.
+        vocab_size: if given, token ids must be below it.
+        device: where batches are sent; by default the device of the model's first parameter. The model is not moved.
+        progress: show tokens/s and the time left on standard error: a progress bar on a terminal, otherwise one line
+            per result.
+        pos_emb, seed, train_length: copied to the records. Mode `blockwise` takes the block size from train_length.
+        on_record: called with each record once it is measured.
+
+    Returns:
+        One record per protocol, mode and length, in this order. The loss is summed in float64. A length without
+        positions (e.g. `learned` beyond its table) has a record with a `note` and without a loss.
+
+    Raises:
+        UserError: for an invalid argument, before anything is computed.
+    """
+    text = as_text(tokens, vocab_size)
+    for name, value in (("token_budget", token_budget), ("position_bins", position_bins)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}")
+    provenance = Provenance(pos_emb=pos_emb, seed=seed, train_length=train_length)
+    tasks = plan_extrapolation(text, lengths, modes, protocols, token_budget, provenance, position_bins)
+    records = run_eval_tasks(
+        model,
+        tasks,
+        query_chunk=query_chunk,
+        batch_tokens=batch_tokens,
+        device=device,
+        progress=progress,
+        on_record=on_record,
+    )
+    return extrapolation_records(records)
+
+
+def unique_lengths(lengths: Iterable[int]) -> list[int]:
+    """The lengths without duplicates. Raises UserError if there are none, or one is below 1."""
+    unique = list(dict.fromkeys(int(length) for length in lengths))
+    if not unique:
+        raise UserError("no lengths to evaluate: give at least one")
+    if min(unique) < 1:
+        raise UserError(f"a length must be at least 1 token, not {min(unique)}")
+    return unique

@@ -1,0 +1,157 @@
+"""evaluate.py in processes of its own: through deepy.py, on two ranks, and with lm-evaluation-harness."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.cli.evaluate import main
+from megatron.evaluation import PROTOCOLS, read_results
+from megatron.evaluation.records import KINDS
+from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
+from tests.support.harness_tasks import CHOICES, write_tasks
+from tests.support.runs import environment, run, training_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTATION = (ROOT / "docs" / "evaluation.md").read_text()
+
+
+def test_evaluate_and_generate_through_deepy(tmp_path):
+    data = write_corpus(tmp_path)
+    write_checkpoint(tmp_path / "checkpoints", "kerple_log", data, iteration=6)
+    settings = training_settings(tmp_path, data)
+    keys = {"evaluation_lengths": [32, 128, 512], "num_gpus": 2}
+    output = run(tmp_path, {**settings, **keys}, "--output", str(tmp_path / "report"), script="evaluate.py")
+    rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
+    assert [(row["pos_emb"], row["seed"], row["length"]) for row in rows] == [
+        ("kerple_log", 77, 32),
+        ("kerple_log", 77, 128),
+        ("kerple_log", 77, 512),
+    ]
+    assert len({row["tokens"] for row in rows}) == 1
+    assert all(1 < row["perplexity"] < 1000 for row in rows)
+    assert output.count("loaded ") == 1  # only rank 0 prints
+    assert "global_step6" in output
+
+    (tmp_path / "prompts.txt").write_text("def \nclass ")
+    samples = tmp_path / "samples.jsonl"
+    words = ["-i", str(tmp_path / "prompts.txt"), "-o", str(samples)]
+    run(tmp_path, {**settings, "maximum_tokens": 40, "temperature": 1.0}, *words, script="generate.py")
+    records = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [record["context"] for record in records] == ["def ", "class "]
+    assert all(record["finished"] or record["length"] == 40 for record in records)
+
+
+def run_rank(folder, words, rendezvous, rank, expected_error):
+    """evaluate.py as one of several ranks, with its output in a file."""
+    os.environ.update(rendezvous, RANK=str(rank), LOCAL_RANK=str(rank))
+    with (
+        open(folder / f"output of {rank}", "w") as output,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        pytest.raises(Exception, match=expected_error) if expected_error else contextlib.nullcontext(),
+    ):
+        main(words)
+
+
+def run_ranks(folder, words, expected_error=None):
+    """evaluate.py on two ranks; returns their outputs. Forked processes have all modules imported."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    fork = multiprocessing.get_context("fork")
+    arguments = [(folder, words, rendezvous, rank, expected_error) for rank in range(2)]
+    processes = [fork.Process(target=run_rank, args=rank_arguments) for rank_arguments in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=240)
+    outputs = [(folder / f"output of {rank}").read_text() for rank in range(2)]
+    assert [process.exitcode for process in processes] == [0, 0], outputs
+    return outputs
+
+
+def test_two_ranks_measure_what_one_rank_measures(tmp_path):
+    data = write_corpus(tmp_path)
+    write_checkpoint(tmp_path / "run", "kerple_log", data)
+    words = ["--checkpoint", str(tmp_path / "run"), "--lengths", "256", "512", "--modes", "full", "window@16"]
+    words += ["--by-position", "8", "--resolution", "3", "--passkey", "--passkey-depths", "0.5"]
+    words += ["--passkey-trials", "3", "--protocol", "non-overlapping", "last-k@16", "--tokens", "1280", "--output"]
+    main([*words, str(tmp_path / "one")])
+    outputs = run_ranks(tmp_path, [*words, str(tmp_path / "two")])
+    assert outputs[1] == ""  # only rank 0 prints
+    records, expected_records = (read_results(tmp_path / name) for name in ("two", "one"))
+    assert len(records) == len(expected_records) == 24
+    measured = ("loss", "losses", "stderr", "perplexity", "bits_per_byte", "layers", "resolution")
+    for record, expected in zip(records, expected_records, strict=True):
+        assert record.keys() == expected.keys()
+        for key, value in expected.items():
+            assert record[key] == (pytest.approx(value, rel=1e-6) if key in measured else value), key
+    # Rank 1 does not wait for rank 0 if the results cannot be written.
+    (tmp_path / "file").write_text("")
+    run_ranks(tmp_path, [*words, str(tmp_path / "file" / "x")], expected_error="cannot write results")
+
+
+def test_an_error_is_one_line(tmp_path):
+    command = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(tmp_path)]
+    process = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: ")
+    assert len(process.stderr.splitlines()) == 1
+
+
+def test_harness_tasks_with_code_that_imports_evaluate(tmp_path):
+    """`import evaluate` in a task means Hugging Face's package, not evaluate.py in the project's root."""
+    write_tasks(tmp_path)
+    task = CHOICES.format(folder=tmp_path).replace('"{{question}}"', "!function own.question")
+    (tmp_path / "choices.yaml").write_text(task)
+    (tmp_path / "own.py").write_text(
+        "import evaluate\n\ndef question(doc):\n    assert evaluate.__path__\n    return doc['question']\n"
+    )
+    write_checkpoint(tmp_path / "run", "kerple_log", "nowhere")
+    keys = {"load": str(tmp_path / "run"), "eval_tasks": ["choices"]}
+    config = write_yaml(tmp_path / "config.yml", settings_of("kerple_log", "nowhere", **keys))
+    command = [sys.executable, str(ROOT / "evaluate.py"), str(config), "--include-path", str(tmp_path)]
+    process = subprocess.run(
+        [*command, "--limit", "2", "--output", "results"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment(), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")},
+    )
+    assert process.returncode == 0, process.stderr
+    assert "loglikelihood: 6 requests" in process.stdout
+    assert (
+        "acc,none"
+        in json.loads((tmp_path / "results" / "tasks.json").read_text())["checkpoints"][0]["results"]["choices"]
+    )
+
+
+def test_the_example_in_the_documentation():
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENTATION, flags=re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(example, "docs/evaluation.md", "exec"), {})
+    lines = [line.split() for line in printed.getvalue().splitlines()]
+    assert [line[:3] for line in lines] == [
+        ["non-overlapping", "64", "1024"],
+        ["non-overlapping", "256", "1024"],
+        ["last-k@32", "64", "128"],
+        ["last-k@32", "256", "128"],
+    ]
+    assert all(100 < float(line[3]) < 600 and float(line[4]) > 0 for line in lines)  # about 256, untrained
+
+
+def test_the_documentation_describes_every_protocol_and_kind():
+    for name in (*PROTOCOLS, *KINDS):
+        assert f"`{name}`" in DOCUMENTATION

@@ -1,0 +1,22 @@
+"""Comparison of a checkpoint's configuration with another one."""
+
+from megatron.checkpoint.configuration import model_differences
+from megatron.config import Config
+from tests.support.checkpoints import settings_of
+
+
+def test_position_options_that_evaluation_may_change():
+    """They must not change when training resumes. An explicit default is not a change."""
+
+    def configuration(pos_emb, **options):
+        return Config.from_flat(settings_of(pos_emb, "nowhere", pos_emb_options=options))
+
+    scaling = {"scaling": "linear", "factor": 4}
+    plain, linear = configuration("rotary"), configuration("rotary", **scaling)
+    (difference,) = model_differences(plain, linear)
+    assert "the options of pos_emb" in difference
+    assert model_differences(plain, linear, evaluation=True) == []
+    assert model_differences(configuration("kerple_log"), configuration("kerple_log", parameters="shared")) == []
+    assert model_differences(
+        configuration("kerple_log"), configuration("kerple_log", parameters="per-layer"), evaluation=True
+    )

@@ -1,0 +1,200 @@
+"""evaluate.py --eval-tasks on local tasks."""
+
+import io
+import json
+import math
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron.cli.eval_tasks import TASK_RESULTS, print_tasks
+from megatron.cli.evaluate import main
+from megatron.utils.errors import UserError
+from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_yaml
+from tests.support.harness_tasks import (
+    CHOICES,
+    CONTINUED,
+    LONG,
+    TASKS,
+    use_offline_harness,
+    write_ascii_checkpoint,
+    write_tasks,
+)
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path_factory, monkeypatch):
+    use_offline_harness(monkeypatch, tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Method -> folder."""
+    folders = {method: tmp_path_factory.mktemp(method) for method in ("kerple_log", "learned")}
+    for method, folder in folders.items():
+        write_ascii_checkpoint(folder, method)
+    return folders
+
+
+def results_in(folder):
+    return json.loads((Path(folder) / TASK_RESULTS).read_text())
+
+
+def test_tasks_of_the_configuration(checkpoints, task_folder, tmp_path, capsys):
+    keys = {"load": str(checkpoints["kerple_log"]), "eval_tasks": list(TASKS), "eval_num_fewshot": 0}
+    config = write_yaml(tmp_path / "config.yml", settings_of("kerple_log", "nowhere", **keys))
+    output = str(tmp_path / "results")
+    main([str(config), "--include-path", task_folder, "--limit", "6", "--eval-results-prefix", output])
+    printed = capsys.readouterr().out
+    # The longest choice and its question without the last token exceed the training length, and are not truncated.
+    longest = LONG + len(" longer one") - 1
+    assert f"loglikelihood: 18 requests of up to {longest} tokens; max_length {longest}: none is cut" in printed
+    assert f"generate_until: 6 requests of up to {LONG + 12} tokens" in printed
+    stored = results_in(output)
+    assert (stored["limit"], stored["tasks"]) == (6, list(TASKS))
+    (checkpoint,) = stored["checkpoints"]
+    assert {key: checkpoint[key] for key in ("iteration", "pos_emb", "train_length")} == {
+        "iteration": 4,
+        "pos_emb": "kerple_log",
+        "train_length": TRAIN_LENGTH,
+    }
+    assert checkpoint["results"]["pages"]["bits_per_byte,none"] > 1
+    for task in TASKS:
+        for metric, value in checkpoint["results"][task].items():
+            if isinstance(value, float) and not math.isnan(value) and abs(value) < 1e6:
+                assert f"{value:.4f}" in printed, metric
+
+
+def test_few_shot_examples_make_prompts_longer(checkpoints, task_folder, tmp_path):
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "choices", "--include-path", task_folder]
+    longest = []
+    for shots in ("0", "3"):
+        main([*words, "--num-fewshot", shots, "--limit", "2", "--output", str(tmp_path)])
+        (checkpoint,) = results_in(tmp_path)["checkpoints"]
+        assert checkpoint["n-shot"]["choices"] == int(shots)
+        assert checkpoint["lengths"]["loglikelihood"]["cut"] == 0
+        longest.append(checkpoint["lengths"]["loglikelihood"]["longest"])
+    assert longest[1] > longest[0] + 20
+
+
+def test_several_checkpoints_are_one_table(checkpoints, task_folder, tmp_path, capsys):
+    folders = [str(folder) for folder in checkpoints.values()]
+    words = [
+        "--checkpoint",
+        *folders,
+        "--eval-tasks",
+        "pages",
+        "--include-path",
+        task_folder,
+        "--output",
+        str(tmp_path),
+    ]
+    main([*words, "--max-length", "16"])
+    results = results_in(tmp_path)["checkpoints"]
+    assert [entry["pos_emb"] for entry in results] == ["kerple_log", "learned"]
+    assert len({entry["results"]["pages"]["byte_perplexity,none"] for entry in results}) == 2
+    output = capsys.readouterr().out
+    assert output.count("max_length 16: 6 of them read in several windows") == 2
+    assert output.count("bits_per_byte ↓") == 2
+
+
+@pytest.mark.parametrize("same_method", [False, True])
+def test_the_table_on_a_narrow_terminal_omits_equal_columns_and_truncates_nothing(same_method):
+    values = {"alias": "lambada_openai", "acc,none": 0.31234, "acc_stderr,none": 0.0065}
+    if same_method:
+        values["exact_match,flexible-extract"] = 0.25
+    checkpoints = [
+        {"checkpoint": f"runs/{name}", "pos_emb": "kerple_log" if same_method else name, "results": {"lambada": values}}
+        for name in ("kerple_log", "alibi")
+    ]
+    terminal = io.StringIO()
+    print_tasks(checkpoints, Console(file=terminal, width=60))
+    text = terminal.getvalue()
+    assert all(word in text for word in ("kerple_log", "lambada_openai", "acc", "0.3123", "0.0065"))
+    assert "…" not in text
+    assert ("runs/alibi" in text) == ("flexible-extract" in text) == same_method
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_texts_beyond_a_position_table_are_rejected(task, checkpoints, task_folder, tmp_path):
+    words = ["--checkpoint", str(checkpoints["learned"]), "--eval-tasks", task, "--include-path", task_folder]
+    with pytest.raises(UserError, match=r"too long for pos_emb learned: .*max-position-embeddings 32.*--max-length N"):
+        main([*words, "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-fewshot", "3"], "--num-fewshot requires tasks; add --eval-tasks"),
+        (["--eval-tasks", "pages", "--lengths", "64"], "--lengths: not available with tasks"),
+        (["--eval-tasks", "pages", "--modes", "window@8"], "--modes: not available with tasks"),
+        (
+            ["--eval-tasks", "pages", "--protocol", "last-k@8", "--document-aware"],
+            "--protocol, --document-aware: not available",
+        ),
+        (["--eval-tasks", "pages", "--label", "a", "--replace"], "--replace, --label: not available with tasks"),
+        (["--eval-tasks", "pages", "--limit", "2.5"], "--limit must be a number of documents, or a fraction below 1"),
+        (["--eval-tasks", "pages", "--max-length", "0"], "--max-length must be at least 1, not 0"),
+        (["--eval-tasks", "pages", "--include-path", "nowhere"], "--include-path nowhere: not a folder"),
+        (["--eval-tasks", "choices", "--max-length", "5"], "--max-length 5: a continuation alone has 11 tokens"),
+        (
+            ["--eval-tasks", "continued", "--max-length", "12"],
+            "--max-length 12 leaves no room for a prompt",
+        ),
+    ],
+)
+def test_rejected_options(words, message, checkpoints, task_folder, tmp_path):
+    checkpoint = ["--checkpoint", str(checkpoints["kerple_log"]), "--output", str(tmp_path / "out")]
+    words = words if "--include-path" in words else [*words, "--include-path", task_folder]
+    if "--eval-tasks" not in words:
+        words = words[:2]
+    with pytest.raises(UserError, match=message):
+        main([*checkpoint, *words])
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_tasks_and_missing_data(checkpoints, task_folder, tmp_path, monkeypatch):
+    import lm_eval.tasks
+
+    # Indexing the harness's own tasks takes seconds.
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
+    words = [
+        "--checkpoint",
+        str(checkpoints["kerple_log"]),
+        "--include-path",
+        task_folder,
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    with pytest.raises(UserError, match=r"no task 'page'; similar names: pages; .*--include-path DIR"):
+        main([*words, "--eval-tasks", "page"])
+    (tmp_path / "gone.yaml").write_text(CHOICES.format(folder=tmp_path / "gone").replace("task: choices", "task: gone"))
+    with pytest.raises(UserError, match=r"eval_tasks gone: .*Without a network connection only tasks on local"):
+        main([*words, "--eval-tasks", "gone", "--include-path", str(tmp_path)])
+
+
+def test_unknown_generation_options(checkpoints, tmp_path):
+    write_tasks(tmp_path)
+    task = CONTINUED.format(folder=tmp_path).replace("do_sample: false", "num_beams: 4")
+    (tmp_path / "continued.yaml").write_text(task)
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "continued"]
+    with pytest.raises(UserError, match="generation_kwargs 'num_beams': not supported"):
+        main([*words, "--include-path", str(tmp_path), "--output", str(tmp_path / "out")])
+
+
+def test_without_the_harness_the_error_names_the_requirements(checkpoints, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "pages", "--output", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=re.escape("pip install -r requirements/eval.txt")):
+        main(words)

@@ -1,0 +1,376 @@
+"""evaluate_extrapolation on models of this project, of transformers, and on callables, compared with float64."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kerple.attention import FULL, Span
+from megatron.evaluation import evaluate_extrapolation
+from megatron.evaluation.runner import unique_lengths
+from megatron.evaluation.text import Text
+from megatron.inference import load_model
+from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
+from megatron.utils.errors import UserError
+from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
+from tests.support.release import METHODS, checkpoints, reference
+
+STREAM = random_tokens(600)
+LENGTHS = [8, 16, 64]
+
+DOCUMENT_STREAM = random_tokens(700)
+OFFSETS = np.array([0, 100, 101, 250, 430, 700])
+BYTES = np.arange(VOCABULARY) % 5
+SPANS = {"full": {}, "window@6": {"window": 6}, "blockwise@16": {"block": 8}}
+
+
+def mean_loss(model, length: int, total: int, **keywords) -> float:
+    """By the definition, segment by segment, in float64."""
+    losses = []
+    for start in range(0, total, length):
+        text = STREAM[None, start : start + length + 1]
+        with torch.no_grad():
+            output = model(text[:, :-1], **keywords)
+        losses.append(direct_losses(getattr(output, "logits", output), text[:, 1:]))
+    return torch.cat(losses).mean().item()
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "rotary", "rpe", "sinusoidal"])
+def test_losses_of_a_model(method):
+    model = small_gpt(method)
+    spans = {"full": FULL, "window@5": Span(window=5), "blockwise": Span(block=4), "blockwise@10": Span(block=5)}
+    rows = evaluate_extrapolation(
+        model,
+        STREAM,
+        LENGTHS,
+        modes=list(spans),
+        query_chunk=16,
+        batch_tokens=100,
+        progress=False,
+        pos_emb=method,
+        seed=3,
+        train_length=8,
+    )
+    exact = copy.deepcopy(model).double()
+    assert [(row["mode"], row["length"]) for row in rows] == [(mode, n) for mode in spans for n in LENGTHS]
+    for row in rows:
+        span = spans[row["mode"]]
+        assert row["loss"] == pytest.approx(mean_loss(exact, row["length"], 576, span=span), abs=1e-5)
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+        assert row["tokens"] == 576
+        assert (row["pos_emb"], row["seed"], row["train_length"], row["note"]) == (method, 3, 8, None)
+        assert row["protocol"] == "non-overlapping"
+
+
+def test_the_token_budget_applies_to_every_length():
+    model = AlibiByHand()
+    rows = evaluate_extrapolation(model, STREAM, LENGTHS, token_budget=200, progress=False)
+    assert [row["tokens"] for row in rows] == [192, 192, 192]
+    for row in rows:
+        assert row["loss"] == pytest.approx(mean_loss(model, row["length"], 192), abs=1e-12)
+
+
+@pytest.mark.parametrize("convert", [list, lambda t: t.numpy().astype(np.uint16), lambda t: t.to(torch.int32)])
+def test_tokens_may_be_a_list_or_an_array(convert):
+    rows = evaluate_extrapolation(AlibiByHand(), convert(STREAM), [64], progress=False)
+    assert rows == evaluate_extrapolation(AlibiByHand(), STREAM, [64], progress=False)
+
+
+def test_a_plain_function():
+    def uniform(tokens):
+        return torch.zeros(*tokens.shape, 100)
+
+    rows = evaluate_extrapolation(uniform, STREAM, [10, 20], progress=False)
+    assert [row["perplexity"] for row in rows] == [pytest.approx(100), pytest.approx(100)]
+    assert rows[0]["pos_emb"] is None
+
+
+def test_the_softmax_covers_the_padded_vocabulary():
+    """61 tokens and 3 padded entries, all equally likely: each has 1/64, as in training."""
+    rows = evaluate_extrapolation(
+        lambda tokens: torch.zeros(*tokens.shape, 64), STREAM, [10], vocab_size=VOCABULARY, progress=False
+    )
+    assert rows[0]["perplexity"] == pytest.approx(64)
+
+
+def gpt_neox() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=16, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.GPTNeoXForCausalLM(config).eval()
+
+
+def test_a_transformers_model_is_fed_in_chunks():
+    model = gpt_neox()
+    input_lengths = []
+    model.register_forward_pre_hook(
+        lambda _, inputs, keywords: input_lengths.append((inputs[0] if inputs else keywords["input_ids"]).shape[1]),
+        with_kwargs=True,
+    )
+    rows = evaluate_extrapolation(model, STREAM, LENGTHS, query_chunk=24, progress=False)
+    assert max(input_lengths) == 24
+    exact = copy.deepcopy(model).double()
+    for row in rows:
+        assert row["loss"] == pytest.approx(mean_loss(exact, row["length"], 576), abs=1e-5)
+
+
+def test_lengths_beyond_the_position_table_of_a_transformers_model():
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    rows = evaluate_extrapolation(model, STREAM, [8, 16, 32], query_chunk=8, progress=False)
+    assert [row["loss"] is None for row in rows] == [False, False, True]
+    assert "table of 16 positions" in rows[2]["note"]
+
+
+def test_lengths_beyond_a_learned_table_have_a_note():
+    model = small_gpt("learned", max_positions=16)
+    rows = evaluate_extrapolation(model, STREAM, [64, 16, 8], modes=["full", "window@4"], query_chunk=8, progress=False)
+    beyond = [row for row in rows if row["length"] == 64]
+    within = [row for row in rows if row["length"] != 64]
+    assert len(beyond) == 2
+    assert all(row["loss"] is None and row["perplexity"] is None and row["tokens"] == 0 for row in beyond)
+    assert all("16" in row["note"] for row in beyond)
+    assert all(row["loss"] > 0 and row["tokens"] == 576 for row in within)
+
+
+def test_records_are_reported_as_they_are_measured():
+    reported = []
+
+    def model(tokens):
+        if tokens.shape[1] == 16:
+            raise KeyboardInterrupt
+        return torch.zeros(*tokens.shape, VOCABULARY)
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_extrapolation(model, STREAM, [4, 8, 16], progress=False, on_record=reported.append)
+    assert [row["length"] for row in reported] == [4, 8]
+
+
+def test_the_model_is_unchanged():
+    model = small_gpt("alibi", hidden_dropout=0.5)
+    model.train()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    first = evaluate_extrapolation(model, STREAM, [16], progress=False)
+    assert [module.training for module in model.modules()] == modes
+    assert first == evaluate_extrapolation(model, STREAM, [16], progress=False)  # no dropout while evaluating
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_of_nan_becomes_a_note():
+    rows = evaluate_extrapolation(
+        lambda tokens: torch.full((*tokens.shape, VOCABULARY), torch.nan), STREAM, [16], progress=False
+    )
+    assert rows[0]["loss"] is None
+    assert rows[0]["note"] == "the loss is nan"
+
+
+def test_an_overflowing_perplexity_is_none():
+    def confident(tokens):  # certain of token 0 at every position
+        return torch.nn.functional.one_hot(torch.zeros_like(tokens), VOCABULARY) * 1e6
+
+    row = evaluate_extrapolation(confident, STREAM, [16], progress=False)[0]
+    assert row["loss"] > 1e5
+    assert row["perplexity"] is None
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"lengths": []}, "no lengths"),
+        ({"lengths": [0, 4]}, "a length must be at least 1 token, not 0"),
+        ({"lengths": [1024]}, "600 tokens is too short for a segment of 1,024"),
+        ({"modes": ["window@4"]}, "window@4 needs a model with a `window` argument; uniform has none"),
+        ({"modes": ["blockwise@8"]}, "blockwise@8 needs a model with a `block` argument; uniform has none"),
+        ({"modes": ["blockwise"]}, "blockwise depends on the training length, which is not known here"),
+        ({"modes": ["sliding"]}, "'sliding' is not known"),
+        ({"protocols": ["everything"]}, "'everything' is not known"),
+        ({"query_chunk": 0}, "query_chunk must be at least 1"),
+        ({"batch_tokens": -1}, "batch_tokens must be at least 1"),
+        ({"token_budget": 0}, "token_budget must be at least 1"),
+        ({"vocab_size": 50}, "token id 60 is outside the vocabulary of 50"),
+        ({"tokens": STREAM - 1}, "token id -1 is outside"),
+        ({"tokens": STREAM[None]}, "vector of integers"),
+        ({"tokens": STREAM.float()}, "vector of integers, not torch.float32"),
+    ],
+)
+def test_invalid_arguments_are_rejected_before_the_model_runs(keywords, message):
+    def uniform(tokens):
+        raise AssertionError("the model was run")
+
+    arguments = {"tokens": STREAM, "lengths": [16], "progress": False, **keywords}
+    with pytest.raises(UserError, match=message):
+        evaluate_extrapolation(uniform, arguments.pop("tokens"), arguments.pop("lengths"), **arguments)
+
+
+def test_a_model_must_return_logits():
+    with pytest.raises(TypeError, match="must return logits"):
+        evaluate_extrapolation(lambda tokens: tokens, STREAM, [16], progress=False)
+
+
+def test_progress_is_one_line_per_record_without_a_terminal(capfd):
+    evaluate_extrapolation(small_gpt("learned", max_positions=16), STREAM, [16, 32], pos_emb="learned")
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("learned full non-overlapping at 16: perplexity ")
+    assert "tokens/s" in lines[0]
+    assert lines[1].startswith("learned full non-overlapping at 32: n/a: ")
+
+
+# Protocols, modes and statistics, token by token
+
+
+def targets_of(protocol, length, longest):
+    """(first input, target) pairs by the protocol's definition: one for each scored token."""
+    last = len(DOCUMENT_STREAM) - 1
+    pairs = []
+    if protocol == "non-overlapping":
+        for start in range(0, last // longest * longest, length):
+            pairs += [(start, start + i + 1) for i in range(length)]
+    if protocol == "kerple@5":
+        for segment in range(5):
+            pairs += [(segment * length, segment * length + i + 1) for i in range(length)]
+    if protocol == "last-k@8":
+        for end in range(longest, last + 1, longest):
+            pairs += [(end - length, target) for target in range(end - 7, end + 1)]
+    if protocol == "sliding@8":
+        for end in range(longest, last + 1, 8):
+            pairs += [(end - length, target) for target in range(end - 7, end + 1)]
+    return pairs
+
+
+def direct(model, protocol, length, longest, span):
+    """(target, position, loss) of each scored token, one call per segment, in float64."""
+    losses = []
+    by_start = {}
+    for start, target in targets_of(protocol, length, longest):
+        by_start.setdefault(start, []).append(target)
+    with torch.no_grad():
+        for start, targets in by_start.items():
+            text = DOCUMENT_STREAM[None, start : start + length + 1]
+            by_position = direct_losses(model(text[:, :-1], span=Span(**span)), text[:, 1:])[0]
+            losses += [(target, target - start - 1, float(by_position[target - start - 1])) for target in targets]
+    return losses
+
+
+@pytest.mark.parametrize("mode", SPANS)
+@pytest.mark.parametrize("protocol", ["non-overlapping", "kerple@5", "last-k@8", "sliding@8"])
+def test_protocols_and_modes_equal_a_direct_computation(protocol, mode):
+    model = small_gpt("kerple_log")
+    exact = copy.deepcopy(model).double()
+    records = []
+    text = Text(DOCUMENT_STREAM, OFFSETS, token_bytes=BYTES)
+    lengths = [16, 64]
+    rows = evaluate_extrapolation(
+        model,
+        text,
+        lengths,
+        modes=[mode],
+        protocols=[protocol],
+        position_bins=4,
+        query_chunk=16,
+        batch_tokens=100,
+        progress=False,
+        on_record=records.append,
+    )
+    for row, length in zip(rows, lengths, strict=True):
+        scored = direct(exact, protocol, length, 64, SPANS[mode])
+        losses = np.array([loss for _, _, loss in scored])
+        assert (row["protocol"], row["mode"], row["tokens"]) == (protocol, mode, len(scored))
+        assert row["loss"] == pytest.approx(losses.mean(), abs=1e-5)
+        assert row["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+        length_in_bytes = sum(BYTES[DOCUMENT_STREAM[target]] for target, _, _ in scored)
+        assert row["bits_per_byte"] == pytest.approx(losses.sum() / math.log(2) / length_in_bytes, rel=1e-5)
+        document_of = np.searchsorted(OFFSETS, [target for target, _, _ in scored], side="right") - 1
+        documents = sorted(set(document_of))
+        assert row["documents"] == len(documents)
+        # The textbook error of a ratio estimate, from the residuals of the documents' sums.
+        sums = [losses[document_of == document].sum() for document in documents]
+        counts = [int((document_of == document).sum()) for document in documents]
+        residuals = [total - losses.mean() * count for total, count in zip(sums, counts, strict=True)]
+        if len(sums) > 1:
+            expected = math.sqrt(len(sums) / (len(sums) - 1) * sum(r * r for r in residuals)) / sum(counts)
+            assert row["stderr"] == pytest.approx(expected, rel=1e-3)
+        else:
+            assert row["stderr"] is None
+        positions = next(record for record in records if (record["kind"], record["length"]) == ("positions", length))
+        position_of = np.array([position for _, position, _ in scored])
+        for i, (low, high) in enumerate(zip(positions["edges"], positions["edges"][1:], strict=False)):
+            in_bin = (position_of >= low) & (position_of < high)
+            assert positions["counts"][i] == in_bin.sum() > 0
+            assert positions["losses"][i] == pytest.approx(losses[in_bin].mean(), abs=1e-5)
+        assert sum(positions["counts"]) == len(scored)
+
+
+def test_bits_per_byte_count_bytes_not_tokens_or_characters(tmp_path):
+    text = "naïve café – “∑” 東京 🙂\n"
+    train_bpe([text] * 3, 290).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    stream = [tokenizer.eod, *tokenizer.tokenize(text), tokenizer.eod]
+    (row,) = evaluate_extrapolation(
+        lambda tokens: torch.zeros(*tokens.shape, 512),
+        Text(torch.tensor(stream), token_bytes=tokenizer.byte_lengths()),
+        [len(stream) - 1],
+        progress=False,
+    )
+    # 9 bits per target; the end-of-document token costs bits but has no bytes.
+    assert row["bits_per_byte"] == pytest.approx(9 * (len(stream) - 1) / len(text.encode()))
+
+
+def test_unique_lengths():
+    assert unique_lengths([32, 16, 32]) == [32, 16]
+
+
+# Losses that the original KERPLE code computed
+
+
+def stream_of(numbers, row):
+    """The inputs and the last label."""
+    return torch.cat((numbers["tokens"][row], numbers["labels"][row, -1:])).long()
+
+
+@pytest.mark.parametrize(
+    ("method", "length"),
+    [(method, length) for method in METHODS for length in (32, 128) if (method, length) != ("learned", 128)],
+)
+def test_released_losses_at_one_and_four_training_lengths(method, length):
+    """Two texts each, in chunks of 16 through the cache, with the protocols of the paper and of the release."""
+    numbers = reference(method)[length]
+    model, _ = load_model(checkpoints(method), iteration=300)
+    protocols = ["non-overlapping", "kerple@1"]
+    keys = {"protocols": protocols, "query_chunk": 16, "progress": False}
+    first, second = (evaluate_extrapolation(model, stream_of(numbers, row), [length], **keys) for row in range(2))
+    for index, protocol in enumerate(protocols):
+        loss = (first[index]["loss"] + second[index]["loss"]) / 2
+        assert loss == pytest.approx(float(numbers["loss"]), abs=1e-5), protocol
+
+
+def test_released_learned_positions_beyond_the_training_length():
+    model, _ = load_model(checkpoints("learned"), iteration=300)
+    stream = stream_of(reference("none")[128], 0)
+    within, beyond = evaluate_extrapolation(model, stream, [32, 128], progress=False)
+    assert within["loss"] > 0
+    assert beyond["loss"] is None
+    assert "32" in beyond["note"]
+
+
+@pytest.mark.parametrize("length", [32, 128])
+def test_released_protocol_on_released_logits(length):
+    """Both texts as one stream of two segments; the expected losses are computed from the released logits."""
+    numbers = reference("kerple_log")[length]
+    stream = torch.cat((numbers["tokens"].flatten(), numbers["labels"][-1, -1:])).long()
+    losses = direct_losses(numbers["logits"], stream[1:].view(2, length))
+    model, _ = load_model(checkpoints("kerple_log"), iteration=300)
+    for protocol, expected in (("kerple@1", losses[0]), ("kerple@2", losses)):
+        (row,) = evaluate_extrapolation(model, stream, [length], protocols=[protocol], query_chunk=16, progress=False)
+        assert (row["protocol"], row["segments"], row["tokens"]) == (
+            protocol,
+            expected.numel() // length,
+            expected.numel(),
+        )
+        assert row["loss"] == pytest.approx(expected.mean().item(), abs=1e-5)
