@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.train_step import LAYERS, VOCABULARY, bench_model
 from kerple.attention import FULL
 from megatron.evaluation.protocols import Segments
-from megatron.evaluation.scoring import score
+from megatron.evaluation.scoring import SegmentReader
 from megatron.inference.decoder import as_decoder
 
 LIMIT = 2 * 1024**3
@@ -43,18 +43,8 @@ def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict
     held = resident_bytes()
     start = time.perf_counter()
     with torch.inference_mode():
-        losses = [
-            scored.losses.sum()
-            for scored in score(
-                as_decoder(model),
-                tokens,
-                Segments(length, range(0, length, length)),
-                span=FULL,
-                query_chunk=QUERY_CHUNK,
-                batch_tokens=length,
-                device=torch.device("cpu"),
-            )
-        ]
+        reader = SegmentReader(as_decoder(model), torch.device("cpu"), QUERY_CHUNK, batch_tokens=length)
+        losses = [chunk.losses.sum() for chunk in reader.losses(tokens, Segments(length, [0]), FULL)]
     seconds = time.perf_counter() - start
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {

@@ -154,9 +154,8 @@ class ScoreRecorder:
         """
         s, t = query.shape[2], key.shape[2]
         method = self._attention.positional
-        scales = method is not None and method.scales_qk
         rows = max(MIN_QUERIES, min(MAX_QUERIES, MAX_SCORES // (query.shape[0] * query.shape[1] * t)))
-        if method is not None and scales:
+        if method is not None and method.scales_qk:
             rows = min(rows, method.segment)
         max_kv_len = span.max_kv_len(t)
         self._reserve(query, t)
@@ -165,7 +164,7 @@ class ScoreRecorder:
             begin, end = span.first_key(t - s + first), t - s + last
             queries, keys = query[:, :, first:last], key[:, :, begin:end]
             query_positions, key_positions = torch.arange(t - s + first, end), torch.arange(begin, end)
-            if method is not None and scales:
+            if method is not None and method.scales_qk:
                 queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5

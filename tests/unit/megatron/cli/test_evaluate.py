@@ -434,7 +434,7 @@ def test_a_random_range_that_is_too_short_has_a_note(rotary, tmp_path):
             ["pos-emb-options.fraction=0.5"],
             "only scaling, .* can be chosen at evaluation, not fraction",
         ),
-        ("rotary", ["pos-emb-options.scaling=cubic"], "scaling 'cubic' is not known"),
+        ("rotary", ["pos-emb-options.scaling=cubic"], "scaling 'cubic' is unknown"),
         ("kerple", ["pos-emb-options.bias=log"], "pos_emb kerple, of which only nothing can be chosen at evaluation"),
     ],
 )
