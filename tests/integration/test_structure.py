@@ -1,0 +1,102 @@
+"""The rules of CONTRIBUTING.md and docs/ARCHITECTURE.md that can be checked from source text."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for package in ("kerple", "megatron") for path in (ROOT / package).rglob("*.py"))
+UNIT_TESTS = sorted((ROOT / "tests/unit").rglob("test_*.py"))
+# Source text of exported models, and modules without logic of their own.
+UNTESTED = ("self_contained/", "__init__.py")
+PROCESS_MODULES = {
+    "subprocess",
+    "multiprocessing",
+    "tests.support.ranks",
+    "tests.support.kills",
+    "tests.support.processes",
+}
+
+
+def layers() -> list[list[str]]:
+    """The packages in docs/ARCHITECTURE.md, top to bottom; packages on one line do not import each other."""
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    (block,) = re.findall(r"<!-- layers.*?-->\n+```text\n(.*?)```", text, flags=re.DOTALL)
+    return [re.findall(r"(?:kerple|megatron|benchmarks)[\w.]*", line) for line in block.splitlines()]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The dotted names that a file imports, `from package import name` as package.name."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def package_of(module: str, packages: list[str]) -> str | None:
+    matches = [name for name in packages if module == name or module.startswith(f"{name}.")]
+    return max(matches, key=len, default=None)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_imports_go_one_way():
+    order = layers()
+    level = {package: index for index, line in enumerate(order) for package in line}
+    wrong = []
+    for path in SOURCES:
+        if "self_contained" in str(path) or path.parent == ROOT / "kerple":
+            continue
+        importer = package_of(module_name(path), list(level))
+        assert importer is not None, f"{path}: add its package to the layers in docs/ARCHITECTURE.md"
+        for name in imported_modules(path):
+            if name.startswith("megatron.core"):
+                continue
+            imported = package_of(name, list(level))
+            if imported is not None and imported != importer and level[imported] <= level[importer]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_kerple_needs_only_torch():
+    allowed = {"torch", "triton", "kerple"}
+    standard = set(sys.stdlib_module_names)
+    for path in (ROOT / "kerple").rglob("*.py"):
+        packages = {name.partition(".")[0] for name in imported_modules(path)}
+        assert packages <= allowed | standard, path
+
+
+def test_unit_tests_mirror_the_packages():
+    expected = {ROOT / "tests/unit" / path.parent.relative_to(ROOT) / f"test_{path.name}" for path in SOURCES}
+    orphans = [str(path.relative_to(ROOT)) for path in UNIT_TESTS if path not in expected]
+    assert not orphans, "no module of this name: " + ", ".join(orphans)
+
+
+def test_every_module_has_a_unit_test():
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if not any(part in str(path) for part in UNTESTED)
+        and not (ROOT / "tests/unit" / path.parent.relative_to(ROOT) / f"test_{path.name}").exists()
+    ]
+    assert not missing, "no unit test for: " + ", ".join(missing)
+
+
+@pytest.mark.parametrize("path", UNIT_TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests/unit")))
+def test_unit_tests_start_no_processes(path):
+    names = imported_modules(path)
+    starters = {name for name in names for module in PROCESS_MODULES if name == module or name.startswith(f"{module}.")}
+    assert not starters
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *UNIT_TESTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= 500
