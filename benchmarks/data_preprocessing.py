@@ -31,13 +31,12 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.data.chunks import START, ChunkSource  # noqa: E402
+from megatron.data.corpora import StdlibCorpus  # noqa: E402
 from megatron.data.documents import DocumentOptions  # noqa: E402
+from megatron.data.encoding import ITEMS_IN_FLIGHT_PER_WORKER, TokenizerFiles  # noqa: E402
 from megatron.data.input_files import find_files  # noqa: E402
 from megatron.data.preprocessing import preprocess  # noqa: E402
-from megatron.data.readers import Corpus  # noqa: E402
-from megatron.data.stdlib_corpus import StdlibCorpus  # noqa: E402
-from megatron.data.workers import TASKS_IN_FLIGHT_PER_WORKER, TokenizerFiles  # noqa: E402
+from megatron.data.readers import START, ChunkSource, FileCorpus  # noqa: E402
 
 BATCH_BYTES = 1 << 20  # of text, handed to the library at once
 
@@ -158,7 +157,7 @@ def library_rate(shards: list[Path], tokenizer: TokenizerFiles, processes: int) 
 
 def pipeline_rate(shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int) -> tuple[float, float]:
     """MB/s of text, and processor seconds per MB of all processes; the start of the processes is left out of both."""
-    source = _TimedSource(Corpus(find_files(shards)), workers)
+    source = _TimedSource(FileCorpus(find_files(shards)), workers)
     ended = sum(os.times()[2:4])
     manifest = preprocess(source, output, tokenizer, DocumentOptions(append_eod=True), workers=workers)["text"]
     seconds = time.perf_counter() - source.begun
@@ -177,7 +176,7 @@ class _TimedSource:
 
     def __init__(self, source: ChunkSource, workers: int):
         self._source = source
-        self._in_flight = TASKS_IN_FLIGHT_PER_WORKER * workers if workers > 1 else 1
+        self._in_flight = ITEMS_IN_FLIGHT_PER_WORKER * workers if workers > 1 else 1
         self.begun = self.processor = 0.0
         self.bytes = self.bytes_before = 0
 
@@ -230,7 +229,7 @@ def measure_reading(shards: list[Path], folder: Path) -> dict:
         path = folder / f"reading.{ending}"
         path.write_bytes(packed)
         begun = time.perf_counter()
-        size = sum(len(chunk.content) for chunk in Corpus(find_files([path])).chunks())
+        size = sum(len(chunk.content) for chunk in FileCorpus(find_files([path])).chunks())
         rates[ending] = size / (time.perf_counter() - begun) / 1e6
     return rates
 

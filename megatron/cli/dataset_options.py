@@ -1,48 +1,54 @@
-"""What the command-line tools for data share."""
+"""Command-line options and error handling shared by prepare_data.py and tools/datasets."""
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Iterable
 
 from megatron.config.command_line import OptionParser, run_main
+from megatron.tokenizer import TOKENIZER_TYPES
 
-INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
+INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
 def run_tool(main: Callable[[], int | None]) -> int:
-    """`run_main`, with one line instead of a traceback on Ctrl-C too."""
+    """Call `run_main`, and also report Ctrl-C as one line without a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # names of files, which messages tell, need not be UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # file names in messages may be invalid UTF-8
     try:
         return run_main(main)
-    except KeyboardInterrupt as interruption:
-        message = f"interrupted; {interruption}" if str(interruption) else "interrupted"
-        print(message, file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
 
 
-def words(groups: Iterable[str]) -> list[str]:
-    """What was separated by commas as well as by spaces."""
-    return [word for group in groups for word in group.split(",") if word]
+def split_words(values: Iterable[str]) -> list[str]:
+    """Split values that are separated by commas as well as by spaces."""
+    return [word for value in values for word in value.split(",") if word]
 
 
-def add_tokenizer_arguments(parser, required: bool = True) -> None:
-    """--tokenizer-type, --vocab-file and --merge-file, as GPT-NeoX names them."""
-    names = "HFTokenizer, GPT2BPETokenizer, CharLevelTokenizer"
-    parser.add_argument("--tokenizer-type", required=required, help=names)
-    parser.add_argument("--vocab-file", help="vocabulary (GPT-2's JSON) or tokenizer.json")
-    parser.add_argument("--merge-file", help="merges of GPT-2's BPE")
+def new_parser(description: str | None) -> OptionParser:
+    """Return a parser that prints a script's docstring unchanged."""
+    return OptionParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def add_input_arguments(parser) -> None:
-    """What `find_files` and `Corpus` take."""
+def add_tokenizer_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup, required: bool = True) -> None:
+    """Add --tokenizer-type, --vocab-file and --merge-file, named as in GPT-NeoX."""
+    parser.add_argument("--tokenizer-type", required=required, help=f"one of {', '.join(TOKENIZER_TYPES)}")
+    parser.add_argument("--vocab-file", help="tokenizer.json, or GPT-2's vocabulary (JSON)")
+    parser.add_argument("--merge-file", help="GPT-2's BPE merges")
+
+
+def add_input_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --input, --suffixes and --bad-documents."""
     parser.add_argument(
         "--input",
         action="extend",
         nargs="+",
         required=True,
         help="files or folders, local or on an object store (s3://...), separated by commas or spaces: jsonl, txt, "
-        "parquet, lm-dataformat archives, tar and zip of these, plain or compressed (gz, zst, xz)",
+        "parquet, lm-dataformat archives, tar and zip of these, uncompressed or compressed (gz, zst, xz)",
     )
     parser.add_argument(
         "--suffixes",
@@ -50,16 +56,15 @@ def add_input_arguments(parser) -> None:
         nargs="+",
         default=[],
         metavar=".EXT",
-        help="read trees or tars of source files: those with these endings, one document each (e.g. .c .h)",
+        help="read trees or tars of source files: files with these extensions, one document each (e.g. .c .h)",
     )
+    add_bad_documents_argument(parser)
+
+
+def add_bad_documents_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--bad-documents",
         choices=("fail", "skip"),
         default="fail",
-        help="what to do about a line that is not JSON, lacks the key or is not UTF-8 (default: fail)",
+        help="fail on, or skip and count, documents that are not JSON, not UTF-8, or lack the key (default: fail)",
     )
-
-
-def new_parser(description: str) -> argparse.ArgumentParser:
-    """A parser that shows a script's docstring as it is written."""
-    return OptionParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,12 +1,24 @@
-"""Corpora to `.bin/.idx`, and `.bin/.idx` to batches and evaluation streams.
+"""Preprocessing of corpora into `.bin/.idx`, and loading of `.bin/.idx` for training and evaluation.
 
-The training side needs torch and megatron-core, preprocessing does not: its many worker processes must not import them.
-So these names are loaded when first used.
+Loading needs torch and megatron-core. The worker processes of preprocessing must not import them, so the names below
+are imported lazily.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
-_HOMES = {
+if TYPE_CHECKING:
+    from megatron.data.datasets import Datasets, build_datasets
+    from megatron.data.loader import build_loader
+    from megatron.data.streams import (
+        document_lengths,
+        document_segments,
+        evaluation_corpora,
+        evaluation_tokens,
+        validation_stream,
+    )
+
+_MODULES = {
     "Datasets": "datasets",
     "build_datasets": "datasets",
     "build_loader": "loader",
@@ -17,10 +29,19 @@ _HOMES = {
     "validation_stream": "streams",
 }
 
-__all__ = list(_HOMES)
+__all__ = [
+    "Datasets",
+    "build_datasets",
+    "build_loader",
+    "document_lengths",
+    "document_segments",
+    "evaluation_corpora",
+    "evaluation_tokens",
+    "validation_stream",
+]
 
 
-def __getattr__(name: str):
-    if name not in _HOMES:
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

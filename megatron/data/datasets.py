@@ -1,18 +1,140 @@
-"""From the configuration's data paths, split and weights to training, validation and test samples."""
+"""Training, validation and test datasets: megatron-core's GPTDataset on parts of corpora, and blends of several.
 
+A sample is `sequence_length + 1` consecutive tokens of the concatenated documents, which are shuffled by seed. The
+first epoch has exactly the samples of megatron-core's own dataset builder (tested). There are two differences. The
+order does not depend on the number of samples, so a run can be extended and resumed. And each further epoch has the
+same samples in a new order. Blends follow megatron-core's rule.
+"""
+
+import contextlib
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from megatron.data.remote_dataset import open_files
-from megatron.data.samples import BlendedParts, CorpusPart, SampleSettings, build_corpus_part
-from megatron.data.selection import Blend, config_blends, split_spans
+import numpy as np
+import torch
+
+from megatron.config import Config
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.helpers import build_blending_indices
+from megatron.core.datasets.utils import Split
+from megatron.data.index_cache import (
+    RemoteFiles,
+    build_once,
+    cache_folder,
+    open_dataset_files,
+    open_megatron_dataset,
+)
+from megatron.data.indexed_dataset import IndexedFiles, bin_path, largest_id
+from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer import Tokenizer
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+from megatron.utils.ranks import run_on_rank_0
+
+_LARGEST_ID_FILE = "largest_id.json"
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Settings that all datasets of a run share.
+
+    Attributes:
+        vocab_size, eod: of the tokenizer. Ids of `vocab_size` and above are rejected.
+        seed: determines the order of documents and samples; 0 <= seed < 2^32.
+        cache_path: folder for the sample indices; None stores them next to each corpus.
+        eod_mask_loss: set the loss mask to 0 where the input token is `eod`.
+    """
+
+    vocab_size: int
+    eod: int
+    seed: int
+    cache_path: str | None = None
+    eod_mask_loss: bool = False
+
+
+class CorpusPart(torch.utils.data.Dataset):
+    """The samples of one part (train, valid or test) of a corpus, repeated for as many epochs as needed.
+
+    Attributes:
+        name: prefix and part, for messages.
+        samples_per_epoch: number of samples before the first repetition.
+        order: equal for runs that see equal samples in equal order.
+    """
+
+    def __init__(self, dataset: GPTDataset, name: str, samples: int | None, order: str, settings: SampleSettings):
+        self.name = name
+        self.order = order
+        self.settings = settings
+        self.samples_per_epoch = len(dataset)
+        self._dataset = dataset
+        self._samples = self.samples_per_epoch if samples is None else samples
+        self._shuffled_epoch = 0
+        self._shuffle: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return tokens and labels, int64 [sequence_length], and loss_mask, float32 [sequence_length]."""
+        if not 0 <= index < self._samples:
+            raise IndexError(f"sample {index} of {self._samples} in {self.name}")
+        return self.sample(index)
+
+    def sample(self, index: int) -> dict[str, torch.Tensor]:
+        """Like indexing, but without an upper bound: sample `index` is in epoch `index // samples_per_epoch`."""
+        epoch, position = divmod(int(index), self.samples_per_epoch)
+        if epoch:
+            if self._shuffle is None or epoch != self._shuffled_epoch:
+                generator = np.random.default_rng((self.settings.seed, epoch))
+                self._shuffle = generator.permutation(self.samples_per_epoch)
+                self._shuffled_epoch = epoch
+            position = int(self._shuffle[position])
+        return self._dataset[position]
+
+    def source(self, index: int) -> str:
+        """Return the corpus that sample `index` comes from, for messages."""
+        return self.name
+
+
+class BlendedParts(torch.utils.data.Dataset):
+    """Samples from several corpora in proportion to their weights, each corpus in its own order.
+
+    Sample `i` comes from the corpus that is furthest behind its share, so the order does not depend on the length of
+    the blend. Attributes and methods are those of CorpusPart.
+    """
+
+    def __init__(self, parts: Sequence[CorpusPart], weights: Sequence[float], samples: int):
+        shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+        self.parts = parts
+        self.name = " + ".join(part.name for part in parts)
+        order = json.dumps([[part.order for part in parts], shares.tolist()])
+        self.order = hashlib.sha256(order.encode()).hexdigest()
+        self.settings = parts[0].settings
+        self._part = np.zeros(samples, dtype=np.int16)
+        self._position = np.zeros(samples, dtype=np.int64)
+        build_blending_indices(self._part, self._position, shares, len(parts), samples, False)
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.parts[self._part[index]].sample(self._position[index])
+
+    def source(self, index: int) -> str:
+        return self.parts[self._part[index]].name
+
 
 Samples = CorpusPart | BlendedParts
 
 
 class Datasets(NamedTuple):
-    """Samples per part; None where a part was not asked for, or its share of the split is 0."""
+    """The datasets of a run. None if not requested, if its share of the split is 0, or if the test part is
+    smaller than one sample.
+    """
 
     train: Samples | None
     valid: Samples | None
@@ -20,21 +142,24 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(
-    config,
+    config: Config,
     tokenizer: Tokenizer,
     sequence_length: int,
     num_samples: Sequence[int | None],
     valid_sequence_length: int | None = None,
 ) -> Datasets:
-    """The datasets that `config.data` names, in the order that `config.training.seed` decides.
+    """Build the datasets that `config.data` names, in an order determined by `config.training.seed`.
 
-    Every rank must call this: rank 0 builds the sample indices while the others wait; all get the same datasets.
+    Every rank must call this: rank 0 builds the sample indices while the others wait, and all get the same datasets.
 
     Args:
-        config: a `megatron.config.Config`.
-        sequence_length: tokens of a sample's input; labels are the input moved on by one.
-        num_samples: samples of train, valid, test: None one epoch, 0 none. More than an epoch holds is fine.
-        valid_sequence_length: of the validation and test samples, if it differs (`seq-length-val`).
+        sequence_length: input tokens per sample; labels are the input shifted by one.
+        num_samples: number of train, valid and test samples. None means one epoch, 0 none; may exceed an epoch.
+        valid_sequence_length: `seq-length-val`, if validation and test samples have another length.
+
+    Raises:
+        UserError: the data files are missing or invalid (see `open_dataset_files`), a dataset has fewer tokens than one
+            sample, or the data contain ids beyond the vocabulary.
     """
     data = config.data
     settings = SampleSettings(
@@ -44,6 +169,7 @@ def build_datasets(
     lengths = (sequence_length, valid_sequence_length, valid_sequence_length)
     blends = config_blends(config)
     if blends is None:
+        assert data.data_path is not None  # checked by config_blends
         return datasets_from_split(data.data_path, data.split, lengths, num_samples, settings)
     return datasets_from_blends(blends, lengths, num_samples, settings)
 
@@ -55,14 +181,15 @@ def datasets_from_split(
     num_samples: Sequence[int | None],
     settings: SampleSettings,
 ) -> Datasets:
-    """One corpus, its documents divided in proportion to `split`; the two lists are per part (train, valid, test)."""
-    files = open_files(prefix, settings.cache_path)
-    parts = []
+    """Divide the documents of one corpus in proportion to `split`. The sequences are per part (train, valid, test)."""
+    files = open_dataset_files(prefix, settings.cache_path)
+    parts: list[Samples | None] = []
     for part, span in enumerate(split_spans(split, files.sequences)):
-        if num_samples[part] == 0 or span is None:
+        # The test share of a split is often too small for a single sample; then there is no test.
+        if num_samples[part] == 0 or span is None or (part == 2 and _tokens(files, span) <= sequence_lengths[part]):
             parts.append(None)
-            continue
-        parts.append(build_corpus_part(files, span, part, sequence_lengths[part], num_samples[part], settings))
+        else:
+            parts.append(build_corpus_part(files, span, part, sequence_lengths[part], num_samples[part], settings))
     return Datasets(*parts)
 
 
@@ -72,8 +199,8 @@ def datasets_from_blends(
     num_samples: Sequence[int | None],
     settings: SampleSettings,
 ) -> Datasets:
-    """For each part (train, valid, test) a blend of whole corpora; None samples means as many as they hold together."""
-    parts = []
+    """Build a blend of whole corpora for each part (train, valid, test). None samples: one epoch of all corpora."""
+    parts: list[Samples | None] = []
     for part, blend in enumerate(blends):
         samples = num_samples[part]
         if blend is None or samples == 0:
@@ -81,14 +208,106 @@ def datasets_from_blends(
             continue
         corpora, documents = [], []
         for prefix in blend.prefixes:
-            files = open_files(prefix, settings.cache_path)
-            alone = samples if len(blend.prefixes) == 1 else None
+            files = open_dataset_files(prefix, settings.cache_path)
+            corpus_samples = samples if len(blend.prefixes) == 1 else None
             span = (0, files.sequences)
             documents.append(files.documents)
-            corpora.append(build_corpus_part(files, span, part, sequence_lengths[part], alone, settings))
+            corpora.append(build_corpus_part(files, span, part, sequence_lengths[part], corpus_samples, settings))
         if len(corpora) == 1:
             parts.append(corpora[0])
             continue
         samples = sum(map(len, corpora)) if samples is None else samples
         parts.append(BlendedParts(corpora, blend.shares(documents), samples))
     return Datasets(*parts)
+
+
+def build_corpus_part(
+    files: IndexedFiles,
+    span: tuple[int, int],
+    part: int,
+    sequence_length: int,
+    samples: int | None,
+    settings: SampleSettings,
+) -> CorpusPart:
+    """Build the samples of sequences `span[0]` to `span[1] - 1`. Every rank must call this; rank 0 builds the indices.
+
+    Args:
+        part: index into PARTS.
+        samples: length of the dataset; None means one epoch.
+
+    Raises:
+        UserError: there are fewer tokens than one sample, an id is beyond the vocabulary, or the cache folder cannot be
+            written.
+    """
+    first, last = span
+    name = f"{files.prefix} ({PARTS[part]})"
+    tokens = _tokens(files, span)
+    if tokens < sequence_length + 1:
+        raise UserError(
+            f"{name} has {tokens:,} tokens in {last - first:,} documents, but a sample needs {sequence_length:,} + 1: "
+            "use more data, another split, or a smaller seq-length"
+        )
+
+    def build(folder: Path) -> GPTDataset:
+        config = GPTDatasetConfig(
+            random_seed=settings.seed,
+            sequence_length=sequence_length,
+            blend=([files.prefix], None),
+            split="1",
+            path_to_cache=str(folder),
+            tokenizer=_Vocabulary(settings.vocab_size, settings.eod),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=settings.eod_mask_loss,
+            create_attention_mask=False,
+        )
+        documents = np.arange(first, last, dtype=np.int32)
+        # megatron-core names its index files by a hash of the dataset path. A constant path lets the corpus be moved.
+        return GPTDataset(open_megatron_dataset(files), "corpus", documents, None, Split(part), config)
+
+    folder = cache_folder(files, settings.cache_path, [first, last, part, sequence_length, settings.seed])
+    build_once(folder, build)
+    # Finding the largest id of data on S3 would mean reading them all. The loader checks every batch anyway.
+    if not isinstance(files, RemoteFiles):
+        largest = run_on_rank_0(lambda: _cached_largest_id(files, first, last, folder / _LARGEST_ID_FILE))
+        if largest >= settings.vocab_size:
+            raise UserError(
+                f"{files.prefix}.bin contains token id {largest}, but the largest id of the vocabulary is "
+                f"{settings.vocab_size - 1}: the data were built with another tokenizer"
+            )
+    return CorpusPart(build(folder), name, samples, folder.name, settings)
+
+
+def _tokens(files: IndexedFiles, span: tuple[int, int]) -> int:
+    return int(files.lengths[span[0] : span[1]].sum(dtype=np.int64))
+
+
+def _cached_largest_id(files: IndexedFiles, first: int, last: int, path: Path) -> int:
+    """`largest_id`, cached at `path`. The cache is valid for one version of the .bin, unlike the sample indices, which
+    depend only on document lengths.
+    """
+    status = bin_path(files.prefix).stat()
+    version = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    try:
+        cached = json.loads(path.read_bytes())
+        if cached["bin"] == version:
+            return cached["largest_id"]
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    largest = largest_id(files, first, last)
+    with contextlib.suppress(UserError):  # the cache folder may be read-only
+        write_atomically(path, json.dumps({"largest_id": largest, "bin": version}).encode())
+    return largest
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The attributes of a tokenizer that GPTDataset uses."""
+
+    vocab_size: int
+    eod: int
+
+    @property
+    def unique_identifiers(self) -> dict[str, int]:
+        """megatron-core includes this in the names of its index files, which do not depend on the tokenizer."""
+        return {}

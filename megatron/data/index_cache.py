@@ -1,91 +1,146 @@
-"""The sample indices of GPTDataset on disk: built once, by one rank, whole or not at all, and never out of date."""
+"""Index files cached on a local disk: sample indices of GPTDataset, and the .idx of training data on S3."""
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch.distributed
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, get_index_cache_path, parse_s3_path
+from megatron.data.indexed_dataset import IndexedFiles, is_remote, open_indexed_files, validate_index
+from megatron.utils.errors import UserError, first_line
+from megatron.utils.ranks import run_on_rank_0
 
-from megatron.data.indexed_format import IndexedFiles
-from megatron.utils.errors import UserError
+T = TypeVar("T")
 
-Value = TypeVar("Value")
+# Samples are read in random order, so reading ahead does not help.
+_BYTES_PER_REQUEST = 1 << 18
 
 
-def cache_folder(files: IndexedFiles, cache_path: str | None, settings: dict) -> Path:
-    """The folder for the indices of one dataset under one group of settings.
+def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence[int]) -> Path:
+    """Return the folder for the sample indices of a dataset with these settings.
 
-    The name covers the lengths of the documents, which are all that the indices depend on besides the settings: a
-    changed corpus gets a folder of its own. The same corpus at another place shares it.
+    The folder name is a hash of the settings and the document lengths, which together determine the indices. So a
+    changed corpus gets a new folder, and a copy of the corpus elsewhere shares the folder.
 
     Args:
-        cache_path: folder to make it in; by default a folder beside the dataset.
-        settings: whatever else decides the indices; JSON values.
+        cache_path: parent folder; by default `PREFIX_indices`, next to the dataset.
     """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    digest.update(files.lengths)
-    digest.update(files.document_index)
+    digest.update(files.lengths.data)
+    digest.update(files.document_index.data)
     parent = Path(cache_path) if cache_path else Path(f"{files.prefix}_indices")
     return parent / digest.hexdigest()[:32]
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> None:
-    """Make `folder` exist with what `build(folder)` writes into it. Every rank must call this.
+def build_once(folder: Path, build: Callable[[Path], object]) -> None:
+    """Create `folder` with what `build(folder)` writes into it, unless it exists. Every rank must call this.
 
-    Rank 0 builds in a temporary folder and renames it, so a killed run leaves no half-built one and two runs cannot
-    disturb each other; the others wait, and fail with it if it fails.
+    Rank 0 builds in a temporary folder and renames it, so a killed run leaves no incomplete folder and concurrent runs
+    do not disturb each other.
 
     Raises:
-        UserError: the folder cannot be written, or another machine cannot see it.
+        UserError: the folder cannot be written, or is not visible on another machine.
     """
-    on_rank_0(lambda: _build(folder, build))
+
+    def build_on_rank_0() -> None:
+        if folder.is_dir():
+            return
+        temporary = folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-{os.getpid()}")
+        try:
+            temporary.mkdir(parents=True)
+            build(temporary)
+            try:
+                temporary.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another run has finished the same folder
+                    raise
+        except OSError as error:
+            raise UserError(
+                f"cannot write the sample indices to {folder.parent} ({error.strerror}); set data-cache-path to a "
+                "writable folder"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    run_on_rank_0(build_on_rank_0)
     if not folder.is_dir():
         raise UserError(
-            f"{folder}, built by rank 0, is not visible on this machine; set data-cache-path to a folder that all share"
+            f"{folder}, built by rank 0, is not visible on this machine; set data-cache-path to a shared folder"
         )
 
 
-def on_rank_0(compute: Callable[[], Value]) -> Value:
-    """What `compute()` gives on rank 0, on every rank; all fail with it if it fails. Every rank must call this."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    value, failure = None, None
-    if not distributed or torch.distributed.get_rank() == 0:
-        try:
-            value = compute()
-        except Exception as error:
-            failure = error
-    if distributed:
-        # A broadcast rather than a barrier: the others must not go on to look for what was not built.
-        message = [value, str(failure) if failure else None]
-        torch.distributed.broadcast_object_list(message, src=0)
-        value = message[0]
-        if failure is None and message[1] is not None:
-            raise UserError(message[1])
-    if failure is not None:
-        raise failure
-    return value
+@dataclass(frozen=True)
+class RemoteFiles(IndexedFiles):
+    """A `.bin/.idx` pair on S3. Its .idx is in the local folder `cache`, where megatron-core expects it."""
+
+    cache: str
 
 
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    if folder.is_dir():
-        return
-    temporary = folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
-        build(temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another run finished the same folder meanwhile
-                raise
-    except OSError as error:
+def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
+    """Open and validate the pair at `prefix`, local or on S3. Every rank must call this: rank 0 downloads the .idx.
+
+    Args:
+        cache_path: `data-cache-path`, a folder that all ranks can read. Required for data on S3.
+
+    Raises:
+        UserError: the files are invalid (see `open_indexed_files`), the store is not S3, boto3 is not installed,
+            cache_path is not set, or an S3 request fails.
+    """
+    if not is_remote(prefix):
+        return open_indexed_files(prefix)
+    if not prefix.startswith("s3://"):
+        raise UserError(f"data-path {prefix}: training reads only local files and s3://; download the .bin and .idx")
+    if not cache_path:
         raise UserError(
-            f"cannot write the sample indices to {folder.parent} ({error.strerror}); set data-cache-path to a writable "
-            "folder"
+            f"data-path {prefix} needs data-cache-path: a local folder for its .idx that all ranks can read"
+        )
+    try:
+        import boto3
+    except ImportError as error:
+        raise UserError(
+            f"data-path {prefix} needs the package boto3, which is not installed: pip install -r requirements/data.txt"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    client = _request(prefix, boto3.client, "s3")
+    sizes_and_tags = {}
+    for extension in ("idx", "bin"):
+        bucket, key = parse_s3_path(f"{prefix}.{extension}")
+        response = _request(f"{prefix}.{extension}", client.head_object, Bucket=bucket, Key=key)
+        sizes_and_tags[extension] = (int(response["ContentLength"]), str(response.get("ETag")))
+    # The folder name covers the versions of both files, so a changed .idx is downloaded again.
+    digest = hashlib.sha256(json.dumps([prefix, sizes_and_tags]).encode()).hexdigest()
+    cache = Path(cache_path) / f"s3-{digest[:32]}"
+    relative = Path(get_index_cache_path(f"{prefix}.idx", ObjectStorageConfig(""))).as_posix()
+
+    def download_index(folder: Path) -> None:
+        (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+        bucket, key = parse_s3_path(f"{prefix}.idx")
+        _request(f"{prefix}.idx", client.download_file, bucket, key, str(folder / relative))
+
+    build_once(cache, download_index)
+    fields = validate_index(cache / relative, f"{prefix}.bin", sizes_and_tags["bin"][0])
+    return RemoteFiles(prefix, *fields, cache=str(cache))
+
+
+def open_megatron_dataset(files: IndexedFiles) -> IndexedDataset:
+    """Open megatron-core's dataset for validated files."""
+    return _CachedIndexDataset(files) if isinstance(files, RemoteFiles) else IndexedDataset(files.prefix)
+
+
+class _CachedIndexDataset(IndexedDataset):
+    """megatron-core's dataset on S3, without downloading the .idx each time it is constructed."""
+
+    def __init__(self, files: RemoteFiles):
+        config = ObjectStorageConfig(path_to_idx_cache=files.cache, bin_chunk_nbytes=_BYTES_PER_REQUEST)
+        self.initialize(files.prefix, multimodal=False, mmap=False, object_storage_config=config)
+
+
+def _request(path: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # botocore's exceptions have no base class outside botocore
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error

@@ -1,41 +1,42 @@
-"""Writing a `.bin/.idx` pair: appended to under temporary names, verified, then renamed into place.
+"""Writes a `.bin/.idx` pair: appends under temporary names, reads the result back, then renames it.
 
-A writer can be left and taken up again, in another process, at the last state it was asked to commit.
+A writer can be closed and resumed, also by another process, from the last state it committed.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed_format import (
+from megatron.data.indexed_dataset import (
     HEADER,
     ID_TYPE_CODES,
     MAGIC,
     VERSION,
     bin_path,
-    check_indexed_files,
     id_type_for,
     idx_path,
+    open_indexed_files,
 )
 from megatron.utils.errors import UserError
 from megatron.utils.files import sync_folder
+from megatron.utils.locks import Lock
 
-_BLOCK = 1 << 22  # tokens held in memory at a time while the result is read again
+_BLOCK = 1 << 22  # tokens in memory at a time while the result is read back
 
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What `IndexedWriter.finish` put in place.
+    """What `IndexedWriter.finalize` wrote.
 
     Attributes:
-        largest_id: largest token id in the .bin, -1 if there is none.
-        sha256: of the .bin, hexadecimal.
+        largest_id: largest token id in the .bin, -1 if it is empty.
+        sha256: SHA-256 of the .bin, hexadecimal.
     """
 
     prefix: str
@@ -48,63 +49,61 @@ class WrittenFiles:
 
 @dataclass(frozen=True)
 class WriterState:
-    """What of a writer's work is on the disk for certain; `checksum` is the CRC-32 of the .bin so far."""
+    """A state of the output that is safely on disk. `checksum` is the CRC-32 of the .bin up to there."""
 
     documents: int = 0
     tokens: int = 0
     checksum: int = 0
 
 
-NOTHING = WriterState()
-
-
 class IndexedWriter:
-    """Appends documents, one sequence each, to `PREFIX.bin` and `PREFIX.idx`.
+    """Appends documents, one sequence each, to `PREFIX.bin` and `PREFIX.idx`. A context manager.
 
-    Nothing is at the final names until `finish`; memory does not grow with the corpus (lengths go to a file of their
-    own on the way). Used as a context manager, it removes its temporary files when left without `finish` or `suspend`;
-    what a killed process left is overwritten by the next one. Two processes cannot write the same prefix at once.
+    The final names appear only in `finish` (or `publish`). Memory use does not grow with the corpus, because sequence
+    lengths go to a temporary file. Leaving the context without `finish` or `close` removes the temporary files. Files
+    left by a killed process are overwritten or resumed. Only one process can write a prefix at a time.
 
     Args:
-        state: what `commit` returned in another process; whatever was written after it is cut off.
+        vocab_size: determines the dtype of the ids.
+        state: what an earlier writer's `commit` returned; anything written after it is truncated.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int, state: WriterState = NOTHING):
+    def __init__(self, prefix: str | Path, vocab_size: int, state: WriterState | None = None):
+        state = state or WriterState()
         self.prefix = str(prefix)
         self.vocab_size = vocab_size
         self.dtype = id_type_for(vocab_size)
         self.documents = state.documents
         self.tokens = state.tokens
         self._checksum = state.checksum
-        self._left = False
+        self._closed = False
         self._bin, self._idx, self._lengths = _partial_files(prefix)
+        self._lock = Lock(
+            f"{prefix}.partial.lock",
+            f"another process is writing {prefix}.bin; wait for it to finish, or choose another prefix",
+        )
+        self._lock.acquire()
         try:
-            self._bin.parent.mkdir(parents=True, exist_ok=True)
-            self._bin_stream = open(self._bin, "ab")  # noqa: SIM115 (closed by finish or discard)
-            fcntl.flock(self._bin_stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._bin_stream.fileno()), self._bin.stat()):
-                raise BlockingIOError  # the process that held the lock renamed the file in this very moment
+            self._bin_stream = open(self._bin, "ab")  # noqa: SIM115 (closed by `close`)
             self._lengths_stream = open(self._lengths, "ab")  # noqa: SIM115
-            for stream, size in zip((self._bin_stream, self._lengths_stream), _sizes(state, self.dtype), strict=True):
-                stream.truncate(size)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is writing {prefix}.bin; wait for it, or choose another prefix"
-            ) from error
+            bin_size, lengths_size = _committed_sizes(state, self.dtype)
+            self._bin_stream.truncate(bin_size)
+            self._lengths_stream.truncate(lengths_size)
         except OSError as error:
+            self._lock.release()
             raise UserError(f"cannot write {error.filename or self._bin}: {error.strerror}") from error
 
     def __enter__(self) -> "IndexedWriter":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.discard()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents.
 
         Args:
-            tokens: ids of all documents one after the other, [sum of lengths], of type `self.dtype`.
+            tokens: concatenated ids of all documents, [sum of lengths], of type `self.dtype`.
             lengths: tokens in each document, [documents].
         """
         if int(lengths.sum(dtype=np.int64)) != len(tokens):
@@ -122,7 +121,7 @@ class IndexedWriter:
         self.tokens += len(tokens)
 
     def commit(self) -> WriterState:
-        """Bring all that was added to the disk, so that a writer made with the returned state goes on from here."""
+        """Sync all added documents to disk, so that a writer created with the returned state resumes after them."""
         try:
             for stream in (self._bin_stream, self._lengths_stream):
                 stream.flush()
@@ -131,14 +130,15 @@ class IndexedWriter:
             raise UserError(f"cannot write {self.prefix}.bin: {error.strerror}") from error
         return WriterState(self.documents, self.tokens, self._checksum)
 
-    def seal(self) -> WrittenFiles:
-        """Write the .idx and read everything again; `put_in_place` is then all that is left to do.
+    def finalize(self) -> WrittenFiles:
+        """Write the .idx and read both files back. Afterwards only `publish` remains to be done.
 
         Raises:
-            UserError: no tokens at all, a full disk, or what was read back is not what was written.
+            UserError: there are no tokens, the disk is full, the content read back differs from what was written, or an
+                id exceeds the vocabulary.
         """
         if self.tokens == 0:
-            raise UserError(f"nothing to write to {self.prefix}.bin: the input holds no text")
+            raise UserError(f"nothing to write to {self.prefix}.bin: the input contains no text")
         self.commit()
         try:
             self._write_idx()
@@ -147,54 +147,52 @@ class IndexedWriter:
             raise UserError(f"cannot write {self.prefix}.idx: {error.strerror}") from error
 
     def finish(self) -> WrittenFiles:
-        """`seal`, and rename both files into place. Raises what `seal` does."""
-        written = self.seal()
-        put_in_place(self.prefix)
-        self.suspend()
+        """`finalize`, `publish` and `close`. Raises what `finalize` raises."""
+        written = self.finalize()
+        publish(self.prefix)
+        self.close()
         return written
 
-    def suspend(self) -> None:
-        """Leave the temporary files for another writer to go on with."""
-        if not self._left:
-            self._left = True
-            self._close()
-
-    def discard(self) -> None:
-        """Remove the temporary files; without effect after `finish` or `suspend`."""
-        if not self._left:
-            for path in (self._bin, self._idx, self._lengths):
-                path.unlink(missing_ok=True)
-            self.suspend()
-
-    def _close(self) -> None:
-        """Closing the .bin gives up the lock on it."""
+    def close(self) -> None:
+        """Close the files and keep the temporary ones, for `publish` or for another writer to resume."""
+        if self._closed:
+            return
+        self._closed = True
         for stream in (self._bin_stream, self._lengths_stream):
             with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
                 stream.close()
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Remove the temporary files and close. Does nothing after `finish` or `close`."""
+        if not self._closed:
+            for path in (self._bin, self._idx, self._lengths):
+                path.unlink(missing_ok=True)
+            self.close()
 
     def _write_idx(self) -> None:
         with open(self._idx, "wb") as stream:
             stream.write(HEADER.pack(MAGIC, VERSION, ID_TYPE_CODES[self.dtype], self.documents, self.documents + 1))
             for lengths in self._read_lengths():
                 stream.write(lengths.tobytes())
-            position = 0
+            offset = 0
             for lengths in self._read_lengths():
-                ends = position + np.cumsum(lengths, dtype="<i8")
-                stream.write((np.concatenate(([position], ends[:-1])) * self.dtype.itemsize).astype("<i8").tobytes())
-                position = int(ends[-1])
+                ends = offset + np.cumsum(lengths, dtype="<i8")
+                stream.write((np.concatenate(([offset], ends[:-1])) * self.dtype.itemsize).astype("<i8").tobytes())
+                offset = int(ends[-1])
             for start in range(0, self.documents + 1, _BLOCK):
                 stream.write(np.arange(start, min(start + _BLOCK, self.documents + 1), dtype="<i8").tobytes())
             stream.flush()
             os.fsync(stream.fileno())
 
-    def _read_lengths(self):
+    def _read_lengths(self) -> Iterator[np.ndarray]:
         with open(self._lengths, "rb") as stream:
             while block := stream.read(4 * _BLOCK):
                 yield np.frombuffer(block, dtype="<i4")
 
     def _verify(self) -> WrittenFiles:
-        """Read both files back: the counts and the checksum of what was handed over, no id beyond the vocabulary."""
-        found = check_indexed_files(self._bin.with_suffix(""))
+        """Read both files back and compare the counts, the checksum and the largest id with what was added."""
+        files = open_indexed_files(self._bin.with_suffix(""))
         checksum, tokens, largest, digest = 0, 0, -1, hashlib.sha256()
         with open(self._bin, "rb") as stream:
             while block := stream.read(_BLOCK * self.dtype.itemsize):
@@ -203,35 +201,36 @@ class IndexedWriter:
                 ids = np.frombuffer(block, dtype=self.dtype)
                 tokens += len(ids)
                 largest = max(largest, int(ids.max()))
-        if (found.documents, tokens, checksum) != (self.documents, self.tokens, self._checksum):
+        if (files.documents, tokens, checksum) != (self.documents, self.tokens, self._checksum):
             self.discard()
             raise UserError(
                 f"{self.prefix}.bin reads back differently from what was written ({tokens:,} of {self.tokens:,} "
-                "tokens): the disk or file system is at fault; nothing was put in place"
+                "tokens), so the output was discarded; check the disk and the file system"
             )
         if largest >= self.vocab_size:
             raise UserError(
-                f"{self.prefix}.bin has token id {largest}, but the vocabulary ends at {self.vocab_size - 1}"
+                f"{self.prefix}.bin has token id {largest}, but the largest id of the vocabulary is "
+                f"{self.vocab_size - 1}"
             )
         return WrittenFiles(self.prefix, self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
 
 
 def is_resumable(prefix: str | Path, vocab_size: int, state: WriterState) -> bool:
-    """Whether the temporary files of an earlier writer still hold all that it had committed in `state`."""
+    """Whether the temporary files of an earlier writer still contain everything committed in `state`."""
     binary, _, lengths = _partial_files(prefix)
-    sizes = _sizes(state, id_type_for(vocab_size))
+    bin_size, lengths_size = _committed_sizes(state, id_type_for(vocab_size))
     return all(
-        path.is_file() and path.stat().st_size >= size for path, size in zip((binary, lengths), sizes, strict=True)
+        path.is_file() and path.stat().st_size >= size for path, size in ((binary, bin_size), (lengths, lengths_size))
     )
 
 
-def put_in_place(prefix: str | Path) -> None:
-    """Give sealed files their names, the .idx last; can be done again if a kill came between the two.
+def publish(prefix: str | Path) -> None:
+    """Rename finalized files to their final names, the .idx last. Can be repeated if it was killed halfway.
 
-    At every moment the pair under the final names is the old one, the new one, or incomplete.
+    At any moment the pair under the final names is the old one, the new one, or incomplete.
 
     Raises:
-        UserError: from the OSError that says why they cannot be renamed.
+        UserError: a file cannot be renamed.
     """
     binary, index, lengths = _partial_files(prefix)
     try:
@@ -246,12 +245,12 @@ def put_in_place(prefix: str | Path) -> None:
         raise UserError(f"cannot write {prefix}.idx: {error.strerror}") from error
 
 
-def _sizes(state: WriterState, dtype: np.dtype) -> tuple[int, int]:
-    """Bytes of the .bin and of the lengths at `state`."""
+def _committed_sizes(state: WriterState, dtype: np.dtype) -> tuple[int, int]:
+    """Bytes of the .bin and of the lengths file at `state`."""
     return state.tokens * dtype.itemsize, 4 * state.documents
 
 
 def _partial_files(prefix: str | Path) -> tuple[Path, Path, Path]:
-    """Where the .bin, the .idx and the lengths are while they are written."""
+    """Temporary paths of the .bin, the .idx and the sequence lengths."""
     partial = f"{prefix}.partial"
     return bin_path(partial), idx_path(partial), Path(f"{partial}.lengths")

@@ -1,4 +1,4 @@
-"""Batches in an order that depends on nothing but the dataset: not on ranks, batch shape, workers, or a restart."""
+"""Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from megatron.utils.errors import UserError
 def rank_samples(
     batch: int, *, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int, consumed_samples: int
 ) -> range:
-    """Positions, in the dataset's order, of the samples that a rank takes as its micro-batch number `batch`.
+    """Return the positions, in the dataset's order, of the samples in micro-batch number `batch` of a rank.
 
-    With micro-batch m on D ranks, rank r takes consumed + batch*m*D + r*m and the m-1 that follow. So m*D*A consecutive
-    samples make up a step of A accumulated micro-batches, whichever m, D and A make the same global batch.
+    With micro-batch size m on D ranks, rank r takes the m samples from consumed + batch*m*D + r*m on. So one step of A
+    accumulated micro-batches consumes m*D*A consecutive samples, for any m, D and A with the same global batch size.
     """
     first = consumed_samples + (batch * data_parallel_size + data_parallel_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
 
 
 class Loader:
-    """Endless batches from `dataset`; past its end it starts over. Made by `build_loader`."""
+    """Endless micro-batches of a rank. Starts over at the end of the dataset. Built by `build_loader`."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class Loader:
         pin_memory: bool,
     ):
         self._dataset = dataset
-        self._arguments = {
+        self._placement = {
             "micro_batch_size": micro_batch_size,
             "data_parallel_rank": data_parallel_rank,
             "data_parallel_size": data_parallel_size,
             "consumed_samples": consumed_samples,
         }
-        # A DataLoader without a generator of its own takes a number from torch's global one, and dropout would then
-        # depend on how often batches were asked for.
+        # Without its own generator, a DataLoader would draw a seed from torch's global generator, and dropout would
+        # depend on how often batches were requested.
         self._loader = torch.utils.data.DataLoader(
             dataset,
-            batch_sampler=_BatchSampler(len(dataset), self._arguments),
+            batch_sampler=_BatchSampler(len(dataset), self._placement),
             num_workers=num_workers,
             collate_fn=_Collate(dataset.settings.eod_mask_loss),
             generator=torch.Generator(),
@@ -55,20 +55,17 @@ class Loader:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         vocab_size = self._dataset.settings.vocab_size
         for number, batch in enumerate(self._loader):
+            # Labels are the inputs shifted by one, so only their last column is new.
             largest = max(int(batch["tokens"].max()), int(batch["labels"][:, -1].max()))
             if largest >= vocab_size:
-                self._refuse(number, batch, vocab_size)
-            yield batch
-
-    def _refuse(self, number: int, batch: dict[str, torch.Tensor], vocab_size: int) -> None:
-        for row, position in enumerate(rank_samples(number, **self._arguments)):
-            largest = max(int(batch["tokens"][row].max()), int(batch["labels"][row].max()))
-            if largest >= vocab_size:
-                source = self._dataset.source(position % len(self._dataset))
+                row = int(torch.maximum(batch["tokens"].amax(1), batch["labels"].amax(1)).argmax())
+                position = rank_samples(number, **self._placement)[row]
                 raise UserError(
-                    f"{source}: token id {largest} in sample {position}, but the vocabulary ends at {vocab_size - 1}: "
-                    "the data was made with another tokenizer"
+                    f"{self._dataset.source(position % len(self._dataset))}: token id {largest} in sample {position}, "
+                    f"but the largest id of the vocabulary is {vocab_size - 1}: the data were built with another "
+                    "tokenizer"
                 )
+            yield batch
 
 
 def build_loader(
@@ -81,48 +78,48 @@ def build_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Loader:
-    """This rank's micro-batches, from `consumed_samples` on (see `rank_samples` for which samples those are).
+    """Build an iterable of this rank's micro-batches, starting after `consumed_samples` (see `rank_samples`).
 
     Args:
-        dataset: one of `build_datasets`' datasets.
-        consumed_samples: samples that all ranks together have taken before.
-        num_workers: processes that read ahead; 0: read when asked. Without influence on what comes out.
-        pin_memory: batches in page-locked memory, from where a GPU takes them while the host goes on.
+        dataset: from `build_datasets`.
+        consumed_samples: number of samples that all ranks together have consumed so far.
+        num_workers: number of prefetching processes; 0 loads on demand. Does not affect the batches.
+        pin_memory: allocate batches in page-locked memory, so that copies to a GPU run in the background.
 
     Returns:
-        an endless iterable of {"tokens": int64 [b, s], "labels": int64 [b, s]}, and with eod_mask_loss "loss_mask":
-        float32 [b, s]. Without it every label counts and there is no mask.
+        an endless iterable of {"tokens": int64 [b, s], "labels": int64 [b, s]}, with eod_mask_loss also "loss_mask":
+        float32 [b, s]. Without it all labels count.
 
     Raises:
-        UserError: while iterating: a token id beyond the vocabulary.
+        UserError: while iterating: a token id is beyond the vocabulary.
     """
     if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size or consumed_samples < 0:
         raise ValueError(
-            f"micro-batch {micro_batch_size}, rank {data_parallel_rank} of {data_parallel_size}, {consumed_samples} "
-            "samples consumed: not a possible position"
+            f"invalid position: micro_batch_size {micro_batch_size}, data_parallel_rank {data_parallel_rank} of "
+            f"{data_parallel_size}, consumed_samples {consumed_samples}"
         )
     return Loader(
         dataset, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples, num_workers, pin_memory
     )
 
 
+@dataclass(frozen=True)
 class _BatchSampler:
     """Endless lists of dataset indices."""
 
-    def __init__(self, length: int, arguments: dict[str, int]):
-        self._length = length
-        self._arguments = arguments
+    length: int
+    placement: dict[str, int]
 
     def __iter__(self) -> Iterator[list[int]]:
         batch = 0
         while True:
-            yield [position % self._length for position in rank_samples(batch, **self._arguments)]
+            yield [position % self.length for position in rank_samples(batch, **self.placement)]
             batch += 1
 
 
 @dataclass(frozen=True)
 class _Collate:
-    """Samples to a batch; a class, so that workers can receive it whichever way they are started."""
+    """Stacks samples into a batch. A class rather than a closure, so that it can be pickled for worker processes."""
 
     with_loss_mask: bool
 

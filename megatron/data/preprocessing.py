@@ -1,29 +1,35 @@
-"""Text to `.bin/.idx`: one process reads, several tokenize, one writes, and notes how far it has come.
+"""Preprocesses text into `.bin/.idx`: one process reads, several tokenize, and one writes and records its progress.
 
-Chunks travel in order through a bounded window, so the output does not depend on the number of workers, and memory not
-on the size of the corpus. A run that was killed is taken up where its journal says.
+Results are written in the order of the input and a bounded number of chunks is in memory. So the output does not depend
+on the number of workers, and memory use does not depend on the size of the corpus. A killed run resumes from its
+journal.
 """
 
+import copy
+import glob
 import importlib.util
+import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megatron.data.chunks import START, ChunkSource
-from megatron.data.documents import DocumentOptions, EncodedChunk
-from megatron.data.indexed_format import check_indexed_files
-from megatron.data.indexed_writer import IndexedWriter, is_resumable, put_in_place
-from megatron.data.journal import Journal, OutputState, Progress, Rejected
-from megatron.data.manifest import Manifest, manifest_path, write_manifest
-from megatron.data.progress import CorpusProgress
-from megatron.data.readers import BLOCK
-from megatron.data.workers import TokenizerFiles, check_workers, encode_tasks, tasks
+from megatron.data.documents import DocumentOptions, SkippedDocuments
+from megatron.data.encoding import TokenizerFiles, check_workers, encode_chunks, process_in_order, work_items
+from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_files, write_manifest
+from megatron.data.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
+from megatron.data.readers import BLOCK, START, ChunkSource, ReadPosition
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+from megatron.utils.locks import Lock
+from megatron.utils.progress import Progress
 
-# What a kill can cost; bringing everything to the disk costs a fraction of a second each time.
-_SECONDS_BETWEEN_COMMITS = 10.0
+# A kill loses at most this much work. Each commit takes a fraction of a second.
+COMMIT_INTERVAL_SECONDS = 10.0
+
+_MAX_EXAMPLES = 5
 
 
 def preprocess(
@@ -40,64 +46,31 @@ def preprocess(
 ) -> dict[str, Manifest]:
     """Tokenize `source` into `{output_prefix}_{key}_document.bin/.idx/.json` for every key in `options.keys`.
 
-    The files appear under these names only when whole and verified; the same input gives the same bytes for any number
-    of workers. However a run ends before that, a later one with the same arguments (other `workers` are fine) goes on
-    with what the first had brought to the disk. After a change of the input or the options it starts anew.
+    The final names appear only after the files are complete and verified. The same input gives the same bytes for any
+    number of workers. If a run ends early for any reason, a later run with the same arguments (`workers` may differ)
+    resumes after the last committed document. If the input or the options have changed, it starts from the beginning.
 
     Args:
-        inputs: names of what is read, for the manifest.
-        names: one per key, in place of the keys in the names of the files.
-        workers: processes that tokenize; 1: this process does it all.
-        num_docs: number of documents, if known, for the progress display.
+        inputs: names of the inputs, recorded in the manifest.
+        names: one name per key, used in file names in place of the key.
+        workers: number of tokenizing processes. With 1, everything runs in this process.
+        num_docs: number of documents for the progress display, if known.
+        log_interval: documents between two updates of the progress display.
 
     Returns:
         the manifest written for each key.
 
     Raises:
-        UserError: an unreadable document (unless options.skip_bad) or file, no text at all, a full disk, a worker that
-            was killed, another process at the same output.
-        KeyboardInterrupt: its message says what was kept.
+        UserError: a file or document is unreadable (documents: unless options.skip_bad), there is no text, the disk is
+            full, a worker was killed, or another process writes the same output.
+        KeyboardInterrupt: with a message about what was saved.
     """
     check_workers(workers)
     if options.ftfy and importlib.util.find_spec("ftfy") is None:
         raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
     tokenizer = tokenizer_files.build()
-    with Journal(output_prefix, _work(source, tokenizer, options)) as journal:
-        prefixes = [f"{output_prefix}_{name}_document" for name in names or options.keys]
-        run = _Run(journal, str(output_prefix), prefixes, tokenizer, options, inputs)
-        if not run.progress.manifests:
-            display = CorpusProgress(Path(output_prefix).name, source.total_bytes, num_docs, log_interval)
-            run.encode(source, tokenizer_files, workers, display)
-        manifests = run.put_in_place()
-    rejected = run.progress.rejected
-    for problem in rejected.examples:
-        print(f"left out: {problem}")
-    if rejected.bad > len(rejected.examples):
-        print(f"left out: {rejected.bad - len(rejected.examples):,} more")
-    return manifests
-
-
-def summary(prefix: str | Path, manifest: Manifest) -> str:
-    """One line for the user on what was written at `prefix`."""
-    left_out = [
-        f"{count:,} {what}"
-        for count, what in (
-            (manifest.skipped_empty, "empty"),
-            (manifest.skipped_bad, "unreadable"),
-            (manifest.skipped_other, "of other subsets"),
-        )
-        if count
-    ]
-    return (
-        f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
-        f"{manifest.text_bytes / manifest.tokens:.2f} bytes per token"
-        + (f"; left out: {', '.join(left_out)}" if left_out else "")
-    )
-
-
-def _work(source: ChunkSource, tokenizer: Tokenizer, options: DocumentOptions) -> dict:
-    """Whatever decides the output. Not here: what to do about bad documents (see `_Run._earlier_progress`)."""
-    return {
+    # Everything that determines the output. How to treat bad documents is checked separately, in `_Job._resume`.
+    settings: dict[str, object] = {
         "input": source.identity(),
         "tokenizer": tokenizer.fingerprint,
         "keys": list(options.keys),
@@ -106,10 +79,141 @@ def _work(source: ChunkSource, tokenizer: Tokenizer, options: DocumentOptions) -
         "ftfy": options.ftfy,
         "reading": [1, BLOCK],
     }
+    with Journal(output_prefix, settings) as journal:
+        prefixes = [f"{output_prefix}_{name}_document" for name in names or options.keys]
+        job = _Job(journal, str(output_prefix), prefixes, tokenizer, options, inputs)
+        if not job.state.manifests:
+            job.encode(source, tokenizer_files, workers, num_docs, log_interval)
+        manifests = job.publish()
+    rejected = job.state.rejected
+    for problem in rejected.examples:
+        print(f"skipped: {problem}")
+    if rejected.bad > len(rejected.examples):
+        print(f"skipped: {rejected.bad - len(rejected.examples):,} more")
+    return manifests
 
 
-class _Run:
-    """One run of `preprocess`: the state of all outputs, from the journal or new."""
+def summary(prefix: str | Path, manifest: Manifest) -> str:
+    """Return one line for the user about the dataset at `prefix`."""
+    skipped = [
+        f"{count:,} {reason}"
+        for count, reason in (
+            (manifest.skipped_empty, "empty"),
+            (manifest.skipped_bad, "unreadable"),
+            (manifest.skipped_other, "of other subsets"),
+        )
+        if count
+    ]
+    rate = "" if manifest.text_bytes is None else f", {manifest.text_bytes / manifest.tokens:.2f} bytes per token"
+    return f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens{rate}" + (
+        f"; skipped: {', '.join(skipped)}" if skipped else ""
+    )
+
+
+@dataclass
+class RejectedDocuments:
+    """Number of documents skipped for any key, with messages about the first few unreadable ones."""
+
+    bad: int = 0
+    examples: list[str] = field(default_factory=list)
+    other_subsets: dict[str, int] = field(default_factory=dict)
+
+    def add(self, skipped: SkippedDocuments) -> None:
+        self.bad += len(skipped.bad)
+        self.examples = (self.examples + skipped.bad)[:_MAX_EXAMPLES]
+        for name, count in skipped.other_subsets.items():
+            self.other_subsets[name] = self.other_subsets.get(name, 0) + count
+
+
+@dataclass
+class OutputState:
+    """State of the output files of one key."""
+
+    writer: WriterState = field(default_factory=WriterState)
+    text_bytes: int = 0
+    empty: int = 0
+
+
+@dataclass
+class JournalState:
+    """Everything needed to resume.
+
+    Attributes:
+        position, bytes_read: of the source.
+        outputs: one per key.
+        manifests: one per key, once all files are complete and verified and only need to be renamed.
+    """
+
+    position: ReadPosition
+    bytes_read: int
+    outputs: list[OutputState]
+    rejected: RejectedDocuments
+    manifests: list[Manifest] = field(default_factory=list)
+
+
+class Journal:
+    """The journal of one output, and the lock that keeps other processes away from it. A context manager.
+
+    `OUTPUT_PREFIX.progress.json` is replaced atomically, and only after everything it describes is on disk.
+
+    Args:
+        settings: JSON values that determine the output. A journal with other settings is ignored.
+    """
+
+    def __init__(self, output_prefix: str | Path, settings: dict[str, object]):
+        self._path = Path(f"{output_prefix}.progress.json")
+        self._settings = settings
+        self._lock = Lock(
+            f"{output_prefix}.lock",
+            f"another process is writing {output_prefix}; wait for it to finish, or choose another prefix",
+        )
+
+    def __enter__(self) -> "Journal":
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    @property
+    def exists(self) -> bool:
+        return self._path.exists()
+
+    def load(self) -> JournalState | None:
+        """Load the state of an earlier run. Returns None, after printing why, if there is none with these settings."""
+        try:
+            journal = json.loads(self._path.read_bytes())
+            settings, fields = journal["work"], journal["progress"]
+            state = JournalState(
+                ReadPosition(*fields["position"]),
+                fields["bytes_read"],
+                [OutputState(WriterState(**output.pop("writer")), **output) for output in fields["outputs"]],
+                RejectedDocuments(**fields["rejected"]),
+                [Manifest(**manifest) for manifest in fields["manifests"]],
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            print(f"{self._path}: journal ignored: unreadable; starting from the beginning")
+            return None
+        if settings == self._settings:
+            return state
+        changed = ", ".join(key for key in self._settings if settings.get(key) != self._settings[key]) or "version"
+        print(f"{self._path}: journal ignored: {changed} changed; starting from the beginning")
+        return None
+
+    def save(self, state: JournalState) -> None:
+        write_atomically(self._path, json.dumps({"work": self._settings, "progress": asdict(state)}).encode())
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+        # Left behind by a kill during `save`.
+        for partial in self._path.parent.glob(f"{glob.escape(self._path.name)}.partial-*"):
+            partial.unlink(missing_ok=True)
+
+
+class _Job:
+    """One call of `preprocess`. `state` is what has been committed, by this run or an earlier one."""
 
     def __init__(
         self,
@@ -121,114 +225,130 @@ class _Run:
         inputs: Sequence[str],
     ):
         self.journal = journal
+        self.name = name
+        self.prefixes = list(prefixes)
         self.tokenizer = tokenizer
         self.options = options
         self.inputs = list(inputs)
-        self.name = name
-        self.prefixes = list(prefixes)
-        self.progress = self._earlier_progress() or Progress(
-            START, 0, [OutputState() for _ in self.prefixes], Rejected()
-        )
+        self.state = self._resume() or JournalState(START, 0, [OutputState() for _ in prefixes], RejectedDocuments())
 
-    def _earlier_progress(self) -> Progress | None:
-        progress = self.journal.load()
-        if progress is None:
+    def _resume(self) -> JournalState | None:
+        """Load the state of an earlier run, if its files still exist and it treated bad documents the same way."""
+        state = self.journal.load()
+        if state is None:
             return None
-        if progress.manifests:
-            return progress if self._are_whole(progress.manifests) else None
-        if progress.rejected.bad and not self.options.skip_bad:
-            print(f"{self.name}: an unfinished run had left out bad documents; starting anew")
+        if state.manifests:
+            return state if self._finish_publishing(state.manifests) else None
+        if state.rejected.bad and not self.options.skip_bad:
+            print(f"{self.name}: journal ignored: bad documents were skipped; starting from the beginning")
             return None
-        states = zip(self.prefixes, progress.outputs, strict=True)
-        if not all(is_resumable(prefix, self.tokenizer.vocab_size, output.writer) for prefix, output in states):
-            print(f"{self.name}: the files of an unfinished run are gone; starting anew")
+        outputs = zip(self.prefixes, state.outputs, strict=True)
+        if not all(is_resumable(prefix, self.tokenizer.vocab_size, output.writer) for prefix, output in outputs):
+            print(f"{self.name}: journal ignored: its files are missing; starting from the beginning")
             return None
-        print(f"{self.name}: going on behind the {progress.outputs[0].writer.documents:,} documents that are done")
-        return progress
+        print(f"{self.name}: resuming after {state.outputs[0].writer.documents:,} documents")
+        return state
 
-    def _are_whole(self, manifests: list[Manifest]) -> bool:
-        """Finish the renaming that a kill interrupted; False if the files are not there any more."""
+    def _finish_publishing(self, manifests: list[Manifest]) -> bool:
+        """Rename the files of a run that was killed while doing so. Returns False if they no longer exist."""
         try:
             for prefix, manifest in zip(self.prefixes, manifests, strict=True):
-                put_in_place(prefix)
-                found = check_indexed_files(prefix)
-                if (found.documents, found.tokens) != (manifest.documents, manifest.tokens):
+                publish(prefix)
+                if not manifest.describes(open_indexed_files(prefix)):
                     return False
         except UserError:
             return False
         return True
 
     def encode(
-        self, source: ChunkSource, tokenizer_files: TokenizerFiles, workers: int, display: CorpusProgress
+        self,
+        source: ChunkSource,
+        tokenizer_files: TokenizerFiles,
+        workers: int,
+        num_docs: int | None,
+        log_interval: int,
     ) -> None:
-        """Tokenize what is left, and seal the outputs."""
+        """Tokenize the remaining input and finalize the outputs."""
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(IndexedWriter(prefix, self.tokenizer.vocab_size, output.writer))
-                for prefix, output in zip(self.prefixes, self.progress.outputs, strict=True)
+                for prefix, output in zip(self.prefixes, self.state.outputs, strict=True)
             ]
-            if self.progress.position == START:
-                self.journal.remove()  # of other work; its files are overwritten from here on
+            if self.state.position == START:
+                self.journal.remove()  # of an earlier run that is not resumed: its files are overwritten from here on
             try:
-                with display:
-                    self._encode(source, tokenizer_files, workers, writers, display)
-                self._seal(writers)
+                with Progress(Path(self.name).name, source.total_bytes, unit="MB") as display:
+                    self._write_documents(source, tokenizer_files, workers, writers, display, num_docs, log_interval)
+                self._finalize(writers)
             except (Exception, KeyboardInterrupt) as error:
                 if not self.journal.exists:
                     raise
                 for writer in writers:
-                    writer.suspend()
-                documents = self.progress.outputs[0].writer.documents
-                kept = f"{documents:,} documents are kept, the same command goes on from there"
+                    writer.close()
+                saved = f"{self.state.outputs[0].writer.documents:,} documents are saved; the same command resumes"
                 if isinstance(error, KeyboardInterrupt):
-                    raise KeyboardInterrupt(kept) from error
+                    raise KeyboardInterrupt(saved) from error
                 if isinstance(error, UserError):
-                    raise UserError(f"{error} ({kept})") from error
+                    raise UserError(f"{error} ({saved})") from error
                 raise
 
-    def _encode(
+    def _write_documents(
         self,
         source: ChunkSource,
         tokenizer_files: TokenizerFiles,
         workers: int,
         writers: list[IndexedWriter],
-        display: CorpusProgress,
+        display: Progress,
+        num_docs: int | None,
+        log_interval: int,
     ) -> None:
-        # What is committed is a copy: an interruption between two outputs must not be noted.
-        outputs = [OutputState(output.writer, output.text_bytes, output.empty) for output in self.progress.outputs]
-        rejected = self.progress.rejected.copy()
-        display.start(self.progress.bytes_read, outputs[0].text_bytes)
+        # Counts that run ahead of `self.state`: an interruption may come between the outputs of two keys.
+        current = copy.deepcopy(self.state)
+        first_output = current.outputs[0]
+        display.restart(current.bytes_read, first_output.text_bytes / 1e6)
+        shown_documents = writers[0].documents
         committed_at = time.monotonic()
-        todo = tasks(source, self.progress.position)
-        for task, encoded in encode_tasks(todo, self.tokenizer, tokenizer_files, self.options, workers):
-            for column, (writer, output) in enumerate(zip(writers, outputs, strict=True)):
-                _add(writer, output, encoded, column)
-            rejected.add(encoded)
-            display.update(task.bytes_read, writers[0].documents, writers[0].tokens, outputs[0].text_bytes)
-            if time.monotonic() - committed_at >= _SECONDS_BETWEEN_COMMITS:
-                self._commit(writers, Progress(task.position, task.bytes_read, outputs, rejected))
+        items = work_items(source, self.state.position)
+        for item, encoded in process_in_order(
+            items, encode_chunks, self.tokenizer, tokenizer_files, self.options, workers
+        ):
+            for column, (writer, output) in enumerate(zip(writers, current.outputs, strict=True)):
+                writer.add(encoded.tokens[column], encoded.lengths[column])
+                output.text_bytes += encoded.text_bytes[column]
+                output.empty += encoded.empty[column]
+            current.rejected.add(encoded.skipped)
+            current.position, current.bytes_read = item.position, item.bytes_read
+            documents = writers[0].documents
+            if documents - shown_documents >= log_interval or item.bytes_read == source.total_bytes:
+                shown_documents = documents
+                total = "" if num_docs is None else f"/{num_docs:,}"
+                status = f"{documents:,}{total} documents, {writers[0].tokens:,} tokens"
+                display.update(item.bytes_read, status, first_output.text_bytes / 1e6)
+            if time.monotonic() - committed_at >= COMMIT_INTERVAL_SECONDS:
+                self._commit(writers, current)
                 committed_at = time.monotonic()
-        _check_found(writers[0].tokens, rejected, self.options)
-        end = Progress(source.position, source.bytes_read, outputs, rejected)
+        if writers[0].tokens == 0 and current.rejected.other_subsets:
+            counts = sorted(current.rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
+            subsets = ", ".join(f"{name} ({count:,})" for name, count in counts)
+            raise UserError(f"the input has no documents of subset {self.options.subset}; its subsets: {subsets}")
+        current.position, current.bytes_read = source.position, source.bytes_read
         if self.journal.exists:
-            self._commit(writers, end)
+            self._commit(writers, current)
         else:
-            self.progress = end
+            self.state = current
 
-    def _commit(self, writers: list[IndexedWriter], progress: Progress) -> None:
-        """Bring everything to the disk, then note it."""
-        outputs = [
-            OutputState(writer.commit(), output.text_bytes, output.empty)
-            for writer, output in zip(writers, progress.outputs, strict=True)
-        ]
-        self.progress = Progress(progress.position, progress.bytes_read, outputs, progress.rejected.copy())
-        self.journal.save(self.progress)
+    def _commit(self, writers: list[IndexedWriter], current: JournalState) -> None:
+        """Sync the outputs to disk, then record the state in the journal."""
+        for writer, output in zip(writers, current.outputs, strict=True):
+            output.writer = writer.commit()
+        self.state = copy.deepcopy(current)
+        self.journal.save(self.state)
 
-    def _seal(self, writers: list[IndexedWriter]) -> None:
-        """Verify all outputs and note that they are whole."""
+    def _finalize(self, writers: list[IndexedWriter]) -> None:
+        """Verify all outputs and record their manifests in the journal."""
         manifests = []
-        for key, writer, output in zip(self.options.keys, writers, self.progress.outputs, strict=True):
-            written = writer.seal()
+        for key, writer, output in zip(self.options.keys, writers, self.state.outputs, strict=True):
+            written = writer.finalize()
             manifests.append(
                 Manifest(
                     documents=written.documents,
@@ -245,34 +365,20 @@ class _Run:
                     key=key,
                     inputs=self.inputs,
                     skipped_empty=output.empty,
-                    skipped_bad=self.progress.rejected.bad,
-                    skipped_other=sum(self.progress.rejected.other_subsets.values()),
+                    skipped_bad=self.state.rejected.bad,
+                    skipped_other=sum(self.state.rejected.other_subsets.values()),
                 )
             )
-        self.progress.manifests = manifests
-        self.journal.save(self.progress)
+        self.state.manifests = manifests
+        self.journal.save(self.state)
         for writer in writers:
-            writer.suspend()
+            writer.close()
 
-    def put_in_place(self) -> dict[str, Manifest]:
-        """Give all files their names. A run killed in here is finished by the next one."""
-        for prefix, manifest in zip(self.prefixes, self.progress.manifests, strict=True):
-            manifest_path(prefix).unlink(missing_ok=True)  # it tells of files that are now replaced
-            put_in_place(prefix)
+    def publish(self) -> dict[str, Manifest]:
+        """Give all files their final names. If this is killed, the next run completes it."""
+        for prefix, manifest in zip(self.prefixes, self.state.manifests, strict=True):
+            manifest_path(prefix).unlink(missing_ok=True)  # it may describe files that are now replaced
+            publish(prefix)
             write_manifest(prefix, manifest)
         self.journal.remove()
-        return dict(zip(self.options.keys, self.progress.manifests, strict=True))
-
-
-def _add(writer: IndexedWriter, output: OutputState, encoded: EncodedChunk, column: int) -> None:
-    writer.add(encoded.tokens[column], encoded.lengths[column])
-    output.text_bytes += encoded.text_bytes[column]
-    output.empty += encoded.empty[column]
-
-
-def _check_found(tokens: int, rejected: Rejected, options: DocumentOptions) -> None:
-    """Say it if there is no text because all of it belonged to other subsets."""
-    if tokens == 0 and rejected.other_subsets:
-        largest = sorted(rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
-        found = ", ".join(f"{name} ({count:,})" for name, count in largest)
-        raise UserError(f"the input has no documents of subset {options.subset}; its subsets: {found}")
+        return dict(zip(self.options.keys, self.state.manifests, strict=True))

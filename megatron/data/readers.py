@@ -1,10 +1,12 @@
-"""Files of text to chunks: blocks of JSON lines, or whole texts, with where they come from.
+"""Reads input files into chunks: blocks of JSON lines or whole documents, with their location for error messages.
 
-`megatron.data.input_files` says which name is read as what. Archives are read in passing, not unpacked. Parsing is left
-to the workers, so that this one process keeps up with many.
+`megatron.data.input_files` defines which file name is read in which format. Archives are streamed, never extracted.
+Chunks are parsed in the worker processes, so that the single reading process can feed many of them.
 """
 
+import gzip
 import hashlib
+import io
 import json
 import lzma
 import shutil
@@ -13,33 +15,90 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
 
 import zstandard
 
-from megatron.data.chunks import START, Chunk, Position
-from megatron.data.decompression import decompressed
-from megatron.data.input_files import READABLE, SEEKING, InputFile, is_hidden, kind_of
+from megatron.data.input_files import READABLE, SEEKABLE_FORMATS, InputFile, file_format, is_hidden
 from megatron.utils.errors import UserError
 
-# How much is read at a time. Which chunks come out of a file, and so what a Position means, depends on it.
+# Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
+# Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
+PARQUET_ROWS = 256
+
+_COMPRESSED_BLOCK = 1 << 17
+# `zstd --ultra --long=31` uses a window of 2 GiB.
+_MAX_ZSTD_WINDOW = 1 << 31
+
+# Exceptions that the libraries raise for damaged files.
+_DAMAGE_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile)
 
 
-class Corpus:
-    """Input files, read in order: a `megatron.data.chunks.ChunkSource`.
+@dataclass(frozen=True)
+class TextChunk:
+    """A piece of input, not yet parsed.
+
+    Attributes:
+        source: the file, and the member or record of an archive.
+        kind: "lines": complete JSON lines; "list": a JSON list of documents; "text": one document.
+        first_line: number of its first line in the source, from 1.
+        unit: what a line is called in messages: "line", or "row" of a table.
+        fraction_read: share of its file (0 to 1) read so far, if the reader knows better than the file position.
+    """
+
+    source: str
+    kind: Literal["lines", "list", "text"]
+    first_line: int
+    content: bytes
+    unit: str = "line"
+    fraction_read: float | None = None
+
+
+class ReadPosition(NamedTuple):
+    """A position between two chunks: the number of finished files, and of chunks (or rows) read from the next file."""
+
+    file: int = 0
+    chunk: int = 0
+
+
+START = ReadPosition()
+
+
+class ChunkSource(Protocol):
+    """A corpus that can be read from any earlier position.
+
+    Attributes:
+        total_bytes: size of the input, None if unknown.
+        bytes_read: input bytes that `chunks` has read so far.
+        position: after the last chunk that `chunks` returned.
+    """
+
+    total_bytes: int | None
+    bytes_read: int
+    position: ReadPosition
+
+    def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
+        """Yield the chunks from `start` on. They are the same for the same `identity`."""
+
+    def identity(self) -> str:
+        """Return a SHA-256 (hexadecimal) that changes whenever the input changes."""
+
+
+class FileCorpus:
+    """Input files, read in order. A `ChunkSource`.
 
     Args:
         files: from `find_files`.
-        suffixes: as given to `find_files`; members of archives are chosen by them too.
-        columns: of Parquet files, to read; JSON lines are read whole.
+        suffixes: as passed to `find_files`. They also select the members of archives.
+        columns: columns to read from Parquet files. JSON lines are always read completely.
     """
 
     def __init__(self, files: Sequence[InputFile], suffixes: Sequence[str] = (), columns: Sequence[str] = ("text",)):
         self.files = list(files)
-        self.total_bytes = sum(file.size for file in self.files)
+        self.total_bytes: int | None = sum(file.size for file in self.files)
         self.bytes_read = 0
         self.position = START
         self._suffixes = tuple(suffixes)
@@ -49,137 +108,132 @@ class Corpus:
         files = [[file.name, file.size, file.version] for file in self.files]
         return hashlib.sha256(json.dumps([files, self._suffixes]).encode("utf-8", "surrogatepass")).hexdigest()
 
-    def chunks(self, start: Position = START) -> Iterator[Chunk]:
-        """All chunks from `start` on. Raises UserError, naming the file, for a damaged or truncated one."""
-        self.position = start
-        done = sum(file.size for file in self.files[: start.file])
-        for number in range(start.file, len(self.files)):
-            file, already = self.files[number], start.chunk if number == start.file else 0
-            count = 0
-            for count, (chunk, read) in enumerate(self._file_chunks(file), start=1):
-                if count > already:
-                    self.bytes_read = done + read
-                    self.position = Position(number, count)
-                    yield chunk
-            if count < already:
-                raise UserError(f"{file.name} has changed while it was read")
-            done += file.size
-            self.bytes_read = done
-            self.position = Position(number + 1)
+    def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
+        """Yield all chunks from `start` on.
 
-    def _file_chunks(self, file: InputFile) -> Iterator[tuple[Chunk, int]]:
-        """The chunks of a file, each with how many bytes of it are read."""
+        Raises:
+            UserError: a file is damaged, truncated, or has changed since the position was recorded.
+        """
+        self.position = start
+        finished_bytes = sum(file.size for file in self.files[: start.file])
+        for file_number in range(start.file, len(self.files)):
+            file = self.files[file_number]
+            skip = start.chunk if file_number == start.file else 0
+            count = 0
+            for count, (chunk, bytes_read) in enumerate(self._file_chunks(file), start=1):
+                if count > skip:
+                    self.bytes_read = finished_bytes + bytes_read
+                    self.position = ReadPosition(file_number, count)
+                    yield chunk
+            if count < skip:
+                raise UserError(f"{file.name} changed while it was being read")
+            finished_bytes += file.size
+            self.bytes_read = finished_bytes
+            self.position = ReadPosition(file_number + 1)
+
+    def _file_chunks(self, file: InputFile) -> Iterator[tuple[TextChunk, int]]:
+        """Yield the chunks of a file, with the number of its bytes read so far."""
         try:
             with file.open() as raw:
-                for chunk in self._chunks(raw, file.base_name, file.name, seekable=True):
-                    yield chunk, raw.tell() if chunk.share is None else int(chunk.share * file.size)
-        except _DAMAGE as error:
+                for chunk in self._stream_chunks(raw, file.base_name, file.name, seekable=True):
+                    yield chunk, raw.tell() if chunk.fraction_read is None else int(chunk.fraction_read * file.size)
+        except _DAMAGE_ERRORS as error:
             raise UserError(f"{file.name} is damaged or truncated: {error}") from error
-        except OSError as error:  # gzip's "not a gzipped file" among them
+        except OSError as error:  # includes gzip's "not a gzipped file"
             raise UserError(f"cannot read {file.name}: {error.strerror or error}") from error
         except UserError:
             raise
         except Exception as error:
             if not file.is_remote:
                 raise
-            raise UserError(f"cannot read {file.name}: {error}") from error  # each object store has errors of its own
+            raise UserError(f"cannot read {file.name}: {error}") from error  # object stores raise their own exceptions
 
-    def _chunks(self, raw: BinaryIO, name: str, source: str, seekable: bool = False) -> Iterator[Chunk]:
-        kind = kind_of(name, self._suffixes)
-        if kind is None:
-            raise UserError(f"{source} is of no kind read here: {READABLE}")
-        if kind in SEEKING and not seekable:
-            with _seekable_copy(raw) as copy:
-                yield from self._chunks(copy, name, source, seekable=True)
+    def _stream_chunks(self, raw: BinaryIO, name: str, source: str, seekable: bool = False) -> Iterator[TextChunk]:
+        """Yield the chunks of a file or archive member. `name` determines its format; `source` is for messages."""
+        format_name = file_format(name, self._suffixes)
+        if format_name is None:
+            raise UserError(f"{source} has an unsupported file type; supported: {READABLE}")
+        if format_name in SEEKABLE_FORMATS and not seekable:
+            with tempfile.TemporaryFile() as copy:
+                shutil.copyfileobj(raw, copy, BLOCK)
+                copy.seek(0)
+                yield from self._stream_chunks(cast(BinaryIO, copy), name, source, seekable=True)
             return
-        if kind == "parquet":
-            from megatron.data.parquet import parquet_chunks
-
-            yield from parquet_chunks(raw, source, self._columns)
+        if format_name == "parquet":
+            yield from _parquet_chunks(raw, source, self._columns)
             return
-        if kind == "zip":
-            yield from self._zip_members(raw, source)
+        if format_name == "zip":
+            yield from self._zip_chunks(raw, source)
             return
-        stream = decompressed(raw, PurePosixPath(name.lower()).suffix, source)
-        if kind == "tar":
-            yield from self._tar_members(stream, source)
-        elif kind == "text":
-            yield Chunk(source, "text", 1, stream.read())
-        elif kind == "dat":
-            yield from _dat_records(stream, source)
+        stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
+        if format_name == "tar":
+            yield from self._tar_chunks(stream, source)
+        elif format_name == "text":
+            yield TextChunk(source, "text", 1, stream.read())
+        elif format_name == "dat":
+            yield from _dat_chunks(stream, source)
         else:
-            yield from _line_blocks(stream, source, may_be_list=kind == "json")
+            yield from _line_chunks(stream, source, may_be_list=format_name == "json")
 
-    def _is_passed_over(self, name: str) -> bool:
-        """With suffixes, an archive's other members are; without, hidden ones, and an unknown one is an error."""
-        return kind_of(name, self._suffixes) is None if self._suffixes else is_hidden(name)
-
-    def _tar_members(self, stream: BinaryIO, source: str) -> Iterator[Chunk]:
-        # "r|": one pass without seeking, so that a compressed archive is never held in memory. Nothing is extracted:
-        # names that lead out of a folder do no harm, links and devices are passed over.
-        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
+    def _tar_chunks(self, stream: BinaryIO, source: str) -> Iterator[TextChunk]:
+        # "r|" reads in one pass without seeking, so a compressed archive is never held in memory. Nothing is extracted:
+        # paths that lead outside are harmless, and links and devices are skipped.
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive:
             for member in archive:
-                archive.members = []  # the library would remember all of a large archive's
+                archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps every member of a large archive
                 name = PurePosixPath(member.name).name
-                content = archive.extractfile(member) if member.isfile() and not self._is_passed_over(name) else None
+                content = archive.extractfile(member) if member.isfile() and not self._skips_member(name) else None
                 if content is not None:
-                    yield from self._member_chunks(content, name, f"{source}:{member.name}")
-            # Reading on to the end also lets a compression check its checksum.
-            while block := archive.fileobj.read(BLOCK):
+                    yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.name}")
+            # Read to the end of the file, which also verifies the checksum of a compressed archive.
+            remainder = cast(BinaryIO, archive.fileobj)
+            while block := remainder.read(BLOCK):
                 if block.strip(b"\0"):
                     raise UserError(
-                        f"{source} goes on behind the end of its archive: damaged, or several archives in one file; "
-                        "pack it again"
+                        f"{source} continues after the end of its archive: it is damaged, or several archives are "
+                        "concatenated; pack it again"
                     )
 
-    def _member_chunks(self, content: BinaryIO, name: str, source: str) -> Iterator[Chunk]:
-        for chunk in self._chunks(content, name, source):
-            yield replace(chunk, share=None)  # that of the member is not that of the archive
-
-    def _zip_members(self, raw: BinaryIO, source: str) -> Iterator[Chunk]:
+    def _zip_chunks(self, raw: BinaryIO, source: str) -> Iterator[TextChunk]:
         with zipfile.ZipFile(raw) as archive:
             for member in archive.infolist():
                 name = PurePosixPath(member.filename).name
-                if member.is_dir() or self._is_passed_over(name):
+                if member.is_dir() or self._skips_member(name):
                     continue
                 if member.flag_bits & 1:
                     raise UserError(f"{source}:{member.filename} is encrypted; unpack it first")
                 with archive.open(member) as content:
-                    yield from self._member_chunks(content, name, f"{source}:{member.filename}")
+                    yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.filename}")
+
+    def _skips_member(self, name: str) -> bool:
+        """With `suffixes`, all other members are skipped. Otherwise only hidden ones; unknown types are an error."""
+        return file_format(name, self._suffixes) is None if self._suffixes else is_hidden(name)
+
+    def _member_chunks(self, content: BinaryIO, name: str, source: str) -> Iterator[TextChunk]:
+        for chunk in self._stream_chunks(content, name, source):
+            yield replace(chunk, fraction_read=None)  # it is a fraction of the member, not of the archive
 
 
-class _Member(tarfile.TarInfo):
-    """A header that must be whole: the library takes a damaged or missing one for the end of the archive."""
+class _StrictTarInfo(tarfile.TarInfo):
+    """A header that must be valid. `tarfile` itself treats a damaged or missing header as the end of the archive."""
 
     @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> "_Member":
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "_StrictTarInfo":
         try:
             return super().fromtarfile(archive)
-        except tarfile.EOFHeaderError:
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # missing in typeshed
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} at byte {archive.offset:,} of the archive") from error
 
 
-def _seekable_copy(content: BinaryIO) -> BinaryIO:
-    """A member of an archive in a temporary file without a name, which goes when it is closed."""
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 (closed by the caller)
-    shutil.copyfileobj(content, copy, BLOCK)
-    copy.seek(0)
-    return copy
-
-
-# What the libraries raise for a damaged file.
-_DAMAGE = (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile)
-
-
-def _line_blocks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[Chunk]:
-    """Blocks of whole lines; a file whose first character is `[` may be a list instead."""
+def _line_chunks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[TextChunk]:
+    """Yield blocks of complete lines, or one list if `may_be_list` and the first character of the file is `[`."""
     pieces: list[bytes] = []
     line = 1
     while block := stream.read(BLOCK):
         if may_be_list and block.lstrip()[:1] == b"[":
-            yield Chunk(source, "list", 1, block + stream.read())
+            yield TextChunk(source, "list", 1, block + stream.read())
             return
         may_be_list = False
         end = block.rfind(b"\n") + 1
@@ -188,13 +242,13 @@ def _line_blocks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[C
             continue
         content = b"".join([*pieces, block[:end]])
         pieces = [block[end:]] if end < len(block) else []
-        yield Chunk(source, "lines", line, content)
+        yield TextChunk(source, "lines", line, content)
         line += content.count(b"\n")
     if pieces:
-        yield Chunk(source, "lines", line, b"".join(pieces))
+        yield TextChunk(source, "lines", line, b"".join(pieces))
 
 
-def _dat_records(stream: BinaryIO, source: str) -> Iterator[Chunk]:
+def _dat_chunks(stream: BinaryIO, source: str) -> Iterator[TextChunk]:
     record = 0
     while header := stream.read(16):
         record += 1
@@ -203,4 +257,92 @@ def _dat_records(stream: BinaryIO, source: str) -> Iterator[Chunk]:
         content = stream.read(int(header))
         if len(content) < int(header):
             raise UserError(f"{source}, record {record}: truncated, {len(content)} of {int(header)} bytes")
-        yield Chunk(f"{source}, record {record}", "text", 1, content)
+        yield TextChunk(f"{source}, record {record}", "text", 1, content)
+
+
+def _parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterator[TextChunk]:
+    """Yield the rows as JSON lines, restricted to those of `columns` that the table has."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"reading {source} needs the package pyarrow, which is not installed: pip install -r requirements/data.txt"
+        ) from error
+    try:
+        table = pyarrow.parquet.ParquetFile(raw)
+        schema = table.schema_arrow
+        present = [name for name in columns if name in schema.names]
+        if not present:
+            raise UserError(f"{source} has no column {columns[0]!r}; its columns: {', '.join(schema.names[:20])}")
+        for name in present:
+            column_type = schema.field(name).type
+            if pyarrow.types.is_binary(column_type) or pyarrow.types.is_large_binary(column_type):
+                raise UserError(f"{source}: column {name!r} is binary, not text")
+        rows = 0
+        for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=present):
+            values = batch.to_pylist()
+            lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in values)
+            first_row, rows = rows + 1, rows + len(values)
+            content = lines.encode("utf-8", "surrogatepass")
+            yield TextChunk(source, "lines", first_row, content, "row", rows / table.metadata.num_rows)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{source} is damaged or not a Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
+    """Return a stream of the decompressed content, or `raw` itself if `suffix` is not that of a compression.
+
+    Raises:
+        UserError: while reading Zstandard: the file is truncated. gzip and lzma raise exceptions of their own.
+    """
+    if suffix in (".gz", ".tgz"):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if suffix == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(raw))
+    if suffix == ".zst":
+        return cast(BinaryIO, io.BufferedReader(_ZstdStream(raw, source), BLOCK))
+    return raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """Decompresses one or several Zstandard frames. Unlike zstandard's own reader, it detects a truncated file."""
+
+    def __init__(self, raw: BinaryIO, source: str):
+        self._raw = raw
+        self._source = source
+        self._start_frame()
+        self._output = memoryview(b"")
+
+    def _start_frame(self) -> None:
+        self._frame = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW).decompressobj()
+        self._frame_has_data = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # no Buffer before Python 3.12
+        target = memoryview(buffer)
+        while not self._output:
+            if not self._decompress_block():
+                return 0
+        count = min(len(target), len(self._output))
+        target[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _decompress_block(self) -> bool:
+        """Refill the output buffer. Returns False at the end of the file."""
+        compressed = b""
+        if self._frame.eof:
+            compressed = self._frame.unused_data
+            self._start_frame()
+        if not compressed:
+            compressed = self._raw.read(_COMPRESSED_BLOCK)
+        if not compressed:
+            if self._frame_has_data:
+                raise UserError(f"{self._source} is truncated: its last compressed frame is incomplete")
+            return False
+        self._frame_has_data = True
+        self._output = memoryview(self._frame.decompress(compressed))
+        return True

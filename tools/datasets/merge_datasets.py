@@ -1,24 +1,24 @@
-"""Put several .bin/.idx datasets together: the documents of all, in the order of the inputs.
+"""Merge several .bin/.idx datasets: the documents of all inputs, in the order of the inputs.
 
 python tools/datasets/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/both
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import new_parser, run_tool
+from megatron.data.dataset_tools import merge
 
 
-def main() -> None:
-    from megatron.data.rewriting import merge
-
+def main(argv: Sequence[str] | None = None) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="path without .bin and .idx")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     written = merge(arguments.input, arguments.output_prefix)
     print(f"{written.prefix}.bin/.idx: {written.documents:,} documents, {written.tokens:,} tokens")
 

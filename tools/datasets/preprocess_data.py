@@ -1,55 +1,61 @@
-"""Tokenize text files into .bin/.idx, at GPT-NeoX's command line.
+"""Tokenize text files into .bin/.idx, with GPT-NeoX's command line.
 
 python tools/datasets/preprocess_data.py --input a.jsonl.zst,b.txt --output-prefix data/mine \
     --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --workers 8
 
-writes data/mine_text_document.bin and .idx (data-path: data/mine_text_document). Interrupted, killed or out of disk
-space, the same command goes on where it was.
+writes data/mine_text_document.bin and .idx (data-path: data/mine_text_document). After an interruption, a kill or a
+full disk, the same command resumes.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, add_tokenizer_arguments, new_parser, run_tool, words
+from megatron.cli.dataset_options import (
+    add_input_arguments,
+    add_tokenizer_arguments,
+    new_parser,
+    run_tool,
+    split_words,
+)
+from megatron.data.documents import DocumentOptions
+from megatron.data.encoding import TokenizerFiles
+from megatron.data.input_files import find_files
+from megatron.data.preprocessing import preprocess, summary
+from megatron.data.readers import FileCorpus
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     data = parser.add_argument_group("input")
     add_input_arguments(data)
     data.add_argument(
-        "--jsonl-keys", nargs="+", default=["text"], help="keys to take; each makes a dataset (default: text)"
+        "--jsonl-keys", nargs="+", default=["text"], help="keys to tokenize, each into its own dataset (default: text)"
     )
-    data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
-    data.add_argument("--pile-subset", help="keep only documents whose meta.pile_set_name is this (e.g. Github)")
+    data.add_argument("--num-docs", type=int, help="number of documents for the progress display, if known")
+    data.add_argument("--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)")
     tokenizer = parser.add_argument_group("tokenizer")
     add_tokenizer_arguments(tokenizer)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with <|endoftext|>")
-    tokenizer.add_argument("--ftfy", action="store_true", help="mend broken Unicode with the package ftfy")
+    tokenizer.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", required=True, help="the files are PREFIX_KEY_document.bin and .idx")
-    output.add_argument(
-        "--dataset-impl", choices=("mmap",), default="mmap", help="mmap, the only format there still is"
+    output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
+    output.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="only mmap is supported")
+    execution = parser.add_argument_group("execution")
+    execution.add_argument("--workers", type=int, default=1, help="number of tokenizing processes (default: 1)")
+    execution.add_argument(
+        "--log-interval", type=int, default=100, help="documents between progress updates (default: 100)"
     )
-    running = parser.add_argument_group("running")
-    running.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
-    running.add_argument("--log-interval", type=int, default=100, help="documents between updates (default: 100)")
-    return parser.parse_args(arguments)
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    from megatron.data.documents import DocumentOptions
-    from megatron.data.input_files import find_files
-    from megatron.data.preprocessing import preprocess, summary
-    from megatron.data.readers import Corpus
-    from megatron.data.workers import TokenizerFiles
-
-    arguments = parse_arguments()
-    inputs, suffixes = words(arguments.input), words(arguments.suffixes)
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    inputs, suffixes = split_words(arguments.input), split_words(arguments.suffixes)
     options = DocumentOptions(
         keys=tuple(dict.fromkeys(arguments.jsonl_keys)),
         subset=arguments.pile_subset,
@@ -58,7 +64,7 @@ def main() -> None:
         skip_bad=arguments.bad_documents == "skip",
     )
     manifests = preprocess(
-        Corpus(find_files(inputs, suffixes), suffixes, (*options.keys, "meta")),
+        FileCorpus(find_files(inputs, suffixes), suffixes, (*options.keys, "meta")),
         arguments.output_prefix,
         TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file),
         options,

@@ -2,73 +2,77 @@
 
 python tools/datasets/train_tokenizer.py --input corpus.jsonl.zst --vocab-size 8192 --output tokenizer.json
 
-The result is for `tokenizer-type: HFTokenizer`, `vocab-file: tokenizer.json`.
+Use the result with `tokenizer-type: HFTokenizer` and `vocab-file: tokenizer.json`.
 """
 
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, new_parser, run_tool, words
+from megatron.cli.dataset_options import add_input_arguments, new_parser, run_tool, split_words
+from megatron.data.documents import DocumentOptions, read_texts
+from megatron.data.input_files import find_files
+from megatron.data.readers import FileCorpus
+from megatron.tokenizer.hugging_face import train_bpe
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+from megatron.utils.progress import Progress
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add_input_arguments(parser)
-    parser.add_argument("--jsonl-keys", nargs="+", default=["text"], help="keys to take (default: text)")
-    parser.add_argument("--vocab-size", type=int, required=True, help="ids, <|endoftext|> and 256 bytes included")
+    parser.add_argument("--jsonl-keys", nargs="+", default=["text"], help="keys to train on (default: text)")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="number of ids, including <|endoftext|> and 256 bytes"
+    )
     parser.add_argument("--output", type=Path, required=True, help="the tokenizer.json to write")
     parser.add_argument(
         "--max-megabytes",
         type=float,
-        help="train on the first so many MB of text (default: all); memory grows with them",
+        help="train on the first MB of text only (default: all); memory use is proportional to it",
     )
-    found = parser.parse_args(arguments)
-    if found.max_megabytes is not None and not found.max_megabytes > 0:
-        parser.error(f"--max-megabytes is {found.max_megabytes}; it must be more than 0")
-    return found
+    arguments = parser.parse_args(argv)
+    if arguments.max_megabytes is not None and not arguments.max_megabytes > 0:
+        parser.error(f"--max-megabytes is {arguments.max_megabytes}; it must be more than 0")
+    return arguments
 
 
-def main() -> None:
-    from megatron.data.documents import DocumentOptions, read_texts
-    from megatron.data.input_files import find_files
-    from megatron.data.progress import CorpusProgress
-    from megatron.data.readers import Corpus
-    from megatron.tokenizer.hugging_face import train_bpe
-    from megatron.utils.errors import UserError
-    from megatron.utils.files import write_atomically
-
-    arguments = parse_arguments()
-    suffixes = words(arguments.suffixes)
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
-    corpus = Corpus(find_files(words(arguments.input), suffixes), suffixes, options.keys)
-    with CorpusProgress("reading", corpus.total_bytes) as display:
+    corpus = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, options.keys)
+    with Progress("reading", corpus.total_bytes, unit="MB") as display:
         texts = filter(None, read_texts(corpus.chunks(), options))
         first = next(texts, None)
         if first is None:
-            raise UserError("there is nothing to train on: the input holds no text")
-        texts = itertools.chain([first], texts)
-        counted = count(texts, corpus, display, arguments.max_megabytes)
-        # The library shows a bar of its own for the merging that follows the reading.
-        tokenizer = train_bpe(counted, arguments.vocab_size, progress=sys.stderr.isatty())
+            raise UserError("there is nothing to train on: the input contains no text")
+        limited = limit_texts(itertools.chain([first], texts), corpus, display, arguments.max_megabytes)
+        # After reading, the library shows its own progress bar for the merges.
+        tokenizer = train_bpe(limited, arguments.vocab_size, progress=sys.stderr.isatty())
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.output, tokenizer.to_str(pretty=True).encode())
-    reached = tokenizer.get_vocab_size()
-    short = "" if reached == arguments.vocab_size else f", not {arguments.vocab_size:,}: no pair is left to merge"
-    print(f"{arguments.output}: {reached:,} ids{short}")
+    vocab_size = tokenizer.get_vocab_size()
+    note = ""
+    if vocab_size != arguments.vocab_size:
+        note = f", not {arguments.vocab_size:,}: the text has no more pairs to merge"
+    print(f"{arguments.output}: {vocab_size:,} ids{note}")
 
 
-def count(texts: Iterator[str], corpus, display, max_megabytes: float | None) -> Iterator[str]:
-    """The texts, while the display is kept up to date; it goes away when all are read."""
+def limit_texts(
+    texts: Iterator[str], corpus: FileCorpus, display: Progress, max_megabytes: float | None
+) -> Iterator[str]:
+    """Yield texts up to `max_megabytes` and update the display, which is removed after the last text."""
     text_bytes = 0
     for documents, text in enumerate(texts, start=1):
         text_bytes += len(text.encode("utf-8"))
-        display.update(corpus.bytes_read, documents, None, text_bytes)
+        display.update(corpus.bytes_read, f"{documents:,} documents", text_bytes / 1e6)
         yield text
         if max_megabytes is not None and text_bytes >= max_megabytes * 1e6:
             break

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron.config import load_config
+from megatron.data.datasets import SampleSettings
 from megatron.data.indexed_writer import IndexedWriter
-from megatron.data.samples import SampleSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.texts import KINDS

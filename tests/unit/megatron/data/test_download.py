@@ -1,4 +1,4 @@
-"""Downloading, from a server on this machine: ranges, broken connections, changed files, checksums."""
+"""Downloads from a local server: range requests, broken connections, changed files, checksums."""
 
 import hashlib
 import http.server
@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from megatron.data import download as module
-from megatron.data.download import download, shown
-from megatron.data.indexed_format import check_indexed_files
+from megatron.data.download import download, redact_url
 from megatron.data.prepare import PrepareOptions, prepare
 from megatron.utils.errors import UserError
+from megatron.utils.locks import Lock
+from tests.support.corpora import dataset_text
 
 CONTENT = np.random.default_rng(0).bytes(1_000_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One file; `behaviour` says what goes wrong with it."""
+    """Serves one file. `behaviour` defines which errors occur."""
 
     def __init__(self, behaviour, *arguments):
         self.behaviour = behaviour
@@ -37,9 +38,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(behaviour.statuses.pop(0))
             return
         content, start = behaviour.content, 0
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        if asked and behaviour.ranges and self.headers.get("If-Range") == behaviour.etag:
-            start = int(asked.group(1))
+        requested = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+        if requested and behaviour.ranges and self.headers.get("If-Range") == behaviour.etag:
+            start = int(requested.group(1))
             if start >= len(content):
                 self.send_response(416)
                 self.send_header("Content-Range", f"bytes */{len(content)}")
@@ -58,7 +59,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(module, "_FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
     behaviour = SimpleNamespace(
         content=CONTENT, etag='"one"', ranges=True, breaks=[], statuses=[], shift=0, requests=[]
     )
@@ -71,7 +72,7 @@ def server(monkeypatch):
     server.server_close()
 
 
-def whole(folder) -> None:
+def check_complete(folder) -> None:
     assert (folder / "a b.jsonl.zst").read_bytes() == CONTENT
     assert [path.name for path in folder.iterdir()] == ["a b.jsonl.zst"]
 
@@ -79,7 +80,7 @@ def whole(folder) -> None:
 def test_download(tmp_path, server, capsys):
     folder = tmp_path / "deep"
     assert download(f"{server.url}#sha256={SHA256}", folder) == folder / "a b.jsonl.zst"
-    whole(folder)
+    check_complete(folder)
     assert f"1,000,000 bytes, sha256={SHA256}" in capsys.readouterr().out
     download(server.url, folder)
     assert "already downloaded" in capsys.readouterr().out
@@ -87,14 +88,14 @@ def test_download(tmp_path, server, capsys):
 
 
 def test_broken_connections(tmp_path, server):
-    """Each time it goes on where it was, for as long as each brings something."""
+    """Retries resume as long as each receives something."""
     server.breaks = [100_000] * 9
     download(f"{server.url}#sha256={SHA256}", tmp_path)
-    whole(tmp_path)
+    check_complete(tmp_path)
     assert server.requests == [None, *(f"bytes={100_000 * part}-" for part in range(1, 10))]
 
 
-def test_interrupted_goes_on(tmp_path, server, monkeypatch):
+def test_resume(tmp_path, server, monkeypatch):
     server.breaks = [400_000]
     with monkeypatch.context() as patch:
         patch.setattr(module.time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -103,65 +104,65 @@ def test_interrupted_goes_on(tmp_path, server, monkeypatch):
     assert (tmp_path / "a b.jsonl.zst.partial").stat().st_size == 400_000
     assert not (tmp_path / "a b.jsonl.zst").exists()
     download(server.url, tmp_path)
-    whole(tmp_path)
+    check_complete(tmp_path)
     assert server.requests == [None, "bytes=400000-"]
 
 
-def left_behind(folder, server, content, etag='"one"'):
+def write_partial(folder, server, content, etag='"one"'):
     folder.mkdir(exist_ok=True)
     (folder / "a b.jsonl.zst.partial").write_bytes(content)
-    about = f'{{"version": {module.json.dumps(etag)}, "url": "{hashlib.sha256(server.url.encode()).hexdigest()}"}}'
-    (folder / "a b.jsonl.zst.partial.json").write_text(about)
+    metadata = f'{{"version": {module.json.dumps(etag)}, "url": "{hashlib.sha256(server.url.encode()).hexdigest()}"}}'
+    (folder / "a b.jsonl.zst.partial.json").write_text(metadata)
 
 
-def test_killed_before_the_renaming(tmp_path, server):
-    left_behind(tmp_path, server, CONTENT)
+def test_killed_before_renaming(tmp_path, server):
+    write_partial(tmp_path, server, CONTENT)
     download(f"{server.url}#sha256={SHA256}", tmp_path)
-    whole(tmp_path)
+    check_complete(tmp_path)
     assert server.requests == ["bytes=1000000-"]
 
 
-@pytest.mark.parametrize("etag", ['"other"', None])
-def test_a_changed_file_begins_anew(tmp_path, server, etag):
-    left_behind(tmp_path, server, b"old" * 1000, etag)
+@pytest.mark.parametrize("etag", ['"two"', None])
+def test_changed_file_is_downloaded_from_the_beginning(tmp_path, server, etag):
+    write_partial(tmp_path, server, b"old" * 1000, etag)
     download(server.url, tmp_path)
-    whole(tmp_path)
+    check_complete(tmp_path)
 
 
-def test_leftovers_longer_than_the_file(tmp_path, server):
-    left_behind(tmp_path, server, CONTENT + b"more")
+def test_partial_file_longer_than_the_file(tmp_path, server):
+    write_partial(tmp_path, server, CONTENT + b"more")
     download(server.url, tmp_path)
-    whole(tmp_path)
+    check_complete(tmp_path)
 
 
-def test_leftovers_of_another_address(tmp_path, server):
-    left_behind(tmp_path, server, b"old" * 1000)
+def test_partial_file_of_another_url(tmp_path, server):
+    write_partial(tmp_path, server, b"old" * 1000)
     (tmp_path / "a b.jsonl.zst.partial.json").write_text('{"version": "\\"one\\"", "url": "another"}')
     download(server.url, tmp_path)
-    whole(tmp_path)
+    check_complete(tmp_path)
     assert server.requests == [None]
 
 
-@pytest.mark.parametrize("trouble", ["no ranges", "weak etag", "wrong part"])
-def test_servers_that_cannot_go_on(tmp_path, server, trouble):
+@pytest.mark.parametrize("problem", ["no ranges", "weak etag", "wrong range"])
+def test_servers_that_cannot_resume(tmp_path, server, problem):
     server.breaks = [300_000]
-    if trouble == "no ranges":
+    if problem == "no ranges":
         server.ranges = False
-    elif trouble == "weak etag":
+    elif problem == "weak etag":
         server.etag = 'W/"one"'
     else:
         server.shift = 7
     download(server.url, tmp_path)
-    whole(tmp_path)
+    check_complete(tmp_path)
 
 
-def test_server_in_trouble(tmp_path, server):
+def test_server_errors_are_retried(tmp_path, server):
     server.statuses = [503, 429, 500]
     download(server.url, tmp_path)
-    whole(tmp_path)
+    check_complete(tmp_path)
 
 
-def test_refusals(tmp_path, server):
+def test_failed_downloads(tmp_path, server):
     server.statuses = [404]
     with pytest.raises(UserError, match=r"cannot download http://127.0.0.1.*zst: the server answers 404 Not Found$"):
         download(server.url, tmp_path)
@@ -174,44 +175,52 @@ def test_refusals(tmp_path, server):
 
 
 def test_wrong_checksum(tmp_path, server):
-    with pytest.raises(UserError, match=rf"has SHA-256 {SHA256}, not 0+; what was downloaded is removed"):
+    with pytest.raises(UserError, match=rf"has SHA-256 {SHA256}, not 0+; the download was removed"):
         download(f"{server.url}#sha256={'0' * 64}", tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a b.jsonl.zst").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=rf"its SHA-256 is not {SHA256}: remove it"):
+    with pytest.raises(UserError, match=rf"its SHA-256 is not {SHA256}; remove it"):
         download(f"{server.url}#sha256={SHA256}", tmp_path)
 
 
-def test_too_little_space(tmp_path, server, monkeypatch):
+def test_full_disk(tmp_path, server, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=999_999))
-    with pytest.raises(UserError, match="needs 1,000,000 bytes more, but 999,999 are free"):
+    with pytest.raises(UserError, match="needs 1,000,000 more bytes, but only 999,999 are free"):
         download(server.url, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("ftp://a/b", "is no http:// or https:// address"),
-        ("file:///etc/passwd", "is no http:// or https:// address"),
-        ("http://a/b#sha256=12", "what follows # is not sha256="),
-        ("http://a/", "names no file"),
-        ("http://a/b/..", "names no file"),
+        ("ftp://a/b", "is not an http:// or https:// URL"),
+        ("file:///etc/passwd", "is not an http:// or https:// URL"),
+        ("http://a/b#sha256=12", "the part after # must be sha256="),
+        ("http://a/", "does not name a file"),
+        ("http://a/b/..", "does not name a file"),
     ],
 )
-def test_addresses(tmp_path, url, message):
+def test_invalid_urls(tmp_path, url, message):
     with pytest.raises(UserError, match=message):
         download(url, tmp_path)
 
 
-def test_what_messages_show():
-    assert shown("https://user:password@host:80/a/b.zst?token=1") == "https://host:80/a/b.zst"
+def test_redact_url():
+    assert redact_url("https://user:password@host:80/a/b.zst?token=1") == "https://host:80/a/b.zst"
 
 
 def test_url_to_dataset(tmp_path, server):
     server.content = b'{"text": "downloaded"}\n'
     url = server.url.replace("a%20b.jsonl.zst", "a.jsonl")
     prefix = prepare(PrepareOptions("pile", tmp_path, "CharLevelTokenizer", urls=(url,)))
-    assert bytes(check_indexed_files(prefix).map_tokens().astype(np.uint8)) == b"downloaded\0"
+    assert dataset_text(prefix) == "downloaded\0"
     assert "secret" not in (tmp_path / "pile" / "pile_text_document.json").read_text()
-    with pytest.raises(UserError, match="two of the files to download have one name"):
+    with pytest.raises(UserError, match="two of the URLs have the same file name"):
         prepare(PrepareOptions("pile", tmp_path, "CharLevelTokenizer", urls=(url, url)))
+
+
+def test_concurrent_download_is_rejected(tmp_path, server):
+    with (
+        Lock(tmp_path / "a b.jsonl.zst.partial.lock", ""),
+        pytest.raises(UserError, match=r"another process is downloading .*a b.jsonl.zst; wait for it to finish"),
+    ):
+        download(server.url, tmp_path)

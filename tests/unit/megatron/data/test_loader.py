@@ -1,4 +1,4 @@
-"""Batches: which samples a rank takes, resuming, background workers, ids beyond the vocabulary."""
+"""Batches: samples per rank, resuming, worker processes, ids beyond the vocabulary."""
 
 import itertools
 
@@ -10,9 +10,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron.data import build_loader
-from megatron.data.datasets import datasets_from_split
+from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.loader import rank_samples
-from megatron.data.samples import SampleSettings
 from megatron.utils.errors import UserError
 
 
@@ -33,8 +32,8 @@ _SIZES = {"micro": st.integers(1, 5), "ranks": st.integers(1, 5), "accumulation"
 
 
 @given(**_SIZES, consumed=st.integers(0, 10**12), step=st.integers(0, 50))
-def test_ranks_share_a_step_without_gap_or_overlap(micro, ranks, accumulation, consumed, step):
-    """Whatever the shape of a global batch, a step takes the same consecutive samples."""
+def test_ranks_partition_the_samples_of_a_step(micro, ranks, accumulation, consumed, step):
+    """For any shape of the global batch, a step consumes the same consecutive samples."""
     taken = [
         position
         for rank in range(ranks)
@@ -48,7 +47,7 @@ def test_ranks_share_a_step_without_gap_or_overlap(micro, ranks, accumulation, c
 
 
 @given(**_SIZES, consumed=st.integers(0, 10**6), done=st.integers(0, 20), ahead=st.integers(0, 20))
-def test_resuming_goes_on_where_it_stopped(micro, ranks, accumulation, consumed, done, ahead):
+def test_resume(micro, ranks, accumulation, consumed, done, ahead):
     shape = {"micro_batch_size": micro, "data_parallel_rank": ranks - 1, "data_parallel_size": ranks}
     resumed = consumed + done * micro * ranks
     assert rank_samples(done + ahead, consumed_samples=consumed, **shape) == rank_samples(
@@ -58,7 +57,7 @@ def test_resuming_goes_on_where_it_stopped(micro, ranks, accumulation, consumed,
 
 @hypothesis_settings(max_examples=25, deadline=None)
 @given(micro=st.integers(1, 4), ranks=st.integers(1, 3), consumed=st.integers(0, 700))
-def test_batches_follow_the_rule(shared_train, micro, ranks, consumed):
+def test_batches_match_rank_samples(shared_train, micro, ranks, consumed):
     for rank in range(ranks):
         shape = {
             "micro_batch_size": micro,
@@ -92,7 +91,7 @@ def test_shapes(train):
     assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
 
 
-def test_loss_mask_only_where_it_says_something(corpus):
+def test_loss_mask(corpus):
     masked = datasets_from_split(
         corpus, "1", (16,) * 3, (9, 0, 0), SampleSettings(1000, 7, 1, eod_mask_loss=True)
     ).train
@@ -101,20 +100,20 @@ def test_loss_mask_only_where_it_says_something(corpus):
     assert batch["loss_mask"].dtype == torch.float32
 
 
-def test_two_ranks_see_what_one_sees(train):
-    alone = rows(take(train, 10, micro_batch_size=4))
+def test_two_ranks_together_see_the_samples_of_one(train):
+    single = rows(take(train, 10, micro_batch_size=4))
     pair = [take(train, 10, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=2) for rank in (0, 1)]
     together = torch.cat([torch.cat([first["tokens"], second["tokens"]]) for first, second in zip(*pair, strict=True)])
-    assert torch.equal(together, alone)
+    assert torch.equal(together, single)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_background_workers_change_nothing(train, num_workers):
-    ahead = take(train, 90, micro_batch_size=4, consumed_samples=5, num_workers=num_workers)
-    assert torch.equal(rows(ahead), rows(take(train, 90, micro_batch_size=4, consumed_samples=5)))
+@pytest.mark.parametrize("num_workers", [2])
+def test_worker_processes_do_not_change_batches(train, num_workers):
+    prefetched = take(train, 20, micro_batch_size=4, consumed_samples=5, num_workers=num_workers)
+    assert torch.equal(rows(prefetched), rows(take(train, 20, micro_batch_size=4, consumed_samples=5)))
 
 
-def test_torchs_global_generator_is_left_alone(train):
+def test_global_random_state_is_unchanged(train):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     take(train, 3, micro_batch_size=2)
@@ -122,20 +121,20 @@ def test_torchs_global_generator_is_left_alone(train):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_past_the_end_it_starts_over(train):
-    around = rows(take(train, 4, micro_batch_size=4, consumed_samples=292))
-    assert torch.equal(around[:8], torch.stack([train[index]["tokens"] for index in range(292, 300)]))
-    assert torch.equal(around[8:], torch.stack([train[index]["tokens"] for index in range(8)]))
+def test_restarts_at_the_end(train):
+    wrapped = rows(take(train, 4, micro_batch_size=4, consumed_samples=292))
+    assert torch.equal(wrapped[:8], torch.stack([train[index]["tokens"] for index in range(292, 300)]))
+    assert torch.equal(wrapped[8:], torch.stack([train[index]["tokens"] for index in range(8)]))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_id_beyond_the_vocabulary(corpus, settings, train, num_workers):
-    """An id that came after the check: the .bin was changed in place, its lengths are the same."""
+    """The .bin was modified in place after the check at startup."""
     ids = np.memmap(f"{corpus}.bin", dtype=np.uint16, mode="r+")
     ids[len(ids) // 2] = 1000
     ids.flush()
     with pytest.raises(
-        UserError, match=r"corpus \(train\): token id 1000 in sample \d+, but the vocabulary ends at 999"
+        UserError, match=r"corpus \(train\): token id 1000 in sample \d+, but the largest id of the vocabulary is 999"
     ):
         take(train, 300, micro_batch_size=1, num_workers=num_workers)
 
@@ -144,6 +143,6 @@ def test_id_beyond_the_vocabulary(corpus, settings, train, num_workers):
     "arguments",
     [{"micro_batch_size": 0}, {"data_parallel_rank": 2, "data_parallel_size": 2}, {"consumed_samples": -1}],
 )
-def test_impossible_positions(train, arguments):
-    with pytest.raises(ValueError, match="not a possible position"):
+def test_invalid_positions(train, arguments):
+    with pytest.raises(ValueError, match="invalid position"):
         build_loader(train, **{"micro_batch_size": 1, **arguments})

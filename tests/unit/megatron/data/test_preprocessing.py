@@ -1,32 +1,25 @@
-"""From files to .bin/.idx: round trip, independence of the number of workers, interruption."""
+"""From text files to .bin/.idx: round trip, independence of the number of workers, and resuming."""
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import psutil
 import pytest
+import zstandard
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.data import preprocessing
-from megatron.data import workers as workers_module
+from megatron.data import encoding, indexed_writer, preprocessing, readers
 from megatron.data.documents import DocumentOptions
-from megatron.data.indexed_format import check_indexed_files
+from megatron.data.encoding import TokenizerFiles
+from megatron.data.indexed_dataset import open_indexed_files, read_manifest
+from megatron.data.indexed_writer import IndexedWriter
 from megatron.data.input_files import find_files
-from megatron.data.manifest import largest_id, manifest_path, read_manifest
-from megatron.data.preprocessing import preprocess, summary
-from megatron.data.readers import Corpus
-from megatron.data.workers import TokenizerFiles
+from megatron.data.preprocessing import Journal, preprocess, summary
+from megatron.data.readers import START, FileCorpus
 from megatron.utils.errors import UserError
-
-ROOT = Path(__file__).parents[4]
-CHARACTERS = TokenizerFiles("CharLevelTokenizer")
+from tests.support.corpora import BYTE_TOKENIZER, dataset_text, json_lines
 
 
 @pytest.fixture
@@ -34,179 +27,354 @@ def shard(tmp_path, documents) -> Path:
     path = tmp_path / "shard.jsonl"
     with open(path, "w", encoding="utf-8") as stream:
         for number, text in enumerate(documents):
-            stream.write(json.dumps({"text": text, "title": f"number {number}"}, ensure_ascii=number % 2 == 0) + "\n")
+            record = {"text": text, "title": f"number {number}"}
+            stream.write(json.dumps(record, ensure_ascii=number % 2 == 0) + "\n")
     return path
 
 
-def run(path, output, files, workers=1, **options):
-    corpus = Corpus(find_files([path]))
-    return preprocess(corpus, output, files, DocumentOptions(**options), workers=workers, inputs=[str(path)])
+def run(path, output, tokenizer_files=BYTE_TOKENIZER, workers=1, **options):
+    corpus = FileCorpus(find_files([path]))
+    return preprocess(corpus, output, tokenizer_files, DocumentOptions(**options), workers=workers, inputs=[str(path)])
 
 
 def test_round_trip(tmp_path, shard, documents, tokenizer_file, tokenizer):
-    """What megatron-core reads, decoded, is the input."""
-    files = TokenizerFiles("HFTokenizer", str(tokenizer_file))
-    manifest = run(shard, tmp_path / "out", files, append_eod=True)["text"]
-    dataset = IndexedDataset(str(tmp_path / "out_text_document"))
-    kept = [text for text in documents if text]
-    assert len(dataset) == len(kept) == manifest.documents
-    for ids, text in zip((dataset[number] for number in range(len(dataset))), kept, strict=True):
+    """megatron-core reads the documents that were written."""
+    manifest = run(shard, tmp_path / "out", TokenizerFiles("HFTokenizer", str(tokenizer_file)), append_eod=True)["text"]
+    prefix = tmp_path / "out_text_document"
+    dataset = IndexedDataset(str(prefix))
+    nonempty = [text for text in documents if text]
+    assert len(dataset) == len(nonempty) == manifest.documents
+    for ids, text in zip((dataset[number] for number in range(len(dataset))), nonempty, strict=True):
         assert ids[-1] == tokenizer.eod
         assert tokenizer.detokenize(ids[:-1]) == text
-    assert manifest.skipped_empty == len(documents) - len(kept) > 0
+    assert manifest.skipped_empty == len(documents) - len(nonempty) > 0
     assert manifest.text_bytes == sum(len(text.encode()) for text in documents)
     assert manifest.tokens == sum(dataset.sequence_lengths)
-    assert manifest == read_manifest(tmp_path / "out_text_document")
-    assert f"{manifest.documents:,} documents" in summary(tmp_path / "out_text_document", manifest)
-    assert f"{manifest.skipped_empty:,} empty" in summary(tmp_path / "out_text_document", manifest)
+    assert manifest.largest_id == int(open_indexed_files(prefix).map_tokens().max())
+    assert manifest == read_manifest(prefix)
+    assert f"{manifest.documents:,} documents" in summary(prefix, manifest)
+    assert f"skipped: {manifest.skipped_empty:,} empty" in summary(prefix, manifest)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_workers_make_no_difference(tmp_path, shard, tokenizer_file, workers, monkeypatch):
-    monkeypatch.setattr(workers_module, "_BYTES_PER_TASK", 1)
-    monkeypatch.setattr("megatron.data.readers.BLOCK", 10000)
+@pytest.mark.parametrize("workers", [3])
+def test_output_does_not_depend_on_workers(tmp_path, shard, tokenizer_file, workers, monkeypatch):
+    monkeypatch.setattr(encoding, "WORK_ITEM_BYTES", 1)
+    monkeypatch.setattr(readers, "BLOCK", 10000)
     files = TokenizerFiles("HFTokenizer", str(tokenizer_file))
-    alone = run(shard, tmp_path / "alone", files, append_eod=True)
-    several = run(shard, tmp_path / "several", files, workers, append_eod=True)
-    assert alone == several
-    for ending in ("bin", "idx", "json"):
-        first, second = tmp_path / f"alone_text_document.{ending}", tmp_path / f"several_text_document.{ending}"
-        assert first.read_bytes() == second.read_bytes()
+    assert run(shard, tmp_path / "one", files, append_eod=True) == run(
+        shard, tmp_path / "several", files, workers, append_eod=True
+    )
+    for extension in ("bin", "idx", "json"):
+        one, several = (tmp_path / f"{name}_text_document.{extension}" for name in ("one", "several"))
+        assert one.read_bytes() == several.read_bytes()
 
 
 def test_several_keys(tmp_path, shard, documents):
-    manifests = run(shard, tmp_path / "out", CHARACTERS, keys=("title", "text"))
+    manifests = run(shard, tmp_path / "out", keys=("title", "text"))
     assert list(manifests) == ["title", "text"]
-    titles = check_indexed_files(tmp_path / "out_title_document")
-    assert bytes(titles.map_tokens().astype(np.uint8)).decode() == "".join(
+    assert dataset_text(tmp_path / "out_title_document") == "".join(
         f"number {number}" for number in range(len(documents))
     )
-    assert check_indexed_files(tmp_path / "out_text_document").documents == sum(map(bool, documents))
+    assert open_indexed_files(tmp_path / "out_text_document").documents == sum(map(bool, documents))
 
 
 def test_bad_document(tmp_path, shard, capsys):
     lines = shard.read_bytes().splitlines(keepends=True)
     shard.write_bytes(b"".join([*lines[:100], b"{broken\n", *lines[100:]]))
-    for workers in (1, 2):
-        with pytest.raises(UserError, match=r"shard.jsonl, line 101: not JSON.*--bad-documents skip"):
-            run(shard, tmp_path / "out", CHARACTERS, workers)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.jsonl"]
-    manifest = run(shard, tmp_path / "out", CHARACTERS, skip_bad=True)["text"]
+    with pytest.raises(UserError, match=r"shard.jsonl, line 101: not JSON.*--bad-documents skip"):
+        run(shard, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.jsonl"]
+    manifest = run(shard, tmp_path / "out", skip_bad=True)["text"]
     assert manifest.skipped_bad == 1
     assert "1 unreadable" in summary(tmp_path / "out_text_document", manifest)
-    assert "left out: " + str(shard) + ", line 101" in capsys.readouterr().out
+    assert f"skipped: {shard}, line 101" in capsys.readouterr().out
 
 
-def test_subset_that_is_not_there(tmp_path):
+def test_subset_without_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x", "meta": {"pile_set_name": "ArXiv"}}\n')
     with pytest.raises(UserError, match=r"no documents of subset Github; its subsets: ArXiv \(1\)"):
-        run(tmp_path / "a.jsonl", tmp_path / "out", CHARACTERS, subset="Github")
+        run(tmp_path / "a.jsonl", tmp_path / "out", subset="Github")
 
 
-def test_no_text_at_all(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match=r"nothing to write to .*out_text_document.bin: the input holds no text"):
-        run(tmp_path / "a.jsonl", tmp_path / "out", CHARACTERS, append_eod=True)
+def test_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(""))
+    with pytest.raises(UserError, match=r"nothing to write to .*out_text_document.bin: the input contains no text"):
+        run(tmp_path / "a.jsonl", tmp_path / "out", append_eod=True)
 
 
-def test_failure_keeps_what_was_there(tmp_path, shard):
-    run(shard, tmp_path / "out", CHARACTERS)
+def test_failure_keeps_the_previous_output(tmp_path, shard):
+    run(shard, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
     assert len(before) == 3
     shard.write_text("broken\n")
     with pytest.raises(UserError, match="not JSON"):
-        run(shard, tmp_path / "out", CHARACTERS)
+        run(shard, tmp_path / "out")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")} == before
 
 
-def test_ftfy(tmp_path, monkeypatch):
-    mender = SimpleNamespace(fix_text=lambda text: text.replace("â€™", "'"), __spec__=object())
-    monkeypatch.setitem(sys.modules, "ftfy", mender)
+def test_ftfy(tmp_path, shard, monkeypatch):
+    fake = SimpleNamespace(fix_text=lambda text: text.replace("â€™", "'"), __spec__=object())
+    monkeypatch.setitem(sys.modules, "ftfy", fake)
     (tmp_path / "a.txt").write_text("itâ€™s", encoding="utf-8")
-    manifest = run(tmp_path / "a.txt", tmp_path / "out", CHARACTERS, ftfy=True)["text"]
+    manifest = run(tmp_path / "a.txt", tmp_path / "out", ftfy=True)["text"]
     assert manifest.ftfy
-    assert (tmp_path / "out_text_document.bin").read_bytes() == "it's".encode("utf-16-le")
-
-
-def test_ftfy_absent(tmp_path, shard, monkeypatch):
+    assert dataset_text(tmp_path / "out_text_document") == "it's"
     monkeypatch.setattr(preprocessing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="--ftfy needs the package ftfy, which is not installed: pip install ftfy"):
-        run(shard, tmp_path / "out", CHARACTERS, ftfy=True)
+        run(shard, tmp_path / "out", ftfy=True)
 
 
-def test_no_workers(tmp_path, shard):
+def test_number_of_workers(tmp_path, shard):
     with pytest.raises(UserError, match="workers is 0; it must be at least 1"):
-        run(shard, tmp_path / "out", CHARACTERS, workers=0)
+        run(shard, tmp_path / "out", workers=0)
 
 
-def test_manifest_is_optional_and_never_trusted_for_other_files(tmp_path, shard, write_corpus):
-    manifest = run(shard, tmp_path / "out", CHARACTERS)["text"]
-    prefix = tmp_path / "out_text_document"
-    files = check_indexed_files(prefix)
-    assert largest_id(files, 0, files.sequences) == manifest.largest_id == int(files.map_tokens().max())
-    manifest_path(prefix).write_text('{"documents": 3}')
-    assert read_manifest(prefix) is None
-    assert largest_id(files, 0, 1) == int(files.map_tokens()[: files.lengths[0]].max())
-    run(shard, tmp_path / "out", CHARACTERS)
-    write_corpus(prefix, [5], vocab_size=900, seed=3)  # with the manifest of the other files still beside it
-    files = check_indexed_files(prefix)
-    assert largest_id(files, 0, 1) == int(files.map_tokens().max())
-    manifest = run(shard, tmp_path / "out", CHARACTERS)["text"]
-    files = check_indexed_files(prefix)
-    tokens = files.map_tokens() * 0 + 7
-    tokens.tofile(f"{prefix}.bin")  # as many others, by software that writes no manifest
-    later = manifest_path(prefix).stat().st_mtime_ns + 1
-    os.utime(f"{prefix}.bin", ns=(later, later))
-    assert largest_id(files, 0, files.sequences) == 7 < manifest.largest_id
+def test_progress_display(tmp_path, monkeypatch):
+    updates = []
+
+    class RecordingProgress(preprocessing.Progress):
+        def update(self, completed, status="", amount=None):
+            updates.append((completed, status, amount))
+
+    monkeypatch.setattr(preprocessing, "Progress", RecordingProgress)
+    monkeypatch.setattr(encoding, "WORK_ITEM_BYTES", 1)
+    monkeypatch.setattr(readers, "BLOCK", 16)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(*["12345"] * 50))
+    preprocess(
+        FileCorpus(find_files([path])),
+        tmp_path / "out",
+        BYTE_TOKENIZER,
+        DocumentOptions(),
+        num_docs=50,
+        log_interval=20,
+    )
+    size = path.stat().st_size
+    assert [status for _, status, _ in updates] == [
+        "20/50 documents, 100 tokens",
+        "40/50 documents, 200 tokens",
+        "50/50 documents, 250 tokens",
+    ]
+    assert updates[-1][0] == size
+    assert updates[-1][2] == 250 / 1e6
 
 
-def test_negative_ids_count_as_beyond_every_vocabulary(tmp_path):
-    import torch
-
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
-    builder.add_document(torch.tensor([5, -1, 3]), [3])
-    builder.finalize(str(tmp_path / "a.idx"))
-    assert largest_id(check_indexed_files(tmp_path / "a"), 0, 1) == 2**32 - 1
+# --- resuming
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted(tmp_path, how):
-    """Nothing under the final name, no worker left behind, and the next run succeeds."""
-    large = tmp_path / "large.jsonl"
-    large.write_bytes((b'{"text": "' + b"x" * 4000 + b'"}\n') * 20000)
-    command = [sys.executable, "tools/datasets/preprocess_data.py", "--input", str(large), "--output-prefix"]
-    command += [str(tmp_path / "out"), "--tokenizer-type", "CharLevelTokenizer", "--workers", "2"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-        written = tmp_path / "out_text_document.partial.bin"
-        deadline = time.monotonic() + 60
-        while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        workers = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(how)
-        assert process.wait(60) != 0
-    assert len(workers) >= 2
-    _, alive = psutil.wait_procs(workers, timeout=30)
-    assert not alive
-    assert not [path for path in tmp_path.iterdir() if path.name.endswith(("document.bin", "document.idx"))]
-    if how == signal.SIGINT:
-        assert [path.name for path in tmp_path.iterdir()] == ["large.jsonl"]
-    (tmp_path / "small.txt").write_text("text")
-    run(tmp_path / "small.txt", tmp_path / "out", CHARACTERS)
-    assert check_indexed_files(tmp_path / "out_text_document").tokens == 4
+@pytest.fixture
+def small_items(monkeypatch):
+    """Many small work items, with a commit after each. The tests do not depend on what fsync does."""
+    monkeypatch.setattr(indexed_writer.os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(preprocessing, "COMMIT_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(readers, "BLOCK", 500)
+    monkeypatch.setattr(encoding, "WORK_ITEM_BYTES", 1)
 
 
-def test_a_killed_worker_is_told_of(tmp_path, shard, monkeypatch):
-    real = workers_module.ProcessPoolExecutor
+OPTIONS = DocumentOptions(keys=("text", "title"), append_eod=True, skip_bad=True)
+STRICT_OPTIONS = DocumentOptions(keys=("text", "title"), append_eod=True)
 
-    def with_a_victim(*arguments):
-        executor = real(*arguments)
-        executor.submit(abs, -1).result()
-        next(iter(executor._processes.values())).kill()
-        return executor
 
-    monkeypatch.setattr(workers_module, "ProcessPoolExecutor", with_a_victim)
-    with pytest.raises(UserError, match="a worker process died, most likely killed for want of memory"):
-        run(shard, tmp_path / "out", CHARACTERS, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["shard.jsonl"]
+def build(folder, output, options=OPTIONS, workers=1):
+    return preprocess(
+        FileCorpus(find_files([folder])), output, BYTE_TOKENIZER, options, inputs=["input"], workers=workers
+    )
+
+
+def contents(output) -> dict[str, bytes]:
+    """The output files of both keys, by the part of their names after the prefix."""
+    names = [f"_{key}_document.{extension}" for key in ("text", "title") for extension in ("bin", "idx", "json")]
+    return {name: Path(f"{output}{name}").read_bytes() for name in names}
+
+
+@pytest.fixture(scope="module")
+def shared_input(tmp_path_factory) -> Path:
+    """Three shards of numbered documents in three formats. Some documents are empty, and one is not JSON."""
+    folder = tmp_path_factory.mktemp("resuming") / "in"
+    folder.mkdir()
+    lines = []
+    for number in range(300):
+        text = "" if number % 50 == 7 else f"document {number} " * (number % 23 + 1)
+        lines.append(json.dumps({"text": text, "title": f"title {number}"}).encode() + b"\n")
+    lines[156] = b"{broken\n"
+    (folder / "a.jsonl").write_bytes(b"".join(lines[:100]))
+    (folder / "b.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines[100:200])))
+    (folder / "c.ndjson").write_bytes(b"".join(lines[200:]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(shared_input) -> dict[str, bytes]:
+    """The output of an uninterrupted run."""
+    build(shared_input, shared_input.parent / "expected")
+    return contents(shared_input.parent / "expected")
+
+
+@pytest.fixture
+def folder(tmp_path, shared_input) -> Path:
+    """A copy of the input, for tests that write to it."""
+    (tmp_path / "in").mkdir()
+    for path in shared_input.iterdir():
+        (tmp_path / "in" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "in"
+
+
+def interrupt(folder, output, monkeypatch, *, calls=60, error=None, options=OPTIONS, workers=1) -> str:
+    """Run until a writer's `add` has been called `calls` times. Returns the message of the interruption.
+
+    There are two writers, so an odd number of calls stops between the outputs of the two keys.
+    """
+    error = error or KeyboardInterrupt()
+    add = IndexedWriter.add
+    remaining = [calls]
+
+    def add_or_fail(*arguments):
+        remaining[0] -= 1
+        if remaining[0] < 0:
+            raise error
+        add(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedWriter, "add", add_or_fail)
+        with pytest.raises(type(error)) as raised:
+            build(folder, output, options, workers)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("calls", [2, 3, 80, 81])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("stop")], ids=["interrupted", "failed"])
+def test_resume(tmp_path, shared_input, expected, small_items, monkeypatch, capsys, calls, error):
+    output = tmp_path / "out" / "x"
+    message = interrupt(shared_input, output, monkeypatch, calls=calls, error=error)
+    assert "documents are saved; the same command resumes" in message
+    assert not list((tmp_path / "out").glob("*document.bin"))
+    starts = []
+    read_chunks = FileCorpus.chunks
+
+    def recording_chunks(self, start=START):
+        starts.append(start)
+        return read_chunks(self, start)
+
+    monkeypatch.setattr(FileCorpus, "chunks", recording_chunks)
+    capsys.readouterr()
+    build(shared_input, output)
+    assert "x: resuming after " in capsys.readouterr().out
+    assert starts[0] > START
+    assert contents(output) == expected
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f"x{name}" for name in expected)
+
+
+def test_resume_with_workers(tmp_path, shared_input, expected, small_items, monkeypatch):
+    """Work items in flight at the interruption are processed again, once."""
+    assert "are saved" in interrupt(shared_input, tmp_path / "out", monkeypatch, calls=41, workers=2)
+    build(shared_input, tmp_path / "out", workers=2)
+    assert contents(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_killed_during_publishing(tmp_path, shared_input, expected, monkeypatch, renames):
+    """After any of the four renames (two keys, .bin and .idx), the next run publishes without reading the input."""
+    rename, remaining = Path.replace, [renames]
+
+    def rename_or_exit(self, target):
+        if ".partial.bin" in self.name or ".partial.idx" in self.name:
+            if remaining[0] == 0:
+                raise SystemExit("killed")
+            remaining[0] -= 1
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", rename_or_exit)
+        with pytest.raises(SystemExit):
+            build(shared_input, tmp_path / "x")
+    monkeypatch.setattr(FileCorpus, "chunks", lambda self, start=START: pytest.fail("the input was read again"))
+    build(shared_input, tmp_path / "x")
+    assert contents(tmp_path / "x") == expected
+
+
+def test_changed_input_or_options_start_from_the_beginning(tmp_path, folder, small_items, monkeypatch, capsys):
+    output = tmp_path / "out"
+    interrupt(folder, output, monkeypatch)
+    (folder / "a.jsonl").write_text('{"text": "new", "title": "new"}\n')
+    capsys.readouterr()
+    build(folder, output)
+    assert "out.progress.json: journal ignored: input changed; starting from the beginning" in capsys.readouterr().out
+    build(folder, tmp_path / "second")
+    assert contents(output) == contents(tmp_path / "second")
+    interrupt(folder, output, monkeypatch)
+    build(folder, output, DocumentOptions(keys=("text", "title"), skip_bad=True))
+    assert "journal ignored: append_eod changed" in capsys.readouterr().out
+
+
+def test_output_in_the_input_folder(folder, small_items, monkeypatch, capsys):
+    """Neither unfinished nor finished output is read as input."""
+    output = folder / "out"
+    interrupt(folder, output, monkeypatch)
+    manifests = build(folder, output)
+    assert "resuming after " in capsys.readouterr().out
+    assert build(folder, output) == manifests
+
+
+def test_resume_with_skip_bad_after_a_bad_document(tmp_path, shared_input, expected, small_items, capsys):
+    with pytest.raises(UserError, match=r"b.jsonl.zst, line 57: not JSON.*documents are saved"):
+        build(shared_input, tmp_path / "out", STRICT_OPTIONS)
+    build(shared_input, tmp_path / "out")
+    assert "resuming after " in capsys.readouterr().out
+    assert contents(tmp_path / "out") == expected
+
+
+def test_no_resume_without_skip_bad_after_skipping(tmp_path, shared_input, small_items, monkeypatch, capsys):
+    interrupt(shared_input, tmp_path / "out", monkeypatch, calls=150)
+    with pytest.raises(UserError, match="line 57: not JSON"):
+        build(shared_input, tmp_path / "out", STRICT_OPTIONS)
+    assert "journal ignored: bad documents were skipped; starting from the beginning" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["removed", "truncated", "unreadable journal"])
+def test_unusable_files_of_an_unfinished_run(
+    tmp_path, shared_input, expected, small_items, monkeypatch, capsys, damage
+):
+    interrupt(shared_input, tmp_path / "out", monkeypatch)
+    partial = tmp_path / "out_title_document.partial.bin"
+    if damage == "removed":
+        partial.unlink()
+    elif damage == "truncated":
+        os.truncate(partial, 3)
+    else:
+        (tmp_path / "out.progress.json").write_text('{"work"')
+    build(shared_input, tmp_path / "out")
+    assert "starting from the beginning" in capsys.readouterr().out
+    assert contents(tmp_path / "out") == expected
+
+
+def test_damaged_file_of_an_unfinished_run(tmp_path, shared_input, expected, small_items, monkeypatch):
+    interrupt(shared_input, tmp_path / "out", monkeypatch)
+    partial = tmp_path / "out_text_document.partial.bin"
+    content = bytearray(partial.read_bytes())
+    content[10] ^= 1
+    partial.write_bytes(content)
+    with pytest.raises(UserError, match="reads back differently from what was written"):
+        build(shared_input, tmp_path / "out")
+    build(shared_input, tmp_path / "out")  # the damaged file is gone, so this run starts from the beginning
+    assert contents(tmp_path / "out") == expected
+
+
+def test_resume_after_a_full_disk(tmp_path, shared_input, expected, small_items, monkeypatch):
+    calls = [0]
+
+    def fail_later(descriptor):
+        calls[0] += 1
+        if calls[0] > 30:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(indexed_writer.os, "fsync", fail_later)
+        with pytest.raises(UserError, match=r"No space left on device \(.* documents are saved"):
+            build(shared_input, tmp_path / "out")
+    build(shared_input, tmp_path / "out")
+    assert contents(tmp_path / "out") == expected
+
+
+def test_concurrent_runs_are_rejected(tmp_path, shared_input):
+    with Journal(tmp_path / "out", {}), pytest.raises(UserError, match="another process is writing"):
+        build(shared_input, tmp_path / "out")

@@ -1,12 +1,12 @@
-"""Reading input files of all kinds, lm-dataformat's archives among them, and damaged ones."""
+"""Reading input files of all formats into chunks, and damaged files."""
 
 import gzip
 import io
 import json
 import lzma
+import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import lm_dataformat
 import pyarrow
@@ -16,24 +16,19 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import readers
+from megatron.data import encoding, readers
 from megatron.data.documents import DocumentOptions, read_texts
-from megatron.data.input_files import find_files
-from megatron.data.readers import Corpus
+from megatron.data.encoding import work_items
+from megatron.data.input_files import InputFile, find_files
+from megatron.data.readers import START, FileCorpus, ReadPosition
 from megatron.utils.errors import UserError
+from tests.support.corpora import TEXTS, json_lines, read_inputs
 from tests.support.texts import KINDS
 
-TEXTS = [*KINDS.values(), "", "last"]
 LINES = "".join(json.dumps({"text": text}, ensure_ascii=number % 2 == 0) + "\n" for number, text in enumerate(TEXTS))
+
+
 COMPRESSIONS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
-
-
-def read(*paths) -> list[str]:
-    return list(read_texts(Corpus(find_files(paths)).chunks(), DocumentOptions()))
-
-
-def lines_of(*texts) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
 def tar_of(members, mode="w") -> bytes:
@@ -51,7 +46,7 @@ def tar_of(members, mode="w") -> bytes:
 def test_json_lines(tmp_path, ending, compression):
     path = tmp_path / f"a{ending}{compression}"
     path.write_bytes(COMPRESSIONS[compression](LINES.encode()))
-    assert read(path) == TEXTS
+    assert read_inputs(path) == TEXTS
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -59,13 +54,13 @@ def test_json_lines(tmp_path, ending, compression):
 def test_text(tmp_path, ending, compression):
     path = tmp_path / f"enwik8{ending}{compression}"
     path.write_bytes(COMPRESSIONS[compression](KINDS["unicode"].encode()))
-    assert read(path) == [KINDS["unicode"]]
+    assert read_inputs(path) == [KINDS["unicode"]]
 
 
 def test_empty_files(tmp_path):
     for name in ("a.jsonl", "b.jsonl.zst", "c.txt"):
         (tmp_path / name).write_bytes(b"")
-    assert read(tmp_path) == [""]
+    assert read_inputs(tmp_path) == [""]
 
 
 def test_lm_dataformat_archive(tmp_path):
@@ -77,58 +72,24 @@ def test_lm_dataformat_archive(tmp_path):
         archive.add_data(text)
     archive.commit("second")
     assert (tmp_path / "lmd" / "current_chunk_incomplete").exists()
-    assert read(tmp_path / "lmd") == TEXTS
+    assert read_inputs(tmp_path / "lmd") == TEXTS
 
 
-def test_lm_dataformat_dat_archive(tmp_path):
-    archive = lm_dataformat.DatArchive(str(tmp_path / "lmd"))
+@pytest.mark.parametrize("archive_class", [lm_dataformat.DatArchive, lm_dataformat.JSONArchive])
+def test_other_lm_dataformat_archives(tmp_path, archive_class):
+    archive = archive_class(str(tmp_path / "lmd"))
     for text in TEXTS:
         archive.add_data(text)
     archive.commit()
-    assert read(tmp_path / "lmd") == TEXTS
+    assert read_inputs(tmp_path / "lmd") == TEXTS
 
 
-def test_lm_dataformat_json_archive(tmp_path):
-    archive = lm_dataformat.JSONArchive(str(tmp_path / "lmd"))
-    for text in TEXTS:
-        archive.add_data(text)
-    archive.commit()
-    assert read(tmp_path / "lmd") == TEXTS
-
-
-@pytest.mark.parametrize("ending", [".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.xz"])
-def test_tar_of_shards(tmp_path, ending):
-    members = {
-        "2005/01.jsonl.zst": zstandard.compress(lines_of("one", "two")),
-        "2005/02.jsonl": lines_of("three"),
-        "notes.txt": KINDS["latex"].encode(),
-    }
-    compress = COMPRESSIONS["." + ending.split(".")[-1] if ending not in (".tar", ".tgz") else ".gz"]
-    content = tar_of(members)
-    (tmp_path / f"a{ending}").write_bytes(content if ending == ".tar" else compress(content))
-    assert read(tmp_path / f"a{ending}") == ["one", "two", "three", KINDS["latex"]]
-
-
-def test_openwebtext2_layout(tmp_path):
-    """openwebtext2.jsonl.zst.tar: a plain tar of compressed shards."""
-    members = {"2005-06.jsonl.zst": zstandard.compress(lines_of("one")), "2005-07.jsonl.zst": zstandard.compress(b"")}
-    (tmp_path / "openwebtext2.jsonl.zst.tar").write_bytes(tar_of(members))
-    assert read(tmp_path / "openwebtext2.jsonl.zst.tar") == ["one"]
-
-
-def test_a_tar_cannot_write_outside(tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.tar").write_bytes(tar_of({"../../escaped.txt": b"text", "/absolute.txt": b"more"}))
-    assert read(tmp_path / "in" / "a.tar") == ["text", "more"]
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.tar", "in"]
-
-
-def test_zip(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("folder/", "")
-        archive.writestr("folder/enwik8", KINDS["unicode"])
-        archive.writestr("b.jsonl", LINES)
-    assert read(tmp_path / "a.zip") == [KINDS["unicode"], *TEXTS]
+def test_large_blocks_of_compressed_frames(tmp_path):
+    """Several concatenated frames, as `cat a.zst b.zst` writes, larger than the buffers."""
+    texts = [f"{number} " * 3000 for number in range(400)]
+    frames = [zstandard.compress(json_lines(*texts[start : start + 100])) for start in range(0, 400, 100)]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    assert read_inputs(tmp_path / "a.jsonl.zst") == texts
 
 
 @settings(max_examples=80, deadline=None)
@@ -145,144 +106,267 @@ def test_lines_across_blocks(tmp_path_factory, texts, block, final_newline, blan
     path.write_text(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "BLOCK", block)
-        chunks = list(Corpus(find_files([path])).chunks())
-        assert read(path) == texts
+        chunks = list(FileCorpus(find_files([path])).chunks())
+        assert read_inputs(path) == texts
     assert b"".join(chunk.content for chunk in chunks) == content.encode()
     for chunk in chunks:
         assert content.encode().find(chunk.content) == 0 or chunk.first_line > 1
-        before = b"".join(other.content for other in chunks if other.first_line < chunk.first_line)
+        before = b"".join(earlier.content for earlier in chunks if earlier.first_line < chunk.first_line)
         assert chunk.first_line == 1 + before.count(b"\n")
-
-
-def test_large_blocks_of_compressed_frames(tmp_path):
-    """Several frames one after the other, as `cat a.zst b.zst` makes, larger than the buffers."""
-    texts = [f"{number} " * 3000 for number in range(400)]
-    frames = [zstandard.compress(lines_of(*texts[start : start + 100])) for start in range(0, 400, 100)]
-    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
-    assert read(tmp_path / "a.jsonl.zst") == texts
 
 
 def test_bytes_read_reach_the_total(tmp_path):
     for name, compression in (("a.jsonl", ""), ("b.jsonl.zst", ".zst")):
         (tmp_path / name).write_bytes(COMPRESSIONS[compression](LINES.encode()))
-    corpus = Corpus(find_files([tmp_path]))
+    corpus = FileCorpus(find_files([tmp_path]))
     seen = [corpus.bytes_read for _ in corpus.chunks()]
     assert seen == sorted(seen)
     assert corpus.bytes_read == corpus.total_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
-def test_files_are_found_in_order(tmp_path):
-    for name in ("b.jsonl", "a.txt", "deep/c.jsonl.zst", "README.md", ".hidden.txt", "LICENSE", "model.bin"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    found = find_files([tmp_path / "b.jsonl", tmp_path])
-    assert [file.name.removeprefix(f"{tmp_path}/") for file in found] == [
-        "b.jsonl",
-        "a.txt",
-        "b.jsonl",
-        "deep/c.jsonl.zst",
-    ]
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), block=st.integers(20, 400), item_size=st.integers(1, 900), compressed=st.booleans())
+def test_resume_at_every_position(tmp_path_factory, data, block, item_size, compressed):
+    """Reading from any recorded position gives exactly the remaining work items."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(3):
+        texts = data.draw(st.lists(st.text(max_size=60), max_size=12))
+        content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        path = folder / f"{number}.jsonl{'.zst' if compressed else ''}"
+        path.write_bytes(zstandard.compress(content) if compressed else content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "BLOCK", block)
+        patch.setattr(encoding, "WORK_ITEM_BYTES", item_size)
+        files = find_files([folder])
+        expected = list(work_items(FileCorpus(files), START))
+        cut = data.draw(st.integers(0, len(expected)))
+        start = expected[cut - 1].position if cut else START
+        rest = list(work_items(FileCorpus(files), start))
+    assert rest == expected[cut:]
+    assert start <= ReadPosition(len(files))
 
 
-def test_inputs_that_cannot_be_read(tmp_path):
-    (tmp_path / "a.orc").touch()
-    with pytest.raises(UserError, match=r"no input is named"):
-        find_files([])
-    with pytest.raises(UserError, match=r"absent.jsonl does not exist"):
-        find_files([tmp_path / "absent.jsonl"])
-    with pytest.raises(UserError, match=r"a.orc is of no kind read here: .jsonl, "):
-        find_files([tmp_path / "a.orc"])
-    with pytest.raises(UserError, match=r"holds no file of a kind read here"):
-        find_files([tmp_path])
+def test_file_that_shrank_since_the_position_was_recorded(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines("one"))
+    with pytest.raises(UserError, match=r"a.jsonl changed while it was being read"):
+        list(FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2)))
+
+
+# --- archives
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.xz"])
+def test_tar_of_shards(tmp_path, ending):
+    members = {
+        "2005/01.jsonl.zst": zstandard.compress(json_lines("one", "two")),
+        "2005/02.jsonl": json_lines("three"),
+        "notes.txt": KINDS["latex"].encode(),
+    }
+    compress = COMPRESSIONS["." + ending.split(".")[-1] if ending not in (".tar", ".tgz") else ".gz"]
+    content = tar_of(members)
+    (tmp_path / f"a{ending}").write_bytes(content if ending == ".tar" else compress(content))
+    assert read_inputs(tmp_path / f"a{ending}") == ["one", "two", "three", KINDS["latex"]]
+
+
+def test_openwebtext2_layout(tmp_path):
+    """openwebtext2.jsonl.zst.tar: a plain tar of compressed shards."""
+    members = {"2005-06.jsonl.zst": zstandard.compress(json_lines("one")), "2005-07.jsonl.zst": zstandard.compress(b"")}
+    (tmp_path / "openwebtext2.jsonl.zst.tar").write_bytes(tar_of(members))
+    assert read_inputs(tmp_path / "openwebtext2.jsonl.zst.tar") == ["one"]
+
+
+def test_archives_of_source_files(tmp_path):
+    members = {"linux/a.c": b"a.c", "linux/deep/b.h": b"b.h", "linux/README": b"no", "linux/x.json": b"no"}
+    (tmp_path / "a.tar.xz").write_bytes(lzma.compress(tar_of(members)))
+    assert read_inputs(tmp_path / "a.tar.xz", suffixes=(".c", ".h")) == ["a.c", "b.h"]
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    assert read_inputs(tmp_path / "a.zip", suffixes=(".h",)) == ["b.h"]
+
+
+def test_zip(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("folder/", "")
+        archive.writestr("folder/enwik8", KINDS["unicode"])
+        archive.writestr("b.jsonl", LINES)
+    assert read_inputs(tmp_path / "a.zip") == [KINDS["unicode"], *TEXTS]
 
 
 def test_parquet_and_zip_in_a_tar(tmp_path):
     table, packed = io.BytesIO(), io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), table)
     with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("b.jsonl", lines_of("zipped"))
-    content = tar_of({"x/a.parquet": table.getvalue(), "b.zip": packed.getvalue(), "c.jsonl": lines_of("last")})
+        archive.writestr("b.jsonl", json_lines("zipped"))
+    content = tar_of({"x/a.parquet": table.getvalue(), "b.zip": packed.getvalue(), "c.jsonl": json_lines("last")})
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(content))
-    corpus = Corpus(find_files([tmp_path / "a.tar.gz"]))
+    corpus = FileCorpus(find_files([tmp_path / "a.tar.gz"]))
     assert list(read_texts(corpus.chunks(), DocumentOptions())) == [*TEXTS, "zipped", "last"]
     assert corpus.bytes_read == corpus.total_bytes
     (tmp_path / "b.tar").write_bytes(tar_of({"a.parquet": table.getvalue()[:-9]}))
-    with pytest.raises(UserError, match=r"b.tar:a.parquet is damaged, or no Parquet file"):
-        read(tmp_path / "b.tar")
+    with pytest.raises(UserError, match=r"b.tar:a.parquet is damaged or not a Parquet file"):
+        read_inputs(tmp_path / "b.tar")
 
 
 def test_hidden_members(tmp_path):
-    """macOS's tar writes `._NAME` beside NAME; lm-dataformat's unfinished archive is in the folder of the others."""
-    members = {"x/._a.jsonl": b"\0\5\x16\7", "x/current_chunk_incomplete": b"\x28\xb5", "x/a.jsonl": lines_of("one")}
+    """macOS's tar adds `._NAME` to NAME; lm-dataformat keeps its unfinished archive next to the others."""
+    members = {"x/._a.jsonl": b"\0\5\x16\7", "x/current_chunk_incomplete": b"\x28\xb5", "x/a.jsonl": json_lines("one")}
     (tmp_path / "a.tar").write_bytes(tar_of(members))
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    assert read(tmp_path / "a.tar") == read(tmp_path / "b.zip") == ["one"]
+    assert read_inputs(tmp_path / "a.tar") == read_inputs(tmp_path / "b.zip") == ["one"]
 
 
 def test_unknown_member(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of({"b.png": b"\x89PNG"}))
-    with pytest.raises(UserError, match=r"a.tar:b.png is of no kind read here"):
-        read(tmp_path / "a.tar")
+    with pytest.raises(UserError, match=r"a.tar:b.png has an unsupported file type"):
+        read_inputs(tmp_path / "a.tar")
+
+
+# Archives that mean ill: nothing is ever written, and links lead nowhere.
+
+
+def test_tar_members_cannot_escape(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for member_type, name in (
+            (tarfile.SYMTYPE, "soft.txt"),
+            (tarfile.LNKTYPE, "hard.txt"),
+            (tarfile.CHRTYPE, "null.txt"),
+        ):
+            header = tarfile.TarInfo(name)
+            header.type, header.linkname = member_type, str(secret)
+            archive.addfile(header)
+        for name in ("../../up.txt", "/etc/absolute.txt", "ordinary.txt"):
+            header = tarfile.TarInfo(name)
+            header.size = 4
+            archive.addfile(header, io.BytesIO(b"text"))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.tar").write_bytes(buffer.getvalue())
+    before = sorted(tmp_path.rglob("*"))
+    assert read_inputs(tmp_path / "in" / "a.tar") == ["text"] * 3
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- Parquet
+
+
+# Tables.
+
+
+def write_table(path, rows=TEXTS, **columns):
+    meta = [{"pile_set_name": "Github" if number % 2 else "ArXiv"} for number in range(len(rows))]
+    table = pyarrow.table({"text": rows, "meta": meta, "embedding": [[0.5] * 3] * len(rows), **columns})
+    pyarrow.parquet.write_table(table, path, row_group_size=4)
+
+
+def test_parquet(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.data.readers.PARQUET_ROWS", 3)
+    write_table(tmp_path / "a.parquet")
+    assert read_inputs(tmp_path / "a.parquet") == TEXTS
+    assert read_inputs(tmp_path, subset="Github") == TEXTS[1::2]
+    corpus = FileCorpus(find_files([tmp_path]), (), ("text",))
+    seen = [(corpus.position, corpus.bytes_read, b"embedding" in chunk.content) for chunk in corpus.chunks()]
+    assert [position.chunk for position, _, _ in seen] == list(range(1, len(seen) + 1))
+    assert sorted(read for _, read, _ in seen) == [read for _, read, _ in seen]
+    assert not any(has_other_columns for _, _, has_other_columns in seen)
+    rest = FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2))
+    assert list(read_texts(rest, DocumentOptions())) == TEXTS[6:] or len(seen) != 3
+
+
+def test_parquet_error_names_the_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.data.readers.PARQUET_ROWS", 2)
+    write_table(tmp_path / "a.parquet", ["a", "b", "c", None, "e"])
+    with pytest.raises(UserError, match=r"a.parquet, row 4: 'text' is not a string but NoneType"):
+        read_inputs(tmp_path / "a.parquet")
+    assert read_inputs(tmp_path / "a.parquet", skip_bad=True) == ["a", "b", "c", "e"]
+
+
+def test_invalid_parquet_files(tmp_path):
+    write_table(tmp_path / "a.parquet", raw=[b"\xff"] * len(TEXTS))
+    with pytest.raises(UserError, match=r"has no column 'content'; its columns: text, meta, embedding, raw"):
+        read_inputs(tmp_path / "a.parquet", columns=("content",), keys=("content",))
+    with pytest.raises(UserError, match=r"column 'raw' is binary, not text"):
+        read_inputs(tmp_path / "a.parquet", columns=("raw",), keys=("raw",))
+    content = (tmp_path / "a.parquet").read_bytes()
+    for damaged in (content[:-20], content[: len(content) // 2], b"", b"PAR1"):
+        (tmp_path / "b.parquet").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"b.parquet is damaged or not a Parquet file"):
+            read_inputs(tmp_path / "b.parquet")
+    (tmp_path / "d.parquet.zst").touch()
+    with pytest.raises(UserError, match=r"unsupported file type"):
+        find_files([tmp_path / "d.parquet.zst"])
+
+
+def test_pyarrow_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(UserError, match="needs the package pyarrow, which is not installed: pip install -r require"):
+        read_inputs(tmp_path / "a.parquet")
+
+
+# --- damaged files
 
 
 @pytest.mark.parametrize("compression", [".gz", ".zst", ".xz"])
-@pytest.mark.parametrize("kept", [0.3, 0.9, 0.995])
-def test_truncated_compressed_file(tmp_path, compression, kept):
+@pytest.mark.parametrize("fraction", [0.3, 0.9, 0.995])
+def test_truncated_compressed_file(tmp_path, compression, fraction):
     texts = [f"{number * 7919 % 104729:x}" * 50 for number in range(4000)]
-    content = COMPRESSIONS[compression](lines_of(*texts))
+    content = COMPRESSIONS[compression](json_lines(*texts))
     path = tmp_path / f"a.jsonl{compression}"
-    path.write_bytes(content[: int(len(content) * kept)])
+    path.write_bytes(content[: int(len(content) * fraction)])
     with pytest.raises(UserError, match=rf"a.jsonl{compression} is (damaged or )?truncated"):
-        read(path)
+        read_inputs(path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl.xz", "a.tar", "a.zip", "a.tar.gz"])
-def test_not_what_the_name_says(tmp_path, name):
-    (tmp_path / name).write_bytes(b"plain text, no archive at all " * 40)
+def test_content_does_not_match_the_extension(tmp_path, name):
+    (tmp_path / name).write_bytes(b"plain text, not an archive " * 40)
     with pytest.raises(UserError, match=rf"(cannot read .*{name}|{name} is damaged)"):
-        read(tmp_path / name)
+        read_inputs(tmp_path / name)
 
 
 def test_truncated_tar(tmp_path):
-    content = tar_of({"a.jsonl": lines_of(*map(str, range(2000)))})
+    content = tar_of({"a.jsonl": json_lines(*map(str, range(2000)))})
     (tmp_path / "a.tar").write_bytes(content[:3000])
     with pytest.raises(UserError, match=r"a.tar is damaged or truncated"):
-        read(tmp_path / "a.tar")
+        read_inputs(tmp_path / "a.tar")
 
 
 @pytest.mark.parametrize("size", [1024, 1100, 1535, 1536, 2560])
 def test_tar_cut_between_members(tmp_path, size):
-    """Python's tarfile takes such an archive for a whole one."""
-    content = tar_of({"a.jsonl": lines_of("one"), "b.jsonl": lines_of("two"), "c.jsonl": lines_of("three")})
+    """Python's tarfile treats such an archive as complete."""
+    content = tar_of({"a.jsonl": json_lines("one"), "b.jsonl": json_lines("two"), "c.jsonl": json_lines("three")})
     assert content[1024 + 257 :].startswith(b"ustar")  # a member takes two blocks
     (tmp_path / "a.tar").write_bytes(content[:size])
     with pytest.raises(UserError, match=r"a.tar is damaged or truncated"):
-        read(tmp_path / "a.tar")
+        read_inputs(tmp_path / "a.tar")
 
 
 def test_tar_with_a_damaged_header(tmp_path):
-    content = bytearray(tar_of({"a.jsonl": lines_of("one"), "b.jsonl": lines_of("two")}))
+    content = bytearray(tar_of({"a.jsonl": json_lines("one"), "b.jsonl": json_lines("two")}))
     content[1024 + 3] ^= 1
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(UserError, match=r"a.tar is damaged or truncated: bad checksum at byte 1,024"):
-        read(tmp_path / "a.tar")
+        read_inputs(tmp_path / "a.tar")
 
 
-def test_tars_one_behind_the_other(tmp_path):
-    (tmp_path / "a.tar").write_bytes(tar_of({"a.jsonl": lines_of("one")}) + tar_of({"b.jsonl": lines_of("two")}))
-    with pytest.raises(UserError, match=r"a.tar goes on behind the end of its archive"):
-        read(tmp_path / "a.tar")
+def test_concatenated_tars(tmp_path):
+    (tmp_path / "a.tar").write_bytes(tar_of({"a.jsonl": json_lines("one")}) + tar_of({"b.jsonl": json_lines("two")}))
+    with pytest.raises(UserError, match=r"a.tar continues after the end of its archive"):
+        read_inputs(tmp_path / "a.tar")
 
 
-def test_checksum_behind_the_last_member(tmp_path):
-    """gzip's stands at the end of the file, which nobody has to read to have all members."""
-    content = bytearray(gzip.compress(tar_of({"a.jsonl": lines_of("one")})))
+def test_gzip_checksum_of_a_tar_is_verified(tmp_path):
+    """The checksum is at the end of the file, after the last member."""
+    content = bytearray(gzip.compress(tar_of({"a.jsonl": json_lines("one")})))
     content[-6] ^= 1
     (tmp_path / "a.tar.gz").write_bytes(content)
     with pytest.raises(UserError, match=r"a.tar.gz: CRC check failed"):
-        read(tmp_path / "a.tar.gz")
+        read_inputs(tmp_path / "a.tar.gz")
 
 
 @pytest.mark.parametrize(
@@ -295,15 +379,16 @@ def test_checksum_behind_the_last_member(tmp_path):
 def test_damaged_dat(tmp_path, content, message):
     (tmp_path / "a.dat.zst").write_bytes(zstandard.compress(content))
     with pytest.raises(UserError, match=rf"a.dat.zst, {message}"):
-        read(tmp_path / "a.dat.zst")
+        read_inputs(tmp_path / "a.dat.zst")
 
 
-def test_unreadable_file(tmp_path, monkeypatch):
+def test_input_output_error(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(LINES)
 
-    def fail(*arguments, **more):
-        raise OSError(5, "Input/output error")
+    class FailingStream(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(readers, "_line_blocks", fail)
+    monkeypatch.setattr(InputFile, "open", lambda file: FailingStream())
     with pytest.raises(UserError, match=r"cannot read .*a.jsonl: Input/output error"):
-        read(Path(tmp_path / "a.jsonl"))
+        read_inputs(tmp_path / "a.jsonl")

@@ -1,4 +1,4 @@
-"""Evaluation streams: the documents of a part, in the order of the file."""
+"""Evaluation streams and document segments."""
 
 import numpy as np
 import pytest
@@ -6,15 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import document_lengths, document_segments, evaluation_tokens, validation_stream
-from megatron.data.datasets import datasets_from_split
+from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.indexed_writer import IndexedWriter
-from megatron.data.samples import SampleSettings
 from megatron.utils.errors import UserError
 
 
 @pytest.fixture
 def numbered(tmp_path) -> str:
-    """40 documents; document i is i, i, ..., so that a token tells where it is from."""
+    """40 documents. All tokens of document i are i."""
     prefix = str(tmp_path / "numbered")
     lengths = np.random.default_rng(3).integers(1, 30, 40)
     with IndexedWriter(prefix, 40) as writer:
@@ -23,21 +22,21 @@ def numbered(tmp_path) -> str:
     return prefix
 
 
-def test_documents_of_the_part_in_order(numbered):
+def test_stream_is_in_file_order(numbered):
     lengths = document_lengths(numbered, "3,1")
     stream = validation_stream(numbered, "3,1")
     assert stream.dtype == lengths.dtype == np.int64
     assert stream.tolist() == np.repeat(np.arange(30, 40), lengths).tolist()
 
 
-def test_parts_make_up_the_corpus(numbered):
+def test_parts_cover_the_corpus(numbered):
     parts = [validation_stream(numbered, "7,2,1", part) for part in ("train", "valid", "test")]
     assert np.concatenate(parts).tolist() == validation_stream(numbered, None).tolist()
     assert len(validation_stream(numbered, None)) == document_lengths(numbered, None).sum()
 
 
-def test_no_training_document_in_it(numbered):
-    """The boundaries are those of the training samples, checked on the samples themselves."""
+def test_stream_contains_no_training_document(numbered):
+    """Checked on the tokens of the training samples."""
     datasets = datasets_from_split(numbered, "949,50,1", (8, 8, 8), (None, None, 0), SampleSettings(40, 0, 1))
     trained_on = {int(token) for index in range(len(datasets.train)) for token in datasets.train[index]["tokens"]}
     validated_on = {int(token) for index in range(len(datasets.valid)) for token in datasets.valid[index]["tokens"]}
@@ -47,13 +46,13 @@ def test_no_training_document_in_it(numbered):
 
 
 def test_max_tokens(numbered):
-    whole = validation_stream(numbered, "1,1")
-    assert validation_stream(numbered, "1,1", max_tokens=17).tolist() == whole[:17].tolist()
-    assert validation_stream(numbered, "1,1", max_tokens=10**9).tolist() == whole.tolist()
+    stream = validation_stream(numbered, "1,1")
+    assert validation_stream(numbered, "1,1", max_tokens=17).tolist() == stream[:17].tolist()
+    assert validation_stream(numbered, "1,1", max_tokens=10**9).tolist() == stream.tolist()
 
 
 def test_errors(numbered, tmp_path):
-    with pytest.raises(UserError, match=r"leaves nothing for test"):
+    with pytest.raises(UserError, match=r"leaves no documents for test"):
         validation_stream(numbered, "9,1,0", "test")
     with pytest.raises(UserError, match=r"unknown part 'dev'"):
         document_lengths(numbered, "9,1,0", "dev")
@@ -76,7 +75,7 @@ def test_from_a_configuration(configuration, numbered, corpus):
 
 
 def corpus_of(folder, lengths) -> str:
-    """Documents of the given lengths; every token has an id of its own."""
+    """Documents of the given lengths. Every token has a different id."""
     lengths = np.array(lengths, dtype=np.int32)
     with IndexedWriter(folder / "c", 60000) as writer:
         writer.add(np.arange(lengths.sum(), dtype=np.uint16), lengths)
@@ -85,7 +84,7 @@ def corpus_of(folder, lengths) -> str:
 
 
 def test_document_segments(tmp_path):
-    """Lengths 9, 3, 4, 12 in segments of 4: two of the first, none of the second and third, two of the last."""
+    """In segments of 4, the first and the last document give two each, the other two none."""
     segments = document_segments(corpus_of(tmp_path, [9, 3, 4, 12]), None, length=4)
     assert segments.tokens.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [16, 17, 18, 19, 20], [20, 21, 22, 23, 24]]
     assert segments.tokens.dtype == np.int64
@@ -100,7 +99,7 @@ def test_short_documents_joined(tmp_path):
     assert segments.left_out == 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=15),
     length=st.integers(1, 12),
@@ -129,13 +128,13 @@ def test_document_segments_in_general(tmp_path_factory, lengths, length, budget,
     assert segments.left_out == sum(lengths) - len(set(segments.tokens.ravel()))
 
 
-def test_document_segments_are_of_their_part(numbered):
+def test_document_segments_of_a_part(numbered):
     lengths = document_lengths(numbered, "3,1")
     segments = document_segments(numbered, "3,1", length=5)
     assert set(segments.tokens.ravel()) <= set(range(30, 40))
     assert (segments.tokens[:, 0] == segments.documents + 30).all()
     assert len(segments.tokens) == sum((lengths - 1) // 5)
-    with pytest.raises(UserError, match=r"no document of .* \(valid\) has 2,049 tokens.* the longest has"):
+    with pytest.raises(UserError, match=r"no document of .* \(valid\) has the 2,049 tokens .* the longest has"):
         document_segments(numbered, "3,1")
-    with pytest.raises(UserError, match="the length must be at least 1"):
+    with pytest.raises(UserError, match="segment length is 0; it must be at least 1"):
         document_segments(numbered, "3,1", length=0)

@@ -273,7 +273,7 @@ def test_vocabulary_contains_all_bytes_and_the_special_token():
     assert trained.token_to_id("<|endoftext|>") == 0
     assert set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= set(trained.get_vocab())
     for text in KINDS.values():
-        assert trained.decode(tokenizer_file.encode(text).ids, skip_special_tokens=False) == text
+        assert trained.decode(trained.encode(text).ids, skip_special_tokens=False) == text
 
 
 def test_vocabulary_size_is_reached():

@@ -1,6 +1,5 @@
-"""Samples: megatron-core's own, epochs, blends, the cache of indices, and data that cannot serve."""
+"""Datasets: equality with megatron-core, epochs, blends, and invalid data."""
 
-import itertools
 import json
 import os
 from pathlib import Path
@@ -14,28 +13,25 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data import build_datasets
-from megatron.data.datasets import datasets_from_blends, datasets_from_split
-from megatron.data.samples import BlendedParts, SampleSettings
-from megatron.data.selection import Blend, part_span, split_spans
+from megatron.data.datasets import BlendedParts, SampleSettings, datasets_from_blends, datasets_from_split
+from megatron.data.splits import Blend
 from megatron.utils.errors import UserError
 
 LENGTHS = (32, 32, 32)
+
+
 ONE_EPOCH = (None, None, None)
 
 
-def megatron_cores(tmp_path, sizes, sequence_length=32, seed=1234, **selection):
-    """What megatron-core's own builder makes of the same request."""
+def megatron_core_datasets(tmp_path, sizes, sequence_length=32, seed=1234, **selection):
+    """The datasets that megatron-core's own builder makes."""
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=sequence_length,
-        path_to_cache=str(tmp_path / "their cache"),
+        path_to_cache=str(tmp_path / "megatron-core cache"),
         tokenizer=SimpleNamespace(vocab_size=1000, eod=0, unique_identifiers={}),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -52,7 +48,7 @@ def tokens(dataset, count=None) -> torch.Tensor:
 
 @pytest.fixture
 def one_process_group():
-    """megatron-core's builder cannot blend outside of one."""
+    """megatron-core's builder needs a process group for blends."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -60,13 +56,13 @@ def one_process_group():
 
 def test_samples_of_megatron_core(tmp_path, corpus, settings):
     ours = datasets_from_split(corpus, "949,51", LENGTHS, (100, None, 0), settings)
-    theirs = megatron_cores(tmp_path, (100, 1, 1), blend=([corpus], None), split="949,51")
+    expected = megatron_core_datasets(tmp_path, (100, 1, 1), blend=([corpus], None), split="949,51")
     assert len(ours.train) == 100
     assert ours.test is None
     for part, count in ((0, 100), (1, len(ours.valid))):
         for index in range(count):
             for key in ("tokens", "labels", "loss_mask"):
-                assert torch.equal(ours[part][index][key], theirs[part][index][key])
+                assert torch.equal(ours[part][index][key], expected[part][index][key])
     assert torch.equal(ours.train[0]["tokens"][1:], ours.train[0]["labels"][:-1])
 
 
@@ -76,16 +72,16 @@ def test_weighted_blend_of_megatron_core(tmp_path, write_corpus, settings, one_p
         write_corpus(prefix, np.random.default_rng(seed).integers(50, 150, 200), seed=seed)
     weights = [1.0, 5.0, 2.5]
     blend = (prefixes, weights)
-    theirs = megatron_cores(tmp_path, (300, 20, 5), blend_per_split=[blend, blend, None])
+    expected = megatron_core_datasets(tmp_path, (300, 20, 5), blend_per_split=[blend, blend, None])
     blends = [Blend(tuple(prefixes), tuple(weights))] * 2 + [None]
     ours = datasets_from_blends(blends, LENGTHS, (300, 20, 5), settings)
-    assert torch.equal(tokens(ours.train, 300), tokens(theirs[0], 300))
-    assert torch.equal(tokens(ours.valid, 20), tokens(theirs[1], 20))
+    assert torch.equal(tokens(ours.train, 300), tokens(expected[0], 300))
+    assert torch.equal(tokens(ours.valid, 20), tokens(expected[1], 20))
     assert ours.test is None
 
 
 def test_shares_of_a_blend(tmp_path, write_corpus, settings):
-    """Ids 0-99 in one corpus, 100-199 in the other: 3 samples in 4 are of the second; equal shares by default."""
+    """Ids are 0-99 in the first corpus and 100-199 in the second, so each sample shows where it comes from."""
     for number, name in enumerate("ab"):
         ids = np.random.default_rng(number).integers(100 * number, 100 * (number + 1), 5000).astype(np.uint16)
         builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16)
@@ -107,7 +103,7 @@ def test_shares_of_a_blend(tmp_path, write_corpus, settings):
     fewer=st.integers(0, 400),
 )
 def test_blends_in_general(weights, samples, fewer):
-    """Every beginning of a blend has the shares asked for; positions count up; a shorter blend is a beginning."""
+    """Every prefix of a blend has the requested shares, positions are consecutive, and a shorter blend is a prefix."""
     parts = [
         SimpleNamespace(name=str(n), order=str(n), settings=None, sample=lambda at, n=n: (n, at)) for n in range(6)
     ]
@@ -127,7 +123,7 @@ def test_blends_in_general(weights, samples, fewer):
 
 
 def test_an_epoch_covers_the_corpus(corpus, settings):
-    """Laid end to end, in the order of documents that the seed gives, no token is missing but the last few."""
+    """An epoch contains every token of the corpus, except fewer than one sample at the end."""
     train = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
     files_tokens = np.fromfile(f"{corpus}.bin", dtype=np.uint16)
     counted = np.bincount(tokens(train).flatten().numpy(), minlength=1000)
@@ -155,30 +151,30 @@ def test_order_does_not_depend_on_the_length_of_the_run(tmp_path, write_corpus, 
     long = datasets_from_split(corpus, "1", LENGTHS, (5000, 0, 0), settings).train
     assert torch.equal(tokens(short), tokens(long, 500))
     assert short.order == long.order
-    write_corpus(tmp_path / "other", [300] * 5)
-    blend = [Blend((corpus, str(tmp_path / "other")), (2, 1)), None, None]
+    write_corpus(tmp_path / "second", [300] * 5)
+    blend = [Blend((corpus, str(tmp_path / "second")), (2, 1)), None, None]
     short = datasets_from_blends(blend, LENGTHS, (300, 0, 0), settings).train
     long = datasets_from_blends(blend, LENGTHS, (900, 0, 0), settings).train
     assert torch.equal(tokens(short), tokens(long, 300))
     assert short.order == long.order
 
 
-def test_order_tells_what_decides_it(corpus, tmp_path, write_corpus, settings):
+def test_order_identifies_the_samples(corpus, tmp_path, write_corpus, settings):
     def order(prefix=corpus, seed=1234, length=32, split="1", samples=None):
-        given = SampleSettings(1000, 0, seed)
-        return datasets_from_split(prefix, split, (length,) * 3, (samples, 0, 0), given).train.order
+        sample_settings = SampleSettings(1000, 0, seed)
+        return datasets_from_split(prefix, split, (length,) * 3, (samples, 0, 0), sample_settings).train.order
 
-    write_corpus(tmp_path / "other", [50, 60])
-    orders = [order(), order(seed=1), order(length=16), order(split="9,1"), order(prefix=str(tmp_path / "other"))]
+    write_corpus(tmp_path / "second", [50, 60])
+    orders = [order(), order(seed=1), order(length=16), order(split="9,1"), order(prefix=str(tmp_path / "second"))]
     assert len(set(orders)) == len(orders)
     assert order(samples=7) == order()
 
 
 def test_seeds_shuffle_differently(corpus):
-    one, two = (
+    first, second = (
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, SampleSettings(1000, 0, seed)).train for seed in (1, 2)
     )
-    assert not torch.equal(tokens(one), tokens(two))
+    assert not torch.equal(tokens(first), tokens(second))
 
 
 def test_validation_length(corpus, settings):
@@ -194,132 +190,70 @@ def test_loss_mask_at_the_end_of_documents(corpus):
     assert all(torch.equal(row["loss_mask"], (row["tokens"] != 7).float()) for row in rows)
 
 
-# --- the cache of indices
-
-
-def _folders(path) -> list[str]:
-    return sorted(os.listdir(path))
-
-
-def test_indices_are_built_once_beside_the_data(corpus, settings):
-    first = datasets_from_split(corpus, "8,1,1", LENGTHS, (10, 10, 10), settings)
-    folders = _folders(f"{corpus}_indices")
-    assert len(folders) == 3
-    times = {path: os.stat(f"{corpus}_indices/{path}").st_mtime_ns for path in folders}
-    again = datasets_from_split(corpus, "8,1,1", LENGTHS, (99, 99, 99), settings)
-    assert {path: os.stat(f"{corpus}_indices/{path}").st_mtime_ns for path in _folders(f"{corpus}_indices")} == times
-    assert torch.equal(tokens(first.train), tokens(again.train, 10))
-
-
-def test_cache_path(corpus, tmp_path):
-    settings = SampleSettings(1000, 0, 1234, cache_path=str(tmp_path / "cache" / "here"))
-    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    assert len(_folders(tmp_path / "cache" / "here")) == 1
-    assert not os.path.exists(f"{corpus}_indices")
-
-
-def test_changed_data_is_noticed(corpus, write_corpus, settings):
-    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    write_corpus(corpus, [100] * 30, seed=5)
-    train = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
-    assert train.samples_per_epoch == (30 * 100 - 1) // 32
-    assert len(_folders(f"{corpus}_indices")) == 2
-
-
-def test_an_interrupted_build_is_not_used(corpus, settings, monkeypatch):
-    monkeypatch.setattr(np, "save", lambda *arguments, **more: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    assert _folders(f"{corpus}_indices") == []
-    monkeypatch.undo()
-    assert len(datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train) > 0
-
-
-def test_cache_folder_that_cannot_be_written(corpus, tmp_path):
-    (tmp_path / "file").touch()
-    settings = SampleSettings(1000, 0, 1234, cache_path=str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cannot write the sample indices to .*file \(.*\); set data-cache-path"):
-        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-
-
-# --- splits
-
-
-_SHARES = st.lists(st.floats(0, 1000) | st.integers(0, 1000), min_size=1, max_size=3)
-
-
-@hypothesis_settings(max_examples=300)
-@given(shares=_SHARES.filter(lambda shares: sum(shares) > 1e-6), sequences=st.integers(1, 10**7))
-def test_split_is_megatron_cores(shares, sequences):
-    split = ",".join(np.format_float_positional(share) for share in shares)
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    expected = [span and (round(span[0] * float(sequences)), round(span[1] * float(sequences))) for span in matrix]
-    assert split_spans(split, sequences) == expected
-    inner = [span for span in expected if span is not None]
-    assert (inner[0][0], inner[-1][1]) == (0, sequences)
-    assert all(left[1] == right[0] for left, right in itertools.pairwise(inner))
-
-
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "1,nan", "949 50 1", "inf,1"])
-def test_bad_split(split):
-    with pytest.raises(UserError, match=r"is not of the form TRAIN,VALID,TEST, for example 949,50,1"):
-        split_spans(split, 10)
-
-
-def test_part_span():
-    assert split_spans("969, 30, 1", 1000) == [(0, 969), (969, 999), (999, 1000)]
-    assert part_span("9,1,0", "valid", 20, "c") == (18, 20)
-    assert part_span(None, "valid", 20, "c") == (0, 20)
-    with pytest.raises(UserError, match=r"split '9,1,0' of c \(20 documents\) leaves nothing for test"):
-        part_span("9,1,0", "test", 20, "c")
-    with pytest.raises(UserError, match="leaves nothing for valid"):
-        part_span("999,1", "valid", 20, "c")
-    with pytest.raises(UserError, match="unknown part 'dev'; the parts of a split are train, valid, test"):
-        part_span("9,1,0", "dev", 20, "c")
+# --- invalid data
 
 
 # --- data that cannot serve
 
 
 def test_no_such_data(tmp_path, settings):
-    with pytest.raises(UserError, match=r"no data at .*absent: .*absent.bin and .*absent.idx missing; make it with"):
+    with pytest.raises(UserError, match=r"no data at .*absent: .*absent.bin and .*absent.idx missing; build it with"):
         datasets_from_split(str(tmp_path / "absent"), "1", LENGTHS, ONE_EPOCH, settings)
 
 
 def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):
     write_corpus(tmp_path / "small", [20, 12])
     assert len(datasets_from_split(str(tmp_path / "small"), "1", (31,) * 3, ONE_EPOCH, settings).train) == 1
-    with pytest.raises(
-        UserError, match=r"small \(train\) has 32 tokens in 2 documents, fewer than one sample of 32 \+ 1"
-    ):
+    with pytest.raises(UserError, match=r"small \(train\) has 32 tokens in 2 documents, but a sample needs 32 \+ 1"):
         datasets_from_split(str(tmp_path / "small"), "1", LENGTHS, ONE_EPOCH, settings)
     with pytest.raises(UserError, match=r"small \(valid\) has 12 tokens in 1 documents"):
         datasets_from_split(str(tmp_path / "small"), "1,1", (16, 16, 16), ONE_EPOCH, settings)
     assert datasets_from_split(str(tmp_path / "small"), "1,1", (16, 16, 16), (1, 0, 0), settings).valid is None
+    test = datasets_from_split(str(tmp_path / "small"), "1,0,1", (16, 16, 16), (1, 0, 1), settings).test
+    assert test is None  # a test part that is too small is not an error
 
 
 @pytest.mark.parametrize("with_manifest", [False, True])
 def test_id_beyond_the_vocabulary(corpus, with_manifest, monkeypatch):
     if with_manifest:
-        monkeypatch.setattr("megatron.data.samples.largest_id", lambda *arguments: 999)
+        monkeypatch.setattr("megatron.data.datasets.largest_id", lambda *arguments: 999)
     with pytest.raises(
-        UserError, match=r"corpus.bin holds token id 999, but the vocabulary ends at 998: .*another tokenizer"
+        UserError,
+        match=r"corpus.bin contains token id 999, but the largest id of the vocabulary is 998: .*another tokenizer",
     ):
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, SampleSettings(999, 0, 1))
 
 
-@pytest.mark.parametrize(
-    ("prefixes", "weights", "message"),
-    [
-        (("a", "b"), (1,), r"1 weights for 2 data paths \(a, b\)"),
-        (("a", "b"), (1, 0), r"must be positive numbers, but are \[1, 0\]"),
-        (("a",), (float("nan"),), "must be positive numbers"),
-        ((), None, "a list of data paths is empty"),
-    ],
-)
-def test_bad_blend(prefixes, weights, message):
-    with pytest.raises(UserError, match=message):
-        Blend(prefixes, weights)
+def test_largest_id_is_cached(corpus, settings, monkeypatch):
+    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    (folder,) = os.listdir(f"{corpus}_indices")
+    cache = Path(f"{corpus}_indices", folder, "largest_id.json")
+    assert json.loads(cache.read_text())["largest_id"] == 999
+    monkeypatch.delattr("megatron.data.datasets.largest_id")  # cached
+    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    cache.write_text("999")
+    with pytest.raises(NameError, match="largest_id"):
+        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+
+
+def test_largest_id_of_changed_data(tmp_path, write_corpus, settings):
+    """With other tokens in documents of the same lengths, the indices stay valid and the largest id does not."""
+    prefix, small = str(tmp_path / "corpus"), SampleSettings(500, 0, 1234)
+    write_corpus(prefix, [100] * 30)
+    with pytest.raises(UserError, match="the largest id of the vocabulary is 499"):
+        datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
+    before = os.stat(f"{prefix}.bin").st_mtime_ns
+    write_corpus(prefix, [100] * 30, vocab_size=500)
+    os.utime(f"{prefix}.bin", ns=(before + 1, before + 1))
+    assert len(datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small).train) > 0
+    write_corpus(prefix, [100] * 30)
+    os.utime(f"{prefix}.bin", ns=(before + 2, before + 2))
+    with pytest.raises(UserError, match="the largest id of the vocabulary is 499"):
+        datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
+    assert len(os.listdir(f"{prefix}_indices")) == 1
+
+
+# --- from a configuration
 
 
 # --- from a configuration
@@ -339,8 +273,8 @@ def test_build_datasets_from_one_corpus(configuration, corpus, settings):
 def test_build_datasets_from_separate_paths(configuration, corpus, tmp_path, write_corpus, settings):
     write_corpus(tmp_path / "valid", [200] * 9)
     valid = [str(tmp_path / "valid")]
-    given = configuration(train_data_paths=[corpus, *valid], train_data_weights=[0.7, 0.3], valid_data_paths=valid)
-    datasets = build_datasets(given, TOKENIZER, 32, (50, None, None))
+    config = configuration(train_data_paths=[corpus, *valid], train_data_weights=[0.7, 0.3], valid_data_paths=valid)
+    datasets = build_datasets(config, TOKENIZER, 32, (50, None, None))
     blends = [Blend((corpus, *valid), (0.7, 0.3)), Blend(tuple(valid)), None]
     expected = datasets_from_blends(blends, LENGTHS, (50, None, 0), settings)
     assert torch.equal(tokens(datasets.train), tokens(expected.train))
@@ -355,37 +289,8 @@ def test_blend_by_documents(configuration, tmp_path, write_corpus, exponent, sha
     for path, documents in zip(paths, (90, 10), strict=True):
         write_corpus(path, [100] * documents)
     keys = {"weight_by_num_documents": True, "weighted_sampler_alpha": exponent}
-    given = configuration(train_data_paths=paths, valid_data_paths=paths, **keys)
-    datasets = build_datasets(given, TOKENIZER, 32, (1000, 40, 0))
+    config = configuration(train_data_paths=paths, valid_data_paths=paths, **keys)
+    datasets = build_datasets(config, TOKENIZER, 32, (1000, 40, 0))
     for blend in (datasets.train, datasets.valid):
         drawn = sum("large" in blend.source(index) for index in range(len(blend)))
         assert abs(drawn - share * len(blend)) <= 1
-
-
-def test_largest_id_is_kept_with_the_indices(corpus, settings, monkeypatch):
-    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    (folder,) = _folders(f"{corpus}_indices")
-    noted = Path(f"{corpus}_indices", folder, "largest_id.json")
-    assert json.loads(noted.read_text())["largest_id"] == 999
-    monkeypatch.delattr("megatron.data.samples.largest_id")  # not looked for again
-    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    noted.write_text("999")
-    with pytest.raises(NameError, match="largest_id"):
-        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-
-
-def test_largest_id_follows_the_data(tmp_path, write_corpus, settings):
-    """Other tokens in documents of the same lengths: the indices serve, what was noted of the ids does not."""
-    prefix, small = str(tmp_path / "corpus"), SampleSettings(500, 0, 1234)
-    write_corpus(prefix, [100] * 30)
-    with pytest.raises(UserError, match="the vocabulary ends at 499"):
-        datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
-    before = os.stat(f"{prefix}.bin").st_mtime_ns
-    write_corpus(prefix, [100] * 30, vocab_size=500)
-    os.utime(f"{prefix}.bin", ns=(before + 1, before + 1))
-    assert len(datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small).train) > 0
-    write_corpus(prefix, [100] * 30)
-    os.utime(f"{prefix}.bin", ns=(before + 2, before + 2))
-    with pytest.raises(UserError, match="the vocabulary ends at 499"):
-        datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
-    assert len(_folders(f"{prefix}_indices")) == 1

@@ -1,0 +1,96 @@
+"""The command prepare_data.py: prepares a dataset by name.
+
+The result is DIR/DATASET/DATASET_text_document.bin and .idx, which `data-path` names.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.cli.dataset_options import add_bad_documents_argument, split_words
+from megatron.config.command_line import OptionParser
+from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
+from megatron.tokenizer import TOKENIZER_TYPES
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
+    sources = " ".join(f"{name}: {known.sources}." for name, known in KNOWN_DATASETS.items())
+    parser = OptionParser(
+        description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] DATASET",
+        epilog=f"{EMBEDDED} needs no --from: it is built from the sources of Python's standard library. {sources}",
+    )
+    parser.add_argument("dataset", metavar="DATASET", help=f"one of {', '.join(DATASETS)}")
+    parser.add_argument(
+        "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="output folder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-t",
+        "--tokenizer",
+        metavar="TOKENIZER",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer, for {EMBEDDED} a BPE trained on it",
+    )
+    parser.add_argument("-v", "--vocab-file", help="tokenizer.json, or GPT-2's vocabulary (JSON)")
+    parser.add_argument("-m", "--merge-file", help="GPT-2's BPE merges")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=2048,
+        help="vocabulary size of the BPE trained without -t (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="file or folder to read, local or on an object store (s3://...); may be repeated",
+    )
+    parser.add_argument(
+        "--url",
+        dest="urls",
+        action="append",
+        default=[],
+        metavar="URL[#sha256=...]",
+        help="file to download to DIR/DATASET/downloads, resuming interrupted downloads; may be repeated",
+    )
+    parser.add_argument("--hf", metavar="NAME", help="dataset of the Hugging Face hub to stream (needs `datasets`)")
+    parser.add_argument("--hf-config", metavar="CONFIG", help="configuration of that dataset, if it has several")
+    parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="split to read (default: %(default)s)")
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="key of the text in JSON or tables (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--suffixes",
+        default="",
+        metavar=".EXT,...",
+        help="read a tree or tar of source files: files with these extensions, one document each (e.g. .c,.h)",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=default_workers(), help="number of processes (default: one per processor)"
+    )
+    parser.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
+    add_bad_documents_argument(parser)
+    parser.add_argument("-f", "--force", action="store_true", help="rebuild the dataset even if it is up to date")
+    arguments = parser.parse_args(argv)
+    return PrepareOptions(
+        dataset=arguments.dataset,
+        directory=arguments.data_dir,
+        tokenizer_type=arguments.tokenizer,
+        vocab_file=arguments.vocab_file,
+        merge_file=arguments.merge_file,
+        vocab_size=arguments.vocab_size,
+        sources=tuple(arguments.sources),
+        urls=tuple(arguments.urls),
+        hub_name=arguments.hf,
+        hub_config=arguments.hf_config,
+        hub_split=arguments.hf_split,
+        text_key=arguments.text_key,
+        suffixes=tuple(split_words([arguments.suffixes])),
+        workers=arguments.workers,
+        ftfy=arguments.ftfy,
+        skip_bad=arguments.bad_documents == "skip",
+        rebuild=arguments.force,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    prepare(parse_arguments(argv))

@@ -1,0 +1,145 @@
+"""Corpora that are not files: the Python standard library, and datasets of the Hugging Face hub."""
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.data.readers import START, ReadPosition, TextChunk
+from megatron.utils.errors import UserError, first_line
+
+# Tests are as large as everything else together and some interpreters come without them. Installed packages are not
+# part of the standard library.
+_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+_HUB_CHUNK_BYTES = 1 << 20
+
+
+class StdlibCorpus:
+    """The Python sources of the running interpreter's standard library, one document per file. A `ChunkSource`.
+
+    Files are ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order its
+    parts would differ in kind (the last twentieth would be all of `xml` and `zipfile`).
+
+    Attributes:
+        documents: name and content of each file.
+        skipped: number of files skipped because they are not UTF-8.
+    """
+
+    def __init__(self) -> None:
+        self.root = Path(sysconfig.get_paths()["stdlib"])
+        self.documents: list[tuple[str, bytes]] = []
+        self.skipped = 0
+        for path in self.root.rglob("*.py"):
+            relative = path.relative_to(self.root)
+            if not _EXCLUDED_FOLDERS.isdisjoint(relative.parts):
+                continue
+            content = path.read_bytes()
+            try:
+                content.decode("utf-8")
+            except UnicodeDecodeError:
+                self.skipped += 1
+                continue
+            self.documents.append((relative.as_posix(), content))
+        if not self.documents:
+            raise UserError(f"{self.root} contains no Python sources: this interpreter is installed without them")
+        self.documents.sort(key=lambda document: hashlib.sha256(document[0].encode()).digest())
+        self.total_bytes: int | None = sum(len(content) for _, content in self.documents)
+        self.bytes_read = 0
+        self.position = START
+
+    def identity(self) -> str:
+        """Return the SHA-256 of all names and contents."""
+        digest = hashlib.sha256()
+        for name, content in self.documents:
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()
+
+    def texts(self) -> Iterator[str]:
+        for _, content in self.documents:
+            yield content.decode("utf-8")
+
+    def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
+        for count, (name, content) in enumerate(self.documents, start=1):
+            self.bytes_read += len(content)
+            if count > start.chunk:
+                self.position = ReadPosition(0, count)
+                yield TextChunk(name, "text", 1, content)
+
+
+class HubCorpus:
+    """A split of a dataset on the Hugging Face hub, one document per row. A `ChunkSource`.
+
+    The dataset is streamed by the optional package `datasets`; nothing is stored on disk.
+
+    Args:
+        name: the dataset on the hub, e.g. "owner/name", or a local folder that `datasets` can load.
+        config: its configuration, if it has several.
+        columns: columns to read. The first one must exist.
+
+    Raises:
+        UserError: `datasets` is not installed, the dataset, split or column does not exist, or there is no connection.
+    """
+
+    def __init__(
+        self, name: str, config: str | None = None, split: str = "train", columns: Sequence[str] = ("text", "meta")
+    ):
+        try:
+            import datasets
+        except ImportError as error:
+            raise UserError(
+                f"--hf {name} needs the package datasets, which is not installed: pip install -r requirements/data.txt"
+            ) from error
+        self.name = name
+        self._source = f"{name} ({split})"
+        try:
+            builder = datasets.load_dataset_builder(name, config)
+            dataset = builder.as_streaming_dataset(split=split)
+        except Exception as error:  # the package raises many types of exceptions
+            raise UserError(f"cannot open the Hugging Face dataset {name}: {first_line(error)}") from error
+        present = dataset.column_names
+        if present is not None:
+            if columns[0] not in present:
+                raise UserError(f"{self._source} has no column {columns[0]!r}; its columns: {', '.join(present)}")
+            dataset = dataset.select_columns([column for column in columns if column in present])
+        self._dataset = dataset
+        data_files = builder.config.data_files or {}
+        versions = [
+            [str(file) for file in data_files.get(split, ())],
+            getattr(data_files.get(split), "origin_metadata", None),
+        ]
+        # The base path of a dataset on the hub contains its revision.
+        identity = json.dumps([name, config, split, list(columns), builder.base_path, versions], default=str)
+        self._identity = hashlib.sha256(identity.encode()).hexdigest()
+        sizes = builder.info.splits or {}
+        self.total_bytes: int | None = sizes[split].num_bytes if split in sizes else None
+        self.bytes_read = 0
+        self.position = START
+
+    def identity(self) -> str:
+        return self._identity
+
+    def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
+        """Yield rows as JSON lines. Positions count rows. Raises UserError if the connection breaks."""
+        lines: list[bytes] = []
+        size, rows, first_row = 0, start.chunk, start.chunk + 1
+        self.position = start
+        stream = iter(self._dataset.skip(rows) if rows else self._dataset)
+        while True:
+            try:
+                row = next(stream, None)
+            except Exception as error:
+                raise UserError(f"{self._source}, row {rows + 1}: {first_line(error)}") from error
+            if row is not None:
+                line = json.dumps(row, default=str).encode() + b"\n"
+                lines.append(line)
+                size += len(line)
+                rows += 1
+            if lines and (row is None or size >= _HUB_CHUNK_BYTES):
+                self.bytes_read += size
+                self.position = ReadPosition(0, rows)
+                yield TextChunk(self._source, "lines", first_row, b"".join(lines), "row")
+                lines, size, first_row = [], 0, rows + 1
+            if row is None:
+                return

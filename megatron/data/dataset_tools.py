@@ -1,0 +1,274 @@
+"""Operations on `.bin/.idx` datasets, for tools/datasets: inspect, merge, and split."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.indexed_dataset import (
+    IndexedFiles,
+    Manifest,
+    bin_path,
+    manifest_path,
+    open_indexed_files,
+    read_manifest,
+    write_manifest,
+)
+from megatron.data.indexed_writer import IndexedWriter, WrittenFiles
+from megatron.data.splits import PARTS, split_spans
+from megatron.tokenizer import Tokenizer
+from megatron.utils.errors import UserError
+
+TOKEN_BLOCK = 1 << 22  # tokens in memory at a time
+_DECODED_TOKENS = 1 << 20  # decoded to estimate bytes per token
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `inspect`.
+
+    Attributes:
+        length_quantiles: tokens per document at the 0th, 10th, 50th, 90th, 99th and 100th percentile.
+        bytes_per_token: UTF-8 bytes of text per token, counting end-of-document tokens; None if unknown.
+        text_from: where bytes_per_token comes from.
+        checksum: "matches" the manifest, or "no manifest".
+    """
+
+    prefix: str
+    documents: int
+    tokens: int
+    dtype: str
+    megabytes: float
+    smallest_id: int
+    largest_id: int
+    mean_length: float
+    length_quantiles: dict[int, int]
+    bytes_per_token: float | None
+    text_from: str
+    checksum: str
+    sha256: str
+
+
+def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection, IndexedFiles]:
+    """Read both files completely and check them.
+
+    Args:
+        tokenizer: to check the ids, and to estimate the bytes per token if there is no manifest.
+
+    Raises:
+        UserError: the files are invalid, the .bin is not the one that the manifest describes, an id is outside of the
+            vocabulary, or the data were built with another tokenizer.
+    """
+    files = open_indexed_files(prefix)
+    manifest = read_manifest(prefix)
+    if manifest and tokenizer and manifest.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise UserError(f"{prefix} was built with another {manifest.tokenizer} than the one given")
+    digest = hashlib.sha256()
+    smallest, largest = int(np.iinfo(np.int64).max), -1
+    tokens = files.map_tokens()
+    for start in range(0, files.tokens, TOKEN_BLOCK):
+        block = np.asarray(tokens[start : start + TOKEN_BLOCK])
+        digest.update(block.data)
+        smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+    sha256 = digest.hexdigest()
+    if manifest and manifest.sha256 != sha256:
+        raise UserError(
+            f"{bin_path(prefix)} is not the file that {prefix}.json describes (its SHA-256 is {sha256}, not "
+            f"{manifest.sha256}): it was damaged or replaced; rebuild it"
+        )
+    vocab_size = tokenizer.vocab_size if tokenizer else manifest.vocab_size if manifest else None
+    if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+        invalid = smallest if smallest < 0 else largest
+        raise UserError(f"{bin_path(prefix)} contains token id {invalid}, outside of the vocabulary of {vocab_size}")
+    lengths = np.asarray(files.lengths)
+    bytes_per_token: float | None = None
+    if manifest and manifest.text_bytes is not None:
+        bytes_per_token, text_from = manifest.text_bytes / files.tokens, "counted by preprocessing"
+    elif tokenizer:
+        ids = np.asarray(tokens[:_DECODED_TOKENS])
+        text = tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
+        bytes_per_token = len(text.encode("utf-8")) / len(ids)
+        text_from = f"decoded from the first {len(ids):,} tokens"
+    else:
+        text_from = "unknown: pass the tokenizer to decode a part"
+    inspection = Inspection(
+        prefix=str(prefix),
+        documents=files.documents,
+        tokens=files.tokens,
+        dtype=files.dtype.name,
+        megabytes=bin_path(prefix).stat().st_size / 1e6,
+        smallest_id=smallest,
+        largest_id=largest,
+        mean_length=float(lengths.mean()),
+        length_quantiles={
+            percent: int(np.quantile(lengths, percent / 100, method="inverted_cdf"))
+            for percent in (0, 10, 50, 90, 99, 100)
+        },
+        bytes_per_token=bytes_per_token,
+        text_from=text_from,
+        checksum="matches" if manifest else "no manifest",
+        sha256=sha256,
+    )
+    return inspection, files
+
+
+def decode_document(files: IndexedFiles, number: int, tokenizer: Tokenizer, max_tokens: int | None = None) -> str:
+    """Return the text of a document, or of its first tokens. Raises UserError if there is no such document."""
+    if not 0 <= number < files.sequences:
+        raise UserError(
+            f"document {number} of {files.prefix} does not exist; it has documents 0 to {files.sequences - 1:,}"
+        )
+    offsets = files.offsets()
+    ids = files.map_tokens()[offsets[number] : offsets[number + 1]]
+    return tokenizer.detokenize(ids[:max_tokens].tolist())
+
+
+def plot_lengths(files: IndexedFiles, path: Path) -> None:
+    """Save a histogram of document lengths, with logarithmic axes. The file extension determines the format.
+
+    It also shows the number of tokens per length: most documents of a corpus are short, but most tokens are in long
+    ones.
+
+    Raises:
+        UserError: the figure cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lengths = np.asarray(files.lengths, dtype=np.int64)
+    edges = np.unique(np.geomspace(1, max(int(lengths.max()), 2) + 1, 60).round().astype(np.int64))
+    documents, _ = np.histogram(lengths, edges)
+    tokens, _ = np.histogram(lengths, edges, weights=lengths)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.stairs(documents, edges, label="documents", color="tab:blue", fill=True, alpha=0.4)
+    axes.stairs(tokens, edges, label="tokens in these documents", color="tab:orange")
+    axes.set(
+        xscale="log", yscale="log", xlabel="document length (tokens)", ylabel="count", title=Path(files.prefix).name
+    )
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=120)
+    except (ValueError, OSError) as error:  # ValueError: the extension is not a supported format
+        raise UserError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
+    """Concatenate the documents of all `prefixes` as `output`.
+
+    Raises:
+        UserError: there are fewer than two datasets, the output is one of them, or their tokenizers differ.
+    """
+    if len(prefixes) < 2:
+        raise UserError("merging needs at least two datasets")
+    sources = [_open_documents(prefix) for prefix in prefixes]
+    _check_not_an_input(prefixes, [output])
+    manifests = []
+    for source in sources:
+        manifest = read_manifest(source.prefix)
+        manifests.append(manifest if manifest is not None and manifest.describes(source) else None)
+    with_manifest = [
+        (prefix, manifest) for prefix, manifest in zip(prefixes, manifests, strict=True) if manifest is not None
+    ]
+    for prefix, manifest in with_manifest[1:]:
+        first_prefix, first = with_manifest[0]
+        if manifest.tokenizer_fingerprint != first.tokenizer_fingerprint:
+            raise UserError(f"{prefix} and {first_prefix} were built with different tokenizers")
+    known = [manifest for _, manifest in with_manifest]
+    combined = _combine_manifests(known) if len(known) == len(sources) else None
+    return _write_spans(output, [(source, 0, source.sequences) for source in sources], combined)
+
+
+def split(prefix: str, shares: str, output: str) -> dict[str, WrittenFiles]:
+    """Write the parts of a split as `{output}_train`, `_valid` and `_test`, with the boundaries that training uses.
+
+    Args:
+        shares: as for the configuration key `split`, e.g. "969,30,1". A part with share 0 is not written.
+
+    Raises:
+        UserError: the split is invalid, a part has no documents, or the input is one of the outputs.
+    """
+    source = _open_documents(prefix)
+    spans = {part: span for part, span in zip(PARTS, split_spans(shares, source.sequences), strict=True) if span}
+    for part, (first, last) in spans.items():
+        if first == last:
+            raise UserError(
+                f"split {shares!r} of {prefix} ({source.sequences:,} documents) leaves no documents for {part}"
+            )
+    _check_not_an_input([prefix], [f"{output}_{part}" for part in spans])
+    manifest = read_manifest(prefix)
+    if manifest is not None:
+        # The text size and the skipped documents are known only for the whole dataset.
+        manifest = replace(manifest, text_bytes=None, skipped_empty=0, skipped_bad=0, skipped_other=0)
+    return {part: _write_spans(f"{output}_{part}", [(source, *span)], manifest) for part, span in spans.items()}
+
+
+def _open_documents(prefix: str) -> IndexedFiles:
+    files = open_indexed_files(prefix)
+    if not np.array_equal(files.document_index, np.arange(files.sequences + 1)):
+        raise UserError(f"{prefix} has documents of several sequences; only one sequence per document is supported")
+    return files
+
+
+def _check_not_an_input(inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    input_paths = {bin_path(prefix).resolve() for prefix in inputs}
+    for output in outputs:
+        if bin_path(output).resolve() in input_paths:
+            raise UserError(f"{output} is one of the inputs; choose another output")
+
+
+def _combine_manifests(manifests: Sequence[Manifest]) -> Manifest:
+    """Combine the manifests of merged datasets. `_write_spans` replaces the counts of documents and tokens."""
+    text_bytes = [manifest.text_bytes for manifest in manifests if manifest.text_bytes is not None]
+    return replace(
+        manifests[0],
+        text_bytes=sum(text_bytes) if len(text_bytes) == len(manifests) else None,
+        append_eod=all(manifest.append_eod for manifest in manifests),
+        ftfy=all(manifest.ftfy for manifest in manifests),
+        inputs=[name for manifest in manifests for name in manifest.inputs],
+        skipped_empty=sum(manifest.skipped_empty for manifest in manifests),
+        skipped_bad=sum(manifest.skipped_bad for manifest in manifests),
+        skipped_other=sum(manifest.skipped_other for manifest in manifests),
+    )
+
+
+def _write_spans(
+    output: str, spans: Sequence[tuple[IndexedFiles, int, int]], manifest: Manifest | None
+) -> WrittenFiles:
+    """Write sequences `first` to `last - 1` of each (source, first, last), and the manifest with updated counts."""
+    if manifest is not None:
+        vocab_size = manifest.vocab_size
+    else:
+        # The vocabulary is unknown. Use one that is stored in a type that all sources fit into.
+        wide = any(source.dtype.itemsize > 2 or source.dtype == np.int16 for source, _, _ in spans)
+        vocab_size = np.iinfo(np.int32).max if wide else 65499
+    with IndexedWriter(output, vocab_size) as writer:
+        for source, first, last in spans:
+            for tokens, lengths in _blocks(source, first, last):
+                writer.add(tokens.astype(writer.dtype), lengths)
+        manifest_path(output).unlink(missing_ok=True)
+        written = writer.finish()
+    if manifest is not None:
+        manifest = replace(
+            manifest,
+            documents=written.documents,
+            tokens=written.tokens,
+            largest_id=written.largest_id,
+            sha256=written.sha256,
+            dtype=written.dtype,
+        )
+        write_manifest(output, manifest)
+    return written
+
+
+def _blocks(source: IndexedFiles, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the tokens and lengths of a few complete documents at a time."""
+    tokens, offsets = source.map_tokens(), source.offsets()
+    while first < last:
+        end = int(np.searchsorted(offsets, offsets[first] + TOKEN_BLOCK, side="right")) - 1
+        end = min(max(end, first + 1), last)
+        yield tokens[offsets[first] : offsets[end]], source.lengths[first:end]
+        first = end

@@ -1,0 +1,271 @@
+"""The `.bin/.idx` format of Megatron's IndexedDataset, its validation, and the manifest beside it.
+
+`PREFIX.bin` holds token ids, sequence after sequence. `PREFIX.idx`, all little-endian:
+
+    9 bytes   "MMIDIDX" and two NULs
+    uint64    version, 1
+    uint8     type code of the token ids
+    uint64    number of sequences S
+    uint64    number of entries in the document index D
+    int32[S]  tokens in each sequence
+    int64[S]  byte offset of each sequence in the .bin
+    int64[D]  document index: first sequence of each document, followed by S
+
+`PREFIX.json` is the manifest that preprocessing writes. Preprocessing stores each document as one sequence. This module
+needs only NumPy, because preprocessing workers must not import torch.
+"""
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+
+# Type code in the header -> dtype of the ids. Codes 6 and 7 are floating-point types, which cannot hold token ids.
+ID_TYPES: dict[int, np.dtype] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    8: np.dtype(np.uint16),
+}
+ID_TYPE_CODES = {dtype: code for code, dtype in ID_TYPES.items()}
+
+# The .idx is validated in blocks: the full Pile has 200 million documents.
+_VALIDATION_BLOCK = 1 << 20
+_TOKEN_BLOCK = 1 << 22
+
+_BUILD_COMMANDS = "prepare_data.py or tools/datasets/preprocess_data.py"
+_REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
+
+
+def id_type_for(vocab_size: int) -> np.dtype:
+    """Return the dtype in which Megatron stores ids: uint16 for vocabularies below 65,500, otherwise int32."""
+    return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+@dataclass(frozen=True)
+class IndexedFiles:
+    """A validated `.bin/.idx` pair.
+
+    Attributes:
+        prefix: path without `.bin` and `.idx`.
+        dtype: type of the token ids in the .bin.
+        lengths: int32 [sequences], tokens in each sequence; a view of the memory-mapped .idx.
+        document_index: int64 [documents + 1], first sequence of each document, followed by the number of sequences.
+        tokens: number of tokens.
+    """
+
+    prefix: str
+    dtype: np.dtype
+    lengths: np.ndarray
+    document_index: np.ndarray
+    tokens: int
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def documents(self) -> int:
+        return len(self.document_index) - 1
+
+    def map_tokens(self) -> np.ndarray:
+        """Return all token ids as a read-only memory map, [tokens]."""
+        return np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r", shape=(self.tokens,))
+
+    def offsets(self) -> np.ndarray:
+        """Return the first token of each sequence, followed by the number of tokens: int64 [sequences + 1]."""
+        return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+
+
+def open_indexed_files(prefix: str | Path) -> IndexedFiles:
+    """Open a local `.bin/.idx` pair and validate it: the whole .idx, and the size of the .bin.
+
+    Raises:
+        UserError: a file is missing, truncated or damaged, the two do not belong together, or there are no tokens.
+    """
+    if is_remote(prefix):
+        raise UserError(f"{prefix} is on an object store, which only training can read; download its .bin and .idx")
+    binary, index = bin_path(prefix), idx_path(prefix)
+    missing = [path for path in (binary, index) if not path.is_file()]
+    if missing:
+        if str(prefix).endswith((".bin", ".idx")):
+            hint = f"give the prefix without the extension: {str(prefix)[:-4]}"
+        elif len(missing) == 1:
+            hint = f"the other file of the pair exists, so writing was interrupted; {_REBUILD_HINT}"
+        else:
+            nearby = sorted(path.stem for path in binary.parent.glob("*.idx") if not path.stem.endswith(".partial"))
+            hint = f"datasets in that folder: {', '.join(nearby[:5])}" if nearby else f"build it with {_BUILD_COMMANDS}"
+        raise UserError(f"no data at {prefix}: {' and '.join(str(path) for path in missing)} missing; {hint}")
+    return IndexedFiles(str(prefix), *validate_index(index, str(binary), binary.stat().st_size))
+
+
+def is_remote(prefix: str | Path) -> bool:
+    return "://" in str(prefix)
+
+
+def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype, np.ndarray, np.ndarray, int]:
+    """Validate an .idx, and the size in bytes of its .bin (which may be on an object store).
+
+    Returns:
+        dtype, lengths, document_index and tokens of `IndexedFiles`.
+
+    Raises:
+        UserError: the .idx is damaged, or the .bin is not the one it describes.
+    """
+    dtype, sequences, entries = _read_header(index)
+    raw = np.memmap(index, dtype=np.uint8, mode="r")
+    lengths_at = HEADER.size
+    offsets_at = lengths_at + 4 * sequences
+    documents_at = offsets_at + 8 * sequences
+    end = documents_at + 8 * entries
+    # megatron-core appends one int8 mode per sequence to multimodal files; text files have none.
+    if raw.size not in (end, end + sequences):
+        raise UserError(
+            f"{index} is {'truncated' if raw.size < end else 'damaged'}: its header declares {sequences:,} sequences "
+            f"and {entries:,} document entries, which take {end:,} bytes, but it has {raw.size:,}; {_REBUILD_HINT}"
+        )
+    lengths = raw[lengths_at:offsets_at].view("<i4")
+    offsets = raw[offsets_at:documents_at].view("<i8")
+    document_index = raw[documents_at:end].view("<i8")
+
+    tokens = 0
+    for start in range(0, sequences, _VALIDATION_BLOCK):
+        block = lengths[start : start + _VALIDATION_BLOCK]
+        if int(block.min()) < 0:
+            raise UserError(f"{index} is damaged: a sequence has {int(block.min())} tokens; {_REBUILD_HINT}")
+        ends = tokens + np.cumsum(block, dtype=np.int64)
+        if not np.array_equal(offsets[start : start + len(block)], (ends - block) * dtype.itemsize):
+            raise UserError(f"{index} is damaged: sequence offsets do not match the lengths; {_REBUILD_HINT}")
+        tokens = int(ends[-1])
+    covers_sequences = entries > 0 and document_index[0] == 0 and document_index[-1] == sequences
+    for start in range(0, entries, _VALIDATION_BLOCK):
+        block = document_index[start : start + _VALIDATION_BLOCK + 1]
+        covers_sequences = covers_sequences and bool(np.all(block[1:] >= block[:-1]))
+    if not covers_sequences:
+        raise UserError(f"{index} is damaged: its document index does not cover the sequences; {_REBUILD_HINT}")
+
+    expected_size = tokens * dtype.itemsize
+    if binary_size != expected_size:
+        if binary_size < expected_size:
+            problem = f"{binary} is truncated (or {index.name} belongs to another file)"
+        else:
+            problem = f"{index} belongs to another file (or describes only a part of {Path(binary).name})"
+        raise UserError(
+            f"{problem}: the .idx describes {expected_size:,} bytes, but the .bin has {binary_size:,}; {_REBUILD_HINT}"
+        )
+    if tokens == 0:
+        raise UserError(f"{binary.removesuffix('.bin')} is empty: its .idx lists {sequences:,} sequences and no tokens")
+    return dtype, lengths, document_index, tokens
+
+
+def _read_header(index: Path) -> tuple[np.dtype, int, int]:
+    """Return the dtype of the ids, the number of sequences and the number of document index entries."""
+    with open(index, "rb") as stream:
+        header = stream.read(HEADER.size)
+    if not header.startswith(MAGIC[: len(header)]) or not header:
+        raise UserError(f"{index} is not a Megatron index: it does not start with MMIDIDX; {_REBUILD_HINT}")
+    if len(header) < HEADER.size:
+        raise UserError(f"{index} is truncated: {len(header)} bytes are less than its header; {_REBUILD_HINT}")
+    fields = HEADER.unpack(header)
+    version, code, sequences, entries = (int(field) for field in fields[1:])
+    if version != VERSION:
+        raise UserError(f"{index} has format version {version}; only version {VERSION} exists")
+    if code not in ID_TYPES:
+        known = ", ".join(f"{code} {dtype}" for code, dtype in ID_TYPES.items())
+        raise UserError(f"{index} has id type code {code}, which is not an integer type (known: {known})")
+    return ID_TYPES[code], sequences, entries
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `PREFIX.json`: what a `.bin/.idx` pair was built from, and counts that are expensive to recompute.
+
+    Attributes:
+        text_bytes: UTF-8 bytes of the tokenized text (for bits per byte); None if unknown.
+        largest_id: largest token id in the .bin.
+        sha256: SHA-256 of the .bin, hexadecimal.
+        tokenizer: its `tokenizer-type`.
+        tokenizer_fingerprint: `Tokenizer.fingerprint`.
+        skipped_empty, skipped_bad, skipped_other: documents skipped because they had no text, were unreadable, or
+            belonged to another subset of the Pile.
+    """
+
+    documents: int
+    tokens: int
+    text_bytes: int | None
+    largest_id: int
+    sha256: str
+    dtype: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    append_eod: bool
+    ftfy: bool
+    key: str
+    inputs: list[str]
+    skipped_empty: int
+    skipped_bad: int
+    skipped_other: int
+
+    def describes(self, files: IndexedFiles) -> bool:
+        """Whether the counts are those of `files`. False if other software has replaced the files."""
+        return (self.tokens, self.documents) == (files.tokens, files.documents)
+
+
+def manifest_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.json")
+
+
+def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
+    write_atomically(manifest_path(prefix), (json.dumps(asdict(manifest), indent=2) + "\n").encode())
+
+
+def read_manifest(prefix: str | Path) -> Manifest | None:
+    """Read the manifest of `prefix`. Returns None if it is missing or unreadable, as for data from other software."""
+    try:
+        return Manifest(**json.loads(manifest_path(prefix).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def largest_id(files: IndexedFiles, first: int, last: int) -> int:
+    """Return an upper bound of the ids in sequences `first` to `last - 1`.
+
+    The manifest's `largest_id` if the manifest is up to date, otherwise the largest id in these sequences.
+    """
+    manifest = read_manifest(files.prefix)
+    # A manifest older than the .bin describes a file that other software has replaced.
+    if (
+        manifest is not None
+        and manifest.describes(files)
+        and manifest_path(files.prefix).stat().st_mtime_ns >= bin_path(files.prefix).stat().st_mtime_ns
+    ):
+        return manifest.largest_id
+    tokens, offsets = files.map_tokens(), files.offsets()
+    largest = -1
+    for start in range(int(offsets[first]), int(offsets[last]), _TOKEN_BLOCK):
+        block = np.asarray(tokens[start : min(start + _TOKEN_BLOCK, int(offsets[last]))])
+        if int(block.min()) < 0:
+            # Interpreted as unsigned, a negative id exceeds every vocabulary.
+            return int(block.min()) & (2 ** (8 * block.itemsize) - 1)
+        largest = max(largest, int(block.max()))
+    return largest

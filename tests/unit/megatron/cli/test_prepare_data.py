@@ -1,0 +1,47 @@
+"""The command line of prepare_data.py."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.cli.dataset_options import run_tool
+from megatron.cli.prepare_data import main, parse_arguments
+from megatron.data.prepare import PrepareOptions
+from tests.support.corpora import dataset_text, json_lines
+
+
+def test_options():
+    assert parse_arguments(["python_stdlib", "--workers", "3"]) == PrepareOptions("python_stdlib", workers=3)
+    words = "-d out -t CharLevelTokenizer --from a --from b --suffixes .c,.h -f --bad-documents skip --workers 1"
+    options = parse_arguments([*words.split(), "--text-key", "content", "github"])
+    assert options == PrepareOptions(
+        "github",
+        Path("out"),
+        "CharLevelTokenizer",
+        sources=("a", "b"),
+        suffixes=(".c", ".h"),
+        text_key="content",
+        skip_bad=True,
+        rebuild=True,
+    )
+
+
+def test_dataset_from_a_file(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines("one", "two"))
+    main(["-d", str(tmp_path), "-t", "CharLevelTokenizer", "--from", str(tmp_path / "a.jsonl"), "pile"])
+    assert dataset_text(tmp_path / "pile" / "pile_text_document") == "one\0two\0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["github"], "error: github needs a source: pass --from"),
+        (["wikitext"], "error: unknown dataset 'wikitext'"),
+        (["-t", "SPMTokenizer", "--from", "a.jsonl", "pile"], "error: tokenizer-type SPMTokenizer is not supported"),
+    ],
+)
+def test_errors(arguments, message, capsys):
+    assert run_tool(lambda: main(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1

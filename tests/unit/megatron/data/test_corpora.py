@@ -1,0 +1,112 @@
+"""The Python standard library and datasets of the Hugging Face hub (a fake of its package) as corpora."""
+
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.data import corpora
+from megatron.data.corpora import HubCorpus, StdlibCorpus
+from megatron.data.documents import DocumentOptions, read_texts
+from megatron.data.readers import ReadPosition
+from megatron.utils.errors import UserError
+from tests.support.corpora import TEXTS
+
+# --- the standard library
+
+
+def test_stdlib_corpus(tmp_path, monkeypatch):
+    library = tmp_path / "library"
+    contents = {"this.py": "a", "json/decoder.py": "b", "empty.py": "", "x.py": "c"}
+    excluded = {"test/test_json.py": "no", "json/tests/test_x.py": "no", "site-packages/package.py": "no"}
+    for name, content in {**contents, **excluded}.items():
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(content)
+    (library / "latin.py").write_bytes(b"# caf\xe9\n")
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    corpus = StdlibCorpus()
+    assert {name: content.decode() for name, content in corpus.documents} == contents
+    assert corpus.skipped == 1
+    shutil.copytree(library, tmp_path / "copy")
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "copy")})
+    assert StdlibCorpus().identity() == corpus.identity()
+    assert list(StdlibCorpus().texts()) == list(corpus.texts())
+    (tmp_path / "copy" / "x.py").write_text("changed")
+    assert StdlibCorpus().identity() != corpus.identity()
+    rest = [chunk.source for chunk in corpus.chunks(ReadPosition(0, 2))]
+    assert rest == [name for name, _ in corpus.documents[2:]]
+
+
+def test_interpreter_without_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(UserError, match="contains no Python sources"):
+        StdlibCorpus()
+
+
+# --- the Hugging Face hub
+
+
+class FakeHub:
+    """The parts of the package `datasets` that HubCorpus uses. Records calls of `skip`."""
+
+    def __init__(self, rows, sizes=None, fail_at=None):
+        self.rows, self.sizes, self.fail_at, self.skipped = rows, sizes, fail_at, []
+
+    def load_dataset_builder(self, name, config=None):
+        if name == "owner/absent":
+            raise FileNotFoundError("Couldn't find owner/absent\nwith more details")
+        builder = SimpleNamespace(base_path="hf://x@revision", info=SimpleNamespace(splits=self.sizes))
+        builder.config = SimpleNamespace(data_files=None)
+        builder.as_streaming_dataset = lambda split: FakeStream(self, self.rows)
+        return builder
+
+
+class FakeStream:
+    def __init__(self, hub, rows):
+        self.hub, self.rows = hub, rows
+        self.column_names = list(ROWS[0])
+
+    def select_columns(self, columns):
+        return FakeStream(self.hub, [{column: row[column] for column in columns} for row in self.rows])
+
+    def skip(self, count):
+        self.hub.skipped.append(count)
+        return FakeStream(self.hub, self.rows[count:])
+
+    def __iter__(self):
+        for number, row in enumerate(self.rows):
+            if number == self.hub.fail_at:
+                raise ConnectionError("lost")
+            yield row
+
+
+ROWS = [{"content": text, "meta": {"pile_set_name": "Github"}, "other": 1} for text in TEXTS]
+COLUMNS = ("content", "meta")
+
+
+def test_hub_corpus_resumes_at_every_row(monkeypatch):
+    hub = FakeHub(ROWS, {"train": SimpleNamespace(num_bytes=123)})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(corpora, "_HUB_CHUNK_BYTES", 1)
+    corpus = HubCorpus("owner/name", columns=COLUMNS)
+    assert corpus.total_bytes == 123
+    for rows in range(len(TEXTS) + 1):
+        chunks = corpus.chunks(ReadPosition(0, rows))
+        assert list(read_texts(chunks, DocumentOptions(keys=("content",)))) == TEXTS[rows:]
+    assert hub.skipped == list(range(1, len(TEXTS) + 1))
+    assert corpus.identity() == HubCorpus("owner/name", columns=COLUMNS).identity()
+    assert corpus.identity() != HubCorpus("owner/name", split="test", columns=COLUMNS).identity()
+
+
+def test_hub_errors(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", FakeHub(ROWS, fail_at=3))
+    with pytest.raises(UserError, match=r"^cannot open .* dataset owner/absent: Couldn't find owner/absent$"):
+        HubCorpus("owner/absent")
+    with pytest.raises(UserError, match=r"\(train\) has no column 'text'; its columns: content, meta, other"):
+        HubCorpus("owner/name")
+    with pytest.raises(UserError, match=r"owner/name \(train\), row 4: lost"):
+        list(HubCorpus("owner/name", columns=("content",)).chunks())
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="needs the package datasets, which is not installed: pip install -r req"):
+        HubCorpus("owner/name")

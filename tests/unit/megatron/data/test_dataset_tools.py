@@ -1,0 +1,210 @@
+"""Inspecting, merging and splitting datasets."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib import image
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data import dataset_tools, validation_stream
+from megatron.data.dataset_tools import decode_document, inspect, merge, plot_lengths, split
+from megatron.data.documents import DocumentOptions
+from megatron.data.indexed_dataset import manifest_path, open_indexed_files, read_manifest, write_manifest
+from megatron.data.indexed_writer import IndexedWriter
+from megatron.data.input_files import find_files
+from megatron.data.preprocessing import preprocess
+from megatron.data.readers import FileCorpus
+from megatron.data.splits import split_spans
+from megatron.tokenizer import CharLevelTokenizer
+from megatron.utils.errors import UserError
+from tests.support.corpora import BYTE_TOKENIZER, json_lines
+
+TOKENIZER = CharLevelTokenizer()
+
+# --- inspect
+
+
+@pytest.fixture
+def dataset(tmp_path, documents) -> str:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(*documents))
+    corpus = FileCorpus(find_files([tmp_path / "a.jsonl"]))
+    preprocess(corpus, tmp_path / "d", BYTE_TOKENIZER, DocumentOptions(append_eod=True))
+    return str(tmp_path / "d_text_document")
+
+
+def test_inspect(dataset, documents):
+    inspection, files = inspect(dataset, TOKENIZER)
+    sizes = sorted(len(text.encode()) + 1 for text in documents if text)
+    assert (inspection.documents, inspection.tokens) == (len(sizes), sum(sizes))
+    assert inspection.length_quantiles[0] == sizes[0]
+    assert inspection.length_quantiles[100] == sizes[-1]
+    assert inspection.length_quantiles[50] in sizes
+    assert inspection.mean_length == pytest.approx(np.mean(sizes))
+    assert inspection.bytes_per_token == (sum(sizes) - len(sizes)) / sum(sizes)
+    assert (inspection.smallest_id, inspection.largest_id, inspection.dtype) == (
+        0,
+        int(files.map_tokens().max()),
+        "uint16",
+    )
+    assert inspection.checksum == "matches"
+    nonempty = [text for text in documents if text]
+    assert decode_document(files, 5, TOKENIZER) == nonempty[5] + "\0"
+    assert decode_document(files, len(nonempty) - 1, TOKENIZER, 4) == nonempty[-1][:4]
+    with pytest.raises(UserError, match=rf"document {len(nonempty)} of .* does not exist"):
+        decode_document(files, len(nonempty), TOKENIZER)
+
+
+def test_without_a_manifest(dataset, documents):
+    expected = inspect(dataset)[0].bytes_per_token
+    manifest_path(dataset).unlink()
+    inspection = inspect(dataset)[0]
+    assert (inspection.checksum, inspection.bytes_per_token) == ("no manifest", None)
+    assert inspect(dataset, TOKENIZER)[0].bytes_per_token == pytest.approx(
+        expected, rel=1e-3
+    )  # a NUL in the text is an eod too
+
+
+def test_histogram(dataset, tmp_path):
+    plot_lengths(inspect(dataset)[1], tmp_path / "lengths.png")
+    picture = image.imread(tmp_path / "lengths.png")
+    assert picture.shape[:2] == (540, 960)
+    assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.foo", "cannot save .*a.foo: Format 'foo'"), ("no/a.png", "No such file")]
+)
+def test_unwritable_figure(dataset, tmp_path, name, message):
+    with pytest.raises(UserError, match=message):
+        plot_lengths(open_indexed_files(dataset), tmp_path / name)
+
+
+def test_damaged_dataset(dataset, tokenizer):
+    with pytest.raises(UserError, match="was built with another CharLevelTokenizer than the one given"):
+        inspect(dataset, tokenizer)
+    path = Path(f"{dataset}.bin")
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"is not the file that .*d_text_document.json describes .*damaged or replaced"):
+        inspect(dataset)
+    manifest_path(dataset).unlink()
+    content[101] = 0xFF
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"contains token id 65\d+, outside of the vocabulary of 512"):
+        inspect(dataset, TOKENIZER)
+
+
+# --- merge and split
+
+
+def build(folder, name, text, **options) -> str:
+    """Build a dataset with one document per word of `text`."""
+    path = folder / f"{name}.jsonl"
+    path.write_bytes(json_lines(*text.split()))
+    options = DocumentOptions(append_eod=True, **options)
+    preprocess(FileCorpus(find_files([path])), folder / name, BYTE_TOKENIZER, options, inputs=[name])
+    return str(folder / f"{name}_text_document")
+
+
+def contents(prefix) -> list[list[int]]:
+    dataset = IndexedDataset(str(prefix))
+    return [dataset[number].tolist() for number in range(len(dataset))]
+
+
+def test_merge(tmp_path):
+    prefixes = [
+        build(tmp_path, "a", "one two"),
+        build(tmp_path, "b", "three"),
+        build(tmp_path, "c", "four five"),
+    ]
+    written = merge(prefixes, str(tmp_path / "all"))
+    assert contents(tmp_path / "all") == [document for prefix in prefixes for document in contents(prefix)]
+    manifest, parts = read_manifest(tmp_path / "all"), [read_manifest(prefix) for prefix in prefixes]
+    assert (manifest.documents, manifest.tokens, manifest.sha256) == (written.documents, written.tokens, written.sha256)
+    assert manifest.text_bytes == sum(part.text_bytes for part in parts) == len("onetwothreefourfive")
+    assert manifest.inputs == ["a", "b", "c"]
+
+
+def test_merge_equals_preprocessing_all_inputs(tmp_path):
+    together = build(tmp_path, "together", "one two three four")
+    merge([build(tmp_path, "a", "one two three"), build(tmp_path, "b", "four")], str(tmp_path / "merged"))
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"merged.{ending}").read_bytes() == Path(f"{together}.{ending}").read_bytes()
+
+
+def test_split_equals_that_of_training(tmp_path):
+    prefix = build(tmp_path, "a", " ".join(f"document{number}" for number in range(40)))
+    split(prefix, "7,2,1", str(tmp_path / "part"))
+    for part in ("train", "valid", "test"):
+        stream = validation_stream(prefix, "7,2,1", part)
+        assert validation_stream(str(tmp_path / f"part_{part}"), None).tolist() == stream.tolist()
+        manifest = read_manifest(tmp_path / f"part_{part}")
+        assert manifest.text_bytes is None
+        assert manifest.tokens == len(stream)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
+    shares=st.tuples(*[st.integers(0, 50)] * 3).filter(any),
+    block=st.integers(1, 40),
+)
+def test_splitting_and_merging_again(tmp_path_factory, lengths, shares, block):
+    """Merging the parts of a split restores the corpus byte for byte."""
+    folder = tmp_path_factory.mktemp("split")
+    prefix = str(folder / "c")
+    with IndexedWriter(prefix, 300) as writer:
+        writer.add(np.arange(sum(lengths), dtype=np.uint16), np.array(lengths, np.int32))
+        writer.finish()
+    text = ",".join(map(str, shares))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset_tools, "TOKEN_BLOCK", block)
+        spans = split_spans(text, len(lengths))
+        if any(span is not None and span[0] == span[1] for span in spans):
+            with pytest.raises(UserError, match="leaves no documents for"):
+                split(prefix, text, str(folder / "part"))
+            return
+        written = split(prefix, text, str(folder / "part"))
+        parts = [files.prefix for files in written.values()]
+        if len(parts) > 1:
+            merge(parts, str(folder / "merged"))
+    merged = folder / "merged" if len(parts) > 1 else parts[0]
+    for ending in ("bin", "idx"):
+        assert Path(f"{merged}.{ending}").read_bytes() == Path(f"{prefix}.{ending}").read_bytes()
+
+
+def test_merge_of_other_id_types(tmp_path):
+    """int64 and uint8, as other software writes them, are converted to the types in which Megatron stores ids."""
+    for dtype, stored in ((np.int64, "int32"), (np.uint8, "uint16"), (np.int32, "int32")):
+        builder = IndexedDatasetBuilder(str(tmp_path / "external.bin"), dtype=dtype)
+        for document in ([1, 2, 3], [4]):
+            builder.add_document(torch.tensor(document), [len(document)])
+        builder.finalize(str(tmp_path / "external.idx"))
+        merge([str(tmp_path / "external")] * 2, str(tmp_path / "out"))
+        assert contents(tmp_path / "out") == [[1, 2, 3], [4]] * 2
+        assert open_indexed_files(tmp_path / "out").dtype.name == stored
+        assert not manifest_path(tmp_path / "out").exists()
+
+
+def test_errors(tmp_path):
+    a, b = build(tmp_path, "a", "one two"), build(tmp_path, "b", "three")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match="at least two"):
+        merge([a], str(tmp_path / "out"))
+    with pytest.raises(UserError, match="is one of the inputs"):
+        merge([a, b], f"{tmp_path}/../{tmp_path.name}/a_text_document")
+    with pytest.raises(UserError, match="no data at"):
+        merge([a, str(tmp_path / "absent")], str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"split '9,1' of .* \(2 documents\) leaves no documents for valid"):
+        split(a, "9,1", str(tmp_path / "out"))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    manifest = read_manifest(b)
+    write_manifest(b, replace(manifest, tokenizer_fingerprint="another"))
+    with pytest.raises(UserError, match=r"b_text_document and .*a_text_document were built with different tokenizers"):
+        merge([a, b], str(tmp_path / "out"))

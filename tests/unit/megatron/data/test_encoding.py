@@ -1,0 +1,109 @@
+"""Tokenizing chunks, in this process and in workers."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron.data import encoding
+from megatron.data.documents import DocumentOptions
+from megatron.data.encoding import SubsetCount, count_subsets, encode_chunks, process_in_order, work_items
+from megatron.data.input_files import find_files
+from megatron.data.readers import START, FileCorpus, TextChunk
+from megatron.tokenizer import CharLevelTokenizer
+from megatron.utils.errors import UserError
+from tests.support.corpora import BYTE_TOKENIZER, json_lines
+from tests.support.texts import KINDS
+
+TOKENIZER = CharLevelTokenizer()
+
+
+def encode(records, tokenizer=TOKENIZER, **options):
+    content = "\n".join(json.dumps(record) for record in records).encode()
+    return encode_chunks([TextChunk("shard.jsonl", "lines", 1, content)], tokenizer, DocumentOptions(**options))
+
+
+def decode(encoded, column=0) -> list[str]:
+    ends = np.cumsum(encoded.lengths[column])
+    return [TOKENIZER.detokenize(ids) for ids in np.split(encoded.tokens[column], ends)[:-1]]
+
+
+def test_round_trip():
+    encoded = encode([{"text": text, "meta": {}} for text in KINDS.values()])
+    assert decode(encoded) == list(KINDS.values())
+    assert encoded.text_bytes == [sum(len(text.encode()) for text in KINDS.values())]
+    assert encoded.tokens[0].dtype == np.uint16
+    assert encoded.lengths[0].dtype == np.int32
+
+
+def test_append_eod_and_empty_documents():
+    encoded = encode([{"text": "ab"}, {"text": ""}, {"text": "c"}], append_eod=True)
+    assert encoded.tokens[0].tolist() == [97, 98, 0, 99, 0]
+    assert encoded.lengths[0].tolist() == [3, 2]
+    assert encoded.empty == [1]
+
+
+def test_several_keys():
+    encoded = encode([{"a": "one", "b": "two"}, {"a": "three", "b": ""}], keys=("b", "a"))
+    assert decode(encoded, 0) == ["two"]
+    assert decode(encoded, 1) == ["one", "three"]
+    assert encoded.empty == [1, 0]
+
+
+def test_ids_that_overflow_their_dtype_are_an_error():
+    class LargeIds(CharLevelTokenizer):
+        def tokenize(self, text):
+            return [70000]
+
+    with pytest.raises(OverflowError):
+        encode([{"text": "a"}], tokenizer=LargeIds())
+
+
+def test_count_subsets():
+    lines = b"\n".join(
+        json.dumps({"text": text, "meta": {"pile_set_name": name}}).encode()
+        for text, name in [("abc", "Github"), ("d", None), ("\u00e9", "Github")]
+    )
+    counts = count_subsets([TextChunk("a", "lines", 1, lines + b"\nbroken")], TOKENIZER, DocumentOptions(skip_bad=True))
+    assert counts.subsets == {"Github": SubsetCount(2, 5, 5), None: SubsetCount(1, 1, 1)}
+    assert len(counts.bad) == 1
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch) -> FileCorpus:
+    """A corpus of several work items."""
+    monkeypatch.setattr(encoding, "WORK_ITEM_BYTES", 1)
+    for number in range(9):
+        (tmp_path / f"{number}.jsonl").write_bytes(json_lines(*[str(number)] * number))
+    return FileCorpus(find_files([tmp_path]))
+
+
+def process(corpus, workers):
+    items = work_items(corpus, START)
+    options = DocumentOptions()
+    return list(process_in_order(items, encode_chunks, TOKENIZER, BYTE_TOKENIZER, options, workers))
+
+
+def test_results_of_workers_are_in_order(corpus):
+    results = [(item.position, item.bytes_read, decode(encoded)) for item, encoded in process(corpus, workers=2)]
+    assert results == [(item.position, item.bytes_read, decode(encoded)) for item, encoded in process(corpus, 1)]
+    assert [len(texts) for _, _, texts in results] == list(range(1, 9))
+
+
+def test_killed_worker(corpus, monkeypatch):
+    start_executor = encoding.ProcessPoolExecutor
+
+    def start_and_kill_one(*arguments):
+        executor = start_executor(*arguments)
+        executor.submit(abs, -1).result()
+        next(iter(executor._processes.values())).kill()
+        return executor
+
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", start_and_kill_one)
+    with pytest.raises(UserError, match="a worker process died, most likely because the machine is out of memory"):
+        process(corpus, workers=2)
+
+
+def test_number_of_workers(corpus):
+    with pytest.raises(UserError, match="workers is 0; it must be at least 1"):
+        process(corpus, workers=0)

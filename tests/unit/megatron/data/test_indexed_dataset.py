@@ -1,0 +1,182 @@
+"""Validation of .bin/.idx files, and manifests."""
+
+import os
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.data.indexed_dataset import (
+    ID_TYPES,
+    Manifest,
+    id_type_for,
+    largest_id,
+    manifest_path,
+    open_indexed_files,
+    read_manifest,
+    write_manifest,
+)
+from megatron.utils.errors import UserError
+
+
+def test_id_types_equal_megatron_cores():
+    theirs = {dtype.value: np.dtype(dtype.name) for dtype in DType}
+    assert {code: dtype for code, dtype in theirs.items() if np.issubdtype(dtype, np.integer)} == ID_TYPES
+    for size in (1, 65499, 65500, 10**6):
+        assert id_type_for(size) == np.dtype(DType.optimal_dtype(size))
+
+
+def test_several_sequences_per_document(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
+    builder.add_document(torch.arange(7), [3, 4])
+    builder.add_document(torch.arange(2), [2])
+    builder.finalize(str(tmp_path / "a.idx"))
+    files = open_indexed_files(tmp_path / "a")
+    assert (files.documents, files.sequences, files.tokens) == (2, 3, 9)
+    assert files.offsets().tolist() == [0, 3, 7, 9]
+
+
+@pytest.fixture
+def pair(tmp_path, write_corpus):
+    write_corpus(tmp_path / "pair", [5, 6, 7])
+    return tmp_path / "pair"
+
+
+def _edit(path, offset, content):
+    with open(path, "r+b") as stream:
+        stream.seek(offset)
+        stream.write(content)
+
+
+def test_both_missing(tmp_path, pair):
+    with pytest.raises(UserError, match=r"absent.bin and .*absent.idx missing; datasets in that folder: pair$"):
+        open_indexed_files(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"missing; build it with prepare_data.py or tools/datasets/preprocess_data.py"):
+        open_indexed_files(tmp_path / "nowhere" / "absent")
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_one_missing(pair, ending):
+    pair.with_suffix(f".{ending}").unlink()
+    with pytest.raises(UserError, match=rf"pair\.{ending} missing; the other file of the pair exists"):
+        open_indexed_files(pair)
+
+
+def test_prefix_with_ending(pair):
+    with pytest.raises(UserError, match=r"give the prefix without the extension: .*pair$"):
+        open_indexed_files(f"{pair}.bin")
+
+
+def test_truncated_bin(pair):
+    os.truncate(f"{pair}.bin", 30)
+    with pytest.raises(UserError, match=r"pair.bin is truncated .*describes 36 bytes, but the .bin has 30"):
+        open_indexed_files(pair)
+
+
+def test_idx_of_another_file(pair, tmp_path, write_corpus):
+    write_corpus(tmp_path / "other", [5, 6])
+    os.replace(tmp_path / "other.idx", f"{pair}.idx")
+    with pytest.raises(UserError, match=r"pair.idx belongs to another file .*describes 22 bytes, but the .bin has 36"):
+        open_indexed_files(pair)
+
+
+@pytest.mark.parametrize("size", [4, 20, 40, 90])
+def test_truncated_idx(pair, size):
+    os.truncate(f"{pair}.idx", size)
+    with pytest.raises(UserError, match=r"pair.idx is truncated"):
+        open_indexed_files(pair)
+
+
+def test_overlong_idx(pair):
+    with open(f"{pair}.idx", "ab") as stream:
+        stream.write(b"\0")
+    with pytest.raises(UserError, match=r"pair.idx is damaged: its header declares 3 sequences and 4 document"):
+        open_indexed_files(pair)
+
+
+@pytest.mark.parametrize("block", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("offset", "content", "message"),
+    [
+        (0, b"PK", "is not a Megatron index"),
+        (9, struct.pack("<Q", 2), "has format version 2"),
+        (17, b"\x06", "id type code 6, which is not an integer type"),
+        (17, b"\x63", "id type code 99"),
+        (17, b"\x04", "sequence offsets do not match the lengths"),
+        (34, struct.pack("<i", -5), "a sequence has -5 tokens"),
+        (34, struct.pack("<ii", 6, 5), "sequence offsets do not match the lengths"),
+        (70, struct.pack("<q", 1), "its document index does not cover the sequences"),
+        (78, struct.pack("<q", 3), "its document index does not cover the sequences"),
+    ],
+)
+def test_damaged_idx(pair, offset, content, message, block, monkeypatch):
+    monkeypatch.setattr("megatron.data.indexed_dataset._VALIDATION_BLOCK", block)
+    open_indexed_files(pair)
+    _edit(f"{pair}.idx", offset, content)
+    with pytest.raises(UserError, match=message):
+        open_indexed_files(pair)
+
+
+def test_empty_files(pair):
+    os.truncate(f"{pair}.idx", 0)
+    with pytest.raises(UserError, match=r"pair.idx is not a Megatron index"):
+        open_indexed_files(pair)
+
+
+def test_empty_dataset(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"))
+    builder.finalize(str(tmp_path / "a.idx"))
+    with pytest.raises(UserError, match=r"a is empty: .* 0 sequences and no tokens"):
+        open_indexed_files(tmp_path / "a")
+
+
+# --- manifests
+
+
+def manifest_of(files, largest) -> Manifest:
+    return Manifest(
+        documents=files.documents,
+        tokens=files.tokens,
+        text_bytes=None,
+        largest_id=largest,
+        sha256="",
+        dtype=files.dtype.name,
+        tokenizer="HFTokenizer",
+        tokenizer_fingerprint="",
+        vocab_size=2000,
+        append_eod=True,
+        ftfy=False,
+        key="text",
+        inputs=[],
+        skipped_empty=0,
+        skipped_bad=0,
+        skipped_other=0,
+    )
+
+
+def test_largest_id_uses_only_an_up_to_date_manifest(pair, write_corpus):
+    files = open_indexed_files(pair)
+    actual = int(files.map_tokens().max())
+    assert read_manifest(pair) is None
+    assert largest_id(files, 0, files.sequences) == actual
+    assert largest_id(files, 0, 1) == int(files.map_tokens()[:5].max())
+    write_manifest(pair, manifest_of(files, 1234))
+    assert largest_id(files, 0, files.sequences) == 1234
+    later = manifest_path(pair).stat().st_mtime_ns + 1
+    os.utime(f"{pair}.bin", ns=(later, later))  # replaced by software that writes no manifest
+    assert largest_id(files, 0, files.sequences) == actual
+    write_corpus(pair, [5], seed=3)
+    write_manifest(pair, manifest_of(files, 1234))  # of files with other counts
+    files = open_indexed_files(pair)
+    assert largest_id(files, 0, 1) == int(files.map_tokens().max())
+    manifest_path(pair).write_text('{"documents": 3}')
+    assert read_manifest(pair) is None
+
+
+def test_negative_ids_exceed_every_vocabulary(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
+    builder.add_document(torch.tensor([5, -1, 3]), [3])
+    builder.finalize(str(tmp_path / "a.idx"))
+    assert largest_id(open_indexed_files(tmp_path / "a"), 0, 1) == 2**32 - 1

@@ -1,0 +1,150 @@
+"""Writing .bin/.idx: equality with megatron-core's builder, failures, and resuming."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed_dataset import open_indexed_files
+from megatron.data.indexed_writer import IndexedWriter, is_resumable, publish
+from megatron.utils.errors import UserError
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batches=st.lists(
+        st.lists(st.lists(st.integers(0, 70000), min_size=1, max_size=9), max_size=5), min_size=1, max_size=5
+    ),
+    vocab_size=st.sampled_from([70001, 100, 65499, 65500]),
+)
+def test_equal_to_megatron_cores_builder(tmp_path_factory, batches, vocab_size):
+    batches = [[[token % vocab_size for token in document] for document in batch] for batch in batches]
+    documents = [document for batch in batches for document in batch]
+    if not documents:
+        return
+    folder = tmp_path_factory.mktemp("pair")
+    builder = IndexedDatasetBuilder(str(folder / "theirs.bin"), dtype=DType.optimal_dtype(vocab_size))
+    for document in documents:
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(str(folder / "theirs.idx"))
+    with IndexedWriter(folder / "ours", vocab_size) as writer:
+        for batch in batches:
+            flat = np.array([token for document in batch for token in document], dtype=writer.dtype)
+            writer.add(flat, np.array([len(document) for document in batch], dtype=np.int32))
+        written = writer.finish()
+    for ending in ("bin", "idx"):
+        assert (folder / f"ours.{ending}").read_bytes() == (folder / f"theirs.{ending}").read_bytes()
+    assert sorted(os.listdir(folder)) == ["ours.bin", "ours.idx", "theirs.bin", "theirs.idx"]
+    assert (written.documents, written.tokens) == (len(documents), sum(map(len, documents)))
+    assert written.largest_id == max(map(max, documents))
+    ours = IndexedDataset(str(folder / "ours"))
+    assert [ours[number].tolist() for number in range(len(ours))] == documents
+    files = open_indexed_files(folder / "theirs")
+    assert (files.documents, files.sequences, files.tokens) == (len(documents), len(documents), written.tokens)
+    assert files.map_tokens().tolist() == [token for document in documents for token in document]
+
+
+def test_final_names_appear_only_after_finish(tmp_path):
+    with IndexedWriter(tmp_path / "a", 100) as writer:
+        writer.add(np.arange(5, dtype=np.uint16), np.array([5]))
+        assert not (tmp_path / "a.bin").exists()
+        assert not (tmp_path / "a.idx").exists()
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_writers_of_one_prefix(tmp_path):
+    with IndexedWriter(tmp_path / "a", 100), pytest.raises(UserError, match=r"another process is writing .*a.bin"):
+        IndexedWriter(tmp_path / "a", 100)
+
+
+def test_overwriting_replaces_the_pair(tmp_path, write_corpus):
+    write_corpus(tmp_path / "a", [5, 6])
+    write_corpus(tmp_path / "a", [7])
+    assert open_indexed_files(tmp_path / "a").lengths.tolist() == [7]
+
+
+def test_damage_on_disk_is_detected(tmp_path):
+    with IndexedWriter(tmp_path / "a", 100) as writer:
+        writer.add(np.arange(5, dtype=np.uint16), np.array([5]))
+        writer.commit()
+        with open(tmp_path / "a.partial.bin", "r+b") as stream:
+            stream.seek(4)
+            stream.write(b"\x09")
+        with pytest.raises(UserError, match=r"reads back differently from what was written .* output was discarded"):
+            writer.finish()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    with IndexedWriter(tmp_path / "a", 100) as writer:
+        writer.add(np.arange(5, dtype=np.uint16), np.array([5]))
+
+        def full(descriptor):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):
+            writer.finish()
+    assert os.listdir(tmp_path) == []
+
+
+def test_writing_nothing(tmp_path):
+    with IndexedWriter(tmp_path / "a", 100) as writer, pytest.raises(UserError, match=r"contains no text"):
+        writer.finish()
+    assert os.listdir(tmp_path) == []
+
+
+def test_ids_beyond_the_vocabulary_are_rejected(tmp_path):
+    with IndexedWriter(tmp_path / "a", 100) as writer:
+        writer.add(np.array([3, 100], dtype=np.uint16), np.array([2]))
+        with pytest.raises(UserError, match=r"token id 100, but the largest id of the vocabulary is 99"):
+            writer.finish()
+    assert os.listdir(tmp_path) == []
+
+
+def test_invalid_arguments(tmp_path):
+    with IndexedWriter(tmp_path / "a", 100) as writer:
+        with pytest.raises(ValueError, match=r"add up to 4"):
+            writer.add(np.arange(5, dtype=np.uint16), np.array([4]))
+        with pytest.raises(ValueError, match=r"stored as uint16"):
+            writer.add(np.arange(5, dtype=np.int32), np.array([5]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pieces=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=8),
+    cut_data=st.data(),
+    lost=st.integers(0, 3),
+)
+def test_resume_from_any_commit(tmp_path_factory, pieces, cut_data, lost):
+    """Commit, write more that is lost, and resume in another writer: the result equals that of a single writer."""
+    folder = tmp_path_factory.mktemp("writer")
+    arrays = [(np.repeat(np.array(piece, np.uint16), piece), np.array(piece, np.int32)) for piece in pieces]
+    if not sum(map(sum, pieces)):
+        return
+    with IndexedWriter(folder / "expected", 10) as writer:
+        for piece in arrays:
+            writer.add(*piece)
+        expected = writer.finish()
+    cut = cut_data.draw(st.integers(0, len(pieces)))
+    first = IndexedWriter(folder / "out", 10)
+    for piece in arrays[:cut]:
+        first.add(*piece)
+    state = first.commit()
+    for piece in arrays[cut : cut + lost]:
+        first.add(*piece)
+    first.close()
+    assert is_resumable(folder / "out", 10, state)
+    with IndexedWriter(folder / "out", 10, state) as second:
+        for piece in arrays[cut:]:
+            second.add(*piece)
+        written = second.finalize()
+        publish(folder / "out")
+        second.close()
+    assert (written.sha256, written.documents) == (expected.sha256, expected.documents)
+    for ending in ("bin", "idx"):
+        assert (folder / f"out.{ending}").read_bytes() == (folder / f"expected.{ending}").read_bytes()

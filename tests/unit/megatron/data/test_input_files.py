@@ -1,0 +1,148 @@
+"""Finding input files in folders and on object stores (fsspec's in-memory store)."""
+
+import sys
+
+import fsspec
+import pytest
+
+from megatron.data.input_files import file_format, find_files
+from megatron.utils.errors import UserError
+from tests.support.corpora import json_lines, read_inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "suffixes", "expected"),
+    [
+        ("a.jsonl.zst", (), "lines"),
+        ("A.JSON.GZ", (), "json"),
+        ("LICENSE", (), "text"),
+        ("a.tgz", (), "tar"),
+        ("a.parquet", (), "parquet"),
+        ("a.parquet.zst", (), None),
+        ("a.zip.gz", (), None),
+        ("a.md", (), None),
+        ("a.c", (".c",), "text"),
+        ("a.C", (".c",), None),
+        ("a.jsonl", (".c",), None),
+        ("a.tar.xz", (".c",), "tar"),
+    ],
+)
+def test_file_format(name, suffixes, expected):
+    assert file_format(name, suffixes) == expected
+
+
+def test_folders_are_sorted_by_path(tmp_path):
+    for name in ("b.jsonl", "a.txt", "deep/c.jsonl.zst", "README.md", ".hidden.txt", "LICENSE", "model.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    files = find_files([tmp_path / "b.jsonl", tmp_path])
+    names = [file.name.removeprefix(f"{tmp_path}/") for file in files]
+    assert names == ["b.jsonl", "a.txt", "b.jsonl", "deep/c.jsonl.zst"]
+
+
+def test_outputs_of_preprocessing_are_skipped(tmp_path):
+    for name in ("a.jsonl", "x_text.bin", "x_text.idx", "x_text.json", "y.progress.json", "z.zst.partial.json"):
+        (tmp_path / name).touch()
+    assert [file.base_name for file in find_files([tmp_path])] == ["a.jsonl"]
+
+
+def test_errors(tmp_path):
+    (tmp_path / "a.orc").touch()
+    with pytest.raises(UserError, match=r"no input files given"):
+        find_files([])
+    with pytest.raises(UserError, match=r"absent.jsonl does not exist"):
+        find_files([tmp_path / "absent.jsonl"])
+    with pytest.raises(UserError, match=r"a.orc has an unsupported file type; supported: .jsonl, "):
+        find_files([tmp_path / "a.orc"])
+    with pytest.raises(UserError, match=r"contains no file of a supported type"):
+        find_files([tmp_path])
+
+
+# --- trees of source code
+
+
+@pytest.fixture
+def tree(tmp_path):
+    tree = tmp_path / "tree"
+    for name in ("a.c", "deep/b.h", "deep/er/c.c", "README", "x.py", "data.json", ".hidden/d.c"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    (tree / "link.c").symlink_to("a.c")
+    return tree
+
+
+def test_source_tree(tree):
+    names = read_inputs(tree, suffixes=(".c", ".h"))
+    assert sorted(names) == [".hidden/d.c", "a.c", "deep/b.h", "deep/er/c.c"]
+    assert names != sorted(names)  # shuffled, so that the parts of a split do not differ in kind
+    assert names == read_inputs(tree, suffixes=(".h", ".c"))
+
+
+@pytest.mark.parametrize("suffix", ["c", ".", "*.c", ".tar.gz", "./c"])
+def test_invalid_suffixes(tree, suffix):
+    with pytest.raises(UserError, match="is not a file extension"):
+        find_files([tree], (suffix,))
+
+
+def test_source_tree_without_matching_files(tree):
+    with pytest.raises(UserError, match=r"contains no file whose name ends in .rs or .go"):
+        find_files([tree], (".rs", ".go"))
+    with pytest.raises(UserError, match=r"data.json has an unsupported file type; supported: folders, archives, and"):
+        find_files([tree / "data.json"], (".c",))
+
+
+# --- object stores
+
+
+@pytest.fixture
+def store():
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    store.pipe("/bucket/pile/00.jsonl", json_lines("one", "two"))
+    store.pipe("/bucket/pile/01.jsonl", json_lines("three"))
+    store.pipe("/bucket/pile/notes.md", b"not read")
+    store.pipe("/bucket/tree/a.py", b"source")
+    yield store
+    store.store.clear()
+
+
+def test_object_store(store):
+    assert read_inputs("memory://bucket/pile") == ["one", "two", "three"]
+    assert read_inputs("memory://bucket/pile/01.jsonl", "memory://bucket/pile/00.jsonl") == ["three", "one", "two"]
+    assert read_inputs("memory://bucket/pile/*1.jsonl") == ["three"]
+    assert read_inputs("memory://bucket/tree", suffixes=(".py",)) == ["source"]
+
+
+def test_local_files_by_url(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines("text"))
+    assert read_inputs(f"file://{tmp_path}/a.jsonl") == read_inputs(f"local://{tmp_path}") == ["text"]
+
+
+def test_object_store_errors(store, monkeypatch):
+    with pytest.raises(UserError, match=r"input memory://bucket/nothing.jsonl does not exist"):
+        find_files(["memory://bucket/nothing.jsonl"])
+    with pytest.raises(UserError, match=r"memory://bucket/x\*.jsonl matches no file"):
+        find_files(["memory://bucket/x*.jsonl"])
+    with pytest.raises(UserError, match=r"fsspec does not support nowhere://"):
+        find_files(["nowhere://bucket/a.jsonl"])
+    with pytest.raises(UserError, match=r"https://example.org/a.jsonl must be downloaded first, .*--url https"):
+        find_files(["https://example.org/a.jsonl"])
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(UserError, match=r"reading s3:// needs a package that is not installed: .*s3fs"):
+        find_files(["s3://bucket/a.jsonl"])
+
+    def fail(*arguments, **keywords):
+        raise RuntimeError("no credentials\nand more details")
+
+    monkeypatch.setattr(type(store), "info", fail)
+    with pytest.raises(UserError, match=r"^cannot read memory://bucket/pile/01.jsonl: no credentials$"):
+        find_files(["memory://bucket/pile/01.jsonl"])
+
+
+def test_object_store_fails_during_reading(store, monkeypatch):
+    def fail(*arguments, **keywords):
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(type(store), "_open", fail)
+    with pytest.raises(UserError, match=r"cannot read memory://.*01.jsonl: connection reset"):
+        read_inputs("memory://bucket/pile/01.jsonl")
