@@ -34,12 +34,12 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kerple.attention.backends.triton import entry
+from kerple.attention.backends.triton import kernels
 from kerple.attention.backends.triton.launch import Tile, tiles_for
 from megatron.utils.files import write_atomically
 
-STATES = {"query", "key", "value", "upstream", "context", "key_gradient", "value_gradient", "query_gradient"}
-SUMS = {"bias", "weight", "log_sum", "pairs", "bias_tiles", "weight_tiles", "directions", "sums"}
+STATES = {"query", "key", "value", "context", "grad_context", "grad_key", "grad_value", "grad_query"}
+SUMS = {"bias", "weight", "lse", "row_stats", "bias_tiles", "weight_tiles", "directions", "direction_sums"}
 # Multiply-adds of bfloat16 in a cycle of a Hopper multiprocessor.
 PRODUCTS_PER_CYCLE = 2048
 PAIRS = 8192
@@ -54,7 +54,7 @@ VARIANTS = {
 }
 
 
-def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, of_bias: int, of_weight: int):
+def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, bias_directions: int, weight_directions: int):
     """The kernel for Hopper and bfloat16 states of a head size whose rows are aligned to 16 bytes, no window."""
     constants = {
         "SIZE": size,
@@ -62,9 +62,11 @@ def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, of_bias: 
         "HAS_TABLE": table,
         "HAS_WEIGHT": weight,
         "HAS_WINDOW": False,
-        "OF_BIAS": of_bias,
-        "OF_WEIGHT": of_weight,
-        "MARGIN": entry.MARGIN,
+        "BIAS_DIRECTIONS": bias_directions,
+        "WEIGHT_DIRECTIONS": weight_directions,
+        "GRAD_BIAS": bool(bias_directions),
+        "GRAD_WEIGHT": bool(weight_directions),
+        "MARGIN": kernels.MARGIN,
         "PRECISION": "tf32",
         "BLOCK": tile.queries,
         "BLOCK_M": tile.queries,
@@ -157,19 +159,19 @@ def count(kernel, tile: Tile, size: int, variant: tuple, matrices: int) -> dict[
 def rows(sizes: list[int]) -> Iterator[dict[str, object]]:
     """A row for each head size, variant and kernel."""
     for size in sizes:
-        for name, (table, weight, of_bias, of_weight) in VARIANTS.items():
+        for name, (table, weight, bias_directions, weight_directions) in VARIANTS.items():
             tiles = tiles_for(torch.bfloat16, size, weight=weight)
-            kernels = [
-                ("forward", entry.forward_kernel, tiles.forward, 2),
-                ("key and value", entry.key_value_kernel, tiles.key_value, 4),
-                ("query", entry.query_kernel, tiles.query, 3),
+            launched = [
+                ("forward", kernels.forward_kernel, tiles.forward, 2),
+                ("key and value", kernels.key_value_kernel, tiles.key_value, 4),
+                ("query", kernels.query_kernel, tiles.query, 3),
             ]
-            for kind, kernel, tile, matrices in kernels:
-                variant = (table, weight, of_bias, of_weight)
+            for kind, kernel, tile, matrices in launched:
+                variant = (table, weight, bias_directions, weight_directions)
                 yield {"size": size, "variant": name, "kernel": kind, **count(kernel, tile, size, variant, matrices)}
             if name == "bias":
                 variant = (table, weight, True, False)
-                found = count(entry.sum_tiles_kernel, tiles.tables, size, variant, 2)
+                found = count(kernels.sum_tiles_kernel, tiles.tables, size, variant, 2)
                 yield {"size": size, "variant": "bias, any table's gradient", "kernel": "tables", **found}
 
 

@@ -5,7 +5,7 @@ Legend: b batch, s query length, t key length, h heads, d head size, n blocks, B
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -181,6 +181,7 @@ class Attention:
             raise ValueError(
                 f"{type(positional).__name__} defines modify_scores, so it must not define bias or weight as well"
             )
+        self._modify_scores = cast(ModifyScores, positional.modify_scores) if self.modifies_scores else None
         check_backend(backend, Requirements(weight=self.has_weight, modify_scores=self.modifies_scores))
 
     def choice(self, device: torch.device | str) -> str:
@@ -247,17 +248,27 @@ class Attention:
             weight_table=weight_table,
             bias_jacobian=bias_jacobian,
             weight_jacobian=weight_jacobian,
-            modify_scores=cast(PositionalMethod, self.positional).modify_scores if self.modifies_scores else None,
+            modify_scores=self._modify_scores,
             score_table=table,
             span=Span(window, block),
             dropout_p=dropout_p,
         ).validate()
         if self.positional is not None and self.positional.scales_qk:
-            return _run_scaled(call, self.positional, self.backend)
+            return _run_scaled(call, cast(_ScalesQK, self.positional), self.backend)
         return _run(call, self.backend)
 
 
-def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str) -> Tensor:
+class _ScalesQK(Protocol):
+    """A positional method with the `scale_qk` hook."""
+
+    segment: int
+
+    def scale_qk(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def _run_scaled(call: AttentionCall, method: _ScalesQK, backend: str) -> Tensor:
     """Attention with queries and keys scaled by the method's `scale_qk`.
 
     Scales are computed for `method.segment` queries at a time, since they must not overflow for the keys of these.

@@ -1,1 +1,1 @@
-"""Triton kernels of the fused backend; imported when it first runs, so that nothing else needs Triton."""
+"""The fused backend: `launch` prepares and launches the Triton kernels of `kernels`, which it imports on first use."""

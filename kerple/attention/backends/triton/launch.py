@@ -1,35 +1,36 @@
-"""Attention in Triton: scores, bias, weight and probabilities are never in memory, and memory is O(length).
+"""The fused backend: attention in Triton kernels. Scores and probabilities are never in memory, which is O(length).
 
-An online softmax as in FlashAttention (arXiv 2205.14135, 2307.08691), with bias and weight looked up by distance:
+The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691), with bias and weight over distance:
 
-- **Tables, not formulas.** Each pair of a tile loads its own entry of the table `[h, length]`: the 32 lanes of a warp
-  read a few neighbouring words, one request of the first-level cache, which stands idle beside the tensor cores; and
-  half of the pairs share a load with another at their distance. A closed form costs more: a logarithm per pair is
-  another pass of the special-function unit, which the softmax fills already. Toeplitz bands in memory would turn into
-  32 KiB of second-level traffic per tile, beside 16 KiB for its keys and values.
-- **The table is the mask.** Beyond the distances that are seen it holds -inf, so no tile computes a mask.
-- **Gradients without atomics, for a few numbers per head.** Where a table depends on one to four of these, as KERPLE's
-  kernels do, their gradients are sums over pairs of the score's gradient times the table's derivative, which is a
-  table too (`TableJacobian`). The query's kernel adds them up on its way: no more matrix products than without.
-- **And for any table.** A sum along diagonals is awkward within a tile, but all tiles at one block distance have the
-  same distances at the same places. A kernel of its own owns block distances, recomputes scores and their gradient (two
-  matrix products more than the seven of the backward pass), and adds whole tiles up in registers; only its result is
-  summed along diagonals. T5's buckets need it for the distances before the last bucket alone.
-- **The same bits in every run.** Every sum has one owner and one order; tile sizes follow from dtype and head size
-  alone, never from timing.
+- **Tables instead of formulas.** Each pair of a tile loads its entry of the table `[h, length]`. The 32 lanes of a warp
+  read a few neighboring words, which is one request to the first-level cache, otherwise idle during matrix products;
+  half of the pairs share a load with another pair at the same distance. Computing a closed form is slower: a logarithm
+  per pair is another pass of the special function unit, which the softmax already keeps busy. A Toeplitz matrix in
+  memory would need 32 KiB of second-level cache traffic per tile, in addition to 16 KiB for its keys and values.
+- **The table is the mask.** It contains -inf for distances that are not visible, so no tile computes a mask.
+- **Gradients of a few coefficients per head, without atomics.** If a table depends on one to four coefficients, as
+  KERPLE's kernels do, their gradients are sums over pairs of the scores' gradient times the table's derivative, which
+  is a table as well (`TableJacobian`). The kernel for the query's gradient adds them up without more matrix products.
+- **Gradients of any table.** A sum along diagonals is awkward within a tile, but all tiles at the same block distance
+  have the same distances in the same places. A separate kernel owns block distances, recomputes scores and their
+  gradient (two matrix products in addition to the seven of the backward pass), and adds complete tiles in registers.
+  Only the result is summed along diagonals. T5's buckets need it only for distances before the last bucket.
+- **Deterministic.** Every sum has one owner and one order. Tile sizes depend only on dtype, head size and the presence
+  of a weight, never on timing.
 
-The gradient through the softmax takes each row's sum from the rounded result, as FlashAttention does, so in half
-precision tables' gradients are as exact as that rounding allows, summed in float32.
+The gradient through the softmax uses the rounded result for each row's sum, as FlashAttention does. So in half
+precision the tables' gradients are as exact as this rounding allows; they are summed in float32.
 
-Legend: b batch, s query length, t key length, h heads, d head size; k block distances, p parts of a block distance, or
-directions of a table; q tiles of queries.
+Legend: b batch, s query length, t key length, h heads, d head size; k block distances, p parts of the tiles at a block
+distance, or jacobian directions of a table; q tiles of queries.
 """
 
 import contextlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,18 +38,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kerple.attention.call import AttentionCall, Backend, without_autocast
+from kerple.positional import TableJacobian
 
-LARGEST_HEAD = 128
+MAX_HEAD_SIZE = 128
+# CUDA's limit for the second and third dimension of a grid.
+MAX_GRID = 65_535
+# The number of directions, of bias and weight together, that `query_kernel` adds up.
+MAX_DIRECTIONS = 4
 LOG2_E = 1.0 / math.log(2.0)
 # Programs that keep a GPU busy while they add up tiles: a few for each of its multiprocessors.
-ENOUGH_PROGRAMS = 1056
-# Bytes of tiles that wait for their sum along diagonals; beyond it heads take turns.
+TABLE_PROGRAMS = 1056
+# Bytes of tiles to be summed along diagonals; if all heads need more, a few heads at a time are computed.
 TILES_BYTES = 128 * 1024 * 1024
-# CUDA's limit of a grid's second and third dimension.
-MOST_PROGRAMS = 65_535
-# What `query_kernel` adds up, of bias and weight together.
-MOST_DIRECTIONS = 4
-# Rows of queries are filled up to a multiple of it, which every tile divides.
+# Rows of queries are padded to a multiple of this, which is a multiple of every tile.
 ROWS = 128
 
 
@@ -64,7 +66,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the kernels; the last one's are square."""
+    """The tile of each kernel. `tables` must be square."""
 
     forward: Tile
     key_value: Tile
@@ -72,66 +74,70 @@ class Tiles:
     tables: Tile
 
 
-def tiles_for(dtype: torch.dtype, size: int, *, weight: bool) -> Tiles:
-    """Tile sizes for states of a dtype and head size: they depend on nothing else, so that sums keep their order."""
+def tiles_for(dtype: torch.dtype, head_size: int, *, weight: bool) -> Tiles:
+    """Tile sizes. They depend on nothing else, so that the order of sums does not change."""
     if dtype == torch.float32:
-        square = Tile(32, 32, 4 if size <= 64 else 8, 1)
-        return Tiles(Tile(64, 32, 8, 1) if size <= 64 else square, square, square, square)
-    if size <= 64:
+        square = Tile(32, 32, 4 if head_size <= 64 else 8, 1)
+        return Tiles(Tile(64, 32, 8, 1) if head_size <= 64 else square, square, square, square)
+    if head_size <= 64:
         warps = 8 if weight else 4
         return Tiles(Tile(128, 64, warps, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
     return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))
 
 
+def shared_memory(dtype: torch.dtype, head_size: int) -> int:
+    """Bytes of shared memory that the kernels need, at most, when compiled for sm_80 or sm_90."""
+    kib = (36 if head_size <= 64 else 68) if dtype == torch.float32 else (64 if head_size <= 64 else 128)
+    return kib * 1024
+
+
 def unavailable_reason(device: torch.device) -> str | None:
     """Why the kernels cannot run on this machine's device; None if they can."""
-    kernels = _kernels()
+    kernels = _load_kernels()
     if kernels is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
-        return "runs on NVIDIA GPUs only"
+        return "supports only NVIDIA GPUs"
     if device.type != "cuda" and not kernels.INTERPRETED:
         return f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for tests)"
     return None
 
 
-def _kernels() -> ModuleType | None:
+def _load_kernels() -> ModuleType | None:
+    """Import the kernels on first use, so that nothing else needs Triton."""
     try:
-        from kerple.attention.backends.triton import entry
+        from kerple.attention.backends.triton import kernels
     except ImportError:
         return None
-    return entry
+    return kernels
 
 
 def fused_attention(call: AttentionCall) -> Tensor:
     """As `attend`."""
-    query, key, value, window, scale = call.query, call.key, call.value, call.span.window, call.scale
-    bias_table, bias_jacobian = call.bias_table, call.bias_jacobian
-    weight_table, weight_jacobian = call.weight_table, call.weight_jacobian
-    if window is not None and window >= key.shape[2]:
-        window = None
-    bias = _table_inputs(bias_table, bias_jacobian)
-    weight = _table_inputs(weight_table, weight_jacobian)
-    if sum(0 if each.directions is None else each.directions.shape[1] for each in (bias, weight)) > MOST_DIRECTIONS:
-        bias, weight = _table_inputs(bias_table, None), _table_inputs(weight_table, None)
-    return _Fused.apply(
-        query,
-        key,
-        value,
+    bias = _differentiable_table(call.bias_table, call.bias_jacobian)
+    weight = _differentiable_table(call.weight_table, call.weight_jacobian)
+    if sum(table.directions.shape[1] for table in (bias, weight) if table.directions is not None) > MAX_DIRECTIONS:
+        bias, weight = _DifferentiableTable(call.bias_table), _DifferentiableTable(call.weight_table)
+    context: Tensor = _FusedAttention.apply(
+        call,
+        (bias.directions, weight.directions),
+        (bias.dense, weight.dense),
+        call.query,
+        call.key,
+        call.value,
         bias.table,
         weight.table,
         bias.coefficients,
         weight.coefficients,
-        (bias.directions, weight.directions),
-        (bias.dense, weight.dense),
-        window,
-        scale,
     )
+    return context
 
 
-class _TableInputs(NamedTuple):
-    """What autograd is given of a table `[h, length]`: its own gradient is found along diagonals, for distances below
-    `dense` (None: all), and that of the coefficients `[h, p]` by the directions `[h, p, length]`.
+class _DifferentiableTable(NamedTuple):
+    """A table `[h, length]`, and how its gradient is computed.
+
+    The gradient of the table itself is computed for distances below `dense` (None: all), and that of the coefficients
+    `[h, p]` by the directions `[h, p, length]`.
     """
 
     table: Tensor | None
@@ -140,239 +146,276 @@ class _TableInputs(NamedTuple):
     dense: int | None = None
 
 
-def _table_inputs(table: Tensor | None, jacobian) -> _TableInputs:
-    if jacobian is None or table is None or not torch.is_grad_enabled():
-        return _TableInputs(table)
-    coefficients, directions, dense = jacobian.coefficients, jacobian.directions, jacobian.dense
-    if not coefficients.requires_grad:
-        return _TableInputs(table)
-    if not dense:
-        return _TableInputs(table.detach(), coefficients, directions, dense)
-    return _TableInputs(table, coefficients, F.pad(directions[..., dense:], (dense, 0)), dense)
+def _differentiable_table(table: Tensor | None, jacobian: TableJacobian | None) -> _DifferentiableTable:
+    if table is None or jacobian is None or not torch.is_grad_enabled() or not jacobian.coefficients.requires_grad:
+        return _DifferentiableTable(table)
+    if not jacobian.dense:
+        return _DifferentiableTable(table.detach(), jacobian.coefficients, jacobian.directions, jacobian.dense)
+    directions = F.pad(jacobian.directions[..., jacobian.dense :], (jacobian.dense, 0))
+    return _DifferentiableTable(table, jacobian.coefficients, directions, jacobian.dense)
 
 
-class _Fused(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, bias_table, weight_table, bias_numbers, weight_numbers, *constants):
-        directions, dense, window, scale = constants
-        query, key, value = (_rows(states) for states in (query, key, value))
-        call = _Call(query, key, value, bias_table, weight_table, window, scale)
-        context, log_sum = call.forward()
-        ctx.save_for_backward(query, key, value, bias_table, weight_table, *directions, context, log_sum)
-        ctx.dense, ctx.window, ctx.scale = dense, window, scale
+    def forward(
+        ctx: Any,
+        call: AttentionCall,
+        directions: tuple[Tensor | None, Tensor | None],
+        dense: tuple[int | None, int | None],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias_table: Tensor | None,
+        weight_table: Tensor | None,
+        bias_coefficients: Tensor | None,
+        weight_coefficients: Tensor | None,
+    ) -> Tensor:
+        query, key, value = (_with_contiguous_rows(states) for states in (query, key, value))
+        context, lse = _Launcher(replace(call, query=query, key=key, value=value)).forward()
+        ctx.save_for_backward(query, key, value, bias_table, weight_table, *directions, context, lse)
+        ctx.dense, ctx.span, ctx.scale = dense, call.span, call.scale
         return context
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream):
-        query, key, value, bias_table, weight_table, *directions, context, log_sum = ctx.saved_tensors
-        call = _Call(query, key, value, bias_table, weight_table, ctx.window, ctx.scale)
-        of_query, of_key, of_value, of_bias, of_weight, *of_numbers = ctx.needs_input_grad[:7]
-        gradients = [None] * 7
+    def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias_table, weight_table, bias_directions, weight_directions, context, lse = (
+            ctx.saved_tensors
+        )
+        needs_query, needs_key, needs_value, *needs_tables = ctx.needs_input_grad[3:8]
+        needs_coefficients = ctx.needs_input_grad[8:10]
+        launcher = _Launcher(
+            AttentionCall(
+                query=query,
+                key=key,
+                value=value,
+                scale=ctx.scale,
+                bias_table=bias_table,
+                weight_table=weight_table,
+                span=ctx.span,
+            )
+        )
+        grad_query = grad_key = grad_value = grad_bias = grad_weight = None
+        grad_coefficients: Sequence[Tensor | None] = (None, None)
         with without_autocast(query.device):
-            upstream = _rows(upstream)
-            pairs = call.row_pairs(context, upstream, log_sum)
-            if of_query or any(of_numbers):
-                wanted = [each if of else None for each, of in zip(directions, of_numbers, strict=True)]
-                gradients[0], *gradients[5:] = call.query_gradient(upstream, pairs, *wanted)
-            if of_key or of_value:
-                gradients[1:3] = call.key_value_gradients(upstream, pairs)
-            if of_bias and of_weight and ctx.dense[0] == ctx.dense[1]:
-                gradients[3:5] = call.table_gradients(upstream, pairs, True, True, ctx.dense[0])
+            grad_context = _with_contiguous_rows(grad_context)
+            row_stats = launcher.row_stats(context, grad_context, lse)
+            if needs_query or any(needs_coefficients):
+                grad_query, *grad_coefficients = launcher.query_gradient(
+                    grad_context,
+                    row_stats,
+                    bias_directions if needs_coefficients[0] else None,
+                    weight_directions if needs_coefficients[1] else None,
+                )
+            if needs_key or needs_value:
+                grad_key, grad_value = launcher.key_value_gradients(grad_context, row_stats)
+            if all(needs_tables) and ctx.dense[0] == ctx.dense[1]:
+                grad_bias, grad_weight = launcher.table_gradients(grad_context, row_stats, True, True, ctx.dense[0])
             else:
-                if of_bias:
-                    gradients[3], _ = call.table_gradients(upstream, pairs, True, False, ctx.dense[0])
-                if of_weight:
-                    _, gradients[4] = call.table_gradients(upstream, pairs, False, True, ctx.dense[1])
-        return *gradients, None, None, None, None
+                if needs_tables[0]:
+                    grad_bias, _ = launcher.table_gradients(grad_context, row_stats, True, False, ctx.dense[0])
+                if needs_tables[1]:
+                    _, grad_weight = launcher.table_gradients(grad_context, row_stats, False, True, ctx.dense[1])
+        return None, None, None, grad_query, grad_key, grad_value, grad_bias, grad_weight, *grad_coefficients
 
 
-def _rows(states: Tensor) -> Tensor:
-    """The states with each row's elements side by side, as the kernels read them."""
+def _with_contiguous_rows(states: Tensor) -> Tensor:
+    """The kernels require the elements of a row to be contiguous."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-class _Call:
-    """One call's sizes, tables and launches."""
+class _Launcher:
+    """Prepares the tables of a call and launches its kernels."""
 
-    def __init__(self, query, key, value, bias_table, weight_table, window, scale):
-        self.kernels = _kernels()
-        self.query, self.key, self.value = query, key, value
-        self.batch, self.heads, self.s, self.size = query.shape
-        self.t = key.shape[2]
-        self.max_kv_len = self.t if window is None else window
-        self.scale = scale
-        self.bias_table, self.weight_table = bias_table, weight_table
-        # Without a table, -inf is added before the scale; by one that is not positive it would not stay -inf.
-        has_table = bias_table is not None or weight_table is not None or scale <= 0.0
-        heads = self.heads if has_table else 1
-        bias = query.new_zeros(heads, self.max_kv_len, dtype=torch.float32) if bias_table is None else bias_table
-        self.bias = self._margined(bias, LOG2_E, -math.inf)
-        self.weight = query if weight_table is None else self._margined(weight_table)  # query is not read as a weight
-        self.tiles = tiles_for(query.dtype, self.size, weight=weight_table is not None)
-        self.shape = {
-            "SIZE": self.size,
-            "BLOCK_D": max(16, 1 << (self.size - 1).bit_length()),
-            "MARGIN": self.kernels.MARGIN,
-            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-            "HAS_WEIGHT": weight_table is not None,
-        }
-        self.flags = {**self.shape, "HAS_TABLE": has_table, "HAS_WINDOW": window is not None}
-        self.inputs = (query, key, value, self.bias, self.weight)
+    def __init__(self, call: AttentionCall):
+        kernels = _load_kernels()
+        assert kernels is not None  # `unavailable_reason` has checked it
+        self.kernels = kernels
+        self.query, self.key, self.value = call.query, call.key, call.value
+        self.batch, self.heads, self.s, self.head_size = call.query.shape
+        self.t, self.max_kv_len, self.scale = call.kv_len, call.max_kv_len, call.scale
+        self.bias_table, self.weight_table = call.bias_table, call.weight_table
+        has_weight = call.weight_table is not None
+        # Without a table, the mask is added before the scale; a scale that is not positive would not keep its -inf.
+        has_table = call.has_tables or self.scale <= 0.0
+        bias = call.bias_table
+        if bias is None:
+            bias = self.query.new_zeros(self.heads if has_table else 1, self.max_kv_len, dtype=torch.float32)
+        self.bias = self._add_margins(bias * LOG2_E, -math.inf)
+        # Without a weight, the kernels get a pointer that they do not read.
+        self.weight = self.query if call.weight_table is None else self._add_margins(call.weight_table, 0.0)
+        self.inputs = (self.query, self.key, self.value, self.bias, self.weight)
         self.table_stride = self.bias.stride(0) if has_table else 0
+        self.tiles = tiles_for(self.query.dtype, self.head_size, weight=has_weight)
+        self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
+        self.constants = {
+            "SIZE": self.head_size,
+            "BLOCK_D": self.block_d,
+            "MARGIN": kernels.MARGIN,
+            "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32",
+            "HAS_WEIGHT": has_weight,
+        }
+        self.flags = {"HAS_TABLE": has_table, "HAS_WINDOW": self.max_kv_len < self.t}
 
-    def _margined(self, table: Tensor, factor: float = 1.0, beyond: float = 0.0) -> Tensor:
-        """`[..., >= max_kv_len]`, times a factor, between margins."""
+    def _add_margins(self, table: Tensor, fill: float) -> Tensor:
+        """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`."""
         margin = self.kernels.MARGIN
-        return F.pad(table[..., : self.max_kv_len].detach().float() * factor, (margin, margin), value=beyond)
+        return F.pad(table[..., : self.max_kv_len].detach().float(), (margin, margin), value=fill)
 
-    def _launch(self, kernel, grid: tuple[int, ...], *arguments, warps: int, stages: int, **constants) -> None:
+    def _launch(self, kernel: Any, grid: Sequence[int], *arguments: object, **options: object) -> None:
         device = self.query.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
-
-    def _strides(self, *states: Tensor) -> list[int]:
-        return [stride for tensor in states for stride in tensor.stride()[:3]]
+            kernel[grid](*arguments, **options)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The context `[b, h, s, d]`, in memory `[b, s, h, d]` as a model reads it next; and log2 of the softmax's
+        """The context `[b, h, s, d]`, in memory `[b, s, h, d]` as a model needs it; and lse, the log2 of the softmax's
         denominators, float32 `[b, h, s]`.
         """
         tile = self.tiles.forward
-        context = self.query.new_empty(self.batch, self.s, self.heads, self.size).transpose(1, 2)
-        log_sum = self.query.new_empty(self.batch, self.heads, self.s, dtype=torch.float32)
+        context = self.query.new_empty(self.batch, self.s, self.heads, self.head_size).transpose(1, 2)
+        lse = self.query.new_empty(self.batch, self.heads, self.s, dtype=torch.float32)
         self._launch(
             self.kernels.forward_kernel,
             (-(-self.s // tile.queries), self.batch * self.heads),
-            *(*self.inputs, context, log_sum),
-            *self._strides(self.query, self.key, self.value, context),
+            *(*self.inputs, context, lse),
+            *_strides(self.query, self.key, self.value, context),
             *(self.table_stride, self.heads, self.s, self.t, self.scale * LOG2_E, self.max_kv_len),
+            **self.constants,
             **self.flags,
-            **_blocks(tile),
+            **_tile_options(tile),
         )
-        return context, log_sum
+        return context, lse
 
-    def row_pairs(self, context: Tensor, upstream: Tensor, log_sum: Tensor) -> Tensor:
-        """`[b, h, rows, 2]`; see `rows_kernel`."""
+    def row_stats(self, context: Tensor, grad_context: Tensor, lse: Tensor) -> Tensor:
+        """lse and delta of each query, `[b, h, rows, 2]`; see `row_stats_kernel`."""
         tiles = -(-self.s // ROWS)
-        pairs = self.query.new_empty(self.batch, self.heads, tiles * ROWS, 2, dtype=torch.float32)
+        row_stats = self.query.new_empty(self.batch, self.heads, tiles * ROWS, 2, dtype=torch.float32)
         self._launch(
-            self.kernels.rows_kernel,
+            self.kernels.row_stats_kernel,
             (tiles, self.batch * self.heads),
-            *(context, upstream, log_sum, pairs, *self._strides(context, upstream), self.heads, self.s),
-            SIZE=self.size,
+            *(context, grad_context, lse, row_stats, *_strides(context, grad_context), self.heads, self.s),
+            SIZE=self.head_size,
             BLOCK_M=ROWS,
-            BLOCK_D=self.shape["BLOCK_D"],
-            warps=4,
-            stages=1,
+            BLOCK_D=self.block_d,
+            num_warps=4,
+            num_stages=1,
         )
-        return pairs
+        return row_stats
 
     def query_gradient(
-        self, upstream: Tensor, pairs: Tensor, of_bias: Tensor | None, of_weight: Tensor | None
+        self, grad_context: Tensor, row_stats: Tensor, bias_directions: Tensor | None, weight_directions: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The query's gradient, and those of the coefficients `[h, p]` whose directions `[h, p, length]` are given."""
+        """The gradients of query, and of the coefficients `[h, p]` whose directions `[h, p, length]` are not None."""
         tile = self.tiles.query
         tiles = -(-self.s // tile.queries)
-        counts = [0 if directions is None else directions.shape[1] for directions in (of_bias, of_weight)]
+        counts = [0 if part is None else part.shape[1] for part in (bias_directions, weight_directions)]
         sums = self.query.new_empty(sum(counts), self.batch, self.heads, tiles, dtype=torch.float32)
-        directions = self.bias  # not read, where there are none
+        directions = self.bias  # not read if there are no directions
         if sum(counts):
-            given = [each[..., : self.max_kv_len].detach() for each in (of_bias, of_weight) if each is not None]
-            directions = self._margined(torch.cat(given, dim=1).transpose(0, 1)).contiguous()
-        gradient = torch.empty_like(self.query)
+            parts = [part[..., : self.max_kv_len] for part in (bias_directions, weight_directions) if part is not None]
+            directions = self._add_margins(torch.cat(parts, dim=1).transpose(0, 1), 0.0).contiguous()
+        grad_query = torch.empty_like(self.query)
         self._launch(
             self.kernels.query_kernel,
             (tiles, self.batch * self.heads),
-            *(*self.inputs, upstream, pairs, directions, gradient, sums),
-            *self._strides(self.query, self.key, self.value, upstream, gradient),
-            *(self.table_stride, pairs.stride(1), directions.stride(0), self.heads, self.s, self.t),
+            *(*self.inputs, grad_context, row_stats, directions, grad_query, sums),
+            *_strides(self.query, self.key, self.value, grad_context, grad_query),
+            *(self.table_stride, row_stats.stride(1), directions.stride(0), self.heads, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
-            OF_BIAS=counts[0],
-            OF_WEIGHT=counts[1],
+            BIAS_DIRECTIONS=counts[0],
+            WEIGHT_DIRECTIONS=counts[1],
+            **self.constants,
             **self.flags,
-            **_blocks(tile),
+            **_tile_options(tile),
         )
-        bias, weight = sums.sum(dim=(1, 3)).T.split(counts, dim=1)
+        grad_bias, grad_weight = sums.sum(dim=(1, 3)).T.split(counts, dim=1)
         return (
-            gradient,
-            None if of_bias is None else bias.to(of_bias.dtype),
-            None if of_weight is None else (weight * self.scale).to(of_weight.dtype),
+            grad_query,
+            None if bias_directions is None else grad_bias.to(bias_directions.dtype),
+            None if weight_directions is None else (grad_weight * self.scale).to(weight_directions.dtype),
         )
 
-    def key_value_gradients(self, upstream: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    def key_value_gradients(self, grad_context: Tensor, row_stats: Tensor) -> tuple[Tensor, Tensor]:
         tile = self.tiles.key_value
-        gradients = torch.empty_like(self.key), torch.empty_like(self.value)
+        grad_key, grad_value = torch.empty_like(self.key), torch.empty_like(self.value)
         self._launch(
             self.kernels.key_value_kernel,
             (-(-self.t // tile.keys), self.batch * self.heads),
-            *(*self.inputs, upstream, pairs, *gradients),
-            *self._strides(self.query, self.key, self.value, upstream, *gradients),
-            *(self.table_stride, pairs.stride(1), self.heads, self.s, self.t),
+            *(*self.inputs, grad_context, row_stats, grad_key, grad_value),
+            *_strides(self.query, self.key, self.value, grad_context, grad_key, grad_value),
+            *(self.table_stride, row_stats.stride(1), self.heads, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
+            **self.constants,
             **self.flags,
-            **_blocks(tile),
+            **_tile_options(tile),
         )
-        return gradients
+        return grad_key, grad_value
 
     def table_gradients(
-        self, upstream: Tensor, pairs: Tensor, of_bias: bool, of_weight: bool, dense: int | None
+        self, grad_context: Tensor, row_stats: Tensor, needs_bias: bool, needs_weight: bool, dense: int | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Each as its table, for distances below `dense`, zero beyond and beyond the max_kv_len."""
+        """The gradients of the bias and weight tables for distances below `dense`, zero beyond these and max_kv_len."""
         tile = self.tiles.tables
         side = tile.queries
-        max_kv_len = self.max_kv_len if dense is None else min(self.max_kv_len, dense)
-        # Block distances with a pair in sight, and parts of each: enough programs, and no more.
-        count = 1 + min((self.t - self.s + -(-self.s // side) * side - 1) // side, (max_kv_len + side - 2) // side)
-        tiles = self.batch * -(-self.s // side)
-        parts = max(1, min(tiles, ENOUGH_PROGRAMS // (count * self.heads)))
-        together = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
-        tables = [
-            table if wanted else None for table, wanted in ((self.bias_table, of_bias), (self.weight_table, of_weight))
-        ]
-        gradients = [None if table is None else table.new_zeros(table.shape, dtype=torch.float32) for table in tables]
+        length = self.max_kv_len if dense is None else min(self.max_kv_len, dense)
+        # Block distances with a visible pair, and parts of each: enough programs, and no more.
+        count = 1 + min((self.t - self.s + -(-self.s // side) * side - 1) // side, (length + side - 2) // side)
+        sample_tiles = self.batch * -(-self.s // side)
+        parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
+        group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
+        tables = [self.bias_table if needs_bias else None, self.weight_table if needs_weight else None]
+        grads = [None if table is None else table.new_zeros(table.shape, dtype=torch.float32) for table in tables]
         workspaces = [
-            self.query.new_empty((together, parts, count, side, side) if wanted else (1,), dtype=torch.float32)
-            for wanted in (of_bias, of_weight)
+            self.query.new_empty((1,) if grad is None else (group_heads, parts, count, side, side), dtype=torch.float32)
+            for grad in grads
         ]
-        for head in range(0, self.heads, together):
-            heads = min(together, self.heads - head)
+        for first_head in range(0, self.heads, group_heads):
+            heads = min(group_heads, self.heads - first_head)
             self._launch(
                 self.kernels.sum_tiles_kernel,
                 (count, parts, heads),
-                *(*self.inputs, upstream, pairs, *workspaces),
-                *self._strides(self.query, self.key, self.value, upstream),
-                *(self.table_stride, pairs.stride(1), head, self.batch, self.heads, self.s, self.t),
+                *(*self.inputs, grad_context, row_stats, *workspaces),
+                *_strides(self.query, self.key, self.value, grad_context),
+                *(self.table_stride, row_stats.stride(1), first_head, self.batch, self.heads, self.s, self.t),
                 *(self.scale, self.scale * LOG2_E),
-                **self.shape,
-                OF_BIAS=of_bias,
-                OF_WEIGHT=of_weight,
+                **self.constants,
+                GRAD_BIAS=needs_bias,
+                GRAD_WEIGHT=needs_weight,
                 BLOCK=side,
-                warps=tile.warps,
-                stages=tile.stages,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
             )
-            for gradient, workspace in zip(gradients, workspaces, strict=True):
-                if gradient is None:
+            for grad, workspace in zip(grads, workspaces, strict=True):
+                if grad is None:
                     continue
                 columns = min(32, side)
                 self._launch(
                     self.kernels.sum_diagonals_kernel,
                     (count, side // columns, heads),
-                    *(workspace, gradient[head:], gradient.stride(0), parts, max_kv_len),
+                    *(workspace, grad[first_head:], grad.stride(0), parts, length),
                     BLOCK=side,
                     COLUMNS=columns,
-                    warps=4,
-                    stages=1,
+                    num_warps=4,
+                    num_stages=1,
                 )
-        bias, weight = (
-            None if table is None else gradient.to(table.dtype)
-            for gradient, table in zip(gradients, tables, strict=True)
+        grad_bias, grad_weight = (
+            None if grad is None or table is None else grad.to(table.dtype)
+            for grad, table in zip(grads, tables, strict=True)
         )
-        return bias, weight
+        return grad_bias, grad_weight
 
 
-def _blocks(tile: Tile) -> dict[str, int]:
-    return {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "warps": tile.warps, "stages": tile.stages}
+def _strides(*states: Tensor) -> list[int]:
+    return [stride for tensor in states for stride in tensor.stride()[:3]]
+
+
+def _tile_options(tile: Tile) -> dict[str, int]:
+    return {
+        "BLOCK_M": tile.queries,
+        "BLOCK_N": tile.keys,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 FUSED = Backend(
@@ -381,7 +424,8 @@ FUSED = Backend(
     dropout=False,
     jacobians=True,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    max_head_size=LARGEST_HEAD,
-    max_batch_heads=MOST_PROGRAMS,
+    max_head_size=MAX_HEAD_SIZE,
+    max_batch_heads=MAX_GRID,
+    shared_memory=shared_memory,
     unavailable_reason=unavailable_reason,
 )

@@ -125,7 +125,7 @@ def test_on_a_gpu_auto_takes_the_fused_kernels_where_they_serve():
 
 def test_what_auto_gives_to_the_fused_kernels(monkeypatch):
     """Not a query alone, nor more samples than a GPU's grid holds: these stay with other backends."""
-    monkeypatch.setattr(fused, "_kernels", lambda: ModuleType("kernels"))
+    monkeypatch.setattr(fused, "_load_kernels", lambda: ModuleType("kernels"))
     attention = Attention("auto", build("kerple_log", SHAPE))
     shapes = {(4, 8, 2, 64): True, (4, 8, 1, 64): False, (4, 8, 2, 136): False, (8192, 8, 2, 64): False}
     for shape, serves in shapes.items():

@@ -174,7 +174,7 @@ def test_the_cut_changes_nothing(tile, monkeypatch):
     monkeypatch.setattr(fused, "tiles_for", lambda *_, **__: Tiles(tile, tile, tile, square))
     # One head at a time, and tiles of a block distance in parts.
     monkeypatch.setattr(fused, "TILES_BYTES", 1)
-    monkeypatch.setattr(fused, "ENOUGH_PROGRAMS", 40)
+    monkeypatch.setattr(fused, "TABLE_PROGRAMS", 40)
     assert_exact(case(2, 2, 24, 34, 16, window=20))
 
 
@@ -205,7 +205,7 @@ def test_tiles_follow_from_dtype_and_head_size_alone():
         assert tiles.tables.queries == tiles.tables.keys
         for tile in vars(tiles).values():
             assert fused.ROWS % tile.queries == 0
-            assert tile.queries + tile.keys <= fused._kernels().MARGIN
+            assert tile.queries + tile.keys <= fused._load_kernels().MARGIN
 
 
 def test_states_of_one_projection_and_an_expanded_gradient():
@@ -253,6 +253,6 @@ def test_what_it_cannot_serve_is_refused_by_name(change, message):
 
 
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
-    monkeypatch.setattr(fused._kernels(), "INTERPRETED", False)
+    monkeypatch.setattr(fused._load_kernels(), "INTERPRETED", False)
     with pytest.raises(NotImplementedError, match="runs on a GPU, not on cpu"):
         attend(*[torch.randn(1, 1, 4, 8)] * 3, backend="fused")

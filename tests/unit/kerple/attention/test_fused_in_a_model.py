@@ -22,7 +22,7 @@ def asked_for(monkeypatch) -> list[bool]:
     nothing is asked but for T5's distances before the last bucket.
     """
     asked: list[bool] = []
-    of_query, of_tables = fused._Call.query_gradient, fused._Call.table_gradients
+    of_query, of_tables = fused._Launcher.query_gradient, fused._Launcher.table_gradients
 
     def query_gradient(call, upstream, pairs, *directions):
         asked.append(any(each is not None for each in directions))
@@ -32,8 +32,8 @@ def asked_for(monkeypatch) -> list[bool]:
         assert dense is not None
         return of_tables(call, upstream, pairs, of_bias, of_weight, dense)
 
-    monkeypatch.setattr(fused._Call, "query_gradient", query_gradient)
-    monkeypatch.setattr(fused._Call, "table_gradients", table_gradients)
+    monkeypatch.setattr(fused._Launcher, "query_gradient", query_gradient)
+    monkeypatch.setattr(fused._Launcher, "table_gradients", table_gradients)
     return asked
 
 

@@ -1,0 +1,481 @@
+"""The Triton kernels of the fused backend. `launch.py` describes the algorithm and is the only module that calls them.
+
+Positions: query i is at position `offset` + i of the t key positions; `offset` is t - s. Pointers to a tile are int64,
+so that the product of a row and a stride cannot overflow; int32 is enough within a tile.
+
+Tables over distance are `[h, MARGIN + max_kv_len + MARGIN]` float32. A tile extends at most two tile sides beyond the
+visible distances, so every pair is looked up without a bounds check. The bias, in units of log2, is -inf in the
+margins. This masks future keys, keys outside the window, and keys after the last one.
+
+The backward pass reads two float32 numbers per query, `row_stats` `[b, h, rows, 2]` (see `row_stats_kernel`): `lse`,
+the log2 of the softmax's denominator, and `delta`, the sum over keys of probability times its gradient. Rows are padded
+to complete tiles; lse is inf in the padding, so that its probabilities are 0.
+
+The gradients of tables are sums of the scores' gradient along diagonals, without atomics. Square tiles at the same
+block distance k (query tile m and the key tile k tiles before it) have the same distances in the same places. So a
+program owns a block distance, adds complete tiles in registers, and writes one tile. A second kernel sums these tiles
+along their diagonals. Both orders are fixed.
+
+Legend: b batch, h heads, s query length, t key length, d head size (SIZE; BLOCK_D is the next power of two), q tiles of
+queries, p jacobian directions, or parts of the tiles at a block distance; k block distances.
+"""
+
+import triton
+import triton.language as tl
+
+MARGIN = 256
+
+
+@triton.jit
+def load_rows(base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`[ROWS, BLOCK_D]` from row `first`, zero outside rows 0 ... rows-1 and beyond the head size."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    inside = (first + row >= 0) & (first + row < rows)
+    if SIZE == BLOCK_D:
+        tile = tl.load(pointers, mask=inside[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=inside[:, None] & (column[None, :] < SIZE), other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store `[ROWS, BLOCK_D]` from row `first`, except for rows >= `rows` and columns beyond the head size."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    inside = (first + row < rows)[:, None] & (column[None, :] < SIZE)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+# Triton decides when a kernel is defined whether it is compiled or interpreted. The interpreter has no inline assembly.
+INTERPRETED = not isinstance(store_rows, triton.JITFunction)
+COMPILED = tl.constexpr(not INTERPRETED)
+
+
+@triton.jit
+def sample_and_head(heads):
+    """The sample and head of a program, int64, for a grid whose second dimension is b * h."""
+    sample = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    return sample, head
+
+
+@triton.jit
+def input_pointers(
+    query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head,
+    MARGIN: tl.constexpr,
+):  # fmt: skip
+    """The inputs of a sample and head; bias and weight from distance 0 on."""
+    query += sample * query_b + head * query_h
+    key += sample * key_b + head * key_h
+    value += sample * value_b + head * value_h
+    bias += head * table_h + MARGIN
+    weight += head * table_h + MARGIN
+    return query, key, value, bias, weight
+
+
+@triton.jit
+def look_up(table, first_distance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The table's entries `[ROWS, COLUMNS]` for the pairs of a tile; `first_distance` is that of its first pair.
+
+    The distance grows by 1 per row and falls by 1 per column; if TRANSPOSED, the other way around.
+
+    `tl.load` would treat these loads as operands of the matrix products and stage them through shared memory one word
+    at a time. With 64-bit offsets, a pointer to which rows are added before columns, and index ranges that no other
+    part of the kernel uses (they do not start at 0), the addresses of a thread become one base plus constants, and
+    pairs at the same distance share a load: 18 loads for the 32 pairs of a thread in a 128 x 64 tile with 8 warps.
+    """
+    row = tl.arange(ROWS, 2 * ROWS).to(tl.int64)
+    column = tl.arange(COLUMNS, 2 * COLUMNS).to(tl.int64)
+    if TRANSPOSED:
+        pointers = (table + (first_distance + ROWS - COLUMNS) + column)[None, :] - row[:, None]
+    else:
+        pointers = (table + (first_distance + COLUMNS - ROWS) + row)[:, None] - column[None, :]
+    if COMPILED:
+        entries = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        entries = tl.load(pointers)
+    return entries
+
+
+@triton.jit
+def load_row_stats(row_stats, first, ROWS: tl.constexpr):
+    """lse and delta of the rows first ... first+ROWS-1, each `[ROWS]`."""
+    # Written like `look_up`, so that addresses become constants.
+    pointers = (row_stats + 2 * (first - ROWS)) + 2 * tl.arange(ROWS, 2 * ROWS).to(tl.int64)
+    if COMPILED:
+        lse, delta = tl.inline_asm_elementwise(
+            "ld.global.nc.v2.f32 {$0, $1}, [$2];",
+            "=f,=f,l",
+            [pointers.to(tl.int64)],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        lse = tl.load(pointers)
+        delta = tl.load(pointers + 1)
+    return lse, delta
+
+
+@triton.jit
+def tile_scores(
+    products, first_distance, needs_mask, bias, weight, scale_log2,
+    HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log2 from q.k, -inf for masked pairs; and the weights, or 1.
+
+    `bias` and `weight` point to the head's entry for distance 0; `first_distance` and TRANSPOSED are as in `look_up`.
+    Without tables (not HAS_TABLE) the bias is only a mask, and is looked up only if the tile `needs_mask`.
+    """
+    weights = 1.0
+    if HAS_TABLE:
+        scores = products * scale_log2
+        if HAS_WEIGHT:
+            weights = look_up(weight, first_distance, ROWS, COLUMNS, TRANSPOSED)
+            scores = scores * weights
+        scores = scores + look_up(bias, first_distance, ROWS, COLUMNS, TRANSPOSED)
+    else:
+        # Masked before the scale, which is positive, so that scaling and the next subtraction become one instruction.
+        if needs_mask:
+            products = products + look_up(bias, first_distance, ROWS, COLUMNS, TRANSPOSED)
+        scores = products * scale_log2
+    return scores, weights
+
+
+@triton.jit
+def round_up(number, multiple: tl.constexpr):
+    """The next multiple of a number >= 0."""
+    return (number + multiple - 1) // multiple * multiple
+
+
+@triton.jit
+def key_ranges(first, offset, t, window, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(begin, full, part, end): a tile of queries attends to keys in [begin, end), unmasked in [full, part)."""
+    first_position = offset + first
+    last_position = first_position + BLOCK_M - 1
+    end = tl.minimum(t, last_position + 1)
+    begin = 0
+    full = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+        full = round_up(tl.maximum(last_position - window + 1, 0), BLOCK_N)
+    part = tl.maximum((first_position + 1) // BLOCK_N * BLOCK_N, begin)
+    full = tl.minimum(full, part)
+    return begin, full, part, end
+
+
+@triton.jit
+def forward_kernel(
+    query, key, value, bias, weight, context, lse,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, context_b, context_h, context_s,
+    table_h, heads, s, t, scale_log2, window,
+    SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """context `[b, h, s, d]` and lse `[b, h, s]`, with an online softmax. A program computes a tile of queries."""
+    # The longest rows start first; the short ones fill the gaps at the end.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    sample, head = sample_and_head(heads)
+    query, key, value, bias, weight = input_pointers(
+        query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, MARGIN
+    )
+    context += sample * context_b + head * context_h
+    lse += (sample * heads + head) * s
+    offset = t - s
+
+    queries = load_rows(query, first, query_s, s, SIZE, BLOCK_M, BLOCK_D)
+    context_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    begin, full, part, end = key_ranges(first, offset, t, window, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    tl.assume(begin < end)
+    for start in range(begin, end, BLOCK_N):
+        keys = load_rows(key, start, key_t, t, SIZE, BLOCK_N, BLOCK_D)
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores, _ = tile_scores(
+            products, offset + first - start, (start < full) | (start >= part), bias, weight, scale_log2,
+            HAS_TABLE, HAS_WEIGHT, BLOCK_M, BLOCK_N, False,
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A row at the start of its window may have only masked keys so far, and no maximum to subtract.
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        correction = tl.exp2(row_max - safe_max)
+        probabilities = tl.exp2(scores - safe_max[:, None])
+        row_sum = row_sum * correction + tl.sum(probabilities, 1)
+        context_sum = context_sum * correction[:, None]
+        values = load_rows(value, start, value_t, t, SIZE, BLOCK_N, BLOCK_D)
+        context_sum = tl.dot(probabilities.to(values.dtype), values, context_sum, input_precision=PRECISION)
+        row_max = new_max
+    # Padding rows may have only masked keys.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    store_rows(context, first, context_s, s, context_sum / row_sum[:, None], SIZE, BLOCK_M, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_M)
+    tl.store(lse + rows, row_max + tl.log2(row_sum), mask=rows < s)
+
+
+@triton.jit
+def row_stats_kernel(
+    context, grad_context, lse, row_stats,
+    context_b, context_h, context_s, grad_context_b, grad_context_h, grad_context_s,
+    heads, s, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """row_stats `[b, h, rows, 2]`: lse `[b, h, s]`, and delta = context . grad_context. Padding rows get inf and 0."""
+    first = tl.program_id(0) * BLOCK_M
+    sample, head = sample_and_head(heads)
+    context += sample * context_b + head * context_h
+    grad_context += sample * grad_context_b + head * grad_context_h
+    contexts = load_rows(context, first, context_s, s, SIZE, BLOCK_M, BLOCK_D).to(tl.float32)
+    grad_contexts = load_rows(grad_context, first, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D).to(tl.float32)
+    rows = first + tl.arange(0, BLOCK_M)
+    row_lse = tl.load(lse + (sample * heads + head) * s + rows, mask=rows < s, other=float("inf"))
+    row_stats += 2 * (sample * heads + head) * tl.num_programs(0) * BLOCK_M
+    tl.store(row_stats + 2 * rows, row_lse)
+    tl.store(row_stats + 2 * rows + 1, tl.sum(contexts * grad_contexts, 1))
+
+
+@triton.jit
+def key_value_kernel(
+    query, key, value, bias, weight, grad_context, row_stats, grad_key, grad_value,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
+    grad_context_b, grad_context_h, grad_context_s, grad_key_b, grad_key_h, grad_key_t,
+    grad_value_b, grad_value_h, grad_value_t,
+    table_h, row_stats_h, heads, s, t, scale, scale_log2, window,
+    SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """grad_key and grad_value `[b, h, t, d]`. A program computes a tile of keys. Its score tiles are transposed."""
+    first = tl.program_id(0) * BLOCK_N
+    sample, head = sample_and_head(heads)
+    query, key, value, bias, weight = input_pointers(
+        query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, MARGIN
+    )
+    grad_context += sample * grad_context_b + head * grad_context_h
+    grad_key += sample * grad_key_b + head * grad_key_h
+    grad_value += sample * grad_value_b + head * grad_value_h
+    row_stats += (sample * heads + head) * row_stats_h
+    offset = t - s
+
+    keys = load_rows(key, first, key_t, t, SIZE, BLOCK_N, BLOCK_D)
+    values = load_rows(value, first, value_t, t, SIZE, BLOCK_N, BLOCK_D)
+    grad_key_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_value_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    # Queries in [begin, end) attend to some of the keys; those in [full, part) attend to all of them.
+    last = first + BLOCK_N - 1
+    begin = tl.maximum(first - offset, 0) // BLOCK_M * BLOCK_M
+    full = round_up(tl.maximum(last - offset, 0), BLOCK_M)
+    part = s // BLOCK_M * BLOCK_M
+    end = s
+    if HAS_WINDOW:
+        part = tl.minimum(part, tl.maximum(first + window - offset, 0) // BLOCK_M * BLOCK_M)
+        end = tl.minimum(end, tl.maximum(last + window - offset, 0))
+    # At least one iteration, even if no query attends to the keys: in a loop that may not run, ptxas waits for every
+    # matrix product separately.
+    end = tl.maximum(end, begin + 1)
+    tl.assume(begin < end)
+    for start in range(begin, end, BLOCK_M):
+        queries = load_rows(query, start, query_s, s, SIZE, BLOCK_M, BLOCK_D)
+        lse, delta = load_row_stats(row_stats, start, BLOCK_M)
+        products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+        first_distance = offset + start - first
+        if HAS_WINDOW:
+            # If no query attends to the keys, stay within the margin.
+            first_distance = tl.minimum(first_distance, window + BLOCK_N)
+        scores, weights = tile_scores(
+            products, first_distance, (start < full) | (start >= part), bias, weight, scale_log2,
+            HAS_TABLE, HAS_WEIGHT, BLOCK_N, BLOCK_M, True,
+        )  # fmt: skip
+        probabilities = tl.exp2(scores - lse[None, :])
+        grad_contexts = load_rows(grad_context, start, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D)
+        grad_value_sum = tl.dot(
+            probabilities.to(grad_contexts.dtype), grad_contexts, grad_value_sum, input_precision=PRECISION
+        )
+        grad_scores = tl.dot(values, tl.trans(grad_contexts), input_precision=PRECISION)
+        grad_scores = probabilities * (grad_scores - delta[None, :])
+        if HAS_WEIGHT:
+            grad_scores = grad_scores * weights
+        grad_key_sum = tl.dot(grad_scores.to(queries.dtype), queries, grad_key_sum, input_precision=PRECISION)
+    store_rows(grad_key, first, grad_key_t, t, grad_key_sum * scale, SIZE, BLOCK_N, BLOCK_D)
+    store_rows(grad_value, first, grad_value_t, t, grad_value_sum, SIZE, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def sum_along_direction(
+    grad_scores, products, directions, INDEX: tl.constexpr, directions_p, first_distance,
+    BIAS_DIRECTIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Per row, the sum of the scores' gradient times a direction of the bias, or, after those, one of the weight."""
+    if INDEX >= BIAS_DIRECTIONS:
+        grad_scores = grad_scores * products
+    return tl.sum(grad_scores * look_up(directions + INDEX * directions_p, first_distance, ROWS, COLUMNS, False), 1)
+
+
+@triton.jit
+def query_kernel(
+    query, key, value, bias, weight, grad_context, row_stats, directions, grad_query, direction_sums,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
+    grad_context_b, grad_context_h, grad_context_s, grad_query_b, grad_query_h, grad_query_s,
+    table_h, row_stats_h, directions_p, heads, s, t, scale, scale_log2, window,
+    SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BIAS_DIRECTIONS: tl.constexpr, WEIGHT_DIRECTIONS: tl.constexpr,
+    MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """grad_query `[b, h, s, d]`, and direction_sums `[p, b, h, q]` for the gradients of the tables' coefficients.
+
+    A program computes a tile of queries. Its sums are, for each of the at most 4 directions `[p, h, ...]`, the scores'
+    gradient times the direction, and for those of the weight, which come last, times q.k.
+    """
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    sample, head = sample_and_head(heads)
+    query, key, value, bias, weight = input_pointers(
+        query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, MARGIN
+    )
+    grad_context += sample * grad_context_b + head * grad_context_h
+    grad_query += sample * grad_query_b + head * grad_query_h
+    row_stats += (sample * heads + head) * row_stats_h
+    directions += head * table_h + MARGIN
+    offset = t - s
+
+    lse, delta = load_row_stats(row_stats, first, BLOCK_M)
+    queries = load_rows(query, first, query_s, s, SIZE, BLOCK_M, BLOCK_D)
+    grad_contexts = load_rows(grad_context, first, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D)
+    grad_query_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sum_0 = tl.zeros([BLOCK_M], tl.float32)
+    sum_1 = tl.zeros([BLOCK_M], tl.float32)
+    sum_2 = tl.zeros([BLOCK_M], tl.float32)
+    sum_3 = tl.zeros([BLOCK_M], tl.float32)
+    begin, full, part, end = key_ranges(first, offset, t, window, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    tl.assume(begin < end)
+    for start in range(begin, end, BLOCK_N):
+        keys = load_rows(key, start, key_t, t, SIZE, BLOCK_N, BLOCK_D)
+        values = load_rows(value, start, value_t, t, SIZE, BLOCK_N, BLOCK_D)
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        distance = offset + first - start
+        scores, weights = tile_scores(
+            products, distance, (start < full) | (start >= part), bias, weight, scale_log2,
+            HAS_TABLE, HAS_WEIGHT, BLOCK_M, BLOCK_N, False,
+        )  # fmt: skip
+        probabilities = tl.exp2(scores - lse[:, None])
+        grad = tl.dot(grad_contexts, tl.trans(values), input_precision=PRECISION)
+        grad = probabilities * (grad - delta[:, None])
+        if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 0:
+            sum_0 += sum_along_direction(
+                grad, products, directions, 0, directions_p, distance, BIAS_DIRECTIONS, BLOCK_M, BLOCK_N
+            )
+        if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 1:
+            sum_1 += sum_along_direction(
+                grad, products, directions, 1, directions_p, distance, BIAS_DIRECTIONS, BLOCK_M, BLOCK_N
+            )
+        if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 2:
+            sum_2 += sum_along_direction(
+                grad, products, directions, 2, directions_p, distance, BIAS_DIRECTIONS, BLOCK_M, BLOCK_N
+            )
+        if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 3:
+            sum_3 += sum_along_direction(
+                grad, products, directions, 3, directions_p, distance, BIAS_DIRECTIONS, BLOCK_M, BLOCK_N
+            )
+        if HAS_WEIGHT:
+            grad = grad * weights
+        grad_query_sum = tl.dot(grad.to(keys.dtype), keys, grad_query_sum, input_precision=PRECISION)
+    store_rows(grad_query, first, grad_query_s, s, grad_query_sum * scale, SIZE, BLOCK_M, BLOCK_D)
+    tiles = tl.num_programs(0).to(tl.int64)
+    direction_sums += tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
+    stride = tl.num_programs(1) * tiles
+    if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 0:
+        tl.store(direction_sums, tl.sum(sum_0, 0))
+    if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 1:
+        tl.store(direction_sums + stride, tl.sum(sum_1, 0))
+    if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 2:
+        tl.store(direction_sums + 2 * stride, tl.sum(sum_2, 0))
+    if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 3:
+        tl.store(direction_sums + 3 * stride, tl.sum(sum_3, 0))
+
+
+@triton.jit
+def sum_tiles_kernel(
+    query, key, value, bias, weight, grad_context, row_stats, bias_tiles, weight_tiles,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
+    grad_context_b, grad_context_h, grad_context_s,
+    table_h, row_stats_h, first_head, batch, heads, s, t, scale, scale_log2,
+    SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, GRAD_BIAS: tl.constexpr, GRAD_WEIGHT: tl.constexpr,
+    MARGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """bias_tiles and weight_tiles `[h, p, k, BLOCK, BLOCK]`: the scores' gradient, and this times q.k, summed over the
+    tiles at block distance k of one of p parts of all samples and queries."""
+    block_distance = tl.program_id(0)
+    part = tl.program_id(1)
+    head = (first_head + tl.program_id(2)).to(tl.int64)
+    query, key, value, bias, weight = input_pointers(
+        query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, 0, head, MARGIN
+    )
+    grad_context += head * grad_context_h
+    offset = t - s
+
+    # The first tile of queries for which keys at this block distance exist.
+    first_tile = tl.maximum(block_distance * BLOCK - offset, 0) // BLOCK
+    sample_tiles = (s + BLOCK - 1) // BLOCK - first_tile
+    tiles = tl.maximum(sample_tiles, 0) * batch
+    part_tiles = (tiles + tl.num_programs(1) - 1) // tl.num_programs(1)
+    row = tl.arange(0, BLOCK)
+    bias_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
+    weight_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for index in range(part * part_tiles, tl.minimum((part + 1) * part_tiles, tiles)):
+        sample = (index // sample_tiles).to(tl.int64)
+        first = (first_tile + index % sample_tiles) * BLOCK
+        first_key = offset + first - block_distance * BLOCK
+        lse, delta = load_row_stats(row_stats + (sample * heads + head) * row_stats_h, first, BLOCK)
+        queries = load_rows(query + sample * query_b, first, query_s, s, SIZE, BLOCK, BLOCK_D)
+        keys = load_rows(key + sample * key_b, first_key, key_t, t, SIZE, BLOCK, BLOCK_D)
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores, _ = tile_scores(
+            products, block_distance * BLOCK, True, bias, weight, scale_log2, True, HAS_WEIGHT, BLOCK, BLOCK, False
+        )
+        # The table does not mask keys before the first one.
+        scores = tl.where((first_key + row >= 0)[None, :], scores, float("-inf"))
+        probabilities = tl.exp2(scores - lse[:, None])
+        grad_contexts = load_rows(
+            grad_context + sample * grad_context_b, first, grad_context_s, s, SIZE, BLOCK, BLOCK_D
+        )
+        values = load_rows(value + sample * value_b, first_key, value_t, t, SIZE, BLOCK, BLOCK_D)
+        grad_scores = tl.dot(grad_contexts, tl.trans(values), input_precision=PRECISION)
+        grad_scores = probabilities * (grad_scores - delta[:, None])
+        if GRAD_BIAS:
+            bias_sum += grad_scores
+        if GRAD_WEIGHT:
+            weight_sum += grad_scores * products
+    tile_index = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + part) * tl.num_programs(0) + block_distance
+    entries = tile_index * BLOCK * BLOCK + row[:, None] * BLOCK + row[None, :]
+    if GRAD_BIAS:
+        tl.store(bias_tiles + entries, bias_sum)
+    if GRAD_WEIGHT:
+        tl.store(weight_tiles + entries, weight_sum * scale)
+
+
+@triton.jit
+def sum_diagonals_kernel(tiles, grad_table, grad_table_h, parts, length, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tiles `[h, p, k, BLOCK, BLOCK]` -> their sums over p and along diagonals, `[h, length]` float32.
+
+    Row i of a tile at block distance k has the distance k * BLOCK + r in column i - r if i >= r. If i < r, that
+    distance is in column i - r + BLOCK of the tile at block distance k + 1. So there is one entry per row and part.
+    """
+    block_distance = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, BLOCK)
+    in_next = row[:, None] < column[None, :]
+    tile_index = block_distance + in_next.to(tl.int32)
+    entries = tile_index.to(tl.int64) * (BLOCK * BLOCK) + row[:, None] * BLOCK
+    entries += row[:, None] - column[None, :] + tl.where(in_next, BLOCK, 0)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for part in range(parts):
+        base = tiles + (head * parts + part) * tl.num_programs(0) * BLOCK * BLOCK
+        total += tl.load(base + entries, mask=tile_index < tl.num_programs(0), other=0.0)
+    distance = block_distance * BLOCK + column
+    tl.store(grad_table + head * grad_table_h + distance, tl.sum(total, 0), mask=distance < length)
