@@ -21,14 +21,18 @@ class OptionParser(argparse.ArgumentParser):
     Help texts and messages show the declared spelling, which has dashes throughout this project.
     """
 
-    def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
-    # argparse declares these two as overloads that differ only in the type of the namespace.
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None):  # type: ignore[override]
+    # The base class declares overloads by the type of `namespace`, hence the ignored errors.
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         return super().parse_known_args(self._with_declared_spelling(args), namespace)
 
-    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None):  # type: ignore[override]
+    def parse_known_intermixed_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         return super().parse_known_intermixed_args(self._with_declared_spelling(args), namespace)
 
     def _with_declared_spelling(self, args: Sequence[str] | None) -> list[str]:

@@ -137,7 +137,7 @@ def _build(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Config:
     keys = _merge(entries, overrides)
     _fill_placeholders(keys)
     values, notices = _sort(keys)
-    groups = {}
+    groups: dict[str, Any] = {}
     for name, model in GROUPS.items():
         try:
             groups[name] = model.model_validate(values[name])

@@ -115,7 +115,7 @@ def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> int:
     processes. Must be called in the main thread.
     """
     received: list[int] = []
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen[bytes] | None = None
 
     def handle(number: int, _frame: object) -> None:
         received.append(number)
@@ -142,7 +142,7 @@ def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return 128 + (256 - status) if status > 256 - signal.NSIG else status
 
 
-def _stop(process: subprocess.Popen, name: str, again: bool) -> None:
+def _stop(process: subprocess.Popen[bytes], name: str, again: bool) -> None:
     """Send SIGTERM to the training processes, or kill everything if there are none or this is the second signal."""
     targets = [] if again else _processes_to_signal(process)
     if targets:
@@ -157,7 +157,7 @@ def _stop(process: subprocess.Popen, name: str, again: bool) -> None:
             target.send_signal(signal.SIGTERM)
 
 
-def _processes_to_signal(process: subprocess.Popen) -> list[psutil.Process]:
+def _processes_to_signal(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The training processes of this machine, or the local processes that stand for those of other machines.
 
     On one machine: runner -> deepspeed.launcher.launch -> training processes. With srun and mpirun: runner -> srun,
@@ -165,12 +165,12 @@ def _processes_to_signal(process: subprocess.Popen) -> list[psutil.Process]:
     """
     try:
         runner = psutil.Process(process.pid)
-        children = runner.children()
+        children: list[psutil.Process] = runner.children()
         if not children:
             return []
         command = children[0].cmdline()
         if "deepspeed.launcher.launch" in command:
-            return children[0].children()
+            return list(children[0].children())
         if any(os.path.basename(word) == "pdsh" for word in command[:2]):
             return [runner]
         return children
@@ -178,7 +178,7 @@ def _processes_to_signal(process: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
-def _training_processes_survive(launcher: subprocess.Popen) -> bool:
+def _training_processes_survive(launcher: subprocess.Popen[bytes]) -> bool:
     """True if processes of the launcher's session still run after the time that data workers need to end."""
 
     def any_left() -> bool:
@@ -197,7 +197,7 @@ def _training_processes_survive(launcher: subprocess.Popen) -> bool:
     return False
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill every process of the launcher's process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -5,7 +5,7 @@ All functions also work in a single process without a process group. Otherwise e
 
 import pickle
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -61,7 +61,7 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
     except Exception as error:
         failure = error
         outcome = (None, _as_user_error(error))
-    outcomes: list = [None] * dist.get_world_size(group)
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
     if failure is not None:
         raise failure
