@@ -110,10 +110,11 @@ def parse(text: str, source: str) -> list[Entry]:
         loader.name = source
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            content = "contains a scalar" if isinstance(node, yaml.ScalarNode) else "contains a sequence"
-            raise UserError(
-                f'{source}: {"is empty" if node is None else content}; a configuration file contains one mapping of keys to values: {{"key": value}}'
-            )
+            if node is None:
+                content = "is empty"
+            else:
+                content = f"contains a {'scalar' if isinstance(node, yaml.ScalarNode) else 'sequence'}"
+            raise UserError(f'{source}: {content}; expected one mapping of keys to values: {{"key": value, ...}}')
         values = loader.construct_document(node)
         lines = {key_node.value: key_node.start_mark.line + 1 for key_node, _ in node.value}
     except yaml.YAMLError as error:

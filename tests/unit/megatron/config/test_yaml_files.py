@@ -66,7 +66,7 @@ def test_block_style_and_byte_order_mark(write):
         (b"{'a': 1,\n\n 'b': \xff}", r":3: not UTF-8 text \(byte 0xff\)"),
         ('{"a": 1\n "b": 2}', r":2: not YAML: .*expected ',' or '}'"),
         ("a: 1\n\tb: 2", r":2: not YAML"),
-        ("[1, 2]", "contains a sequence; a configuration file contains one mapping"),
+        ("[1, 2]", "contains a sequence; expected one mapping"),
         ("just text", "contains a scalar"),
         ("", "is empty"),
         ("# only a comment\n", "is empty"),
