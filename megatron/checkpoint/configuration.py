@@ -23,6 +23,9 @@ IGNORED_KEYS = (
     "precision",
 )
 
+# Sizes that an evaluation must agree on if its configuration sets them.
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
 # Settings that change the model's output but not the sizes of its tensors: field of ModelSettings -> configuration key.
 OUTPUT_SETTINGS = {
     "num_heads": "num_attention_heads",
@@ -58,10 +61,15 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
     """How two configurations compute different outputs from the same weights, one phrase per difference.
 
     evaluation: ignore options of the positional method that may be changed after training (its `evaluation_options`),
-    such as rotary scaling.
+    such as rotary scaling, and compare the sizes that `config` sets.
     """
-    before, after = (ModelSettings.from_config(each, padded_vocab_size=1) for each in (saved, config))
+    before = ModelSettings.from_config(saved, padded_vocab_size=1)
+    after = ModelSettings.from_config(config, padded_vocab_size=1)
     differences = []
+    for key in SIZES if evaluation else ():
+        sizes = getattr(saved.model, key), getattr(config.model, key)
+        if key in config.to_flat() and sizes[0] != sizes[1]:
+            differences.append(f"{key} {sizes[0]} in the checkpoint, {sizes[1]} here")
     same_method = method_class(before.pos_emb) is method_class(after.pos_emb)
     if not same_method:
         differences.append(f"pos_emb {before.pos_emb} in the checkpoint, {after.pos_emb} here")
@@ -81,7 +89,7 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
             values = getattr(before, field), getattr(after, field)
         if values[0] != values[1]:
             differences.append(f"{key} {values[0]} in the checkpoint, {values[1]} here")
-    return differences
+    return list(dict.fromkeys(differences))
 
 
 def evaluated_method(config: Config) -> str:

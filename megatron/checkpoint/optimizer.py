@@ -104,18 +104,19 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
     wrapper = engine.optimizer
     optimizer: torch.optim.Optimizer = getattr(wrapper, "optimizer", wrapper)
     fragments: dict[str, Fragment] = {}
+    parameter: Any  # with the attributes that DeepSpeed adds
     if engine.zero_optimization_partition_weights():
         # ZeRO 3 cuts each parameter into equal parts, the last one padded, and concatenates parts into flat tensors.
         for name, parameter in parameters.items():
             sub_group, offset, _ = wrapper.grad_position[wrapper.get_param_id(parameter)]
             flat = wrapper.fp32_partitioned_groups_flat[sub_group]
-            size = parameter.partition_numel()  # type: ignore[operator]  # set by DeepSpeed
+            size = parameter.partition_numel()
             start = size * wrapper._get_param_partition_rank(parameter)
-            size = min(size, parameter.ds_numel - start)  # type: ignore[operator]  # set by DeepSpeed
+            size = min(size, parameter.ds_numel - start)
             if size > 0:
                 group = optimizer.param_groups[wrapper.sub_group_to_group_id[sub_group]]
                 master = flat.detach().narrow(0, offset, size)
-                fragments[name] = Fragment(parameter.ds_shape, start, master, group, flat, offset)  # type: ignore[arg-type]
+                fragments[name] = Fragment(parameter.ds_shape, start, master, group, flat, offset)
     elif wrapper is optimizer:
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in parameters.items():
@@ -124,7 +125,7 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
     else:
         # ZeRO 1 and 2 and the bf16 optimizer keep one flat float32 partition per parameter group.
         for name, parameter in parameters.items():
-            mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # set by DeepSpeed
+            mapping = parameter._hp_mapping
             if mapping is not None:
                 group = optimizer.param_groups[mapping.param_group_index]
                 (flat,) = group["params"]

@@ -204,7 +204,7 @@ def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> WriteResult:
                     records[name] = save_file(path, value, zip_checksums=zip_checksums, sync=sync)
             except (OSError, RuntimeError, UserError) as error:
                 errors.append(error)
-        errors += [error for future in pending if (error := future.exception()) is not None]
+        errors += [failure for future in pending if (failure := future.exception()) is not None]
     if errors:
         text = first_line(errors[0])
         return None, text if isinstance(errors[0], UserError) else f"{type(errors[0]).__name__}: {text}"

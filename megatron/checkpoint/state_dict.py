@@ -161,7 +161,8 @@ def random_state_file(rank: int) -> str:
 def capture_random_state() -> dict[str, Any]:
     """State of the generators of Python, NumPy and torch (CPU, and the current GPU if there is one)."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the generator that libraries share)
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002 (the generator that libraries share)
+    kind, keys, position, has_gauss, cached = numpy_state
     return {
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),

@@ -102,7 +102,7 @@ def load_file(path: str | Path) -> Any:
 
     Raises CheckpointError if the file is missing, damaged, or contains any other object.
     """
-    reconstruct = np._core.multiarray._reconstruct
+    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]  # private, named in pickles
     # A pickled NumPy random state, under the names of NumPy 1 and 2.
     allowed: list[Any] = [np.ndarray, np.dtype, reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
     allowed += [type(np.dtype(name)) for name in ("uint32", "uint64", "int64", "float64")]

@@ -1,4 +1,4 @@
-"""Trained models in use: loading them, and generating text."""
+"""Using trained models: loading them, and generating text."""
 
 from megatron.inference.generation import Generation, generate
 from megatron.inference.loading import load_model

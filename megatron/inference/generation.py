@@ -1,11 +1,14 @@
-"""Text generation in batches, with a key-value cache or by recomputing the prefix; both give the same tokens.
+"""Text generation in batches, with a KV cache or by recomputing the prefix; both give the same tokens.
 
-Rows of a batch all begin at position 0 and hold equally many tokens, whatever the lengths of their prompts: each step
-feeds the tokens that every row already knows, and where a row's prompt goes on beyond that, its next token is the
-prompt's, not a drawn one. So no row ever sees padding, and every positional method gives what it gives to the row
-alone. Each row draws from its own random stream.
+All rows of a batch start at position 0 and have the same number of tokens, whatever the length of their prompts: each
+step feeds one more token that all rows have, and rows whose prompt is longer take their next token from the prompt
+instead of sampling it. So there is no padding, and a row's result does not depend on the other rows. Each row samples
+from its own random stream.
+
+Legend: b batch, v vocabulary.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,20 +20,89 @@ from torch import Tensor
 
 from kerple.positional import PositionsExceeded
 from megatron.inference.decoder import Decoder, as_decoder, inference, model_device
-from megatron.inference.sampling import Sampling
 from megatron.utils.errors import UserError
 
 PROMPT_CHUNK = 512
 
 
 @dataclass(frozen=True)
-class Generation:
-    """What was generated for one prompt.
+class Sampling:
+    """How the next token is chosen from logits.
 
-    tokens: the new tokens, without the end-of-document token that ended them.
-    finished: the text came to its end (end-of-document); False: it was cut, by `maximum_tokens` or for the reason in
-        `message`.
-    duration_seconds: from the beginning of its batch to its last token.
+    Attributes:
+        temperature: divides the logits; 0 chooses the most probable token (greedy).
+        top_k: sample from the k most probable tokens; 0: from all.
+        top_p: then sample from the smallest set of tokens whose total probability is at least top_p (nucleus sampling,
+            Holtzman et al. 2020); 0 and 1: from all.
+        vocab_size: ids at and above it pad the vocabulary and are never chosen; None: there is no padding.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise UserError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not 0 <= self.top_p <= 1:
+            raise UserError(f"top_p must be between 0 (off) and 1, not {self.top_p}")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise UserError(f"vocab_size must be at least 1, not {self.vocab_size}")
+
+    def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Float64 probabilities `[b, k]` of the remaining tokens and their ids `[b, k]`, from logits `[b, v]`. Requires
+        a temperature above 0.
+        """
+        logits = logits[:, : self.vocab_size].double()
+        nucleus = 0 < self.top_p < 1
+        # Sorting a large vocabulary is the slowest part, so do it only if needed.
+        if 0 < self.top_k < logits.shape[1]:
+            logits, ids = logits.topk(self.top_k)
+        elif nucleus:
+            logits, ids = logits.sort(descending=True)
+        else:
+            ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+        # Subtract the largest logit first, so that a very small temperature does not overflow.
+        probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / self.temperature).softmax(dim=-1)
+        if nucleus:
+            before = probabilities.cumsum(dim=-1) - probabilities
+            probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
+            probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+        return probabilities, ids
+
+    def choose(self, logits: Tensor, generators: Sequence[np.random.Generator]) -> list[int]:
+        """One token id per row of logits `[b, v]`. Each row draws one number from its own generator. Raises UserError
+        if a logit is NaN.
+        """
+        if torch.isnan(logits).any():
+            raise UserError("the model's logits are NaN: the checkpoint is damaged, or its values overflow")
+        if self.temperature == 0:
+            greedy: list[int] = logits[:, : self.vocab_size].argmax(dim=-1).tolist()
+            return greedy
+        probabilities, ids = self.probabilities(logits)
+        draws = torch.tensor(
+            [generator.random() for generator in generators], dtype=torch.float64, device=logits.device
+        )
+        # Inverse of the cumulative distribution. If rounding leaves its end below 1, the last possible token is chosen.
+        chosen = (probabilities.cumsum(dim=-1) <= draws[:, None]).sum(dim=-1)
+        indices = torch.arange(probabilities.shape[1], device=probabilities.device)
+        last = torch.where(probabilities > 0, indices, 0).amax(dim=-1)
+        sampled: list[int] = ids.gather(1, torch.minimum(chosen, last)[:, None])[:, 0].tolist()
+        return sampled
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The text generated for one prompt.
+
+    Attributes:
+        tokens: the new tokens, without a final end-of-document token.
+        finished: whether the text ended with end-of-document. Otherwise it was cut off, by `maximum_tokens` or for the
+            reason in `message`.
+        duration_seconds: from the start of its batch to its last token.
     """
 
     prompt: list[int]
@@ -57,34 +129,48 @@ def generate(
     ended: Callable[[list[int]], bool] | None = None,
     on_generation: Callable[[int, Generation], None] | None = None,
 ) -> list[Generation]:
-    """Continue each prompt by at most `maximum_tokens` tokens; the results are in the order of the prompts.
+    """Continue each prompt by at most `maximum_tokens` tokens; returns the results in the order of the prompts.
 
-    model: a model of this project; with `recompute` also any callable from int64 tokens `[b, s]` to logits `[b, s, v]`.
-    prompts: token ids, at least one each (a text from nothing begins with the end-of-document token).
-    temperature, top_k, top_p: see `Sampling`; temperature 0 is greedy.
-    seed: row i draws from a stream of its own, made of the seed and i, whatever rows stand beside it.
-    eod: the end-of-document token; a row that generates it is finished, unless `stop_at_eod` is False.
-    vocab_size: ids from it on, the padding of the vocabulary, are never drawn, and refused in prompts.
-    batch_size: rows computed at once, at most.
-    recompute: compute the whole prefix again for each token, without a cache.
-    ended: given the new tokens of a row after each of them, whether the row ends there; for texts that stop at a word.
-    on_generation: called with the index of a prompt and its result as soon as that is known.
+    Only the positional method limits the length: rows that reach the end of a `learned` table stop with a message.
 
-    Nothing limits the length but the positional method: where `learned` meets the end of its table, the rows concerned
-    stop with a message. Raises UserError for arguments that cannot be served.
+    Args:
+        model: a model of this project; with `recompute` also any callable from int64 tokens `[b, s]` to logits
+            `[b, s, v]`.
+        prompts: token ids, at least one each (for an empty prompt, the end-of-document token).
+        temperature, top_k, top_p: see `Sampling`.
+        seed: row i samples from a random stream of (seed, i), independent of the other rows.
+        eod: the end-of-document token. A row that generates it is finished, unless `stop_at_eod` is False.
+        vocab_size: ids at and above it, which pad the vocabulary, are never sampled, and rejected in prompts.
+        batch_size: largest number of rows computed at once.
+        recompute: recompute the whole prefix for each token instead of using a cache.
+        ended: called with a row's new tokens after each of them; returns whether the row ends there.
+        on_generation: called with a prompt's index and result as soon as it is complete.
+
+    Raises:
+        UserError: for invalid arguments, or a model without a KV cache if `recompute` is False.
     """
     sampling = Sampling(temperature, top_k, top_p, vocab_size)
-    _check(prompts, vocab_size, {"maximum_tokens": maximum_tokens, "batch_size": batch_size}, seed)
+    for name, value in (("maximum_tokens", maximum_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}")
+    if seed < 0:
+        raise UserError(f"seed must be 0 or more, not {seed}")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise UserError(f"prompt {index} is empty: start a text without prompt with the end-of-document token")
+        invalid = min(prompt) if min(prompt) < 0 else max(prompt)
+        if invalid < 0 or (vocab_size is not None and invalid >= vocab_size):
+            raise UserError(f"prompt {index} contains token id {invalid}, which is outside the vocabulary")
     decoder = as_decoder(model)
     if not recompute and not hasattr(model, "new_cache"):
-        raise UserError(f"{type(model).__name__} has no key-value cache of this project: generate with recompute")
+        raise UserError(f"{type(model).__name__} has no KV cache of this project: generate with recompute")
     stop = eod if stop_at_eod else None
     results: dict[int, Generation] = {}
     with inference(model):
-        for members in _batches(prompts, batch_size, maximum_tokens):
-            rows = [_Row(index, list(prompts[index]), np.random.default_rng([seed, index])) for index in members]
-            source = _Logits(decoder, rows, maximum_tokens, model_device(model), recompute)
-            for index, generation in _continue(source, rows, sampling, maximum_tokens, stop, ended):
+        for indices in _batches(prompts, batch_size, maximum_tokens):
+            rows = [_Row(index, list(prompts[index]), np.random.default_rng([seed, index])) for index in indices]
+            logits = _NextTokenLogits(decoder, rows, maximum_tokens, model_device(model), recompute)
+            for index, generation in _continue(logits, rows, sampling, maximum_tokens, stop, ended):
                 results[index] = generation
                 if on_generation is not None:
                     on_generation(index, generation)
@@ -92,7 +178,7 @@ def generate(
 
 
 class _Row:
-    """A prompt being continued: `text` is the prompt and what was generated so far."""
+    """A prompt that is being continued. `text` is the prompt and the tokens generated so far."""
 
     def __init__(self, index: int, prompt: list[int], generator: np.random.Generator):
         self.index = index
@@ -100,27 +186,15 @@ class _Row:
         self.text = list(prompt)
         self.generator = generator
 
+    @property
     def generated(self) -> list[int]:
         return self.text[len(self.prompt) :]
 
 
-def _check(prompts: Sequence[Sequence[int]], vocab_size: int | None, counts: dict[str, int], seed: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, not {value}")
-    if seed < 0:
-        raise UserError(f"seed must be 0 or more, not {seed}")
-    for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise UserError(f"prompt {index} is empty: a text from nothing begins with the end-of-document token")
-        if min(prompt) < 0 or (vocab_size is not None and max(prompt) >= vocab_size):
-            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise UserError(f"prompt {index} holds token id {wrong}, which is outside the vocabulary")
-
-
 def _batches(prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: int) -> Iterator[list[int]]:
-    """Indices of prompts of similar length. A longer prompt costs its batch one step per token beyond the shortest, so
-    the lengths of a batch differ by no more than the number of steps it takes anyway."""
+    """Indices of prompts of similar length. A batch needs one step per token by which its longest prompt exceeds its
+    shortest, so that difference is limited to the number of generated tokens.
+    """
     batch: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
         if batch and (len(batch) == batch_size or len(prompts[index]) - len(prompts[batch[0]]) > maximum_tokens):
@@ -132,67 +206,68 @@ def _batches(prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: 
 
 
 def _continue(
-    source: "_Logits",
+    logits: "_NextTokenLogits",
     rows: list[_Row],
     sampling: Sampling,
     maximum_tokens: int,
     stop: int | None,
     ended: Callable[[list[int]], bool] | None,
 ) -> Iterator[tuple[int, Generation]]:
-    """Continue the rows of one batch; each is given out when it ends."""
-    begun = time.perf_counter()
+    """Continue the rows of one batch. Yields (index, result) when a row is complete."""
+    start = time.perf_counter()
 
     def result(row: _Row, *, finished: bool = False, message: str | None = None) -> tuple[int, Generation]:
-        tokens = row.generated()[:-1] if finished else row.generated()
-        return row.index, Generation(row.prompt, tokens, finished, message, time.perf_counter() - begun)
+        tokens = row.generated[:-1] if finished else row.generated
+        return row.index, Generation(row.prompt, tokens, finished, message, time.perf_counter() - start)
 
     while rows:
-        known = min(len(row.text) for row in rows)
+        length = min(len(row.text) for row in rows)
         try:
-            logits = source.after(rows, known)
+            next_logits = logits.after(rows, length)
         except PositionsExceeded as exceeded:
-            # Every row holds at least `known` tokens, so none of them can go on.
+            # Every row has at least `length` tokens, so none can continue.
             yield from (result(row, message=str(exceeded)) for row in rows)
             return
-        drawn = [index for index, row in enumerate(rows) if len(row.text) == known]
-        for index, token in zip(drawn, sampling.choose(logits[drawn], [rows[i].generator for i in drawn]), strict=True):
+        sampled = [index for index, row in enumerate(rows) if len(row.text) == length]
+        tokens = sampling.choose(next_logits[sampled], [rows[index].generator for index in sampled])
+        for index, token in zip(sampled, tokens, strict=True):
             rows[index].text.append(token)
         remaining = []
         for index, row in enumerate(rows):
-            generated = len(row.text) - len(row.prompt)
-            if generated > 0 and row.text[-1] == stop:
+            count = len(row.text) - len(row.prompt)
+            if count > 0 and row.text[-1] == stop:
                 yield result(row, finished=True)
-            elif generated == maximum_tokens or (generated > 0 and ended is not None and ended(row.generated())):
+            elif count == maximum_tokens or (count > 0 and ended is not None and ended(row.generated)):
                 yield result(row)
             else:
                 remaining.append(index)
         if len(remaining) < len(rows):
-            source.keep(remaining)
+            logits.select(remaining)
             rows = [rows[index] for index in remaining]
 
 
-class _Logits:
-    """The logits that follow the first `known` tokens of every row, through the cache or anew each time."""
+class _NextTokenLogits:
+    """Logits after the first tokens of every row, with a KV cache or by recomputing the prefix."""
 
     def __init__(self, decoder: Decoder, rows: list[_Row], maximum_tokens: int, device: torch.device, recompute: bool):
         self._decoder = decoder
         self._device = device
-        # The last token that is drawn is never fed.
-        longest = max(len(row.prompt) for row in rows) + maximum_tokens - 1
-        self._cache = None if recompute else decoder.new_cache(len(rows), longest)
-        self._held = 0
+        # The last generated token is never fed.
+        max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
+        self._cache = None if recompute else decoder.new_cache(len(rows), max_length)
+        self._cached = 0
 
-    def after(self, rows: list[_Row], known: int) -> Tensor:
-        """`[b, v]`."""
-        text = torch.tensor([row.text[self._held : known] for row in rows], device=self._device)
+    def after(self, rows: list[_Row], length: int) -> Tensor:
+        """Logits `[b, v]` after the first `length` tokens of each row."""
+        tokens = torch.tensor([row.text[self._cached : length] for row in rows], device=self._device)
         if self._cache is None:
-            return self._decoder.logits(self._decoder.hidden(text)[:, -1])
-        for chunk in text.split(PROMPT_CHUNK, dim=1):
+            return self._decoder.logits(self._decoder.hidden(tokens)[:, -1])
+        for chunk in tokens.split(PROMPT_CHUNK, dim=1):
             hidden = self._decoder.hidden(chunk, self._cache)
-        self._held = known
+        self._cached = length
         return self._decoder.logits(hidden[:, -1])
 
-    def keep(self, remaining: list[int]) -> None:
-        """Forget the rows that ended."""
+    def select(self, remaining: list[int]) -> None:
+        """Keep only these rows in the cache."""
         if self._cache is not None and remaining:
             self._cache.select(torch.tensor(remaining, device=self._device))

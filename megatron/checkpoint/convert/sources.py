@@ -70,7 +70,8 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
     source = Path(inspect.getsourcefile(module) or "").read_text(encoding="utf-8")
     files[name] = ""  # ends the recursion if two modules import each other
     lines = source.splitlines(keepends=True)
-    statements = [node for node in ast.walk(ast.parse(source)) if _imports_project(node)]
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    statements = [node for node in imports if _imports_project(node)]
     # From the last to the first, so that line numbers stay valid.
     for node in sorted(statements, key=lambda node: -node.lineno):
         names_by_module = _imported_names(node, module.__name__)
@@ -84,16 +85,14 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
     files[name] = "".join(lines)
 
 
-def _imports_project(node: ast.AST) -> bool:
+def _imports_project(node: ast.Import | ast.ImportFrom) -> bool:
     """Whether a statement imports from this project, or relatively."""
     if isinstance(node, ast.ImportFrom):
         return bool(node.level) or (node.module or "").partition(".")[0] in ("kerple", "megatron")
-    if isinstance(node, ast.Import):
-        return any(item.name.partition(".")[0] in ("kerple", "megatron") for item in node.names)
-    return False
+    return any(item.name.partition(".")[0] in ("kerple", "megatron") for item in node.names)
 
 
-def _imported_names(node: ast.AST, importer: str) -> dict[str, list[str]]:
+def _imported_names(node: ast.Import | ast.ImportFrom, importer: str) -> dict[str, list[str]]:
     """Defining module -> names that an import statement imports from it."""
     if not (isinstance(node, ast.ImportFrom) and not node.level and f"{node.module}.".startswith(f"{PACKAGE}.")):
         raise CheckpointError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli.generate import Writer, interact, main, read_prompts, split_prompts
+from megatron.cli.generate import TextGenerator, interact, main, read_prompts, split_prompts
 from megatron.config import Config, UserError
 from megatron.inference.generation import generate
 from megatron.tokenizer import build_tokenizer
@@ -134,8 +134,8 @@ def test_interactive_reads_prompts_until_the_input_ends(tmp_path, configuration,
 
 def test_interactive_prompts_may_span_lines(configuration, trained, data, capsys):
     config = Config.from_flat(settings_of("kerple_log", data, **CHOICE))
-    writer = Writer(trained[1], TOKENIZER, config.generation, seed=77, batch_size=1)
-    interact(writer, "###", io.BytesIO(b"def f():\n    return ###\nx = 1 ### y"))
+    generator = TextGenerator(trained[1], TOKENIZER, config.generation, seed=77, batch_size=1)
+    interact(generator, "###", io.BytesIO(b"def f():\n    return ###\nx = 1 ### y"))
     contexts = ["def f():\n    return ", "x = 1 ", " y"]
     texts = [expected(trained[1], [context], seed=77 + turn)[0] for turn, context in enumerate(contexts)]
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts)
@@ -177,8 +177,8 @@ def test_prompt_files_of_other_systems(tmp_path):
     ("content", "message"),
     [
         (b"good\nb\xe9d\n", r"p\.txt is not UTF-8 text \(byte 0xe9 at 6\)"),
-        (b"", r"p\.txt holds no prompt"),
-        (b" \n\n", r"p\.txt holds no prompt"),
+        (b"", r"p\.txt has no prompt"),
+        (b" \n\n", r"p\.txt has no prompt"),
         (None, r"cannot read the prompts in .*p\.txt: No such file"),
     ],
 )
@@ -195,7 +195,7 @@ def test_bad_prompt_files(tmp_path, content, message):
         ({}, [], "text_gen_type is not set"),
         ({"text_gen_type": "input-file"}, [], "sample_input_file"),
         ({"text_gen_type": "unconditional"}, ["-o", "nowhere/out.jsonl"], "there is no folder nowhere"),
-        ({"text_gen_type": "unconditional"}, ["--iteration", "9"], "no checkpoint of iteration 9; it has 4"),
+        ({"text_gen_type": "unconditional"}, ["--iteration", "9"], "no checkpoint of iteration 9; available: 4"),
         ({"text_gen_type": "unconditional"}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
         ({"text_gen_type": "unconditional", "hidden_size": 64}, [], "hidden_size 32 in the checkpoint, 64 here"),
         ({"text_gen_type": "unconditional"}, ["--device", "abacus"], "--device abacus"),
@@ -214,7 +214,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, data):
     folder = tmp_path / "small"
     write_checkpoint(folder, "none", data, vocabulary=384)
     (tmp_path / "p.txt").write_text("a")
-    with pytest.raises(UserError, match="the tokenizer has 512 tokens, the model only 384 embeddings"):
+    with pytest.raises(UserError, match="the tokenizer has 512 tokens, but the model has only 384 embeddings"):
         main(["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
 
 

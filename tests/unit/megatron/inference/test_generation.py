@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from kerple.positional import primary_names
-from megatron.inference.generation import generate
-from megatron.inference.sampling import Sampling
+from megatron.inference.generation import Sampling, generate
 from megatron.utils.errors import UserError
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 
@@ -170,9 +169,9 @@ def test_dropout_is_off_and_the_mode_is_kept():
         ({"seed": -1}, "seed must be 0 or more"),
         ({"temperature": -1}, "temperature must be"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
-        ({"prompts": [[1, 70]], "vocab_size": 61}, "prompt 0 holds token id 70"),
-        ({"prompts": [[1], [-2]]}, "prompt 1 holds token id -2"),
-        ({"recompute": False}, "function has no key-value cache of this project: generate with recompute"),
+        ({"prompts": [[1, 70]], "vocab_size": 61}, "prompt 0 contains token id 70"),
+        ({"prompts": [[1], [-2]]}, "prompt 1 contains token id -2"),
+        ({"recompute": False}, "function has no KV cache of this project: generate with recompute"),
     ],
 )
 def test_what_cannot_be_served_is_refused(keywords, message):

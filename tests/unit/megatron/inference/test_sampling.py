@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.inference.sampling import Sampling
+from megatron.inference.generation import Sampling
 from megatron.utils.errors import UserError
 
 
@@ -105,7 +105,7 @@ def test_the_ends_of_the_unit_interval_choose_kept_tokens():
 
 
 def test_logits_that_are_no_numbers_are_refused():
-    with pytest.raises(UserError, match="not numbers"):
+    with pytest.raises(UserError, match="logits are NaN"):
         Sampling().choose(torch.tensor([[0.0, float("nan")]]), [None])
 
 
@@ -116,8 +116,8 @@ def test_logits_that_are_no_numbers_are_refused():
         ({"temperature": float("inf")}, "temperature must be 0"),
         ({"temperature": float("nan")}, "temperature must be 0"),
         ({"top_k": -1}, "top_k must be 0"),
-        ({"top_p": 1.5}, "top_p must lie"),
-        ({"top_p": -0.5}, "top_p must lie"),
+        ({"top_p": 1.5}, "top_p must be between"),
+        ({"top_p": -0.5}, "top_p must be between"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),
     ],
 )
