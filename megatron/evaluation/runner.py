@@ -178,7 +178,7 @@ def run_eval_tasks(
     decoder = as_decoder(model)
     model_name = getattr(model, "__name__", type(model).__name__)
     for task in tasks:
-        if not decoder.serves(task.mode.span):
+        if not decoder.supports(task.mode.span):
             argument = "window" if task.mode.span.block is None else "block"
             raise UserError(
                 f"inference mode {task.mode.name} needs a model with a `{argument}` argument; {model_name} has none"
