@@ -8,7 +8,8 @@ from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
 from megatron.reporting.paper_tables import REFERENCE
-from megatron.reporting.report import TITLE, Sources, write_report
+from megatron.reporting.report import Sources, write_report
+from megatron.reporting.summary import TITLE
 from megatron.utils.errors import UserError
 
 DESCRIPTION = (

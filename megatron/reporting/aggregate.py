@@ -97,12 +97,6 @@ class Measurements:
         return list(dict.fromkeys((setting, method) for setting, method, _ in self._values))
 
     @property
-    def train_length(self) -> int | None:
-        """The training length if it is the same for all values and known."""
-        train_lengths = {setting.train_length for setting in self.settings}
-        return train_lengths.pop() if len(train_lengths) == 1 else None
-
-    @property
     def num_seeds(self) -> int:
         """Number of different seeds with a value."""
         return len(set(self.frame.dropna(subset="value")["seed"]))
@@ -122,10 +116,6 @@ class Measurements:
         if methods is not None:
             rows &= self.frame["method"].isin(list(methods))
         return Measurements(self.frame[rows])
-
-    def at_depth(self, depth: float) -> "Measurements":
-        """Pass keys: the values at one depth."""
-        return Measurements(self.frame[self.frame["depth"] == depth])
 
     def over_depths(self) -> "Measurements":
         """Pass keys: the mean over all depths, for each seed that has a record at every depth of its setting; NaN if

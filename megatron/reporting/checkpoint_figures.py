@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from kerple.positional import PositionalMethod, method_class
 from kerple.positional.dape import Adaptive
+from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
 from megatron.checkpoint.inspection import positional_methods
@@ -199,7 +199,8 @@ def effective_length_figure(
     """
     figure, (axes,) = new_figure(height=4.4)
     for index, (label, head_lengths) in enumerate(lengths.items()):
-        distances, counts = cumulative_heads(head_lengths, limit)
+        ends = sorted(length for length in head_lengths if length < limit)
+        distances, counts = [0, *ends, limit], [*range(len(ends) + 1), len(ends)]
         axes.step(distances, counts, where="post", label=label, **{**line_style(index), "marker": None})
     _symlog_distance(axes)
     axes.set_xlim(0, limit)
@@ -221,14 +222,6 @@ def effective_length_figure(
         "; ".join(below),
         figure,
     )
-
-
-def cumulative_heads(lengths: Sequence[int], limit: int = LIMIT) -> tuple[np.ndarray, np.ndarray]:
-    """(distances, number of heads with at most that effective length): a step function from 0 to `limit`."""
-    ends = np.sort(np.array([length for length in lengths if length < limit], dtype=np.int64))
-    distances = np.concatenate([[0], ends, [limit]])
-    counts = np.concatenate([[0], np.arange(1, len(ends) + 1), [len(ends)]])
-    return distances, counts
 
 
 # -- scores and biases of one query (DAPE) ----------------------------------------------------------------------------
@@ -271,31 +264,26 @@ def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
         before = scores[0, :, -1].float().clone()  # modify_scores may overwrite the scores
         result = modify_scores(scores, query, queries, keys, mask, table)
         if is_last:
-            static = _static_bias(method, scores, queries, keys)
+            static = None
+            if method.static is not None and method.static.has_bias:
+                distances = (queries[-1] - keys).clamp(min=0).to(scores.device, torch.float32)
+                static = method.static.bias(distances).float()
+            elif isinstance(method.static, Fire):
+                static = method.static.pair_bias(queries[-1:], keys, scores)[:, 0].float()
             adapted = result[0, :, -1].float() - before
             if static is not None and method.variant != "Concat":
                 adapted -= static
             recorded.append(QueryScores(before, static, adapted))
         return result
 
-    method.modify_scores = recording  # type: ignore[method-assign]  # removed below: shadows it on this instance
+    vars(method)["modify_scores"] = recording  # shadows the method of the class
     try:
         model.hidden(tokens[None])
     finally:
-        del method.modify_scores
+        del vars(method)["modify_scores"]
     if not recorded:
         raise UserError("the attention of this model does not call modify_scores, so there are no scores to plot")
     return recorded[0]
-
-
-def _static_bias(method: Adaptive, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor | None:
-    """B of the last query, [h, n]."""
-    if method.static is None:
-        return None
-    if method.static.has_bias:
-        distances = (queries[-1] - keys).clamp(min=0).to(scores.device, torch.float32)
-        return method.static.bias(distances).float()
-    return method.static.pair_bias(queries[-1:], keys, scores)[:, 0].float()
 
 
 def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequence[int] | None = None) -> ReportFigure:

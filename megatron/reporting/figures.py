@@ -66,7 +66,7 @@ def save_figure(figure: Figure, format: Literal["png", "pdf"] = "png") -> bytes:
 
 
 def new_figure(
-    rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.6, dpi: int = 160, **options: object
+    rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.6, dpi: int = 160, **options: Any
 ) -> tuple[Figure, list[Axes]]:
     """A figure with this grid of axes, row by row. options: of `Figure.subplots`."""
     figure = Figure(figsize=(width, height), layout="constrained", dpi=dpi)
@@ -176,6 +176,7 @@ def perplexity_plot(perplexities: Measurements, name: Callable[[str], str] = str
     logarithmic = high > LOG_AXIS_RATIO * low
     panels = 2 if logarithmic and len(lowest) > 1 else 1
 
+    train_lengths = {setting.train_length for setting in perplexities.settings}
     figure, panel_axes = new_figure(panels, 1, height=4.6 if panels == 1 else 7.4, sharex=True)
     for axes in panel_axes:
         axes.set_xscale("log", base=2)
@@ -187,8 +188,8 @@ def perplexity_plot(perplexities: Measurements, name: Callable[[str], str] = str
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
         thousands(axes, "y")
         axes.set_ylabel("perplexity")
-        if perplexities.train_length is not None:
-            mark_train_length(axes, perplexities.train_length, label=axes is panel_axes[0])
+        if len(train_lengths) == 1 and None not in train_lengths:
+            mark_train_length(axes, *train_lengths, label=axes is panel_axes[0])
 
     methods = list(dict.fromkeys((method.pos_emb, setting.train_length) for setting, method in curves))
     modes = list(dict.fromkeys((method.mode, setting.protocol, setting.corpus) for setting, method in curves))

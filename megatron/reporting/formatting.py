@@ -10,9 +10,9 @@ NOT_MEASURED = "–"  # there is no record
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """The value with this many significant digits: 3.412, 101.3, 22,621. From one million on 3.200e+09."""
+    """The value with this many significant digits: 3.412, 101.3, 22,621. From one million on 3.200e+09. NaN: n/a."""
     if not math.isfinite(value):
-        return str(value)
+        return NOT_AVAILABLE if math.isnan(value) else str(value)
     if abs(value) >= 1e6:
         return f"{value:.{digits - 1}e}"
     return f"{value:,.{_decimals(value, digits)}f}"

@@ -40,7 +40,9 @@ def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENC
         table_of = {kind.pos_emb: name for name in ("kerple-5", "kerple-6") for kind in published(name).methods}
         for method in group.methods:
             methods[table_of.get(method.pos_emb, "kerple-3")].append(method)
-        tables += [_table(name, group, found, reference, rows="lengths") for name, found in methods.items() if found]
+        for name in methods:
+            if methods[name]:
+                tables.append(_table(name, group, methods[name], reference, rows="lengths"))
         if any(method.pos_emb == "xpos" or method.kind.mode == "blockwise" for method in group.methods):
             compared = [method for method in group.methods if method.kind.mode in ("full", "blockwise")]
             tables.append(_table("lex", group, compared, reference, rows="methods"))
@@ -65,7 +67,7 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
         group = accuracies.select([setting])
         methods, lengths = published("kerple-3").ordered(group.methods), group.lengths
         depths = sorted(group.frame["depth"].unique())
-        sections = {f"Depth {depth:g}": group.at_depth(depth) for depth in depths}
+        sections = {f"Depth {depth:g}": Measurements(group.frame[group.frame["depth"] == depth]) for depth in depths}
         if len(depths) > 1:
             sections = {"Mean over depths": group.over_depths(), **sections}
         lines: list[Row | Section] = []
@@ -142,7 +144,9 @@ def _table(
         for label, cells, published_texts in zip(labels, grid, texts, strict=True):
             lines.append(Row((label,), tuple(cells)))
             if paper.matches(setting) and any(published_texts):
-                lines.append(Row((f"{label}, paper",), tuple(map(_published_cell, published_texts)), published=True))
+                printed = [text or "" for text in published_texts]
+                cells = [Cell(text.removesuffix(DAGGER).rstrip(), worse=text.endswith(DAGGER)) for text in printed]
+                lines.append(Row((f"{label}, paper",), tuple(cells), published=True))
 
     common = group.settings[0]
     title = [paper.title, f"{common.model[0]} layers of {common.model[1]}" if common.model else ""]
@@ -183,10 +187,6 @@ def _cells(
         worse = ours is not None and method != reference and significantly_better(ours, cell)
         cells.append(Cell(format_mean(cell), best=method == best_method, worse=worse))
     return cells
-
-
-def _published_cell(text: str | None) -> Cell:
-    return Cell((text or "").removesuffix(DAGGER).rstrip(), worse=(text or "").endswith(DAGGER))
 
 
 def _notes(

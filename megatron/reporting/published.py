@@ -77,10 +77,14 @@ def published_tables() -> dict[str, Published]:
     """All tables in `published.yml`, by name."""
     tables = {}
     for name, entry in yaml.safe_load(FILE.read_text(encoding="utf-8")).items():
-        values = {
-            corpus: {_method(key): _texts(texts) for key, texts in methods.items()}
-            for corpus, methods in entry["values"].items()
-        }
+        values: dict[str, dict[Method, tuple[str, ...]]] = {}
+        for corpus, methods in entry["values"].items():
+            values[corpus] = {}
+            for key, value in methods.items():
+                texts = tuple(value if isinstance(value, list) else [value])
+                if not all(isinstance(text, str) for text in texts):
+                    raise ValueError(f"{FILE}: {name}: {texts}: put numbers in quotes, to keep trailing zeros")
+                values[corpus][_method(key)] = texts
         tables[name] = Published(
             source=entry["source"],
             title=entry["title"],
@@ -88,7 +92,7 @@ def published_tables() -> dict[str, Published]:
             protocols=tuple(entry.get("protocols", ())),
             train_length=entry["train_length"],
             lengths=tuple(entry.get("lengths", ())),
-            methods={_method(key): name for key, name in entry["methods"].items()},
+            methods={_method(key): method_name for key, method_name in entry["methods"].items()},
             values=values,
             model=tuple(entry["model"]),
             note=entry.get("note"),
@@ -140,10 +144,3 @@ def _split_options(pos_emb: str) -> tuple[str, str]:
 def _method(key: str) -> Method:
     """A key of the file, `pos-emb` or `pos-emb mode`."""
     return Method(*key.split(" "))
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    texts = tuple(value if isinstance(value, list) else [value])
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{FILE}: {texts}: put numbers in quotes, so that trailing zeros are kept")
-    return texts

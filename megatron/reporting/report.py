@@ -1,7 +1,7 @@
 """The report of tools/report.py and tools/sweep.py: tables, figures and an HTML page from stored results."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,11 +20,10 @@ from megatron.reporting.html import Chapter, render_page
 from megatron.reporting.paper_tables import REFERENCE, passkey_tables, perplexity_tables, resolution_tables
 from megatron.reporting.published import corpus_name, display_name
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
+from megatron.reporting.summary import TITLE
 from megatron.reporting.tables import comma_separated, latex, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
-
-TITLE = "Length extrapolation"
 
 
 @dataclass
@@ -44,14 +43,12 @@ class Sources:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Replace aliases of methods by their first name."""
-        self.records = [{**record, "pos_emb": canonical_method(record).pos_emb} for record in self.records]
-
-
-def canonical_method(record: AnyRecord) -> Method:
-    method = method_of(record)
-    pos_emb, bracket, options = method.pos_emb.partition(" (")
-    return replace(method, pos_emb=canonical_name(pos_emb) + bracket + options)
+        """Replace aliases of methods by their primary names."""
+        records = []
+        for record in self.records:
+            pos_emb, bracket, options = method_of(record).pos_emb.partition(" (")
+            records.append({**record, "pos_emb": canonical_name(pos_emb) + bracket + options})
+        self.records = records
 
 
 def write_report(
@@ -136,7 +133,13 @@ def _checkpoint_figures(sources: Sources) -> tuple[list[ReportFigure], list[Repo
     }
     weight_figures: list[ReportFigure] = []
     lengths: dict[Setting, dict[str, list[int]]] = {}
-    for (setting, pos_emb), record in _lowest_seeds(sources.records).items():
+    lowest_seeds: dict[tuple[Setting, str], AnyRecord] = {}
+    for record in sources.records:
+        if record["kind"] == "extrapolation":
+            key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
+            if key not in lowest_seeds or (record.get("seed") or 0) < (lowest_seeds[key].get("seed") or 0):
+                lowest_seeds[key] = record
+    for (setting, pos_emb), record in lowest_seeds.items():
         name = display_name(Method(pos_emb))
         model = f"{name}, {corpus_name(setting.corpus)}"
         model += f", seed {record['seed']}" if record.get("seed") is not None else ""
@@ -187,17 +190,6 @@ def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:
     return [
         length for table in tables if table.effective_lengths is not None for length in table.effective_lengths.tolist()
     ]
-
-
-def _lowest_seeds(records: Iterable[AnyRecord]) -> Mapping[tuple[Setting, str], AnyRecord]:
-    """An extrapolation record with the lowest seed for each method and each setting without its protocol."""
-    lowest: dict[tuple[Setting, str], AnyRecord] = {}
-    for record in records:
-        if record["kind"] == "extrapolation":
-            key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
-            if key not in lowest or (record.get("seed") or 0) < (lowest[key].get("seed") or 0):
-                lowest[key] = record
-    return lowest
 
 
 def _fingerprint(record: AnyRecord) -> str | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from pandas import Series
 from rich.console import Console
 
-from megatron.evaluation.records import extrapolation_records
 from megatron.reporting.aggregate import (
     ALPHA,
     AnyRecord,
@@ -43,15 +42,10 @@ class Measure:
     format: Callable[[Series], str] = format_mean
 
 
-def _two_digits(values: Series) -> str:
-    """The mean of estimates of an error."""
-    return format_number(values.mean(), 2) if values.count() else NOT_AVAILABLE
-
-
 MEASURES = {
     PERPLEXITY: Measure("extrapolation", "perplexity"),
     "loss": Measure("extrapolation", "loss"),
-    "standard error": Measure("extrapolation", "stderr", _two_digits),
+    "standard error": Measure("extrapolation", "stderr", lambda values: format_number(values.mean(), digits=2)),
     "bits per byte": Measure("extrapolation", "bits_per_byte"),
     "loss, first bin": Measure("positions", lambda record: record["losses"][0] if record["losses"] else None),
     "loss, last bin": Measure("positions", lambda record: record["losses"][-1] if record["losses"] else None),
@@ -75,7 +69,7 @@ def write_summary(
 
     Returns the paths. Raises UserError if there are no losses or the folder cannot be written to.
     """
-    rows = extrapolation_records(records)
+    rows = [record for record in records if record["kind"] == "extrapolation"]
     if not rows:
         raise UserError("there are no results to report")
     perplexities = measurements(_label_checkpoints(records), "extrapolation", "perplexity")
@@ -145,7 +139,7 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
         if any(len({getattr(setting, part) for setting in values.settings}) > 1 for values in sections.values()):
             label_columns.append(name)
     columns = [f"{length:,}*" if length == train_length else f"{length:,}" for length in lengths]
-    longest = max(perplexities.lengths)
+    longest = max(perplexities.lengths, default=0)
     has_ratio = train_length in perplexities.lengths and longest > train_length
     if has_ratio:
         columns.append(f"{longest:,} / {train_length:,}")

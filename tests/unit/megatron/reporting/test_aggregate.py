@@ -30,7 +30,6 @@ def test_values_by_seed():
     assert values.methods == [Method("alibi"), Method("rpe")]
     assert values.lengths == [512, 1024]
     assert values.lines == [(setting, Method("alibi")), (setting, Method("rpe"))]
-    assert values.train_length == 512
     assert values.num_seeds == 2
     assert values.values(setting, Method("alibi"), 512).to_dict() == {1: 3.0, 2: 3.2}
     assert values.values(setting, Method("rpe"), 512).isna().all()
@@ -59,7 +58,6 @@ def test_mean_over_depths():
     assert means.values(setting, Method("alibi"), 512).tolist() == [pytest.approx(0.3)]
     assert means.values(setting, Method("rpe"), 512).isna().all(), "one depth has no value"
     assert means.values(setting, Method("fire"), 512) is None, "one depth was not measured"
-    assert values.at_depth(0.5).values(setting, Method("alibi"), 512).tolist() == [0.4]
 
 
 def test_two_checkpoints_with_the_same_seed_are_rejected():
