@@ -36,7 +36,7 @@ def test_page(tmp_path):
     names = re.findall(r"^### (\w+)$", page, flags=re.MULTILINE)
     assert sorted(names) == list(primary_names())
     assert names.index("kerple") < names.index("alibi") < names.index("rotary") < names.index("dape_kerple")
-    assert "DAPE on ALiBi's bias" in page
+    assert "DAPE with the bias of ALiBi" in page
     assert all(len(picture) < 80_000 for picture in pictures.values())
     # two columns for methods with parameters and a checkpoint
     for name in ("kerple_log", "dape_kerple"):
