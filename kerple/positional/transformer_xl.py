@@ -36,7 +36,8 @@ class TransformerXL(PositionalMethod):
         super().__init__()
         if hidden_size % 2:
             raise ValueError(f"transformer_xl's sines and cosines need an even hidden size; got {hidden_size}")
-        self.num_heads, self.init_std, self.scale = num_heads, init_std, head_size**-0.5
+        self.num_heads, self.init_std = num_heads, init_std
+        self.scale: float = head_size**-0.5
         self.angles = Angles(hidden_size, base)
         self.content_bias = nn.Parameter(torch.empty(num_heads, 1, head_size))
         self.position_bias = nn.Parameter(torch.empty(num_heads, 1, head_size))

@@ -102,6 +102,7 @@ class GPTPipeline(PipelineModule):
     def synchronize_shared(self) -> None:
         """Copy the first stage's values to all stages: a loaded checkpoint has one value of each shared parameter."""
         for parameter, group in self._shared:
+            assert group is not None  # this stage is in the groups of its own parameters
             with torch.no_grad():
                 dist.broadcast(parameter.data, src=dist.get_global_rank(group, 0), group=group)
 
