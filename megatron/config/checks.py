@@ -16,15 +16,6 @@ if TYPE_CHECKING:
 
 def check_config(config: "Config") -> None:
     """Raises UserError for keys that contradict each other."""
-    _check_sizes(config)
-    _check_positional_method(config)
-    _check_parallelism(config)
-    _check_extrapolation(config)
-    _check_data(config)
-    _check_schedule_checkpoint_and_launcher(config)
-
-
-def _check_sizes(config: "Config") -> None:
     model, parallel = config.model, config.parallel
     if model.hidden_size % model.num_attention_heads:
         raise UserError(
@@ -46,6 +37,44 @@ def _check_sizes(config: "Config") -> None:
             f"padded_vocab_size {model.padded_vocab_size} is not divisible by model_parallel_size "
             f"{parallel.model_parallel_size}; remove the key (it is computed)"
         )
+    _check_positional_method(config)
+    stage = config.optimizer.zero_stage
+    if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
+        raise UserError(
+            f"attention_dropout {model.attention_dropout} with model_parallel_size "
+            f"{parallel.model_parallel_size} is not supported: all ranks would draw the same dropout mask for their "
+            "different heads; set attention_dropout to 0 (hidden_dropout is supported)"
+        )
+    if stage > 1 and parallel.pipe_parallel_size > 0:
+        raise UserError(
+            f"zero_optimization.stage {stage} with pipe_parallel_size {parallel.pipe_parallel_size}: DeepSpeed's "
+            "pipeline does not shard gradients and supports only ZeRO 0 and 1; use stage 1, or pipe_parallel_size 0"
+        )
+    if stage == 3 and parallel.model_parallel_size > 1:
+        raise UserError(
+            f"zero_optimization.stage 3 with model_parallel_size {parallel.model_parallel_size} is not supported: "
+            "tensor parallelism has already split the parameters; use stage 2 or model_parallel_size 1"
+        )
+    for key in _keys_that_split_the_model(config) if config.training.torch_compile else ():
+        raise UserError(
+            f"torch_compile with {key} is not supported: its communication between ranks cannot be compiled; "
+            "remove one of the two keys"
+        )
+    _check_extrapolation(config)
+    _check_data(config)
+    if config.schedule.min_lr > config.optimizer.lr:
+        raise UserError(
+            f"min_lr {config.schedule.min_lr} is more than optimizer.params.lr {config.optimizer.lr}; lower min_lr"
+        )
+    checkpoint, launcher = config.checkpoint, config.launcher
+    for name in ("finetune", "iteration"):
+        if getattr(checkpoint, name) not in (None, False) and checkpoint.load is None:
+            raise UserError(f"{name} is set, but load is not; set load to the folder of the checkpoint")
+    if launcher.include is not None and launcher.exclude is not None:
+        raise UserError("include and exclude are both set; remove one of them")
+    for name in ("include", "exclude"):
+        if getattr(launcher, name) is not None and (launcher.num_gpus is not None or launcher.num_nodes > 0):
+            raise UserError(f"{name} selects the GPUs; remove num_gpus and num_nodes")
 
 
 def _check_positional_method(config: "Config") -> None:
@@ -97,31 +126,6 @@ def _check_positional_method(config: "Config") -> None:
                 f"{name} {length} is more than max_position_embeddings {model.max_position_embeddings}, and pos_emb "
                 "learned has no embeddings beyond; raise max_position_embeddings or choose another pos_emb"
             )
-
-
-def _check_parallelism(config: "Config") -> None:
-    parallel, stage = config.parallel, config.optimizer.zero_stage
-    if config.model.attention_dropout > 0 and parallel.model_parallel_size > 1:
-        raise UserError(
-            f"attention_dropout {config.model.attention_dropout} with model_parallel_size "
-            f"{parallel.model_parallel_size} is not supported: all ranks would draw the same dropout mask for their "
-            "different heads; set attention_dropout to 0 (hidden_dropout is supported)"
-        )
-    if stage > 1 and parallel.pipe_parallel_size > 0:
-        raise UserError(
-            f"zero_optimization.stage {stage} with pipe_parallel_size {parallel.pipe_parallel_size}: DeepSpeed's "
-            "pipeline does not shard gradients and supports only ZeRO 0 and 1; use stage 1, or pipe_parallel_size 0"
-        )
-    if stage == 3 and parallel.model_parallel_size > 1:
-        raise UserError(
-            f"zero_optimization.stage 3 with model_parallel_size {parallel.model_parallel_size} is not supported: "
-            "tensor parallelism has already split the parameters; use stage 2 or model_parallel_size 1"
-        )
-    for key in _keys_that_split_the_model(config) if config.training.torch_compile else ():
-        raise UserError(
-            f"torch_compile with {key} is not supported: its communication between ranks cannot be compiled; "
-            "remove one of the two keys"
-        )
 
 
 def _keys_that_split_the_model(config: "Config") -> list[str]:
@@ -176,17 +180,3 @@ def _check_data(config: "Config") -> None:
                 f"{split}_data_weights has {len(weights)} weights for {len(paths or ())} {split}_data_paths; "
                 "give one weight per path"
             )
-
-
-def _check_schedule_checkpoint_and_launcher(config: "Config") -> None:
-    if config.schedule.min_lr > config.optimizer.lr:
-        raise UserError(f"min_lr {config.schedule.min_lr} is more than optimizer.params.lr {config.optimizer.lr}")
-    checkpoint, launcher = config.checkpoint, config.launcher
-    for name in ("finetune", "iteration"):
-        if getattr(checkpoint, name) not in (None, False) and checkpoint.load is None:
-            raise UserError(f"{name} is set, but load is not; set load to the folder of the checkpoint")
-    if launcher.include is not None and launcher.exclude is not None:
-        raise UserError("include and exclude are both set; remove one of them")
-    for name in ("include", "exclude"):
-        if getattr(launcher, name) is not None and (launcher.num_gpus is not None or launcher.num_nodes > 0):
-            raise UserError(f"{name} selects the GPUs; remove num_gpus and num_nodes")

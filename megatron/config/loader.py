@@ -14,6 +14,7 @@ import difflib
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from megatron.utils.secrets import is_secret_name
 
 _SET = "--set"
 _MAX_SUGGESTIONS = 3
-_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 # Canonical top-level key -> its entry; the entry keeps the spelling and the place for messages.
 MergedKeys = dict[str, Entry]
@@ -215,30 +215,26 @@ def _fill_placeholders(keys: MergedKeys) -> None:
 
     Raises UserError if the key does not exist, has no value, or its value is not text or a number.
     """
+
+    def lookup(match: re.Match[str], where: str) -> str:
+        path = (match[1].replace("-", "_"),)
+        if path not in FIELDS:
+            raise UserError(f"{where}: {match[0]} is not a key with a single value, such as {{pos-emb}} or {{seed}}")
+        group, name = FIELDS[path]
+        value: Any = keys[path[0]].value if path[0] in keys else None
+        if value is None:
+            value = GROUPS[group].model_fields[name].default
+        if value is None or value is PydanticUndefined:
+            raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):
+            raise UserError(f"{where}: {match[0]} is {value!r}; only plain text and numbers can be filled in")
+        return str(value)
+
     for path, (group, name) in FIELDS.items():
         entry = keys.get(path[0])
-        if entry is None or not isinstance(entry.value, str) or not has_placeholders(GROUPS[group].model_fields[name]):
-            continue
-        text = entry.value
-        for match in reversed(list(_PLACEHOLDER.finditer(text))):
-            text = text[: match.start()] + _placeholder_value(match, entry, keys) + text[match.end() :]
-        keys[path[0]] = dataclasses.replace(entry, value=text)
-
-
-def _placeholder_value(match: re.Match[str], entry: Entry, keys: MergedKeys) -> str:
-    place, placeholder = f'{entry.place}: "{entry.key}"', match[0]
-    name = match[1].replace("-", "_")
-    if (name,) not in FIELDS:
-        raise UserError(f"{place}: {placeholder} is not a key with a single value, such as {{pos-emb}} or {{seed}}")
-    group, field = FIELDS[(name,)]
-    value: Any = keys[name].value if name in keys else None
-    if value is None:
-        value = GROUPS[group].model_fields[field].default
-    if value is None or value is PydanticUndefined:
-        raise UserError(f"{place}: {placeholder} has no value; set {match[1]}")
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or (isinstance(value, str) and "{" in value):
-        raise UserError(f"{place}: {placeholder} is {value!r}; only plain text and numbers can be filled in")
-    return str(value)
+        if has_placeholders(GROUPS[group].model_fields[name]) and entry is not None and isinstance(entry.value, str):
+            text = re.sub(r"\{([^{}]*)\}", partial(lookup, where=_where(path, keys)), entry.value)
+            keys[path[0]] = dataclasses.replace(entry, value=text)
 
 
 # -- sorting ----------------------------------------------------------------------------------------------------------

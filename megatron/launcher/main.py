@@ -85,7 +85,7 @@ def main(words: Sequence[str]) -> int:
     resources = find_resources(config)
     check_launcher(config, resources)
     data_parallel_size = config.parallel.data_parallel_size(resources.world_size)
-    if config.batch.given:
+    if config.batch.is_set:
         config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
     print(f"deepy: {resources.describe()}", flush=True)
     environment, notes = launcher_environment(resources, os.environ)

@@ -1,4 +1,4 @@
-"""Writing files so that a name never shows a half-written one."""
+"""Writing files atomically: a file has either its old or its complete new content, even after a crash."""
 
 import contextlib
 import os
@@ -8,10 +8,9 @@ from megatron.utils.errors import UserError
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:
-    """Write `content` beside `path` and rename it into place; a kill or a full disk leaves the old file, or none.
+    """Write `content` to a temporary file in the same folder, and rename it to `path`.
 
-    Raises:
-        UserError: from the OSError that says why it cannot be written.
+    Raises UserError if the file cannot be written, for example because the disk is full.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
@@ -30,7 +29,7 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Make renames in `folder` survive a power cut, on file systems that can (some remote ones refuse)."""
+    """Make renames in `folder` survive a power failure, on file systems that support it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -60,24 +60,13 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
     return cast(dict[str, Any], field.json_schema_extra)
 
 
-def _integer(value: Any) -> Any:
-    """YAML reads 1.0e5 as a float; it is accepted as an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _list_of_text(value: Any) -> Any:
-    """A single text is accepted without the brackets of a list."""
-    return [value] if isinstance(value, str) else value
-
-
-def _lower_case(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
 # Strict(False): YAML has lists, not tuples. The items are still strict.
-Int = Annotated[int, BeforeValidator(_integer)]
+# YAML reads 1.0e5 as a float, which is accepted as an integer.
+Int = Annotated[int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
-Texts = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_list_of_text)]
+# A single text is accepted without the brackets of a list.
+Texts = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
-Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)]
-CaseInsensitive = BeforeValidator(_lower_case)
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
+CaseInsensitive = BeforeValidator(lambda x: x.lower() if isinstance(x, str) else x)

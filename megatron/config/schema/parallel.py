@@ -64,7 +64,7 @@ class BatchConfig(Group):
     )
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """True if a batch size is set; evaluation and generation need none."""
         return self.train_batch_size is not None or self.train_micro_batch_size_per_gpu is not None
 

@@ -23,6 +23,15 @@ from megatron.config import Config, UserError
             {"pos-emb": "kerple_power__ap", "attention-backend": "sdpa"},
             "pos_emb kerple_power__ap: attention-backend 'sdpa' cannot multiply scores by a weight",
         ),
+        (
+            {"attention-backend": "flex", "attention-dropout": 0.1},
+            "pos_emb kerple_log: attention-backend 'flex' does not support attention dropout",
+        ),
+        (
+            {"attention-dropout": 0.1, "model-parallel-size": 2},
+            "attention_dropout 0.1 with model_parallel_size 2 is not supported",
+        ),
+        ({"pos-emb": "dape", "model-parallel-size": 2}, "pos_emb dape computes the scores of all heads together"),
         ({"pos-emb-module": "no/such/file.py"}, "pos_emb_module no/such/file.py: "),
         ({"pos-emb-module": "no_such_module_anywhere"}, "pos_emb_module no_such_module_anywhere: "),
         (
