@@ -1,7 +1,7 @@
-"""The Chomsky-hierarchy benchmark: what positional methods let a small transformer compute beyond its training length.
+"""The Chomsky-hierarchy benchmark: which tasks a small transformer solves beyond its training length, by method.
 
-Tasks and protocol are those of Deletang et al., "Neural Networks and the Chomsky Hierarchy" (arXiv 2207.02098); the
-model is the one with which DAPE (arXiv 2405.14722) compares positional methods on them.
+Tasks and protocol are those of Deletang et al., "Neural Networks and the Chomsky Hierarchy" (arXiv 2207.02098). The
+model is the encoder with which DAPE (arXiv 2405.14722) compares positional methods on these tasks.
 """
 
 from megatron.chomsky.tasks import TASKS, Batch, Task

@@ -1,8 +1,8 @@
-"""The small transformer of the benchmark: an encoder, in which every position sees every other.
+"""The transformer of the benchmark: an encoder, in which every position attends to all positions.
 
-A relative method is asked for the distance between query and key whichever comes first: its bias and weight become
-symmetric, and what DAPE or FIRE makes of a pair that looks ahead is what it makes of the pair seen from the other end.
-Rotary and absolute positions tell the direction too.
+Relative methods are defined for a distance >= 0, so their bias and weight are used symmetrically. For a pair whose key
+follows the query, DAPE and FIRE get the transposed scores, i.e. they treat the pair as if query and key were swapped.
+Rotary and absolute positions also encode the direction.
 
 Legend: b samples, s positions, h heads, d head size, e hidden size.
 """
@@ -17,22 +17,23 @@ from megatron.utils.errors import UserError
 
 
 def check_method(name: str) -> None:
-    """Raises UserError for a method that is not known, or that is defined for the past alone."""
+    """Raises UserError if the method is unknown, or is only defined for causal attention."""
     try:
         method = method_class(name)
     except ValueError as error:
         raise UserError(str(error)) from error
-    looks_back = getattr(method, "modify_scores", None) is not None and not method.per_pair
-    if looks_back or getattr(method, "scale_qk", None) is not None:
+    causal = getattr(method, "modify_scores", None) is not None and not method.per_pair
+    if causal or getattr(method, "scale_qk", None) is not None:
         raise UserError(
-            f"{name} is defined over the keys before a query; the benchmark's encoder sees those after it too"
+            f"{name} is only defined for keys before the query, but the benchmark's encoder attends to all keys; "
+            "choose another method"
         )
 
 
 class Encoder(nn.Module):
-    """`[b, s]` int64 symbols -> `[b, s, classes]` logits, at any length.
+    """Symbols, int64 `[b, s]` -> logits `[b, s, classes]`, at any length.
 
-    5 layers of 8 heads, hidden size 256, unless said otherwise, as in DAPE's experiment (section 4.6).
+    The default sizes are those of DAPE's experiment (section 4.6).
     """
 
     def __init__(
@@ -82,37 +83,33 @@ class EncoderLayer(nn.Module):
         )
 
     def forward(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
-        hidden = hidden + self.projection(self._attend(self.attention_norm(hidden), positional, positions))
+        batch, length, size = hidden.shape
+        qkv = self.query_key_value(self.attention_norm(hidden)).view(batch, length, 3, self.num_heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        query, key = positional.rotate(query, key, positions, positions)
+        if positional.has_bias or positional.has_weight or positional.modifies_scores:
+            scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+            scores = bidirectional_scores(scores, query, positional, positions)
+            context = scores.softmax(dim=-1).to(value.dtype) @ value
+        else:
+            context = F.scaled_dot_product_attention(query, key, value)
+        hidden = hidden + self.projection(context.transpose(1, 2).reshape(batch, length, size))
         return hidden + self.mlp(self.mlp_norm(hidden))
 
-    def _attend(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
-        batch, length, size = hidden.shape
-        split = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        query, key = positional.rotate(query, key, positions, positions)
-        if not (positional.has_bias or positional.has_weight or positional.modifies_scores):
-            context = F.scaled_dot_product_attention(query, key, value)
-        else:
-            scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-            place = _adapted if positional.modifies_scores else _placed
-            context = place(scores, query, positional, positions).softmax(dim=-1).to(value.dtype) @ value
-        return context.transpose(1, 2).reshape(batch, length, size)
 
-
-def _placed(scores: Tensor, query: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
-    """Scores `[b, h, s, s]` with the method's weight and bias."""
-    distance = (positions[:, None] - positions).abs().to(scores.device)
-    bias, weight = tables(positional, len(positions), scores.device)
-    scores = scores if weight is None else scores * weight[:, distance]
-    return scores if bias is None else scores + bias[:, distance]
-
-
-def _adapted(scores: Tensor, query: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
-    """Scores `[b, h, s, s]` as the method's `modify_scores` makes them, which looks back from each end of a pair."""
-    ahead = torch.ones(len(positions), len(positions), dtype=torch.bool, device=scores.device).triu(1)
+def bidirectional_scores(scores: Tensor, query: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+    """The final scores `[b, h, s, s]`: with the method's weight and bias, or modified by its `modify_scores`, for pairs
+    in both directions.
+    """
+    if not positional.modifies_scores:
+        distance = (positions[:, None] - positions).abs().to(scores.device)
+        bias, weight = tables(positional, len(positions), scores.device)
+        scores = scores if weight is None else scores * weight[:, distance]
+        return scores if bias is None else scores + bias[:, distance]
+    key_follows = torch.ones(len(positions), len(positions), dtype=torch.bool, device=scores.device).triu(1)
     table = positional.table(positions.to(scores.device, torch.float32))
-    back, forth = (
-        positional.modify_scores(side, query, positions, positions, ahead, table)
-        for side in (scores, scores.transpose(-1, -2))
+    causal, swapped = (
+        positional.modify_scores(direction, query, positions, positions, key_follows, table)
+        for direction in (scores, scores.transpose(-1, -2))
     )
-    return torch.where(ahead, forth.transpose(-1, -2), back)
+    return torch.where(key_follows, swapped.transpose(-1, -2), causal)

@@ -1,14 +1,16 @@
-"""Train an encoder on one task at short lengths, and count its right answers at longer ones.
+"""Train an encoder on one task at short lengths, and measure its accuracy at longer ones.
 
-Every batch is drawn from (seed, task, step) alone, so a run that was interrupted goes on as if it had not been.
+Every batch is determined by (seed, task, step), so an interrupted experiment resumes with the same results.
 """
 
 import io
+import json
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
@@ -16,20 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.chomsky.encoder import Encoder
-from megatron.chomsky.tasks import TASKS, Task
+from megatron.chomsky.tasks import TASKS
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
 TEST_SEED = 1_000_000_007
-SAVE_SECONDS = 60.0
+SAVE_SECONDS = 60.0  # between two saves of the training state
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How each run is trained and tested; lengths in tokens, both ends included.
+class ExperimentSettings:
+    """How each experiment is trained and tested. Lengths are in tokens.
 
-    Defaults: training lengths 1 to 40, test lengths 41 to 500 and the encoder are DAPE's; batch, rate and steps those
-    of the benchmark's released example.
+    Training uses the lengths 1 to train_longest, testing every test_every-th length from train_longest + 1 to
+    test_longest. The default lengths and encoder are DAPE's; batch size, learning rate and steps are those of the
+    benchmark's released example.
     """
 
     steps: int = 10_000
@@ -49,52 +52,67 @@ class Settings:
                 raise UserError(f"{name} must be above 0, not {value}")
         if self.test_longest <= self.train_longest:
             raise UserError(
-                f"test_longest ({self.test_longest}) must be beyond train_longest ({self.train_longest}): "
-                "the benchmark asks what a model does with inputs longer than those it learnt from"
+                f"test_longest ({self.test_longest}) must be above train_longest ({self.train_longest}): "
+                "the benchmark tests inputs longer than those of training"
             )
         if self.hidden_size % self.num_heads:
-            raise UserError(f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}")
+            raise UserError(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
 
     @property
     def test_lengths(self) -> range:
         return range(self.train_longest + 1, self.test_longest + 1, self.test_every)
 
 
-class Run:
-    """One task, one method, one seed."""
+class Result(TypedDict):
+    """The result of one experiment. accuracies: from 0 to 1, by length as a decimal string. score: their mean."""
 
-    def __init__(self, task: str, pos_emb: str, seed: int, settings: Settings, device: torch.device, saved: Path):
-        """`saved`: the file for its unfinished state. Raises UserError when that file is another run's."""
-        self.task: Task = TASKS[task]
-        self.seed, self.settings, self.device, self.saved = seed, settings, device, saved
-        longest = settings.test_longest + self.task.output_length(settings.test_longest)
+    task: str
+    pos_emb: str
+    seed: int
+    score: float
+    accuracies: dict[str, float]
+
+
+class Experiment:
+    """One task, method and seed.
+
+    state_file: where the unfinished training state is saved, and loaded from if it exists. Raises UserError if that
+    file belongs to another experiment.
+    """
+
+    def __init__(
+        self, task: str, pos_emb: str, seed: int, settings: ExperimentSettings, device: torch.device, state_file: Path
+    ):
+        self.task, self.pos_emb, self.seed = TASKS[task], pos_emb, seed
+        self.settings, self.device, self.state_file = settings, device, state_file
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = Encoder(
-                self.task.symbols + 1,
+                self.task.symbols + 1,  # and one for the positions of the answer
                 self.task.classes,
                 pos_emb,
                 num_layers=settings.num_layers,
                 hidden_size=settings.hidden_size,
                 num_heads=settings.num_heads,
-                max_positions=longest,
+                max_positions=settings.test_longest + self.task.output_length(settings.test_longest),
             ).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.learning_rate)
-        self.made_from = {"task": task, "pos_emb": pos_emb, "seed": seed, **asdict(settings)}
         self.step = 0
-        self._resume()
+        self._identity = {"task": task, "pos_emb": pos_emb, "seed": seed, **asdict(settings)}
+        if state_file.is_file():
+            self._resume()
 
     def train(self, report: Callable[[int, float], None]) -> None:
-        """The steps that are missing; `report(step, loss)` after each tenth, and after the last.
+        """Train the remaining steps. Calls `report(step, loss)` after every tenth step and the last.
 
-        The loss, and hence what is optimised, is the mean cross entropy in nats over the targets that count.
+        The loss is the mean cross-entropy in nats over the targets that count.
         """
-        written = time.monotonic()
+        saved_at = time.monotonic()
         self.model.train()
         while self.step < self.settings.steps:
-            generator = np.random.default_rng(self._seeds(self.step))
+            generator = np.random.default_rng(self._random_seed(self.step))
             length = int(generator.integers(1, self.settings.train_longest + 1))
-            logits, targets, counted = self._answer(generator, self.settings.batch, length)
+            logits, targets, counted = self._forward(generator, self.settings.batch, length)
             loss = F.cross_entropy(logits[counted], targets[counted])
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -103,65 +121,101 @@ class Run:
             self.step += 1
             if self.step % 10 == 0 or self.step == self.settings.steps:
                 report(self.step, loss.item())
-            if time.monotonic() - written > SAVE_SECONDS:
+            if time.monotonic() - saved_at > SAVE_SECONDS:
                 self._save()
-                written = time.monotonic()
+                saved_at = time.monotonic()
         self._save()
+
+    def test(self, report: Callable[[int, int], None]) -> Result:
+        """The accuracy at every test length. Calls `report(number of lengths tested, length)` after each."""
+        accuracies = {}
+        for tested, length in enumerate(self.settings.test_lengths, start=1):
+            accuracies[str(length)] = self.accuracy(length)
+            report(tested, length)
+        score = sum(accuracies.values()) / len(accuracies)
+        return Result(task=self.task.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies)
 
     @torch.no_grad()
     def accuracy(self, length: int) -> float:
-        """The mean over samples of length `length` of the share of right answers among those that count."""
+        """The fraction of correct targets among those that count, per sample, averaged over samples of this length."""
         self.model.eval()
-        generator = np.random.default_rng([*self._seeds(length), TEST_SEED])
-        samples = max(1, min(self.settings.test_samples, 64 * self.settings.train_longest**2 // length**2 + 16))
-        right, left = 0.0, self.settings.test_samples
-        while left:
-            logits, targets, counted = self._answer(generator, min(left, samples), length)
-            hits = ((logits.argmax(dim=-1) == targets) & counted).sum(dim=1) / counted.sum(dim=1)
-            right += hits.double().sum().item()
-            left -= len(targets)
-        return right / self.settings.test_samples
+        generator = np.random.default_rng([*self._random_seed(length), TEST_SEED])
+        batch = max(1, min(self.settings.test_samples, 64 * self.settings.train_longest**2 // length**2 + 16))
+        total, remaining = 0.0, self.settings.test_samples
+        while remaining:
+            logits, targets, counted = self._forward(generator, min(remaining, batch), length)
+            correct = ((logits.argmax(dim=-1) == targets) & counted).sum(dim=1) / counted.sum(dim=1)
+            total += correct.double().sum().item()
+            remaining -= len(targets)
+        return total / self.settings.test_samples
 
-    def discard(self) -> None:
-        """Forget the unfinished state: the run's result is stored elsewhere."""
-        self.saved.unlink(missing_ok=True)
+    def delete_state(self) -> None:
+        """Delete the saved training state, once the result is stored."""
+        self.state_file.unlink(missing_ok=True)
 
-    def _answer(self, generator: np.random.Generator, samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, targets and which count, `[b, m(, classes)]`: the model reads the input and then m empty places,
-        where it answers.
+    def _forward(self, generator: np.random.Generator, samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `[b, m, classes]`, targets `[b, m]` and which of them count, bool `[b, m]`, for m output tokens.
+
+        The model reads the input followed by m placeholders; its predictions there are the answer.
         """
         batch = self.task.sample(generator, samples, length)
-        empty = np.full(batch.targets.shape, self.task.symbols)
-        symbols = torch.from_numpy(np.concatenate((batch.inputs, empty), axis=1)).to(self.device)
+        placeholders = np.full(batch.targets.shape, self.task.symbols)
+        symbols = torch.from_numpy(np.concatenate((batch.inputs, placeholders), axis=1)).to(self.device)
         logits = self.model(symbols)[:, -batch.targets.shape[1] :].float()
-        return logits, *(torch.from_numpy(part).to(self.device) for part in (batch.targets, batch.counted))
+        targets, counted = (torch.from_numpy(array).to(self.device) for array in (batch.targets, batch.counted))
+        return logits, targets, counted
 
-    def _seeds(self, number: int) -> list[int]:
+    def _random_seed(self, number: int) -> list[int]:
         return [self.seed, zlib.crc32(self.task.name.encode()), number]
 
     def _save(self) -> None:
         state = {
-            "made_from": self.made_from,
+            "made_from": self._identity,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
         content = io.BytesIO()
         torch.save(state, content)
-        self.saved.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.saved, content.getvalue())
+        self.state_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.state_file, content.getvalue())
 
     def _resume(self) -> None:
-        if not self.saved.is_file():
-            return
         try:
-            state = torch.load(self.saved, map_location=self.device, weights_only=True)
-        except Exception as error:  # torch raises a dozen kinds
-            raise UserError(f"{self.saved} holds no state of a run; remove it to begin this run anew") from error
-        if state["made_from"] != self.made_from:
+            state = torch.load(self.state_file, map_location=self.device, weights_only=True)
+        except Exception as error:  # torch.load raises many types
             raise UserError(
-                f"{self.saved} was made with other settings; give them again, another --output, or remove the file"
+                f"{self.state_file} is not a saved training state; remove it to restart this experiment"
+            ) from error
+        if state["made_from"] != self._identity:
+            raise UserError(
+                f"{self.state_file} was saved with other settings; use the same settings, choose another --output, or "
+                "remove the file"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
+
+
+def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Result]:
+    """The results of earlier runs; none if the file does not exist. Raises UserError if the settings differ."""
+    if not path.is_file():
+        return []
+    try:
+        content = json.loads(path.read_text())
+        stored, results = dict(content["settings"]), content["results"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not contain results ({error}); remove it, or choose another --output") from error
+    changed = [name for name, value in asdict(settings).items() if stored.get(name) != value]
+    if changed:
+        changes = ", ".join(f"{name} {stored.get(name)}, not {getattr(settings, name)}" for name in changed)
+        raise UserError(
+            f"{path} contains results of other settings ({changes}): use the same, or choose another --output"
+        )
+    return cast(list[Result], results)
+
+
+def write_chomsky_results(path: Path, settings: ExperimentSettings, results: Sequence[Result]) -> None:
+    """Replace the file atomically."""
+    content = {"settings": asdict(settings), "results": list(results)}
+    write_atomically(path, json.dumps(content, indent=1).encode() + b"\n")

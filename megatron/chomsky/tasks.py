@@ -1,7 +1,7 @@
-"""The fifteen tasks: strings of an exact length in, strings or a class out.
+"""The fifteen tasks of the benchmark. Inputs are strings of a given length, outputs are strings or a class.
 
-Each is a function of (generator, samples, length) that draws its inputs uniformly, as the appendix of arXiv 2207.02098
-describes them, and a rule for how long the output is. Nothing is stored: the same generator gives the same batch.
+Each task is a function of (generator, samples, length) that draws inputs uniformly, as the appendix of arXiv 2207.02098
+describes, and computes the targets. The same generator state gives the same batch, so nothing is stored.
 
 Legend: b samples, n input tokens, m output tokens.
 """
@@ -14,23 +14,27 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 Level = Literal["regular", "context-free", "context-sensitive"]
-Ints = np.ndarray
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 MODULUS = 5
 PLUS, MINUS, TIMES = MODULUS, MODULUS + 1, MODULUS + 2
 OPEN, CLOSE, UNKNOWN, EQUALS = MODULUS + 2, MODULUS + 3, MODULUS + 4, MODULUS + 5
-POP, PUSH = 2, 3  # PUSH pushes a 0, PUSH + 1 a 1
-END = 2  # ends an output that is shorter than its room
+POP, PUSH = 2, 3  # PUSH pushes 0, PUSH + 1 pushes 1
+END = 2  # follows the output if its length varies
 
 
 class Batch(NamedTuple):
-    """int64 `[b, n]` inputs below the task's `symbols`, int64 `[b, m]` targets below its `classes`, and which of them
-    count, bool `[b, m]`.
+    """Inputs, int64 `[b, n]` below the task's `symbols`; targets, int64 `[b, m]` below its `classes`; and which targets
+    count in loss and accuracy, bool `[b, m]`.
     """
 
-    inputs: Ints
-    targets: Ints
-    counted: Ints
+    inputs: IntArray
+    targets: IntArray
+    counted: BoolArray
+
+
+Draw = Callable[[np.random.Generator, int, int], tuple[IntArray, IntArray]]
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,13 @@ class Task:
     """One task of the benchmark.
 
     Attributes:
-        level: of the Chomsky hierarchy, the weakest automaton that solves it; context-free means deterministic.
-        symbols: of the input alphabet.
-        classes: of the output alphabet.
-        output_length: input length -> output length m.
-        odd_only: there are no inputs of an even length; those asked for are one token shorter.
-        ended: the output ends with the sign 2, and what follows it does not count.
+        level: of the Chomsky hierarchy: the weakest automaton that solves the task. Context-free means deterministic.
+        symbols: size of the input alphabet.
+        classes: size of the output alphabet.
+        output_length: maps the input length n to the output length m.
+        draw: (generator, samples, length) -> (inputs, targets).
+        odd_only: all inputs have odd lengths; for an even length, inputs are one token shorter.
+        ended: the output ends with the symbol `END`, and later targets do not count.
     """
 
     name: str
@@ -51,23 +56,19 @@ class Task:
     symbols: int
     classes: int
     output_length: Callable[[int], int]
-    draw: Callable[[np.random.Generator, int, int], tuple[Ints, Ints]]
+    draw: Draw
     odd_only: bool = False
     ended: bool = False
 
     def sample(self, generator: np.random.Generator, samples: int, length: int) -> Batch:
-        """A batch whose inputs have exactly this length (one less where only odd ones exist).
-
-        Raises ValueError for a length below 1.
-        """
+        """A batch with inputs of this length (or one less, see `odd_only`). Raises ValueError for a length below 1."""
         if length < 1:
-            raise ValueError(f"{self.name}: an input has at least 1 token, not {length}")
+            raise ValueError(f"{self.name}: the length must be at least 1, not {length}")
         if self.odd_only and length % 2 == 0:
             length -= 1
         inputs, targets = self.draw(generator, samples, length)
-        counted = np.ones(targets.shape, dtype=bool)
+        counted = np.ones(targets.shape, dtype=np.bool_)
         if self.ended:
-            # Up to the end sign; what follows it is filling.
             counted = np.cumsum(targets == END, axis=1) - (targets == END) == 0
         return Batch(inputs.astype(np.int64), targets.astype(np.int64), counted)
 
@@ -75,27 +76,26 @@ class Task:
 TASKS: dict[str, Task] = {}
 
 
-def _one(_: int) -> int:
-    return 1
+def _task(
+    level: Level,
+    symbols: int,
+    classes: int,
+    output_length: Callable[[int], int] = lambda n: 1,
+    *,
+    odd_only: bool = False,
+    ended: bool = False,
+) -> Callable[[Draw], Draw]:
+    """Register a function as the task of its name."""
 
-
-def _same(length: int) -> int:
-    return length
-
-
-def _longer(length: int) -> int:
-    return length + 1
-
-
-def _task(level: Level, symbols: int, classes: int, output_length: Callable[[int], int] = _one, **options: bool):
-    def add(draw):
-        TASKS[draw.__name__] = Task(draw.__name__, level, symbols, classes, output_length, draw, **options)
+    def register(draw: Draw) -> Draw:
+        name = draw.__name__
+        TASKS[name] = Task(name, level, symbols, classes, output_length, draw, odd_only=odd_only, ended=ended)
         return draw
 
-    return add
+    return register
 
 
-def _bits(generator: np.random.Generator, samples: int, length: int) -> Ints:
+def _bits(generator: np.random.Generator, samples: int, length: int) -> IntArray:
     return generator.integers(0, 2, (samples, length))
 
 
@@ -103,15 +103,15 @@ def _bits(generator: np.random.Generator, samples: int, length: int) -> Ints:
 
 
 @_task("regular", 2, 2)
-def even_pairs(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """Is the number of neighbours that differ even? (That is: is the last symbol the first?)"""
+def even_pairs(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """Is the number of adjacent symbols that differ even? (Equivalently: do the first and last symbol agree?)"""
     strings = _bits(generator, samples, length)
     return strings, (strings[:, :1] == strings[:, -1:])
 
 
 @_task("regular", MODULUS + 3, MODULUS, odd_only=True)
-def modular_arithmetic_simple(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """The value modulo 5 of digits joined by +, - and *, the products first; only odd lengths exist."""
+def modular_arithmetic_simple(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """The value modulo 5 of digits joined by +, - and *, with the usual precedence."""
     digits = generator.integers(0, MODULUS, (samples, length // 2 + 1))
     signs = generator.integers(PLUS, TIMES + 1, (samples, length // 2))
     strings = np.empty((samples, length), dtype=np.int64)
@@ -126,15 +126,15 @@ def modular_arithmetic_simple(generator: np.random.Generator, samples: int, leng
 
 
 @_task("regular", 2, 2)
-def parity_check(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
+def parity_check(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
     """Is the number of ones odd?"""
     strings = _bits(generator, samples, length)
     return strings, strings.sum(axis=1, keepdims=True) % 2
 
 
 @_task("regular", 3, MODULUS)
-def cycle_navigation(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """Where on a cycle of five the steps lead: 0 stay, 1 forward, 2 back."""
+def cycle_navigation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """The final position on a cycle of five. Steps: 0 stay, 1 forward, 2 back."""
     steps = generator.integers(0, 3, (samples, length))
     moves = np.where(steps == 2, -1, steps)
     return steps, moves.sum(axis=1, keepdims=True) % MODULUS
@@ -143,10 +143,10 @@ def cycle_navigation(generator: np.random.Generator, samples: int, length: int) 
 # Context-free, deterministic
 
 
-@_task("context-free", 5, 3, _longer, ended=True)
-def stack_manipulation(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """A stack of bits, bottom first, then actions: 2 pop, 3 push 0, 4 push 1. Out: the stack, top first, then the end
-    sign. A pop from an empty stack does nothing.
+@_task("context-free", 5, 3, lambda n: n + 1, ended=True)
+def stack_manipulation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """Input: a stack of bits, bottom first, then actions: 2 pop, 3 push 0, 4 push 1. Output: the final stack, top first,
+    then END. A pop from an empty stack does nothing.
     """
     strings, targets = _bits(generator, samples, length), np.zeros((samples, length + 1), dtype=np.int64)
     depths = generator.integers(1, max(length, 2), samples)
@@ -163,24 +163,24 @@ def stack_manipulation(generator: np.random.Generator, samples: int, length: int
     return strings, targets
 
 
-@_task("context-free", 2, 2, _same)
-def reverse_string(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """The string from its end."""
+@_task("context-free", 2, 2, lambda n: n)
+def reverse_string(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """The reversed string."""
     strings = _bits(generator, samples, length)
     return strings, strings[:, ::-1]
 
 
 @_task("context-free", MODULUS + 4, MODULUS)
-def modular_arithmetic(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """The value modulo 5 of an expression of digits, brackets, + and -, signs before a digit among them."""
+def modular_arithmetic(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """The value modulo 5 of an expression of digits, brackets, +, and - (also as a sign)."""
     expressions = [_expression(generator, length) for _ in range(samples)]
     return np.array([tokens for tokens, _ in expressions]), np.array([[value] for _, value in expressions])
 
 
 @_task("context-free", MODULUS + 6, MODULUS)
-def solve_equation(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """Such an expression with one digit unknown, `=` and its value; out: the digit. Below three tokens nothing can be
-    asked, and the answer is 0.
+def solve_equation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """Input: an expression as in `modular_arithmetic` with one digit replaced by UNKNOWN, `=` and its value. Output:
+    the digit. Inputs of fewer than three tokens are zeros, and so are their outputs.
     """
     if length < 3:
         return np.zeros((samples, length)), np.zeros((samples, 1))
@@ -196,8 +196,8 @@ def solve_equation(generator: np.random.Generator, samples: int, length: int) ->
 
 
 def _expression(generator: np.random.Generator, length: int) -> tuple[list[int], int]:
-    """An expression of exactly so many tokens and its value modulo 5: a digit, -digit, (digit), (-digit) or (expression
-    sign expression).
+    """An expression of `length` tokens and its value modulo 5: a digit, -digit, (digit), (-digit) or
+    (expression sign expression).
     """
     if length <= 4:
         digit = int(generator.integers(MODULUS))
@@ -214,16 +214,16 @@ def _expression(generator: np.random.Generator, length: int) -> tuple[list[int],
 # Context-sensitive
 
 
-@_task("context-sensitive", 2, 2, lambda length: 2 * length)
-def duplicate_string(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
+@_task("context-sensitive", 2, 2, lambda n: 2 * n)
+def duplicate_string(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
     """The string twice."""
     strings = _bits(generator, samples, length)
     return strings, np.concatenate((strings, strings), axis=1)
 
 
 @_task("context-sensitive", 4, 2)
-def missing_duplicate(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """A string twice, with one symbol hidden (2), and 3 at the end of an odd length; out: the hidden symbol."""
+def missing_duplicate(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """Input: a string twice, with one symbol hidden (2), and a 3 if the length is odd. Output: the hidden symbol."""
     if length == 1:
         return np.ones((samples, 1)), np.ones((samples, 1))
     half = _bits(generator, samples, length // 2)
@@ -234,29 +234,29 @@ def missing_duplicate(generator: np.random.Generator, samples: int, length: int)
     return strings, answers[:, None]
 
 
-@_task("context-sensitive", 2, 2, _same)
-def odds_first(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """The first, third, fifth ... symbol, then the second, fourth ..."""
+@_task("context-sensitive", 2, 2, lambda n: n)
+def odds_first(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """The first, third, fifth ... symbol, followed by the second, fourth ..."""
     strings = _bits(generator, samples, length)
     return strings, np.concatenate((strings[:, ::2], strings[:, 1::2]), axis=1)
 
 
-@_task("context-sensitive", 3, 3, _longer, ended=True)
-def binary_addition(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """Two numbers with 2 between them, least bit first; out: their sum, least bit first, then the end sign."""
+@_task("context-sensitive", 3, 3, lambda n: n + 1, ended=True)
+def binary_addition(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """Input: two numbers separated by 2, least significant bit first. Output: their sum in the same order, then END."""
     return _calculation(generator, samples, length, lambda first, second: first + second)
 
 
-@_task("context-sensitive", 3, 3, _longer, ended=True)
-def binary_multiplication(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """As the addition, with the product."""
+@_task("context-sensitive", 3, 3, lambda n: n + 1, ended=True)
+def binary_multiplication(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """As `binary_addition`, with the product."""
     return _calculation(generator, samples, length, lambda first, second: first * second)
 
 
 def _calculation(
     generator: np.random.Generator, samples: int, length: int, operation: Callable[[int, int], int]
-) -> tuple[Ints, Ints]:
-    """Below three tokens there is no room for two numbers: the one that there is, is the answer."""
+) -> tuple[IntArray, IntArray]:
+    """Inputs of fewer than three tokens are one number, which is the output."""
     strings, targets = _bits(generator, samples, length), np.zeros((samples, length + 1), dtype=np.int64)
     places = generator.integers(1, length - 1, samples) if length > 2 else [length] * samples
     for row, place in enumerate(places):
@@ -271,22 +271,22 @@ def _calculation(
     return strings, targets
 
 
-def _number(bits: Ints) -> int:
-    """The number with these bits, the least first."""
+def _number(bits: IntArray) -> int:
+    """The number with these bits, least significant bit first."""
     return int("".join(map(str, bits[::-1].tolist())), 2)
 
 
-@_task("context-sensitive", 2, 2, lambda length: math.ceil(length / 2))
-def compute_sqrt(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """The whole part of a number's square root, both greatest bit first."""
+@_task("context-sensitive", 2, 2, lambda n: math.ceil(n / 2))
+def compute_sqrt(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """The integer part of the square root of a number, both most significant bit first."""
     strings = _bits(generator, samples, length)
     width = math.ceil(length / 2)
     roots = [math.isqrt(_number(row[::-1])) for row in strings]
     return strings, np.array([[int(digit) for digit in f"{root:0{width}b}"] for root in roots])
 
 
-@_task("context-sensitive", 5, 5, _same)
-def bucket_sort(generator: np.random.Generator, samples: int, length: int) -> tuple[Ints, Ints]:
-    """The symbols 0 ... 4 of the string, in order."""
+@_task("context-sensitive", 5, 5, lambda n: n)
+def bucket_sort(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+    """The symbols 0 to 4 of the string, sorted."""
     strings = generator.integers(0, 5, (samples, length))
     return strings, np.sort(strings, axis=1)

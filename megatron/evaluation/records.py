@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypedDict, cast, overload
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypedDict, cast, get_type_hints, overload
 
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
@@ -144,6 +144,7 @@ KINDS: dict[str, type[Record]] = {
     "passkey": PasskeyRecord,
     "effective_length": EffectiveLengthRecord,
 }
+REQUIRED_KEYS = {kind: frozenset(get_type_hints(record_type)) for kind, record_type in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -247,12 +248,9 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
 
     rows = []
     for record in records:
-        columns: dict[str, object] = {}
-        for key, value in record.items():
-            if key == "checkpoint":
-                columns |= {f"checkpoint_{name}": (value or {}).get(name) for name in Checkpoint.__annotations__}
-            else:
-                columns[key] = value
+        columns: dict[str, object] = dict(record)
+        checkpoint = columns.pop("checkpoint", None) or {}
+        columns |= {f"checkpoint_{name}": cast(Checkpoint, checkpoint).get(name) for name in get_type_hints(Checkpoint)}
         rows.append(columns)
     return pandas.DataFrame(rows)
 
@@ -267,7 +265,7 @@ def _read_file(path: Path, strict: bool) -> list[Record]:
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-            missing = KINDS[record["kind"]].__required_keys__ - record.keys() if strict else ()
+            missing = REQUIRED_KEYS[record["kind"]] - record.keys() if strict else ()
             key = identity(record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The tasks against solutions written another way: by Python's own arithmetic, strings and lists."""
+"""The tasks compared with solutions in plain Python."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ def until_end(targets):
 
 
 def value(text):
-    """Digits, brackets and operators as Python computes them."""
+    """The value of an expression of digits, brackets and operators, modulo 5."""
     return eval(text) % 5  # the characters come from the tables below
 
 
@@ -32,7 +32,6 @@ def number(bits):
 def stack_after(tokens):
     stack = []
     bottom = re.match("[01]+", "".join(map(str, tokens))).end()
-    # The first actions may be taken for the stack's own bits only if they were bits, which they are not.
     for token in tokens[:bottom]:
         stack.append(token)
     for token in tokens[bottom:]:
@@ -66,35 +65,35 @@ ENDED = {
 }
 
 
-def drawn(name, length, samples=32):
+def sample(name, length, samples=32):
     batch = TASKS[name].sample(np.random.default_rng([7, length]), samples, length)
     return batch.inputs.tolist(), batch.targets.tolist(), batch.counted.tolist()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", SOLVERS)
-def test_answers_are_right(name, length):
-    for tokens, targets, counted in zip(*drawn(name, length), strict=True):
+def test_targets(name, length):
+    for tokens, targets, counted in zip(*sample(name, length), strict=True):
         assert targets == [int(answer) for answer in SOLVERS[name](tokens)]
         assert all(counted)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", ENDED)
-def test_answers_that_end_are_right(name, length):
-    for tokens, targets, counted in zip(*drawn(name, length), strict=True):
+def test_targets_with_an_end_symbol(name, length):
+    for tokens, targets, counted in zip(*sample(name, length), strict=True):
         answer = ENDED[name](tokens)
-        found = until_end(targets)
-        assert (found if name == "stack_manipulation" else number(found)) == answer
-        assert counted == [place <= len(found) for place in range(len(targets))]
-        assert not any(targets[len(found) + 1 :])
+        output = until_end(targets)
+        assert (output if name == "stack_manipulation" else number(output)) == answer
+        assert counted == [place <= len(output) for place in range(len(targets))]
+        assert not any(targets[len(output) + 1 :])
         if name != "stack_manipulation":
-            assert found[-1] == 1 or found == [0]
+            assert output[-1] == 1 or output == [0]
 
 
 @pytest.mark.parametrize("length", [n for n in LENGTHS if n > 2])
-def test_the_unknown_solves_its_equation(length):
-    for tokens, targets, _ in zip(*drawn("solve_equation", length), strict=True):
+def test_the_target_solves_the_equation(length):
+    for tokens, targets, _ in zip(*sample("solve_equation", length), strict=True):
         assert tokens.count(9) == 1
         assert tokens[-2] == 10
         left = text([targets[0] if token == 9 else token for token in tokens[:-2]], "+-()")
@@ -102,13 +101,13 @@ def test_the_unknown_solves_its_equation(length):
 
 
 @pytest.mark.parametrize("length", [n for n in LENGTHS if n > 1])
-def test_the_missing_symbol_completes_the_duplicate(length):
-    for tokens, targets, _ in zip(*drawn("missing_duplicate", length), strict=True):
+def test_the_target_completes_the_duplicate(length):
+    for tokens, targets, _ in zip(*sample("missing_duplicate", length), strict=True):
         assert tokens.count(2) == 1
-        whole = [targets[0] if token == 2 else token for token in tokens]
+        string = [targets[0] if token == 2 else token for token in tokens]
         half = length // 2
-        assert whole[:half] == whole[half : 2 * half]
-        assert whole[2 * half :] == [3] * (length % 2)
+        assert string[:half] == string[half : 2 * half]
+        assert string[2 * half :] == [3] * (length % 2)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -123,17 +122,17 @@ def test_lengths_and_alphabets(name):
         assert 0 <= batch.targets.min() <= batch.targets.max() < task.classes
         again = task.sample(np.random.default_rng(length), 16, length)
         assert (again.inputs == batch.inputs).all()
-    with pytest.raises(ValueError, match=f"{name}: an input has at least 1 token, not 0"):
+    with pytest.raises(ValueError, match=f"{name}: the length must be at least 1, not 0"):
         task.sample(np.random.default_rng(0), 1, 0)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_answers_are_spread_over_their_classes(name):
+def test_targets_cover_their_classes(name):
     batch = TASKS[name].sample(np.random.default_rng(3), 2000, 41)
     counts = np.bincount(batch.targets[batch.counted], minlength=TASKS[name].classes)
-    # End signs are one in many; of the others none may be rare.
-    least = counts[:2].min() if TASKS[name].ended else counts.min()
-    assert least > 0.5 * counts[: len(counts) - TASKS[name].ended].mean()
+    # End symbols are rare; none of the other classes may be.
+    rarest = counts[:2].min() if TASKS[name].ended else counts.min()
+    assert rarest > 0.5 * counts[: len(counts) - TASKS[name].ended].mean()
 
 
 def test_there_are_fifteen_tasks_of_three_levels():

@@ -1,0 +1,71 @@
+"""Results of the Chomsky-hierarchy benchmark: a table of tasks and methods, and figures of accuracy over length."""
+
+import statistics
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from megatron.chomsky.experiment import ExperimentSettings, Result
+from megatron.chomsky.tasks import TASKS
+from megatron.reporting.figures import COLORS, LINE_STYLES, new_figure
+from megatron.reporting.formatting import format_mean
+from megatron.reporting.tables import Cell, Row, Table
+
+PANEL_COLUMNS = 3
+
+
+def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
+    """The score of each task and method in percent, averaged over seeds."""
+    methods = list(dict.fromkeys(result["pos_emb"] for result in results))
+    rows = []
+    for task in _tasks_of(results):
+        scores = [
+            [100 * result["score"] for result in results if (result["task"], result["pos_emb"]) == (task, method)]
+            for method in methods
+        ]
+        means = [round(statistics.fmean(values), 1) if values else -1.0 for values in scores]
+        cells = (
+            Cell(format_mean(values, digits=3), best=len(methods) > 1 and mean == max(means))
+            for values, mean in zip(scores, means, strict=True)
+        )
+        rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(cells)))
+    note = (
+        f"Accuracy in percent, averaged over the test lengths {settings.train_longest + 1} to {settings.test_longest} "
+        f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples)."
+    )
+    return Table("chomsky", "Tasks of the Chomsky hierarchy", ("level", "task"), tuple(methods), tuple(rows), (note,))
+
+
+def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings) -> Figure:
+    """A panel per task with the accuracy of each method (mean over seeds) as a function of the input length."""
+    tasks = _tasks_of(results)
+    methods = list(dict.fromkeys(result["pos_emb"] for result in results))
+    columns = min(PANEL_COLUMNS, len(tasks))
+    rows = -(-len(tasks) // columns)
+    width, height = 1.2 + 3.3 * columns, 1.3 + 2.2 * rows
+    figure, panels = new_figure(rows, columns, width, height, dpi=140, sharex=True, sharey=True)
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    handles = {}
+    for axes, task in zip(panels, tasks, strict=False):
+        for index, method in enumerate(methods):
+            seeds = [r["accuracies"] for r in results if (r["task"], r["pos_emb"]) == (task, method)]
+            if seeds:
+                lengths = [int(length) for length in seeds[0]]
+                means = [100 * statistics.fmean(seed[str(length)] for seed in seeds) for length in lengths]
+                color, style = COLORS[index % len(COLORS)], LINE_STYLES[index % len(LINE_STYLES)]
+                (handles[method],) = axes.plot(lengths, means, color=color, linestyle=style, linewidth=1.5)
+        axes.axhline(100 / TASKS[task].classes, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.set_title(task.replace("_", " "), loc="left", fontsize=9.5)
+        axes.set_ylim(0, 102)
+    figure.supxlabel(
+        f"length of the input (trained up to {settings.train_longest}); dotted: random guessing", fontsize=9.5
+    )
+    figure.supylabel("accuracy, percent", fontsize=9.5)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def _tasks_of(results: Sequence[Result]) -> list[str]:
+    """The tasks with results, in the order of the benchmark."""
+    return [name for name in TASKS if any(result["task"] == name for result in results)]

@@ -1,0 +1,64 @@
+"""tools/chomsky.py, called in-process."""
+
+import json
+
+import pytest
+
+from megatron.cli.chomsky import main
+from megatron.utils.errors import UserError
+
+TINY = {
+    "steps": 6,
+    "batch": 4,
+    "train_longest": 6,
+    "test_longest": 9,
+    "test_samples": 4,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+}
+
+
+def arguments(folder, *words, **settings):
+    options = [word for name, value in {**TINY, **settings}.items() for word in (f"--{name}", str(value))]
+    return ["--output", str(folder), *options, *words]
+
+
+def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
+    words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "dape_kerple", "--seeds", "0")
+    main(arguments(tmp_path, *words))
+    printed = capsys.readouterr().out
+    assert "4 experiments on cpu, 0 of them finished earlier" in printed
+    assert "[4/4] binary_addition, dape_kerple, seed 0: loss " in printed
+    stored = json.loads((tmp_path / "chomsky.json").read_text())
+    assert [(result["task"], result["pos_emb"], result["seed"]) for result in stored["results"]] == [
+        (task, method, 0) for task in ("even_pairs", "binary_addition") for method in ("none", "dape_kerple")
+    ]
+    assert (tmp_path / "chomsky.md").read_text().startswith("# Tasks of the Chomsky hierarchy\n")
+    assert (tmp_path / "chomsky.png").read_bytes()[:4] == b"\x89PNG"
+    assert not list((tmp_path / "unfinished").iterdir())
+
+    main(arguments(tmp_path, *words))
+    assert "4 of them finished earlier" in capsys.readouterr().out
+    assert json.loads((tmp_path / "chomsky.json").read_text()) == stored
+
+    with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):
+        main(arguments(tmp_path, *words, steps=7))
+
+
+def test_unsupported_methods_are_rejected(tmp_path):
+    with pytest.raises(UserError, match="dape_v2 is only defined for keys before the query"):
+        main(arguments(tmp_path / "results", "--methods", "dape_v2"))
+    assert not (tmp_path / "results").exists()
+
+
+def test_unknown_tasks_are_rejected(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments(tmp_path, "--tasks", "sorting"))
+    assert "invalid choice: 'sorting'" in capsys.readouterr().err
+
+
+def test_help_lists_every_task_once(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.count("bucket_sort") == 1
