@@ -7,6 +7,9 @@ Rotary and absolute positions also encode the direction.
 Legend: b samples, s positions, h heads, d head size, e hidden size.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,9 +65,10 @@ class Encoder(nn.Module):
 
     def forward(self, symbols: Tensor) -> Tensor:
         positions = torch.arange(symbols.shape[1])
-        hidden = self.positional[0].embed(self.embedding(symbols), positions)
+        methods = cast(Sequence[PositionalMethod], self.positional)  # one for all layers, or one per layer
+        hidden = methods[0].embed(self.embedding(symbols), positions)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, self.positional[min(index, len(self.positional) - 1)], positions)
+            hidden = layer(hidden, methods[min(index, len(methods) - 1)], positions)
         return self.output(self.norm(hidden))
 
 

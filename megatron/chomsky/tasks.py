@@ -145,8 +145,8 @@ def cycle_navigation(generator: np.random.Generator, samples: int, length: int) 
 
 @_task("context-free", 5, 3, lambda n: n + 1, ended=True)
 def stack_manipulation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Input: a stack of bits, bottom first, then actions: 2 pop, 3 push 0, 4 push 1. Output: the final stack, top first,
-    then END. A pop from an empty stack does nothing.
+    """Input: a stack of bits, bottom first, then actions (2 pop, 3 push 0, 4 push 1). Output: the final stack, top
+    first, then END. A pop from an empty stack does nothing.
     """
     strings, targets = _bits(generator, samples, length), np.zeros((samples, length + 1), dtype=np.int64)
     depths = generator.integers(1, max(length, 2), samples)
@@ -183,7 +183,7 @@ def solve_equation(generator: np.random.Generator, samples: int, length: int) ->
     the digit. Inputs of fewer than three tokens are zeros, and so are their outputs.
     """
     if length < 3:
-        return np.zeros((samples, length)), np.zeros((samples, 1))
+        return np.zeros((samples, length), dtype=np.int64), np.zeros((samples, 1), dtype=np.int64)
     equations, solutions = [], []
     for _ in range(samples):
         tokens, value = _expression(generator, length - 2)
@@ -225,7 +225,7 @@ def duplicate_string(generator: np.random.Generator, samples: int, length: int) 
 def missing_duplicate(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
     """Input: a string twice, with one symbol hidden (2), and a 3 if the length is odd. Output: the hidden symbol."""
     if length == 1:
-        return np.ones((samples, 1)), np.ones((samples, 1))
+        return np.ones((samples, 1), dtype=np.int64), np.ones((samples, 1), dtype=np.int64)
     half = _bits(generator, samples, length // 2)
     strings = np.concatenate((half, half, np.full((samples, length % 2), 3)), axis=1)
     rows, hidden = np.arange(samples), generator.integers(0, 2 * half.shape[1], samples)

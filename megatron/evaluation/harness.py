@@ -117,7 +117,7 @@ def _find_tasks(tasks: Sequence[str], include_path: Sequence[str]) -> tuple[Any,
         if set(tasks) <= set(manager.all_subtasks):  # indexing the harness's own 14,000 tasks takes seconds
             return manager, list(tasks)
     manager = TaskManager(include_path=folders or None)
-    names = []
+    names: list[str] = []
     for name in tasks:
         matches = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matches:

@@ -209,7 +209,7 @@ def sum_by_distance(values: Tensor) -> Tensor:
     """
     c, l = values.shape[-2:]  # noqa: E741
     # Shift each row by one more than the row above, so that each column is a distance.
-    skewed = F.pad(values.flip(-1), (0, c)).flatten(-2)[..., :-c].unflatten(-1, (c, l + c - 1))
+    skewed: Tensor = F.pad(values.flip(-1), (0, c)).flatten(-2)[..., :-c].unflatten(-1, (c, l + c - 1))
     return skewed.sum(dim=-2, dtype=torch.float64)[..., c - 1 :]
 
 
