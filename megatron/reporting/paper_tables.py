@@ -98,14 +98,14 @@ def passkey_setting(setting: Setting) -> str:
 
 
 def missing_notes(values: Measurements, names: Mapping[Method, str]) -> list[str]:
-    """For each of these methods and each reason, the lengths at which values are not available."""
-    missing = values.frame[values.frame["value"].isna()]
+    """For each of these methods with missing values, at which lengths they are missing and the reasons."""
+    missing = values.frame[values.frame["value"].isna()].fillna({"note": "the value overflows a float"})
     notes = []
     for method, name in names.items():
-        reasons = missing[missing["method"] == method].fillna({"note": "the value overflows a float"})
-        for reason, rows in reasons.groupby("note", sort=False):
+        rows = missing[missing["method"] == method]
+        if len(rows):
             lengths = ", ".join(map(str, sorted(rows["length"].unique())))
-            notes.append(f"{NOT_AVAILABLE}: {name} at {lengths}: {reason}.")
+            notes.append(f"{NOT_AVAILABLE}: {name} at {lengths}: {'; '.join(rows['note'].unique())}.")
     return notes
 
 

@@ -315,7 +315,7 @@ def test_comparison_with_a_method(tmp_path, checkpoints):
     ):
         main([*words, "--compare-with", "rotary"])
     main([*words, "--compare-with", "kerple_log"])
-    assert "One seed" in (tmp_path / "extrapolation.md").read_text()
+    assert "With one seed" in (tmp_path / "extrapolation.md").read_text()
 
 
 def test_labels_and_sizes_are_stored(tmp_path, checkpoints):
