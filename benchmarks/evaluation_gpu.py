@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import MATERIALISED
-from benchmarks.models import our_model
+from benchmarks.models import initialized_gpt
 from benchmarks.train_step_gpu import settings_of
 from kerple.attention import dispatch
 from megatron.model.gpt import GPT
@@ -57,7 +57,7 @@ def check(bench: Bench) -> bool:
             settings = settings_of(pos_emb, backend, dry=True)
             torch.manual_seed(0)
             text = torch.randint(settings.padded_vocab_size, (1, 50)).to(bench.device)
-            found.append(losses(our_model(settings).to(bench.device, dtype), text))
+            found.append(losses(initialized_gpt(settings).to(bench.device, dtype), text))
         good, error = close_enough(found[0], found[1].double(), 1e-5)
         passed &= good
         bench.attempt({"check": pos_emb}, lambda error=error: {"error": error})
@@ -70,7 +70,7 @@ def main() -> int:
         return 1
     dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
     for pos_emb, backend in CASES[: 2 if bench.dry else None]:
-        model = our_model(settings_of(pos_emb, backend, bench.dry)).to(bench.device).eval()
+        model = initialized_gpt(settings_of(pos_emb, backend, bench.dry)).to(bench.device).eval()
         if not bench.dry:
             model.bfloat16()
         for length in (16, 32) if bench.dry else LENGTHS:

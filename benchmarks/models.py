@@ -1,12 +1,84 @@
-"""Our model, as a run begins with it."""
+"""The models of the training benchmarks: this project's GPT with initial weights, and a plain PyTorch baseline.
+
+Legend: b batch, s tokens, h heads, d head size, e hidden size, v vocabulary.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 
 
-def our_model(settings: ModelSettings, *, checkpoint_every: int = 0) -> GPT:
-    """A GPT with the recipe's initial weights; arguments as of `GPT`."""
+def initialized_gpt(settings: ModelSettings, *, checkpoint_every: int = 0) -> GPT:
+    """A GPT with the initial weights of the paper's configuration."""
     model = GPT(settings, checkpoint_every=checkpoint_every)
     initialize(model.layers(), settings, seed=1234, init_method="normal", output_init_method="scaled_normal", std=0.02)
     return model
+
+
+class PlainAttention(nn.Module):
+    """Causal self-attention, `[b, s, e] -> [b, s, e]`."""
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
+        self.dense = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, size = hidden.shape
+        query, key, value = (
+            part.view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for part in self.query_key_value(hidden).chunk(3, dim=-1)
+        )
+        context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.dense(context.transpose(1, 2).reshape(batch, length, size))
+
+
+class PlainBlock(nn.Module):
+    """One pre-norm transformer block, `[b, s, e] -> [b, s, e]`."""
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden_size)
+        self.attention = PlainAttention(hidden_size, num_heads)
+        self.mlp_norm = nn.LayerNorm(hidden_size)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class PlainDecoder(nn.Module):
+    """The baseline: a decoder-only language model in plain PyTorch without positions, int64 `[b, s] -> [b, s, v]`.
+
+    Pre-norm LayerNorm, MLP of 4x with GELU, biases on all linear layers except the untied output layer, and
+    `F.scaled_dot_product_attention(is_causal=True)`.
+    """
+
+    def __init__(self, vocab_size: int, num_layers: int, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.blocks = nn.Sequential(*(PlainBlock(hidden_size, num_heads) for _ in range(num_layers)))
+        self.norm = nn.LayerNorm(hidden_size)
+        self.output = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.apply(self._initialize)
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.norm(self.blocks(self.embedding(tokens))))
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of the labels `[b, s]`."""
+        return F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten())

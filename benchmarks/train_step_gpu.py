@@ -1,13 +1,13 @@
-"""The recipe's training step on a GPU (the KERPLE paper's Table 4): seconds, tokens/s, MFU and peak memory.
+"""The training step of the KERPLE paper's model on a GPU (Table 4): seconds, tokens/s, MFU and peak memory.
 
     python benchmarks/train_step_gpu.py [--check] [--seconds 180] [--json FILE] [--dry-run]
 
-162M parameters (12 layers, hidden 768, 12 heads, vocabulary 50,304), length 512, micro-batch 32, bfloat16 weights with
-float32 masters, gradient clipping at 1.0, fused AdamW; a plain loop, which needs PyTorch and Triton alone. Every method
-by the backend that `auto` takes; two of them with their blocks compiled (`torch-compile`), and with attention
-materialised as the original does it; and a plain GPT of the same size without positions. MFU counts 6 x parameters
-outside the input embedding + 6 x layers x hidden x length per token, of the dense bf16 peak; recomputation is not
-counted.
+The model has 162M parameters (12 layers, hidden size 768, 12 heads, vocabulary 50,304). Sequence length 512, micro-
+batch 32, bfloat16 weights with float32 master weights, gradient clipping at 1.0, fused AdamW, in a plain loop that
+needs only PyTorch and Triton. Every method runs with the backend that `auto` selects. Two of them also run with
+compiled blocks (`torch-compile`), and with materialized attention as in the original. The baseline is a plain GPT of
+the same size without positions. MFU counts 6 x parameters outside the input embedding + 6 x layers x hidden size x
+length per token, relative to the dense bf16 peak; recomputation is not counted.
 """
 
 import sys
@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import MATERIALISED
-from benchmarks.models import our_model
-from benchmarks.plain_decoder import PlainDecoder
+from benchmarks.models import PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
@@ -32,7 +31,7 @@ METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rp
 COMPILED = COMPARED = ("kerple_log", "kerple_bias_wht")
 
 
-def settings_of(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
+def model_settings(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
     layers, hidden, heads, vocabulary, length = (1, 32, 2, 96, 16) if dry else (12, 768, 12, 50_304, 512)
     return ModelSettings(
         num_layers=layers,
@@ -46,7 +45,7 @@ def settings_of(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
 
 
 def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Mixed precision as training has it: float32 masters of bfloat16 weights; no step waits for the device."""
+    """Mixed precision as in training: bfloat16 weights with float32 masters. No step waits for the device."""
     model.bfloat16()
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = [weight.detach().float() for weight in weights]
@@ -70,21 +69,21 @@ def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) 
 
 
 def check(bench: Bench) -> bool:
-    """One layer of the recipe: the loss's gradient by the fused kernels in float32, against float64 materialised."""
-    passed = True
+    """Compare the gradients of the fused kernels in float32 with the reference in float64, for one small layer."""
+    all_passed = True
     for pos_emb in ("kerple_log", "kerple_bias_wht", "rpe"):
         gradients = []
         for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
-            settings = settings_of(pos_emb, backend, dry=True)
-            model = our_model(settings).to(bench.device, dtype)
+            settings = model_settings(pos_emb, backend, dry=True)
+            model = initialized_gpt(settings).to(bench.device, dtype)
             torch.manual_seed(0)
             text = torch.randint(settings.padded_vocab_size, (2, 17)).to(bench.device)
             loss = model.loss(text[:, :-1], text[:, 1:].contiguous())
             gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-        results = [close_enough(found, exact.double(), 1e-3) for found, exact in zip(*gradients, strict=True)]
-        passed &= all(good for good, _ in results)
+        results = [close_enough(actual, exact.double(), 1e-3) for actual, exact in zip(*gradients, strict=True)]
+        all_passed &= all(passed for passed, _ in results)
         bench.attempt({"check": pos_emb}, lambda results=results: {"largest_error": max(error for _, error in results)})
-    return bench.checked(passed)
+    return bench.checked(all_passed)
 
 
 def main() -> int:
@@ -95,22 +94,26 @@ def main() -> int:
     cases = [("plain GPT", None), *((method, "auto") for method in METHODS)]
     cases += [(method, "compiled") for method in COMPILED]
     cases += [(method, "materialised") for method in COMPARED]
-    first: dict[str, float] = {}
+    baseline: dict[str, float] = {}
     for name, backend in cases[: 3 if bench.dry else None]:
         attention = "auto" if backend in (None, "compiled") else backend
-        settings = settings_of("none" if backend is None else name, attention, bench.dry)
+        settings = model_settings("none" if backend is None else name, attention, bench.dry)
         batch = 2 if bench.dry else 32
 
-        def measured(settings=settings, name=name, backend=backend, batch=batch) -> dict[str, object]:
+        def measure(settings=settings, name=name, backend=backend, batch=batch) -> dict[str, object]:
             torch.manual_seed(1234)
             length = settings.max_positions
             text = torch.randint(settings.padded_vocab_size, (batch, length + 1)).to(bench.device)
             sizes = (settings.padded_vocab_size, settings.num_layers, settings.hidden_size, settings.num_heads)
             if backend is None:
                 model = PlainDecoder(*sizes).to(bench.device)
-                outside = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("embedding"))
+                outside = sum(
+                    parameter.numel()
+                    for name, parameter in model.named_parameters()
+                    if not name.startswith("embedding")
+                )
             else:
-                model = our_model(settings).to(bench.device)
+                model = initialized_gpt(settings).to(bench.device)
                 if backend == "compiled":
                     compile_blocks(model, bench.device)
                 outside = count_parameters(model.layers(), settings)["outside_embedding"]
@@ -119,16 +122,16 @@ def main() -> int:
             )
             per_second = batch * length / seconds
             peak = peak_flops(bench.device)
-            first.setdefault("plain", seconds)
+            baseline.setdefault("plain", seconds)
             return {
                 "seconds_per_step": seconds,
                 "tokens_per_second": per_second,
                 "mfu": None if peak is None else per_second * flops_per_token(outside, settings, length) / peak,
                 "peak_gib": None if bench.dry else torch.cuda.max_memory_allocated() / 2**30,
-                "ratio_to_plain": seconds / first["plain"],
+                "ratio_to_plain": seconds / baseline["plain"],
             }
 
-        bench.attempt({"name": name, "backend": backend or "sdpa"}, measured)
+        bench.attempt({"name": name, "backend": backend or "sdpa"}, measure)
         if not bench.dry:
             torch.cuda.empty_cache()
     return 0

@@ -155,7 +155,7 @@ class SelfAttention(nn.Module):
         return self.dense(self.context(self.query_key_value(hidden), cache, span, tables))
 
     def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
-        """The heads' outputs: `[b, s, 3 h d] -> [b, s, h d]`. The model parts around it are what torch.compile gets."""
+        """The heads' outputs, `[b, s, 3 h d] -> [b, s, h d]`. `compiled.py` excludes this part from compilation."""
         batch, length, _ = qkv.shape
         # GPT-NeoX groups the rows of query_key_value by head: each head's query, key and value are adjacent.
         qkv = qkv.view(batch, length, -1, 3, self.head_size)
