@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from kerple.positional import method_class, primary_names
 from megatron.config import neox_compat
 from megatron.config.loader import GROUPS
 from megatron.config.schema.base import field_aliases, field_path, has_placeholders
@@ -68,7 +69,12 @@ def _table_row(name: str, field: FieldInfo) -> str:
         default = ""
     else:
         default = f"`{json.dumps(field.default)}`"
-    meaning = (field.description or "") + (" Placeholders." if has_placeholders(field) else "")
+    meaning = field.description or ""
+    if name == "pos_emb":
+        built_in = (method for method in primary_names() if method_class(method).__module__.startswith("kerple."))
+        meaning += f" Built-in methods: {', '.join(built_in)}."
+    if has_placeholders(field):
+        meaning += " Placeholders."
     cells = [" or ".join(keys), describe_type(field.annotation, field.metadata), default, meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -312,8 +312,8 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
     for known in FIELDS:
         if known[: len(path) - 1] == path[:-1] and known[-1] != REST:
             supported.setdefault(known[-1], known)
-    other = {known[-1]: known for known in (tuple(key.split(".")) for key in neox_compat.known_keys())}
-    for candidates in (supported, other):
+    unsupported = {known[-1]: known for known in (tuple(key.split(".")) for key in neox_compat.known_keys())}
+    for candidates in (supported, unsupported):
         names = difflib.get_close_matches(path[-1].replace("-", "_"), candidates, n=_MAX_SUGGESTIONS, cutoff=0.6)
         if names:
             break

@@ -40,14 +40,7 @@ class ModelConfig(Group):
     no_weight_tying: bool = key(
         False, "True: the output layer has its own weights. False: it shares those of the token embedding."
     )
-    pos_emb: str = key(
-        "learned",
-        """Positional method: none, learned, sinusoidal, rotary, rpe (T5), alibi, sandwich, kerple_log, kerple_log3,
-        kerple_power_ap_, kerple_power__ap, kerple_power_ap_ap, kerple_power_original, kerple_gaussian,
-        kerple_gaussian3, kerple_square__a, kerple (an expression), xpos, fire, cope, transformer_xl, dape, dape_kerple,
-        dape_alibi, dape_fire, dape_v2, dape_v2_kerple, dape_v2_alibi, dape_v2_fire, or a method registered by
-        pos_emb_module.""",
-    )
+    pos_emb: str = key("learned", "Positional method, built in or registered by pos_emb_module.")
     pos_emb_options: dict[str, Any] = key({}, "Options of the positional method, by name.")
     pos_emb_module: str | None = key(
         None, "Python file (path/to/file.py) or module that registers further positional methods when imported."

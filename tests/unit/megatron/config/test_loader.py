@@ -14,7 +14,7 @@ def load(write, *texts, overrides=()):
     return load_config([write(f"{index}.yml", text) for index, text in enumerate(texts)], overrides=overrides)
 
 
-def test_defaults_are_gpt_neox_s(flat):
+def test_defaults_of_gpt_neox(flat):
     config = Config.from_flat(flat)
     assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.eps) == (1e-3, (0.9, 0.999), 1e-8)
     assert (config.optimizer.weight_decay, config.optimizer.gradient_clipping) == (0.1, 1.0)
@@ -26,25 +26,25 @@ def test_defaults_are_gpt_neox_s(flat):
     assert config.precision.dtype == "fp32"
 
 
-def test_flat_form_comes_back(flat):
-    given = {
+def test_to_flat_and_back(flat):
+    keys = {
         **flat,
         "optimizer": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95]}},
         "zero_optimization": {"stage": 1, "overlap_comm": True},
         "fp16": {"enabled": True, "type": "bfloat16"},
     }
-    config = Config.from_flat(given)
+    config = Config.from_flat(keys)
     flat_form = config.to_flat()
-    assert flat_form == {key.replace("-", "_"): value for key, value in given.items()}
+    assert flat_form == {key.replace("-", "_"): value for key, value in keys.items()}
     assert Config.from_flat(json.loads(json.dumps(flat_form))) == config
     flat_form["optimizer"]["params"]["lr"] = 7
     assert config.to_flat()["optimizer"]["params"]["lr"] == 6e-4
 
 
-def test_the_given_mapping_is_left_alone(flat):
-    given = {**flat, "optimizer": {"params": {"weight_decay": 0.0}}}
-    Config.from_flat(given)
-    assert given["optimizer"] == {"params": {"weight_decay": 0.0}}
+def test_the_mapping_is_not_modified(flat):
+    keys = {**flat, "optimizer": {"params": {"weight_decay": 0.0}}}
+    Config.from_flat(keys)
+    assert keys["optimizer"] == {"params": {"weight_decay": 0.0}}
 
 
 def test_updated(flat):
@@ -70,7 +70,7 @@ def test_missing_keys_are_named(flat):
         Config.from_flat(flat, source="here")
 
 
-def test_vocabulary_smaller_than_the_tokenizer_s(flat):
+def test_check_vocabulary(flat):
     config = Config.from_flat({**flat, "padded_vocab_size": 128})
     check_vocabulary(config, 128)
     with pytest.raises(UserError, match="padded_vocab_size is 128, but the tokenizer has 129 tokens"):
@@ -110,7 +110,7 @@ def test_the_same_key_with_dash_and_underscore_in_one_file(write, tmp_path):
     )
 
 
-def test_only_top_level_keys_are_normalized(write):
+def test_only_top_level_keys_accept_dashes(write):
     with pytest.raises(UserError, match=r"has no option 'a-b'"):
         load(write, MODEL, '{"pos-emb-options": {"a-b": 1}}')
     with pytest.raises(UserError, match=r'"optimizer.params.weight-decay" is not a known key'):
@@ -193,7 +193,7 @@ def test_bad_placeholders(flat, path, message):
         Config.from_flat({**flat, "save": path})
 
 
-def test_an_override_may_hold_an_alias(write):
+def test_alias_inside_an_override(write):
     config = load(
         write, MODEL, '{"weight-decay": 0.2}', overrides=["optimizer={type: Adam, params: {weight_decay: 0.3}}"]
     )
@@ -215,7 +215,7 @@ def test_an_override_may_hold_an_alias(write):
         ("qqqqqqqq", ""),
     ],
 )
-def test_unknown_keys_come_with_the_nearest(flat, key, nearest):
+def test_unknown_keys_are_rejected_with_suggestions(flat, key, nearest):
     with pytest.raises(UserError) as caught:
         Config.from_flat({**flat, **nested(key, 1)}, source="a.yml")
     message = str(caught.value)
@@ -224,7 +224,7 @@ def test_unknown_keys_come_with_the_nearest(flat, key, nearest):
 
 
 @pytest.mark.parametrize("key", ["wandb_api_key", "wandb-api-key", "api_key", "hf_token", "comet_api_key", "password"])
-def test_secrets_do_not_belong_into_a_configuration(flat, key):
+def test_secrets_are_rejected(flat, key):
     with pytest.raises(UserError, match=f'"{key}" looks like a secret.*WANDB_API_KEY') as caught:
         Config.from_flat({**flat, key: "0123456789abcdef"})
     assert "0123456789abcdef" not in str(caught.value)

@@ -92,7 +92,7 @@ def test_deep_nesting_is_an_error():
         parse("[" * 100_000, "a.yml")
 
 
-def test_ending_may_be_left_out_and_folder_given(write, tmp_path):
+def test_find_file(write, tmp_path):
     write("sub/a.yml", f"{{{MODEL}}}")
     write("sub/b.yaml", '{"seed": 7}')
     assert find_file("a", tmp_path / "sub").name == "a.yml"
@@ -101,7 +101,7 @@ def test_ending_may_be_left_out_and_folder_given(write, tmp_path):
     assert load_config(["a", "b"], tmp_path / "sub").training.seed == 7
 
 
-def test_missing_file_names_the_nearest(write, tmp_path):
+def test_missing_file(write, tmp_path):
     write("small_bf16.yml", "{}")
     with pytest.raises(UserError, match=r"smal_bf16: no such file; nearest: small_bf16\.yml"):
         load_config(["smal_bf16"], tmp_path)

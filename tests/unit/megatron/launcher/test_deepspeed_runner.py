@@ -102,8 +102,8 @@ def test_environment(monkeypatch):
 
 
 def test_reserved_port_can_be_listened_on_and_is_given_to_no_other_process():
-    with ReservedPort() as port, ReservedPort() as other, socket.socket() as listener:
-        assert port.number != other.number
+    with ReservedPort() as port, ReservedPort() as second, socket.socket() as listener:
+        assert port.number != second.number
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("", port.number))
         listener.listen()

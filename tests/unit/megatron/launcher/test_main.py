@@ -26,7 +26,7 @@ def test_command_line(tmp_path, monkeypatch):
         parse_command_line(["mine.py", "-d"])
 
 
-def test_a_script_beside_deepy_is_found_from_anywhere(tmp_path, monkeypatch):
+def test_script_next_to_deepy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_command_line(["deepy.py", "a.yml"]).script == Path(__file__).parents[4] / "deepy.py"
 
