@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import PipelineEngine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import get_global_norm_of_tensors
@@ -30,6 +31,17 @@ def disable_shared_memory_collectives() -> None:
 
 class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        """Take the arguments of DeepSpeedEngine. Build the bf16 optimizer quietly, and replace it by ours.
+
+        Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector for each of them.
+        """
+        with patch.object(bf16_optimizer, "see_memory_usage"):
+            super().__init__(*args, **keywords)
+        optimizer = self.optimizer
+        if type(optimizer) is BF16_Optimizer and getattr(optimizer.optimizer, "_step_supports_amp_scaling", False):
+            optimizer.__class__ = DeviceOnlyBF16Optimizer
 
     def _do_sanity_check(self) -> None:
         """Allow fp16 on a CPU.
@@ -101,10 +113,3 @@ class DeviceOnlyBF16Optimizer(BF16_Optimizer):
         self._lazy_init_hp_params_optimizer_state()
         self.update_lp_params()
         self.clear_hp_grads()
-
-
-def patch_optimizer(engine: Any) -> None:
-    """Replace DeepSpeed's bf16 optimizer where the inner optimizer can skip a step on the device."""
-    optimizer = engine.optimizer
-    if type(optimizer) is BF16_Optimizer and getattr(optimizer.optimizer, "_step_supports_amp_scaling", False):
-        optimizer.__class__ = DeviceOnlyBF16Optimizer

@@ -24,7 +24,7 @@ from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
 from megatron.training.deepspeed_config import deepspeed_dict
-from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine, patch_optimizer
+from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import configure_optimizer
 
@@ -116,7 +116,6 @@ class Engine:
             config_class=DeepSpeedConfig(deepspeed_settings, grid),
             dist_init_required=False,
         )
-        patch_optimizer(self.engine)
 
     # -- training and validation --------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""Training runs that are killed: the imports are paid for once, each run is a fork of this script.
+"""Training runs that are killed with SIGKILL. Each one is a fork of this script, so that imports are paid for once.
 
     python tests/support/kills.py FOLDER KILLS SEED
 
-reads FOLDER/config.json, kills KILLS runs of it at random moments with SIGKILL, checks after each that the checkpoint
-that `latest` names is whole, runs the last one to its end, and prints {"kills", "caught"} as JSON: how many runs were
-killed, and how many of these kills fell into a save.
+trains FOLDER/config.json and kills it at random moments, KILLS times. After each kill it checks that the checkpoint
+that `latest` names is complete. It then trains to the end and prints {"kills": K, "during_save": N} as JSON, where N is
+the number of kills during a save.
 """
 
 import json
@@ -21,7 +21,7 @@ from megatron.training.loop import train
 
 
 def fork_run(settings: dict[str, object], log: Path) -> int:
-    """Train in a forked process, its output in `log`; returns its id."""
+    """Train in a forked process with its output in `log`; returns its id."""
     log.write_bytes(b"")
     child = os.fork()
     if child:
@@ -40,7 +40,7 @@ def fork_run(settings: dict[str, object], log: Path) -> int:
 
 
 def wait_for_first_save(log: Path, child: int) -> bool:
-    """False if the run ended before it saved."""
+    """Returns False if the run ended before its first save."""
     while b"saved " not in log.read_bytes():
         if os.waitpid(child, os.WNOHANG)[0]:
             return False
@@ -51,16 +51,18 @@ def wait_for_first_save(log: Path, child: int) -> bool:
 def main(folder: Path, kills: int, seed: int) -> None:
     settings = json.loads((folder / "config.json").read_text())
     directory, log = Path(settings["save"]), folder / "run.log"
-    chance = random.Random(seed)
-    caught = 0
+    generator = random.Random(seed)
+    during_save = 0
     for _ in range(kills):
         child = fork_run(settings, log)
         if not wait_for_first_save(log, child):
-            raise SystemExit(f"the run ended before it was killed:\n{log.read_text()}")
-        time.sleep(chance.uniform(0.0, 0.15))
+            raise SystemExit(f"the run ended before its first save:\n{log.read_text()}")
+        time.sleep(generator.uniform(0.0, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        caught += any(path.name.startswith(".") or path.name.endswith(".unfinished") for path in directory.iterdir())
+        during_save += any(
+            path.name.startswith(".") or path.name.endswith(".unfinished") for path in directory.iterdir()
+        )
         if has_checkpoint(directory):
             step = find_step(directory)
             damage = find_damage(step)
@@ -69,7 +71,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
     child = fork_run({**settings, "save_interval": None}, log)
     if os.waitpid(child, 0)[1]:
         raise SystemExit(log.read_text())
-    print(json.dumps({"kills": kills, "caught": caught}))
+    print(json.dumps({"kills": kills, "during_save": during_save}))
 
 
 if __name__ == "__main__":

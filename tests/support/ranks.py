@@ -1,12 +1,14 @@
-"""Real ranks that train one configuration after the other, so that the imports are paid for once.
+"""Rank processes that train one configuration after another, so that imports are paid for once.
 
-Run as a script, this is one rank: it reads lines {"config": ..., "port": ...} and answers each with a line.
+As a script, this is one rank: it reads lines {"config": ..., "port": ..., "constants": ...} and answers each with a
+line.
 """
 
 import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,11 +22,11 @@ ANSWER = "@answer "
 
 
 class RankFailed(AssertionError):
-    """A rank raised; the message holds its traceback."""
+    """A rank raised an exception; the message contains its traceback."""
 
 
 class Ranks:
-    """`size` processes of one machine. Use as a context manager; `train` may be called any number of times."""
+    """`size` rank processes on this machine. A context manager."""
 
     def __init__(self, size: int):
         self.size = size
@@ -33,11 +35,11 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
         for rank in range(self.size):
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, __file__],
-                    env={**environment, **ranks},
+                    env={**environment, **variables},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -51,10 +53,16 @@ class Ranks:
             process.stdin.close()
             process.wait(timeout=60)
 
-    def train(self, settings: dict[str, object], constants: dict[str, object] | None = None) -> str:
-        """Train on all ranks; rank 0's output. Raises RankFailed with the last lines of the first rank that fails.
+    def train(
+        self,
+        settings: dict[str, object],
+        constants: dict[str, object] | None = None,
+        stop_last_rank_at: str | None = None,
+    ) -> str:
+        """Train on all ranks and return the output of rank 0. Raises RankFailed if a rank fails.
 
-        constants: "module:NAME" -> the value it has meanwhile.
+        constants: "module:NAME" -> value for the constant during this training.
+        stop_last_rank_at: send SIGTERM to the last rank when this text occurs in the output of rank 0.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -70,6 +78,9 @@ class Ranks:
                     answer = json.loads(line.removeprefix(ANSWER))
                     break
                 lines.append(line)
+                if stop_last_rank_at is not None and stop_last_rank_at in line:
+                    stop_last_rank_at = None
+                    self._processes[-1].send_signal(signal.SIGTERM)
             if answer != "done":
                 raise RankFailed("".join(lines) + str(answer))
             outputs.append("".join(lines))
@@ -78,17 +89,18 @@ class Ranks:
 
 @contextlib.contextmanager
 def replaced(constants: dict[str, object]) -> Iterator[None]:
-    before = []
-    for name, value in constants.items():
-        path, _, constant = name.partition(":")
-        module = importlib.import_module(path)
-        before.append((module, constant, getattr(module, constant)))
-        setattr(module, constant, value)
+    """Replace constants of modules, given as "module:NAME"."""
+    originals = []
+    for path, value in constants.items():
+        module_name, _, name = path.partition(":")
+        module = importlib.import_module(module_name)
+        originals.append((module, name, getattr(module, name)))
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for module, constant, value in before:
-            setattr(module, constant, value)
+        for module, name, value in originals:
+            setattr(module, name, value)
 
 
 def serve() -> None:
@@ -96,11 +108,11 @@ def serve() -> None:
     from megatron.training.loop import train
 
     for line in sys.stdin:
-        job = json.loads(line)
-        os.environ["MASTER_PORT"] = str(job["port"])
+        request = json.loads(line)
+        os.environ["MASTER_PORT"] = str(request["port"])
         try:
-            with replaced(job["constants"]):
-                train(Config.from_flat(job["config"]))
+            with replaced(request["constants"]):
+                train(Config.from_flat(request["config"]))
             answer = "done"
         except Exception:
             answer = traceback.format_exc()

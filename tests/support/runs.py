@@ -1,4 +1,4 @@
-"""Real runs of the entry points, as a user starts them."""
+"""Small training runs: their settings, their output files, and launches through deepy.py."""
 
 import json
 import os
@@ -15,13 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """One thread per process, and no rank of an outer run."""
+    """The environment for a process: one thread, and not a rank of an outer run."""
     unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 
 
 def training_settings(folder: Path, data_path: str, **keys: object) -> dict[str, object]:
-    """A small model trained for 6 steps, saved and logged in `folder`."""
+    """Settings of a small model that trains for 6 iterations and saves and logs in `folder`.
+
+    `keys` replace settings; the value None removes one.
+    """
     defaults = {
         "train_iters": 6,
         "lr_decay_iters": 20,
@@ -46,7 +49,7 @@ def training_settings(folder: Path, data_path: str, **keys: object) -> dict[str,
 
 
 def start(folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py") -> subprocess.Popen:
-    """`python deepy.py SCRIPT config.yml ARGUMENTS`, its output to a pipe."""
+    """Start `python deepy.py SCRIPT config.yml ARGUMENTS` with its output in a pipe."""
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "config.yml"
     config.write_text(json.dumps(settings))
@@ -57,7 +60,7 @@ def start(folder: Path, settings: dict[str, object], *arguments: str, script: st
 
 
 def run(folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py", status: int = 0) -> str:
-    """Run to the end; returns the output, and fails with it if the exit status is another."""
+    """Run `start` to the end and return its output. Fails with the output if the exit status is not `status`."""
     process = start(folder, settings, *arguments, script=script)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == status, output
@@ -65,13 +68,13 @@ def run(folder: Path, settings: dict[str, object], *arguments: str, script: str 
 
 
 def metrics(folder: Path, name: str = "train/loss") -> dict[int, float]:
-    """Iteration -> value of a metric, from the run's JSON lines."""
+    """Iteration -> value of a metric, from the metrics file of a run."""
     lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    return {line["iteration"]: line[name] for line in map(json.loads, lines) if name in line}
+    return {values["iteration"]: values[name] for values in map(json.loads, lines) if name in values}
 
 
 def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint's layer files, tensor-parallel slices apart, by file and name."""
+    """FILE/NAME -> tensor, of all layer files of a checkpoint."""
     step = folder / "checkpoints" / f"global_step{iteration}"
     return {
         f"{path.name}/{name}": tensor
@@ -80,9 +83,9 @@ def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     }
 
 
-def go_back(folder: Path, copy: Path, iteration: int) -> None:
-    """A copy of a run's checkpoints as if it had been stopped after `iteration`."""
-    source, target = folder / "checkpoints", copy / "checkpoints"
+def copy_checkpoint(source: Path, target: Path, iteration: int) -> None:
+    """Copy one checkpoint of the run in `source` to `target`, as if the run had stopped there."""
+    source, target = source / "checkpoints", target / "checkpoints"
     target.mkdir(parents=True)
     shutil.copytree(source / f"global_step{iteration}", target / f"global_step{iteration}")
     (target / "latest").write_text(f"global_step{iteration}")

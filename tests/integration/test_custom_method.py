@@ -1,4 +1,4 @@
-"""A method from outside of this project: trained through deepy.py, evaluated, exported."""
+"""A positional method in a user's own file: trained, evaluated, exported."""
 
 import json
 
@@ -8,11 +8,13 @@ from transformers import AutoModelForCausalLM
 from kerple.positional import registry
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.cli.evaluate import main as evaluate
+from megatron.config import Config
 from megatron.inference import load_model
-from tests.support.runs import metrics, run, training_settings, weights
+from megatron.training.loop import train
+from tests.support.runs import metrics, training_settings, weights
 
 METHOD = '''
-"""Bias -slope sqrt(distance), the slope learned per head."""
+"""Bias -slope sqrt(distance) with a learned slope per head."""
 
 import torch
 from torch import nn
@@ -41,20 +43,20 @@ class SquareRoot(PositionalMethod):
 '''
 
 
-def test_a_method_of_ones_own(tmp_path, data_path, monkeypatch):
+def test_a_custom_method(tmp_path, data_path, monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     path = tmp_path / "square_root.py"
     path.write_text(METHOD)
     keys = {"pos_emb": "test_square_root", "pos_emb_module": str(path), "pos_emb_options": {"floor": 0.02}}
-    run(tmp_path, training_settings(tmp_path, data_path, **keys))
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
     assert len(metrics(tmp_path, "kernel/slope/mean")) > 1
     saved = weights(tmp_path, 6)
     assert any(name.endswith("attention.rpe.slope") for name in saved)
     assert not any(torch.equal(tensor, weights(tmp_path, 3)[name]) for name, tensor in saved.items() if "slope" in name)
 
     folder = tmp_path / "checkpoints"
-    words = ["--lengths", "32", "64", "--tokens", "64", "--output", str(tmp_path / "report")]
-    evaluate(["--checkpoint", str(folder), *words, "--set", f"pos-emb-module={path}"])
+    arguments = ["--lengths", "32", "64", "--tokens", "64", "--output", str(tmp_path / "report")]
+    evaluate(["--checkpoint", str(folder), *arguments, "--set", f"pos-emb-module={path}"])
     rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
     assert [(row["pos_emb"], row["length"]) for row in rows] == [
         ("test_square_root (floor 0.02)", 32),
@@ -64,7 +66,7 @@ def test_a_method_of_ones_own(tmp_path, data_path, monkeypatch):
 
     model, config = load_model(folder, overrides={"pos_emb_module": str(path)})
     to_hugging_face(model, config, tmp_path / "hf", report=lambda _: None)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
     tokens = torch.arange(1, 65)[None]
     with torch.no_grad():
-        assert (theirs.eval()(tokens).logits - model(tokens)).abs().max() < 1e-4
+        assert (exported.eval()(tokens).logits - model(tokens)).abs().max() < 1e-4

@@ -1,4 +1,4 @@
-"""Training goes on from a directory in the release's layout."""
+"""Training resumes from checkpoints in the layout of the KERPLE release."""
 
 import shutil
 from pathlib import Path
@@ -27,16 +27,18 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def losses_in_plain_torch(method, settings, *, steps):
-    """The same steps by torch's own Adam, given the release's state dictionary as it is: its parameters are numbered in
-    the order of the layers' files, which for the power kernels is not that of our modules.
+def losses_with_torch_adam(method, settings, *, steps):
+    """The same iterations with torch's Adam and the release's optimizer state dictionary.
+
+    The dictionary numbers parameters in the order of the layer files. For the power kernels, our modules have another
+    order.
     """
     config = Config.from_flat(settings)
     tokenizer = build_tokenizer("HFTokenizer", config.tokenizer.vocab_file, None)
     dataset = build_datasets(config, tokenizer, 32, ((300 + steps) * 4, 0, 0)).train
     model, _ = load_model(checkpoints(method))
     model.train()
-    optimizer = torch.optim.Adam(in_the_files_order(method, model), lr=0.005)
+    optimizer = torch.optim.Adam(in_file_order(method, model), lr=0.005)
     optimizer.load_state_dict(load_file(checkpoints(method) / "global_step300/mp_rank_00_model_states.pt")["optimizer"])
     losses = {}
     for step in range(steps):
@@ -51,8 +53,8 @@ def losses_in_plain_torch(method, settings, *, steps):
     return losses
 
 
-def in_the_files_order(method, model):
-    """Each parameter once, where it first stands."""
+def in_file_order(method, model):
+    """Each parameter once, in the order of its first occurrence in the layer files."""
     parameters = {}
     for index, layer in model.layers().items():
         file = checkpoints(method) / "global_step300" / layer_file(Path(), index, 0)
@@ -64,17 +66,17 @@ def in_the_files_order(method, model):
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "rpe", "learned", "kerple_power_ap_", "kerple_power_ap_ap"])
-def test_goes_on_with_the_release_optimizer(method, corpus, tmp_path, capsys):
+def test_the_optimizer_state_of_the_release_is_used(method, corpus, tmp_path, capsys):
     settings = released_settings(tmp_path, corpus, method, train_iters=320)
     train(Config.from_flat(settings))
     output = capsys.readouterr().out
     assert "iteration 300, 1200 samples read" in output
     assert "iteration and optimizer state" in output
-    expected = losses_in_plain_torch(method, settings, steps=20)
+    expected = losses_with_torch_adam(method, settings, steps=20)
     assert metrics(tmp_path) == pytest.approx(expected, abs=5e-6)
 
 
-def test_the_optimizer_may_start_fresh(corpus, tmp_path, capsys):
+def test_no_load_optim_resets_the_optimizer(corpus, tmp_path, capsys):
     train(Config.from_flat(released_settings(tmp_path / "kept", corpus)))
     train(Config.from_flat(released_settings(tmp_path / "fresh", corpus, no_load_optim=True)))
     assert "starts from scratch (no-load-optim)" in capsys.readouterr().out
@@ -83,7 +85,7 @@ def test_the_optimizer_may_start_fresh(corpus, tmp_path, capsys):
     assert abs(kept[302] - fresh[302]) > 5e-3
 
 
-def test_state_that_is_not_there_starts_fresh(corpus, tmp_path, capsys):
+def test_a_checkpoint_without_optimizer_state(corpus, tmp_path, capsys):
     keys = {"load": str(checkpoints("kerple_log_bf16")), "precision": "bfloat16", "train_iters": 303}
     train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
     output = capsys.readouterr().out
@@ -91,7 +93,7 @@ def test_state_that_is_not_there_starts_fresh(corpus, tmp_path, capsys):
     assert list(metrics(tmp_path)) == [301, 302, 303]
 
 
-def test_state_of_another_size_starts_fresh(corpus, tmp_path, capsys):
+def test_optimizer_state_of_another_size(corpus, tmp_path, capsys):
     shutil.copytree(checkpoints("kerple_log"), tmp_path / "release")
     file = tmp_path / "release/global_step300/mp_rank_00_model_states.pt"
     state = load_file(file)
@@ -103,8 +105,8 @@ def test_state_of_another_size_starts_fresh(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_goes_on_and_is_saved_as_ours(method, corpus, tmp_path):
-    """Buffers of the release that are not ours (inv_freq, slopes, a bound a) are left alone, and not saved."""
+def test_every_method_resumes_and_is_saved_in_our_layout(method, corpus, tmp_path):
+    """Buffers that only the release has (inv_freq, slopes) are ignored and not saved."""
     folder = tmp_path / "checkpoints"
     train(Config.from_flat(released_settings(tmp_path, corpus, method, train_iters=302, save=str(folder))))
     assert list(metrics(tmp_path)) == [301, 302]
@@ -114,7 +116,7 @@ def test_every_method_goes_on_and_is_saved_as_ours(method, corpus, tmp_path):
     assert list(metrics(tmp_path)) == [301, 302, 303]
 
 
-def test_finetune_takes_the_weights_alone(corpus, tmp_path, capsys):
+def test_finetuning_loads_only_the_weights(corpus, tmp_path, capsys):
     train(Config.from_flat(released_settings(tmp_path, corpus, finetune=True, train_iters=2)))
     assert "finetune: weights from" in capsys.readouterr().out
     assert list(metrics(tmp_path)) == [1, 2]
@@ -131,7 +133,7 @@ def test_finetune_takes_the_weights_alone(corpus, tmp_path, capsys):
         ({"pos_emb": "alibi"}, r"attention\.rpe\.bias_p"),
     ],
 )
-def test_another_size_names_both_sides_before_a_model_is_built(keys, message, corpus, tmp_path, monkeypatch):
+def test_sizes_are_compared_before_the_model_is_built(keys, message, corpus, tmp_path, monkeypatch):
     def build(*_):
         raise AssertionError("the model was built")
 
@@ -141,7 +143,7 @@ def test_another_size_names_both_sides_before_a_model_is_built(keys, message, co
 
 
 class LargestTensor(TorchDispatchMode):
-    """Watches what is computed: the most elements of a tensor that has memory."""
+    """Records the number of elements of the largest tensor in memory."""
 
     elements = 0
 
@@ -154,7 +156,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "learned", "rpe"])
-def test_a_hundred_billion_parameters_are_refused_without_their_memory(method, corpus, tmp_path):
+def test_the_size_check_of_a_huge_model_uses_no_memory(method, corpus, tmp_path):
     sizes = {"num_layers": 96, "hidden_size": 9216, "num_attention_heads": 72, "max_position_embeddings": 131_072}
     with (
         LargestTensor() as watched,

@@ -1,4 +1,4 @@
-"""Lengths beyond the training length, measured while training: right, on any number of ranks, and without a trace."""
+"""Validation during training, and extrapolation curves."""
 
 import copy
 import os
@@ -19,11 +19,11 @@ from tests.support.runs import metrics, training_settings, weights
 
 LENGTHS = [16, 32, 128]
 CURVES = {"extrapolation_lengths": LENGTHS, "extrapolation_tokens": 1100}
-TOKENS = 1024  # the largest multiple of 128 in that
+TOKENS = 1024  # the largest multiple of 128 below that
 
 
-def expected(folder, data_path, iteration):
-    """Length -> loss of the checkpoint saved at that iteration."""
+def checkpoint_losses(folder, data_path, iteration):
+    """Length -> loss of the checkpoint of that iteration."""
     model, _ = load_model(folder / "checkpoints", iteration=iteration)
     tokens = validation_stream(data_path, "8,1,1", max_tokens=TOKENS + 1)
     rows = evaluate_extrapolation(model, tokens, LENGTHS, progress=False)
@@ -31,7 +31,7 @@ def expected(folder, data_path, iteration):
     return {row["length"]: row["loss"] for row in rows}
 
 
-def test_the_curves_are_those_of_the_checkpoints_and_leave_no_trace(tmp_path, data_path, wandb_offline, capsys):
+def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(tmp_path, data_path, wandb_offline, capsys):
     keys = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "precision": "fp32"}
     plain, curves = tmp_path / "plain", tmp_path / "curves"
     train(Config.from_flat(training_settings(plain, data_path, **keys)))
@@ -40,19 +40,19 @@ def test_the_curves_are_those_of_the_checkpoints_and_leave_no_trace(tmp_path, da
     train(Config.from_flat(training_settings(curves, data_path, **keys, **tracked, **CURVES)))
     console = capsys.readouterr().out
 
-    # Dropout draws from the generators that an evaluation must leave alone: equal bit for bit.
+    # Equal bit for bit: the evaluation does not use the random generators that dropout uses.
     assert metrics(curves) == metrics(plain)
     assert metrics(curves, "validation/loss") == metrics(plain, "validation/loss")
-    ours, theirs = weights(curves, 6), weights(plain, 6)
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    with_curves = weights(curves, 6)
+    assert all(torch.equal(with_curves[name], tensor) for name, tensor in weights(plain, 6).items())
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     wandb = b"".join(path.read_bytes() for path in wandb_offline.glob("offline-run-*/*.wandb"))
-    losses = {iteration: expected(curves, data_path, iteration) for iteration in (3, 6)}
+    losses = {iteration: checkpoint_losses(curves, data_path, iteration) for iteration in (3, 6)}
     for length in LENGTHS:
         written = {event.step: event.value for event in events.Scalars(f"extrapolation/loss/{length}")}
-        assert written == pytest.approx({step: found[length] for step, found in losses.items()}, abs=1e-5)
+        assert written == pytest.approx({step: by_length[length] for step, by_length in losses.items()}, abs=1e-5)
         assert metrics(curves, f"extrapolation/loss/{length}") == pytest.approx(written)
         assert events.Scalars(f"extrapolation/perplexity/{length}")
         assert f"extrapolation/perplexity/{length}".encode() in wandb
@@ -65,30 +65,6 @@ def test_the_curves_are_those_of_the_checkpoints_and_leave_no_trace(tmp_path, da
     assert [float(value) for _, value in lines] == pytest.approx(list(first.values()), abs=1e-3)
 
 
-def test_two_ranks_share_the_text(ranks, tmp_path, data_path):
-    """Replicas of ZeRO 2, an odd number of the longest segments; one segment, so that the other has nothing to do."""
-    layouts = {
-        "one": {"tokens": 896, "size": 1},
-        "zero-2": {"tokens": 896, "zero_optimization": {"stage": 2}},
-        "idle": {"tokens": 128},
-    }
-    for name, keys in layouts.items():
-        tokens = keys.pop("tokens")
-        keys = {**keys, "extrapolation_lengths": LENGTHS, "extrapolation_tokens": tokens}
-        settings = training_settings(tmp_path / name, data_path, train_iters=3, save=None, load=None, **keys)
-        if settings.pop("size", 2) == 1:
-            train(Config.from_flat(settings))
-        else:
-            output = ranks.train(settings)
-            assert f"extrapolation: {tokens:,} validation tokens" in output
-    for length in LENGTHS:
-        name = f"extrapolation/loss/{length}"
-        alone = metrics(tmp_path / "one", name)
-        assert list(alone) == [3]
-        assert metrics(tmp_path / "zero-2", name) == pytest.approx(alone, abs=1e-5)
-        assert metrics(tmp_path / "idle", name)[3] == pytest.approx(alone[3], rel=0.2)
-
-
 def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_path, capsys):
     keys = {"eval_iters": 0, "eval_interval": 4, "train_iters": 5, "save": None, "load": None, **CURVES}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
@@ -96,8 +72,8 @@ def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_pa
     assert "validation at" not in capsys.readouterr().out
 
 
-def test_a_length_beyond_a_table_has_no_curve(tmp_path, data_path, capsys):
-    """So that one file serves all methods."""
+def test_an_unsupported_length_has_no_curve(tmp_path, data_path, capsys):
+    """One configuration file works for all methods."""
     keys = {"pos_emb": "learned", "train_iters": 4, "save": None, "load": None, **CURVES}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
     assert list(metrics(tmp_path, "extrapolation/loss/32")) == [3, 4]
@@ -107,7 +83,7 @@ def test_a_length_beyond_a_table_has_no_curve(tmp_path, data_path, capsys):
     assert console.count(" | 128: n/a | ") == 2
 
 
-def test_a_text_that_is_too_short_is_refused_before_training(tmp_path, data_path):
+def test_a_validation_text_that_is_too_short_is_an_error(tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, extrapolation_lengths=[32, 4096])
     with pytest.raises(UserError, match=r"32, 4096: .* has 1,608 tokens, but these lengths need 4,097"):
         train(Config.from_flat(settings))
@@ -115,8 +91,8 @@ def test_a_text_that_is_too_short_is_refused_before_training(tmp_path, data_path
 
 
 @pytest.mark.parametrize("pos_emb", registered_names())
-def test_what_an_evaluation_leaves_behind_can_be_trained_through(pos_emb):
-    """Tables that are kept between calls must not come from an evaluation's inference mode."""
+def test_training_after_an_evaluation(pos_emb):
+    """Cached tables must not come from the inference mode of the evaluation."""
     tokens = random_tokens(33)
     fresh = small_gpt(pos_emb).train()
     gradients = []
@@ -129,3 +105,15 @@ def test_what_an_evaluation_leaves_behind_can_be_trained_through(pos_emb):
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
+
+
+def test_train_iters_0_validates_at_another_length(tmp_path, data_path, capsys):
+    """As KERPLE was evaluated: a trained model, `train-iters: 0`, and `seq-length-val`."""
+    train(Config.from_flat(training_settings(tmp_path, data_path)))
+    capsys.readouterr()
+    keys = {"train_iters": 0, "seq_length_val": 128, "eval_iters": 2, "save": None}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys, log_dir=str(tmp_path / "long" / "logs"))))
+    assert "length 128" in capsys.readouterr().out
+    ((iteration, loss),) = metrics(tmp_path / "long", "validation/loss").items()
+    assert iteration == 6
+    assert 1.0 < loss < metrics(tmp_path)[1]

@@ -1,0 +1,268 @@
+"""Training on two ranks: the losses and weights of one rank, in every parallel layout and across layouts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.directory import saved_iterations
+from megatron.config import Config
+from megatron.training.loop import train
+from tests.support.ranks import RankFailed
+from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
+
+VOCABULARY = 512
+LAYOUTS: dict[str, dict[str, object]] = {
+    "one": {},
+    "data": {"num_gpus": 2},
+    "zero-1": {"num_gpus": 2, "zero_optimization": {"stage": 1}},
+    "zero-2": {"num_gpus": 2, "zero_optimization": {"stage": 2}},
+    "zero-3": {"num_gpus": 2, "zero_optimization": {"stage": 3}},
+    "pipeline": {"num_gpus": 2, "pipe_parallel_size": 2, "gradient_accumulation_steps": 2},
+    "tensor": {"num_gpus": 2, "model_parallel_size": 2},
+}
+# Every layout is saved once and resumed once, in a layout of another kind.
+RESUMED_IN = [
+    ("one", "tensor"),
+    ("tensor", "pipeline"),
+    ("pipeline", "zero-2"),
+    ("zero-2", "one"),
+    ("data", "pipeline"),
+    ("zero-1", "tensor"),
+    ("tensor", "zero-3"),
+    ("zero-3", "data"),
+    ("pipeline", "zero-1"),
+]
+PER_LAYER = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
+RANDOM = {"pos_emb": "rotary", "pos_emb_options": {"scaling": "random", "random_range": 128}}
+RECOMPUTE = {"checkpoint_activations": True, "checkpoint_num_layers": 1}
+
+# trained(folder, layout, **keys) trains in `folder` and returns the output of rank 0.
+Trained = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, data_path) -> Trained:
+    def train_in(folder: Path, layout: str, **keys: object) -> str:
+        keys = {"padded_vocab_size": VOCABULARY, **LAYOUTS[layout], **keys}
+        settings = training_settings(folder, data_path, **keys)
+        if layout != "one":
+            return ranks.train(settings)
+        train(Config.from_flat(settings))
+        return ""
+
+    return train_in
+
+
+@pytest.fixture(scope="module")
+def run_in(trained, tmp_path_factory) -> Callable[[str], Path]:
+    """run_in(layout): the folder of an uninterrupted run of the default model, trained once."""
+    folders: dict[str, Path] = {}
+
+    def run(layout: str) -> Path:
+        if layout not in folders:
+            folders[layout] = tmp_path_factory.mktemp(layout)
+            output = trained(folders[layout], layout)
+            assert layout == "one" or "2 ranks on cpu" in output
+        return folders[layout]
+
+    return run
+
+
+def assert_same_metrics(folder: Path, expected: Path, *names: str, after: int = 0) -> None:
+    for name in names:
+        values = {step: value for step, value in metrics(expected, name).items() if step > after}
+        assert values, name
+        assert metrics(folder, name) == pytest.approx(values, abs=1e-4), name
+
+
+def assert_same_weights(folder: Path, expected: Path) -> None:
+    tensors, expected_tensors = weights(folder, 6), weights(expected, 6)
+    assert tensors.keys() == expected_tensors.keys()
+    for name, tensor in expected_tensors.items():
+        torch.testing.assert_close(tensors[name], tensor, atol=1e-4, rtol=0, msg=name)
+
+
+METRICS = ("train/loss", "train/grad_norm", "validation/loss", "kernel/bias_p/mean", "kernel/bias_a/max")
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
+def test_two_ranks_train_like_one(layout, run_in):
+    assert_same_metrics(run_in(layout), run_in("one"), *METRICS)
+    if layout != "tensor":  # whose files contain slices
+        assert_same_weights(run_in(layout), run_in("one"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "kernels"),
+    [
+        ({"pos_emb": "transformer_xl"}, "zero-3", ()),
+        ({"pos_emb": "xpos"}, "tensor", ()),
+        (PER_LAYER, "tensor", ("kernel/layer_02/bias_1_log_a/mean", "kernel/layer_03/bias_2_power_p/max")),
+    ],
+    ids=["transformer_xl", "xpos", "kerple per layer"],
+)
+def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
+    trained(tmp_path / "one", "one", **keys)
+    trained(tmp_path / "two", layout, **keys)
+    assert_same_metrics(tmp_path / "two", tmp_path / "one", "train/loss", "train/grad_norm", *kernels)
+    if layout != "tensor":
+        assert_same_weights(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kernels"),
+    [
+        ({"pos_emb": "dape_kerple"}, ("bias_p", "bias_a")),
+        (PER_LAYER, ("bias_1_log_a", "bias_2_power_p")),
+        ({**RANDOM, **RECOMPUTE}, ()),
+    ],
+    ids=["dape_kerple", "kerple per layer", "random rotary"],
+)
+def test_methods_with_parameters_per_layer_in_a_pipeline(keys, kernels, trained, tmp_path):
+    """Each layer has its own parameters, and random positions are the same on both stages. Resuming is exact."""
+    trained(tmp_path / "one", "one", **keys)
+    trained(tmp_path / "two", "pipeline", **keys)
+    copy_checkpoint(tmp_path / "two", tmp_path / "resumed", 3)
+    trained(tmp_path / "resumed", "pipeline", **keys)
+    names = [f"kernel/layer_{layer:02d}/{name}/mean" for layer in (2, 3) for name in kernels]
+    assert_same_metrics(tmp_path / "two", tmp_path / "one", "train/loss", "train/grad_norm", "validation/loss", *names)
+    assert_same_weights(tmp_path / "two", tmp_path / "one")
+    for name in ("train/loss", "train/grad_norm", "validation/loss", *names):
+        expected = {step: value for step, value in metrics(tmp_path / "two", name).items() if step > 3}
+        assert metrics(tmp_path / "resumed", name) == expected, name
+
+
+def test_parameters_on_two_stages_stay_equal(trained, tmp_path):
+    """The shared kernel parameters and the tied embedding have a copy on each stage of the pipeline."""
+    trained(tmp_path / "one", "one", no_weight_tying=False)
+    trained(tmp_path / "two", "pipeline", no_weight_tying=False)
+    assert_same_metrics(tmp_path / "two", tmp_path / "one", "train/loss")
+    before, after = weights(tmp_path / "two", 3), weights(tmp_path / "two", 6)
+    for parameter in ("bias_p", "bias_a"):
+        copies = [tensor for name, tensor in after.items() if name.endswith(f"attention.rpe.{parameter}")]
+        assert len(copies) == 2
+        assert torch.equal(*copies)
+    name = "layer_02-model_00-model_states.pt/attention.rpe.bias_p"
+    assert not torch.equal(before[name], after[name])
+    assert not any("final_linear" in name for name in after)
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "options", "parameter"),
+    [("kerple_log", {}, "bias_a"), ("rpe", {"num_buckets": 8, "max_distance": 20}, "weight")],
+)
+def test_gradients_of_the_fused_kernels_with_tensor_parallelism(pos_emb, options, parameter, trained, tmp_path):
+    """Each rank adds the gradients of its own heads."""
+    keys = {
+        "pos_emb": pos_emb,
+        "pos_emb_options": options,
+        "train_batch_size": 1,
+        "train_iters": 2,
+        "eval_interval": 2,
+        "save_interval": 1,
+        # Steps proportional to the gradient: Adam's usual ones would hide a wrong factor.
+        "optimizer": {"type": "Adam", "params": {"lr": 1.0, "eps": 1.0}},
+    }
+    trained(tmp_path / "one", "one", **keys)
+    assert "fused (as configured)" in trained(tmp_path / "two", "tensor", **keys, attention_backend="fused")
+    name = f"layer_02-model_00-model_states.pt/attention.rpe.{parameter}"
+    steps = [weights(tmp_path / run, 2)[name] - weights(tmp_path / run, 1)[name] for run in ("one", "two")]
+    assert steps[0].flatten().count_nonzero() > steps[0].numel() / 2
+    torch.testing.assert_close(*steps, rtol=1e-3, atol=1e-7)
+    norms = [metrics(tmp_path / run, "train/grad_norm") for run in ("one", "two")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "zero-3"])
+def test_chunked_loss_on_two_ranks(layout, ranks, trained, data_path, tmp_path):
+    """The loss in chunks, in every layout with its own way to the weight of the output layer."""
+    keys = {"padded_vocab_size": VOCABULARY, "save": None, "load": None, "no_weight_tying": layout != "pipeline"}
+    trained(tmp_path / "one", "one", **keys)
+    constants = {
+        "megatron.model.gpt:mean_loss": None,  # fails if it is called with the complete logits
+        "megatron.model.loss:CHUNK_ELEMENTS": VOCABULARY * 5,
+    }
+    ranks.train(training_settings(tmp_path / "two", data_path, **{**LAYOUTS[layout], **keys}), constants)
+    names = ("train/loss", "train/grad_norm", "validation/loss", "kernel/bias_p/mean")
+    assert_same_metrics(tmp_path / "two", tmp_path / "one", *names)
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "tensor", "zero-2"])
+def test_resuming_in_the_same_layout_is_exact(layout, run_in, trained, tmp_path):
+    copy_checkpoint(run_in(layout), tmp_path, 3)
+    assert "iteration 3" in trained(tmp_path, layout)
+    for name in ("train/loss", "validation/loss"):
+        assert metrics(tmp_path, name) == {s: v for s, v in metrics(run_in(layout), name).items() if s > 3}
+    expected = weights(run_in(layout), 6)
+    resumed = weights(tmp_path, 6)
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
+
+
+def resume(source: str, target: str, run_in: Callable[[str], Path], trained: Trained, folder: Path) -> None:
+    copy_checkpoint(run_in(source), folder, 3)
+    output = trained(folder, target)
+    assert target == "one" or source == target or "resharding its state" in output
+    names = ("train/loss", "train/grad_norm", "kernel/bias_p/mean", "kernel/bias_a/max")
+    assert_same_metrics(folder, run_in("one"), *names, "validation/loss", after=3)
+
+
+@pytest.mark.parametrize(("source", "target"), RESUMED_IN)
+def test_resuming_in_another_layout(source, target, run_in, trained, tmp_path):
+    resume(source, target, run_in, trained, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_resuming_every_layout_in_every_other(source, target, run_in, trained, tmp_path):
+    resume(source, target, run_in, trained, tmp_path)
+
+
+def test_zero_3_gathers_small_parameters(trained, run_in, tmp_path):
+    """By default ZeRO 3 does not partition parameters of a few elements. With a threshold of 0 it does."""
+    trained(tmp_path, "zero-3", zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    assert_same_metrics(tmp_path, run_in("one"), "train/loss", "kernel/bias_p/mean", "kernel/bias_a/max")
+    expected, gathered = weights(run_in("one"), 6), weights(tmp_path, 6)
+    assert expected.keys() == gathered.keys()
+    assert all(torch.allclose(gathered[name], tensor, atol=1e-3) for name, tensor in expected.items())
+
+
+def test_a_pipeline_compares_its_logits_with_the_checkpoint(trained, tmp_path):
+    keys = {"checkpoint_validation_with_forward_pass": True, "eval_iters": 0}
+    trained(tmp_path, "one", **keys)
+    assert "logits match the saved ones" in trained(tmp_path, "pipeline", **keys, train_iters=7)
+    assert (tmp_path / "checkpoints/global_step7/forward_pass.pt").is_file()
+
+
+def test_extrapolation_curves_share_the_text(trained, tmp_path):
+    """With an odd number of segments of the longest length, and with one segment, which leaves a rank without work."""
+    lengths = [16, 32, 128]
+    keys = {"train_iters": 3, "save": None, "load": None, "extrapolation_lengths": lengths}
+    trained(tmp_path / "one", "one", **keys, extrapolation_tokens=896)
+    output = trained(tmp_path / "two", "zero-2", **keys, extrapolation_tokens=896)
+    assert "extrapolation: 896 validation tokens" in output
+    trained(tmp_path / "short", "data", **keys, extrapolation_tokens=128)
+    for length in lengths:
+        name = f"extrapolation/loss/{length}"
+        expected = metrics(tmp_path / "one", name)
+        assert list(expected) == [3]
+        assert metrics(tmp_path / "two", name) == pytest.approx(expected, abs=1e-5)
+        assert metrics(tmp_path / "short", name)[3] == pytest.approx(expected[3], rel=0.2)
+
+
+def test_a_signal_to_one_rank_stops_all(ranks, data_path, tmp_path):
+    settings = training_settings(tmp_path, data_path, train_iters=100_000, save_interval=None, **LAYOUTS["data"])
+    output = ranks.train({**settings, "eval_interval": 50_000}, stop_last_rank_at="iteration 5/")
+    assert "received a signal to stop; checkpoint saved" in output
+    assert "validation at" not in output
+    (iteration,) = saved_iterations(tmp_path / "checkpoints")
+    assert 5 <= iteration < 100_000
+
+
+def test_parallel_sizes_must_divide_the_number_of_ranks(ranks, data_path, tmp_path):
+    settings = training_settings(tmp_path, data_path, num_layers=3, num_gpus=3, pipe_parallel_size=3)
+    with pytest.raises(RankFailed, match="2 ranks cannot be divided into pipe-parallel-size 3"):
+        ranks.train(settings)

@@ -1,0 +1,78 @@
+"""The patches of DeepSpeed: what they do, and that they are for the installed version."""
+
+import math
+
+import deepspeed
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.training.deepspeed_patches import PATCHED_VERSION, DeviceOnlyBF16Optimizer
+from megatron.training.engine import Engine
+from megatron.training.loop import train
+from tests.support.runs import metrics, training_settings
+
+
+def test_the_patches_are_for_the_installed_version():
+    """After an update of DeepSpeed, compare every patch with the new upstream code, then change PATCHED_VERSION."""
+    assert deepspeed.__version__ == PATCHED_VERSION
+
+
+def test_fp16_runs_on_a_cpu(tmp_path, data_path):
+    train(Config.from_flat(training_settings(tmp_path, data_path, precision="fp16", save=None, load=None)))
+    losses = metrics(tmp_path)
+    assert losses[6] < losses[1]
+    assert metrics(tmp_path, "train/loss_scale")[6] == 2**16
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.25])
+def test_gradients_are_clipped_by_the_norm_in_the_log(clipping, tmp_path, data_path, monkeypatch):
+    """In fp32 without ZeRO, against torch's own function."""
+    step, norms = Engine.train_step, []
+
+    def recorded(engine, *arguments):
+        def expected_gradients(optimizer, *_):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+        handle = engine.engine.optimizer.register_step_pre_hook(expected_gradients)
+        loss = step(engine, *arguments)
+        handle.remove()
+        return loss
+
+    monkeypatch.setattr(Engine, "train_step", recorded)
+    train(Config.from_flat(training_settings(tmp_path, data_path, gradient_clipping=clipping, save=None, load=None)))
+    logged = list(metrics(tmp_path, "train/grad_norm").values())
+    assert all(1 < norm < 100 for norm in logged)
+    assert norms == pytest.approx([clipping] * 6 if clipping else logged, rel=1e-5)
+
+
+def test_a_bf16_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, data_path, monkeypatch, capsys):
+    """Weights, master weights and optimizer state do not change, and the next step is normal."""
+    step, unchanged = Engine.train_step, []
+
+    def state(engine):
+        optimizer = engine.engine.optimizer
+        assert isinstance(optimizer, DeviceOnlyBF16Optimizer)
+        moments = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+        tensors = (*engine.model.parameters(), *optimizer.fp32_groups_flat_partition, *moments)
+        return [tensor.clone() for tensor in tensors]
+
+    def broken(engine, batches, learning_rate, iteration):
+        before = state(engine)
+        weight = next(engine.model.parameters())
+        factor = float("nan") if iteration == 3 else 1.0
+        handle = weight.register_hook(lambda gradient: gradient * factor)
+        loss = step(engine, batches, learning_rate, iteration)
+        handle.remove()
+        after = state(engine)
+        unchanged.append(len(before) == len(after) and all(map(torch.equal, before, after)))
+        return loss
+
+    monkeypatch.setattr(Engine, "train_step", broken)
+    train(Config.from_flat(training_settings(tmp_path, data_path, save=None, load=None, precision="bfloat16")))
+    assert unchanged == [iteration == 3 for iteration in range(6)]
+    norms = metrics(tmp_path, "train/grad_norm")
+    assert [math.isinf(norm) for norm in norms.values()] == unchanged
+    assert all(math.isfinite(loss) for loss in metrics(tmp_path).values())
+    assert "bf16_optimizer" not in capsys.readouterr().out  # DeepSpeed's memory reports

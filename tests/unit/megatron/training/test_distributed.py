@@ -1,0 +1,46 @@
+"""The process group of a single process, seeds, and signals."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.training import distributed
+from tests.support.runs import training_settings
+
+
+@pytest.fixture
+def layout(tmp_path, monkeypatch) -> Iterator[distributed.Layout]:
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    config = Config.from_flat(training_settings(tmp_path, "data", distributed_backend="nccl"))
+    yield distributed.initialize(config)
+    distributed.shutdown()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nccl is available")
+def test_a_process_without_a_launcher_trains_alone_on_gloo(capsys, layout):
+    assert layout.describe() == "1 rank on cpu: data parallel 1, pipeline 1, tensor parallel 1"
+    assert layout.is_main
+    assert torch.distributed.get_backend() == "gloo"
+    assert "distributed-backend: nccl requires a GPU" in capsys.readouterr().out
+
+
+def test_seeds_are_reproducible(layout):
+    draws = []
+    for seed in (1, 1, 2):
+        distributed.seed_everything(seed, layout)
+        draws.append(torch.rand(4))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_a_signal_is_recorded(layout):
+    default = signal.getsignal(signal.SIGINT)
+    with distributed.DistributedSignalHandler() as signals:
+        assert not signals.received_by_any_rank()
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received_by_any_rank()
+    assert signal.getsignal(signal.SIGINT) == default

@@ -1,0 +1,99 @@
+"""A training step does not wait for the device; training with compiled blocks."""
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config import Config, UserError
+from megatron.training.engine import Engine
+from megatron.training.loop import train
+from tests.support.runs import copy_checkpoint, metrics, training_settings
+
+# Operators that copy values to the host: item(), int(), float(), bool() and `if` use the first. Copies of tensors to
+# the CPU cannot be detected on a CPU.
+HOST_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+}
+
+
+class HostReads(TorchDispatchMode):
+    """Records the operators that copy values to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        if operator in HOST_READS:
+            self.operators.append(str(operator))
+        return operator(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+@pytest.mark.parametrize(("pos_emb", "backend"), [("kerple_bias_wht", "reference"), ("rpe", "sdpa")])
+def test_a_step_reads_no_tensor_on_the_host(pos_emb, backend, precision, tmp_path, data_path, monkeypatch):
+    """With clipping and gradient accumulation, and backends that treat a CPU like a GPU.
+
+    Batches are fetched before the step, because they are read on the host.
+    """
+    step, reads, waits = Engine.train_step, [], []
+    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *_: waits.append(1))
+
+    def watched(engine, batches, *arguments):
+        fetched = [next(batches) for _ in range(engine.accumulation)]
+        with HostReads() as watch:
+            loss = step(engine, iter(fetched), *arguments)
+        reads.append(watch.operators)
+        return loss
+
+    monkeypatch.setattr(Engine, "train_step", watched)
+    keys = {"pos_emb": pos_emb, "attention_backend": backend, "precision": precision, "gradient_clipping": 0.5}
+    keys |= {"gradient_accumulation_steps": 2, "train_iters": 3, "eval_iters": 0, "save": None, "load": None}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert reads == [[]] * 3
+    assert not waits  # of DeepSpeed's timers
+    assert all(norm > 0.5 for norm in metrics(tmp_path, "train/grad_norm").values())  # so gradients were clipped
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.item, bool, float, lambda tensor: torch.equal(tensor, tensor)])
+def test_reads_are_detected(read):
+    with HostReads() as watch:
+        read(torch.ones(()))
+    assert watch.operators
+
+
+def test_compiled_and_uncompiled_runs_resume_each_other(tmp_path, data_path, monkeypatch, capsys):
+    """With ZeRO 2, gradient accumulation and recomputed activations. All runs have the same losses."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    keys = {"checkpoint_activations": True, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+
+    def run(name: str, *, compiled: bool) -> None:
+        train(Config.from_flat(training_settings(tmp_path / name, data_path, torch_compile=compiled, **keys)))
+
+    run("eager", compiled=False)
+    assert "torch.compile" not in capsys.readouterr().out
+    run("compiled", compiled=True)
+    assert capsys.readouterr().out.count("torch.compile: transformer blocks in training, without attention") == 1
+    copy_checkpoint(tmp_path / "eager", tmp_path / "resumed compiled", 3)
+    run("resumed compiled", compiled=True)
+    copy_checkpoint(tmp_path / "compiled", tmp_path / "resumed eager", 3)
+    run("resumed eager", compiled=False)
+    for name in ("train/loss", "train/grad_norm", "validation/loss", "kernel/bias_p/mean"):
+        expected = metrics(tmp_path / "eager", name)
+        for folder in ("compiled", "resumed compiled", "resumed eager"):
+            values = metrics(tmp_path / folder, name)
+            assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-4), (folder, name)
+
+
+def test_a_missing_compiler_is_an_error(tmp_path, data_path, monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "an empty cache"))
+    torch._dynamo.reset()
+    message = r"torch_compile: .* not work on this machine .*C\+\+ compiler.*remove torch_compile"
+    with pytest.raises(UserError, match=message):
+        train(Config.from_flat(training_settings(tmp_path, data_path, torch_compile=True)))
+    assert not (tmp_path / "checkpoints").exists()

@@ -1,0 +1,213 @@
+"""Training runs in this process: resuming, finetuning, stopping, and errors for unusable input."""
+
+import pytest
+import torch
+
+from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
+from megatron.checkpoint.storage import CheckpointError
+from megatron.config import Config, UserError
+from megatron.training.loop import train
+from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
+
+EXPLODE = {"optimizer": {"type": "Adam", "params": {"lr": 1e20}}, "warmup": 0.0, "gradient_clipping": 0.0}
+
+
+def trained(folder, data_path, **keys):
+    """Train; returns the folder."""
+    train(Config.from_flat(training_settings(folder, data_path, **keys)))
+    return folder
+
+
+def assert_same_end(resumed, uninterrupted):
+    """Losses and weights after iteration 3 are equal bit for bit."""
+    expected = {step: loss for step, loss in metrics(uninterrupted).items() if step > 3}
+    assert metrics(resumed) == expected
+    assert metrics(resumed, "validation/loss")[6] == metrics(uninterrupted, "validation/loss")[6]
+    tensors, expected_tensors = weights(resumed, 6), weights(uninterrupted, 6)
+    assert tensors.keys() == expected_tensors.keys()
+    for name, tensor in expected_tensors.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+# -- training and resuming --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pos_emb", ["dape_alibi", "dape_v2_kerple", "dape_fire", "cope", "transformer_xl", "xpos"])
+def test_training_changes_all_positional_parameters_and_lowers_the_loss(pos_emb, tmp_path, data_path):
+    trained(tmp_path, data_path, pos_emb=pos_emb)
+    losses = metrics(tmp_path)
+    assert losses[6] < losses[1] - 0.05
+    before, after = weights(tmp_path, 3), weights(tmp_path, 6)
+    positional = [name for name in after if "attention.rpe." in name]
+    assert bool(positional) == (pos_emb != "xpos")
+    for name in positional:
+        assert not torch.equal(before[name], after[name]), name
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision": "fp32", "hidden_dropout": 0.1},
+        {"precision": "bfloat16", "hidden_dropout": 0.1},
+        {"precision": "fp16"},
+        {
+            "pos_emb": "dape_kerple",
+            "precision": "bfloat16",
+            "attention_dropout": 0.1,
+            "checkpoint_activations": True,
+            "checkpoint_num_layers": 1,
+        },
+    ],
+    ids=["fp32", "bfloat16", "fp16", "dape_kerple"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(keys, tmp_path, data_path):
+    keys = {"gradient_accumulation_steps": 2, **keys}
+    uninterrupted = trained(tmp_path / "uninterrupted", data_path, **keys)
+    copy_checkpoint(uninterrupted, tmp_path / "resumed", 3)
+    assert_same_end(trained(tmp_path / "resumed", data_path, **keys), uninterrupted)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path)
+    before = weights(tmp_path, 6)
+    trained(tmp_path, data_path)
+    assert "iteration 6" in capsys.readouterr().out
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path, 6).items())
+
+
+def test_a_finished_run_can_be_extended(tmp_path, data_path):
+    trained(tmp_path, data_path)
+    trained(tmp_path, data_path, train_iters=8)
+    assert list(metrics(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert saved_iterations(tmp_path / "checkpoints") == [3, 6, 8]
+
+
+def test_finetuning_loads_only_the_weights(tmp_path, data_path):
+    trained(tmp_path / "first", data_path)
+    keys = {"load": str(tmp_path / "first" / "checkpoints"), "finetune": True}
+    trained(tmp_path / "finetuned", data_path, **keys)
+    first, finetuned = metrics(tmp_path / "first"), metrics(tmp_path / "finetuned")
+    assert list(finetuned) == [1, 2, 3, 4, 5, 6]
+    assert finetuned[1] < first[1] - 0.5
+    with pytest.raises(UserError, match="finetune"):
+        trained(tmp_path / "none", data_path, load=str(tmp_path / "nothing"), finetune=True)
+
+
+def test_iteration_selects_the_checkpoint(tmp_path, data_path):
+    trained(tmp_path, data_path)
+    expected = metrics(tmp_path)
+    trained(tmp_path, data_path, iteration=3, save=None, log_dir=str(tmp_path / "again" / "logs"))
+    assert metrics(tmp_path / "again") == {step: expected[step] for step in (4, 5, 6)}
+    with pytest.raises(UserError, match=r"iteration 4.*3, 6"):
+        trained(tmp_path, data_path, iteration=4)
+
+
+def test_a_changed_data_order_is_reported(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path)
+    trained(tmp_path, data_path, train_iters=8)
+    assert "order of the training samples" not in capsys.readouterr().out
+    trained(tmp_path, data_path, train_iters=9, split="7,2,1")
+    assert "order of the training samples differs from the checkpoint" in capsys.readouterr().out
+
+
+# -- stopping ---------------------------------------------------------------------------------------------------------
+
+
+def test_exit_interval_exits_without_an_evaluation(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path, exit_interval=2, eval_interval=100)
+    output = capsys.readouterr().out
+    assert "exiting after iteration 2: exit-interval 2; checkpoint saved" in output
+    assert "validation at" not in output
+    assert saved_iterations(tmp_path / "checkpoints") == [2]
+
+
+@pytest.mark.parametrize("cause", ["learning rate", "weights of the checkpoint"])
+def test_a_loss_that_is_not_finite_stops_the_run(cause, tmp_path, data_path):
+    trained(tmp_path, data_path, train_iters=3)
+    if cause == "weights of the checkpoint":
+        file = tmp_path / "checkpoints" / "global_step3" / "layer_06-model_00-model_states.pt"
+        state = torch.load(file, weights_only=True)
+        state["final_linear.weight"][7, 7] = float("nan")
+        torch.save(state, file)
+        write_manifest_of_folder(file.parent, 3)
+    keys = EXPLODE if cause == "learning rate" else {}
+    with pytest.raises(UserError, match=r"not finite.*iteration \d+.*last good checkpoint"):
+        trained(tmp_path, data_path, train_iters=9, log_interval=100, **keys)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step3"
+    assert saved_iterations(tmp_path / "checkpoints") == [3]
+
+
+def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):
+    """The loss before the update is finite, the loss of the updated weights is not."""
+    trained(tmp_path, data_path, train_iters=3)
+    with pytest.raises(UserError, match=r"not finite.*last good checkpoint"):
+        trained(tmp_path, data_path, save_interval=1, keep_last_n_checkpoints=1, **EXPLODE)
+    assert saved_iterations(tmp_path / "checkpoints") == [3]
+    trained(tmp_path, data_path)
+
+
+# -- unusable input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data_path": "nowhere/text_document"}, r"nowhere/text_document.*prepare_data"),
+        ({"train_iters": None}, "train-iters"),
+        ({"split": "0,1,0"}, "no training documents"),
+        ({"train_iters": 0, "load": None}, "load is not set; train-iters is 0, which evaluates a trained model"),
+        ({"train_iters": 0, "load": "nowhere"}, "load: nowhere contains no checkpoint; train-iters is 0"),
+        ({"padded_vocab_size": 128}, r"padded_vocab_size is 128.*512 tokens"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "apex": True}}}, "apex is not installed"),
+    ],
+)
+def test_unusable_input_is_an_error(keys, message, tmp_path, data_path):
+    with pytest.raises(UserError, match=message):
+        train(Config.from_flat(training_settings(tmp_path, **{"data_path": data_path, **keys})))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_save_folder_that_cannot_be_created_is_an_error(tmp_path, data_path):
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(UserError, match=r"save: .*file/checkpoints"):
+        trained(tmp_path, data_path, save=str(tmp_path / "file" / "checkpoints"))
+
+
+def test_a_checkpoint_of_another_size_is_an_error(tmp_path, data_path):
+    trained(tmp_path, data_path)
+    before = weights(tmp_path, 6)
+    with pytest.raises(CheckpointError, match=r"\(512, 32\).*\(512, 64\)"):
+        trained(tmp_path, data_path, hidden_size=64, finetune=True)
+    with pytest.raises(CheckpointError, match="num-layers"):
+        trained(tmp_path, data_path, num_layers=3, finetune=True)
+    with pytest.raises(CheckpointError, match=r"attention\.rpe\.bias_p"):
+        trained(tmp_path, data_path, pos_emb="alibi", finetune=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path, 6).items())
+
+
+def test_a_checkpoint_of_another_model_with_the_same_sizes_is_an_error(tmp_path, data_path):
+    """Only the configuration in the checkpoint distinguishes the models."""
+    trained(tmp_path, data_path, pos_emb="none")
+    for keys, message in (
+        ({"pos_emb": "rotary"}, "pos_emb none in the checkpoint, rotary here"),
+        ({"num_attention_heads": 2}, "num_attention_heads 4 in the checkpoint, 2 here"),
+        ({"gpt_j_residual": True}, "gpt_j_residual False in the checkpoint, True here"),
+        ({"activation": "relu"}, "activation .* gelu in the checkpoint, relu here"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            trained(tmp_path, data_path, **{"pos_emb": "none", "train_iters": 8, **keys})
+    assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
+
+
+def test_finetuning_another_model_is_reported(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path, pos_emb="none")
+    trained(tmp_path, data_path, pos_emb="alibi", finetune=True, save=None)
+    assert "differs from the one it starts from: pos_emb none in the checkpoint, alibi here" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_an_error(tmp_path, data_path):
+    trained(tmp_path, data_path)
+    file = tmp_path / "checkpoints" / "global_step6" / "layer_03-model_00-model_states.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="layer_03"):
+        trained(tmp_path, data_path)
