@@ -136,7 +136,9 @@ def _load(path: str | Path, allowed: list[Any], *, mmap: bool = False) -> Any:
         raise CheckpointError(
             f"{path}: refused, it is damaged or contains objects other than tensors and plain Python values"
         ) from error
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged data can make the unpickler raise anything
         reason = next((line for line in str(error).splitlines() if line and "weights_only" not in line), "")
         raise CheckpointError(
             f"{path}: cannot be read, the file is damaged ({reason or type(error).__name__})"

@@ -70,3 +70,13 @@ def write_yaml(path: Path, keys: dict[str, object]) -> Path:
     """JSON is YAML."""
     path.write_text(json.dumps(keys))
     return path
+
+
+class Exploit:
+    """Unpickling it writes a file."""
+
+    def __init__(self, target: Path):
+        self.target = str(target)
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, (f"open({self.target!r}, 'w').write('executed')",)

@@ -4,12 +4,13 @@ from transformers import PretrainedConfig
 
 
 class KerpleConfig(PretrainedConfig):
-    """Sizes and choices of the model in `modeling_kerple.py`; its other arguments are those of every configuration.
+    """Configuration of the model in `modeling_kerple.py`. Other arguments are those of PretrainedConfig.
 
-    positional_options: what the positional method of this folder is built with, beside the sizes.
-    hidden_act: gelu, gelu_pytorch_tanh, relu or silu. norm: layernorm or rmsnorm.
-    max_position_embeddings: the length of the training sequences, or the number of learned positions; the other
-        methods have no limit.
+    Args:
+        positional_options: options of the positional method in this folder.
+        hidden_act: gelu, gelu_pytorch_tanh, relu or silu.
+        norm: layernorm or rmsnorm.
+        max_position_embeddings: the training length, or the number of learned positions. Other methods have no limit.
     """
 
     model_type = "kerple"

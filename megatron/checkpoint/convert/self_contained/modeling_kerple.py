@@ -1,6 +1,6 @@
 """A KERPLE-NeoX language model for the transformers library, with the positional method it was trained with.
 
-The positional method is in the files `positional_*.py` beside this one, as the training code has it.
+The positional method is in the `positional_*.py` files of this folder, unchanged from the training code.
 
 Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, v vocabulary.
 """
@@ -17,7 +17,7 @@ from .configuration_kerple import KerpleConfig
 from .positional_base import ModelShape
 from .positional_method import Method
 
-# Queries whose scores are in memory at a time.
+# Number of queries whose scores are in memory at a time.
 CHUNK = 128
 
 ACTIVATIONS = {
@@ -29,13 +29,13 @@ ACTIVATIONS = {
 
 
 def make_norm(config):
-    """The configuration's norm, over the hidden size."""
+    """The norm named in the configuration, over the hidden size."""
     norms = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
     return norms[config.norm](config.hidden_size, eps=config.layer_norm_eps)
 
 
 def make_positional(config):
-    """The positional methods as a list: one for all layers, or one for each layer where the method has it so."""
+    """A list of positional methods: one for all layers, or one per layer if the method is not shared."""
     shape = ModelShape(
         num_heads=config.num_attention_heads,
         head_size=config.hidden_size // config.num_attention_heads,
@@ -47,31 +47,31 @@ def make_positional(config):
     count = 1 if first.shared or first.embeds else config.num_hidden_layers
     methods = nn.ModuleList([first, *(Method.from_shape(shape, **config.positional_options) for _ in range(1, count))])
     for module in methods.modules():
-        # transformers builds a model without values and takes those of the file: all buffers must be in the file.
+        # transformers builds the model on the meta device and loads all values, so the file needs all buffers.
         module._non_persistent_buffers_set.clear()
     return methods
 
 
 class Padding:
-    """Which keys are padding, and each row's positions; made from the attention mask of a call.
+    """Which keys are padding, and the positions of each row, from an attention mask.
 
-    Padding stands before a row's text or after it. Distances between a row's tokens are then the same as without
-    padding, and only methods that add to the embeddings or make the scores need the row's own positions.
+    Padding is before or after a row's text, so distances between a row's tokens are the same as without padding. Only
+    methods that change the embeddings or the scores need the positions.
     """
 
     def __init__(self, mask: Tensor, new: int):
-        """`mask` is `[b, t]`: 1 for text, 0 for padding. Raises ValueError for padding inside a text."""
+        """`mask`: `[b, t]`, 1 for text and 0 for padding. Raises ValueError for padding inside a text."""
         text = mask.bool()
-        beginnings = text[:, 0].long() + (text[:, 1:] & ~text[:, :-1]).sum(dim=1)
-        if (beginnings > 1).any():
+        segments = text[:, 0].long() + (text[:, 1:] & ~text[:, :-1]).sum(dim=1)
+        if (segments > 1).any():
             raise ValueError("attention_mask has padding inside a text; put all padding before the text")
         self.padded = ~text
-        self.beginnings = text.int().argmax(dim=1).tolist()
+        self.starts = text.int().argmax(dim=1).tolist()
         self.positions = (text.long().cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
 
     @classmethod
     def of(cls, mask: Tensor | None, length: int, new: int) -> "Padding | None":
-        """None where nothing is padded. Raises ValueError for a mask that is not `[b, length]`."""
+        """None if nothing is padded. Raises ValueError for a mask that is not `[b, length]`."""
         if mask is None:
             return None
         if mask.dim() != 2 or mask.shape[1] != length:
@@ -83,11 +83,11 @@ class Padding:
 
 
 class Tables(NamedTuple):
-    """Tables of a method for distances 0 ... t-1: float32 `bias` and `weight` `[h, t]`; what `modify_scores` needs."""
+    """Tables of a method for distances 0 ... t-1: float32 `bias` and `weight` `[h, t]`; `scores` for modify_scores."""
 
     bias: Tensor | None
     weight: Tensor | None
-    modify_scores: Tensor | None
+    scores: Tensor | None
 
     @classmethod
     def of(cls, method: nn.Module, length: int, device: torch.device) -> "Tables":
@@ -108,10 +108,10 @@ def attend(
     padding: Padding | None,
     dropout: float,
 ) -> Tensor:
-    """softmax(weight * q.k / sqrt(d) + bias) v, or with the method's own scores, causal, the queries being the last of
-    the keys' positions: query `[b, h, s, d]`, key and value `[b, h, t, d]`.
+    """Causal attention: softmax(weight * q.k / sqrt(d) + bias) v, or with scores from the method's `modify_scores`.
 
-    The scores are float32 (float64 for float64 states), of a few queries at a time: memory grows linearly with t.
+    query `[b, h, s, d]` has the last s of the positions of key and value `[b, h, t, d]`. Scores are float32 (float64
+    for float64 inputs), and computed for a few queries at a time, so memory grows linearly with t.
     """
     s, t = query.shape[2], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -123,46 +123,46 @@ def attend(
         end = t - s + last
         query_positions, key_positions = torch.arange(t - s + first, end), torch.arange(end)
         distance = (query_positions[:, None] - key_positions).to(query.device)
-        unseen = (distance < 0)[None, None]
+        mask = (distance < 0)[None, None]
         if padding is not None:
-            # A padded query sees itself, so that it has something to see.
-            unseen = unseen | (padding.padded[:, None, None, :end] & (distance != 0))
+            # A padded query attends to itself, so that its softmax is not empty.
+            mask = mask | (padding.padded[:, None, None, :end] & (distance != 0))
         distance = distance.clamp(min=0)
-        queries, seen_keys = query[:, :, first:last], keys[:, :, :end]
+        query_rows, key_rows = query[:, :, first:last], keys[:, :, :end]
         if method.scales_qk:
-            queries, seen_keys = method.scale_qk(queries, seen_keys, query_positions, key_positions)
-        scores = queries.to(dtype) @ seen_keys.transpose(-1, -2) * query.shape[3] ** -0.5
+            query_rows, key_rows = method.scale_qk(query_rows, key_rows, query_positions, key_positions)
+        scores = query_rows.to(dtype) @ key_rows.transpose(-1, -2) * query.shape[3] ** -0.5
         if tables.weight is not None:
             scores = scores * tables.weight[:, distance]
         if tables.bias is not None:
             scores = scores + tables.bias[:, distance]
         if method.modifies_scores:
-            scores = adapted(
-                method, tables.modify_scores, scores, queries, query_positions, key_positions, unseen, padding
+            scores = modified_scores(
+                method, tables.scores, scores, query_rows, query_positions, key_positions, mask, padding
             )
-        probabilities = F.dropout(scores.masked_fill(unseen, float("-inf")).softmax(dim=-1), dropout)
+        probabilities = F.dropout(scores.masked_fill(mask, float("-inf")).softmax(dim=-1), dropout)
         contexts.append((probabilities @ values[:, :, :end]).to(query.dtype))
     return torch.cat(contexts, dim=2)
 
 
-def adapted(
+def modified_scores(
     method: nn.Module,
     table: Tensor | None,
     scores: Tensor,
     query: Tensor,
     query_positions: Tensor,
     key_positions: Tensor,
-    unseen: Tensor,
+    mask: Tensor,
     padding: Padding | None,
 ) -> Tensor:
-    """The scores that the method makes of scores `[b, h, c, l]`; row by row where rows have positions of their own."""
+    """The method's final scores `[b, h, c, l]`; with padding row by row, because the rows' positions differ."""
     if padding is None:
-        return method.modify_scores(scores, query, query_positions, key_positions, unseen[0, 0], table)
-    rows = zip(scores.split(1), query.split(1), unseen[:, 0], padding.beginnings, strict=True)
+        return method.modify_scores(scores, query, query_positions, key_positions, mask[0, 0], table)
+    rows = zip(scores.split(1), query.split(1), mask[:, 0], padding.starts, strict=True)
     return torch.cat(
         [
-            method.modify_scores(row, queries, query_positions - begin, key_positions - begin, hidden, table)
-            for row, queries, hidden, begin in rows
+            method.modify_scores(row_scores, row_query, query_positions - start, key_positions - start, row_mask, table)
+            for row_scores, row_query, row_mask, start in rows
         ]
     )
 
@@ -180,12 +180,12 @@ class KerpleAttention(nn.Module):
 
     def forward(self, hidden, method, tables, cache, padding):
         batch, new, _ = hidden.shape
-        # Rows are grouped by head: each head's query, key and value stand together.
+        # The rows of the weight are grouped by head, [heads, 3, d].
         states = self.query_key_value(hidden).view(batch, new, -1, 3, self.head_size).transpose(1, 2)
         query, key, value = states.unbind(dim=3)
         if method.rotates:
-            held = cache.get_seq_length(self.index) if cache is not None else 0
-            positions = torch.arange(held, held + new)
+            cached = cache.get_seq_length(self.index) if cache is not None else 0
+            positions = torch.arange(cached, cached + new)
             query, key = method.rotate(query, key, positions, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.index)
@@ -233,7 +233,7 @@ class KerplePreTrainedModel(PreTrainedModel):
 
 
 class KerpleModel(KerplePreTrainedModel):
-    """Tokens to hidden states after the final norm. Names of parameters are those of GPTNeoXModel."""
+    """Tokens to hidden states after the final norm. Parameters have the names of GPTNeoXModel's."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -251,34 +251,34 @@ class KerpleModel(KerplePreTrainedModel):
         self.embed_in = embeddings
 
     def forward(self, input_ids=None, attention_mask=None, past_key_values=None, inputs_embeds=None):
-        """`[b, s]` tokens (or `[b, s, e]` embeddings) that follow those in the cache -> the hidden states before every
-        layer and the last ones, each `[b, s, e]`.
+        """Tokens `[b, s]` (or embeddings `[b, s, e]`) that follow those in the cache -> the hidden states before each
+        layer, and after the final norm, `[b, s, e]` each.
         """
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
         new = hidden.shape[1]
-        held = past_key_values.get_seq_length() if past_key_values is not None else 0
-        padding = Padding.of(attention_mask, held + new, new)
-        hidden = self.emb_dropout(self._embed(hidden, held, padding))
-        tables = [Tables.of(method, held + new, hidden.device) for method in self.positional]
+        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        padding = Padding.of(attention_mask, cached + new, new)
+        hidden = self.emb_dropout(self._embed(hidden, cached, padding))
+        tables = [Tables.of(method, cached + new, hidden.device) for method in self.positional]
         states = [hidden]
         for index, layer in enumerate(self.layers):
-            which = index if len(self.positional) > 1 else 0
-            states.append(layer(states[-1], self.positional[which], tables[which], past_key_values, padding))
+            method = index if len(self.positional) > 1 else 0
+            states.append(layer(states[-1], self.positional[method], tables[method], past_key_values, padding))
         states[-1] = self.final_layer_norm(states[-1])
         return states
 
-    def _embed(self, hidden, held, padding):
+    def _embed(self, hidden, cached, padding):
         method = self.positional[0]
         if not method.embeds:
             return hidden
         if padding is None:
-            return method.embed(hidden, torch.arange(held, held + hidden.shape[1]))
+            return method.embed(hidden, torch.arange(cached, cached + hidden.shape[1]))
         rows = zip(hidden.split(1), padding.positions, strict=True)
         return torch.cat([method.embed(row, positions) for row, positions in rows])
 
 
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
-    """Tokens `[b, s]` to logits `[b, s, v]`; with tied embeddings the embedding is the output layer."""
+    """Tokens `[b, s]` to logits `[b, s, v]`. With tied embeddings, the embedding is also the output layer."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -299,9 +299,9 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, embeddings):
         self.embed_out = embeddings
 
-    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):  # generate looks for these names
+    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):  # generate inspects these names
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        # Given by transformers 4; the cache itself says where it ends.
+        # transformers 4 passes it; the cache knows its length.
         inputs.pop("cache_position", None)
         return inputs
 
@@ -318,18 +318,18 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         return_dict=None,
         logits_to_keep=0,
     ):
-        """attention_mask: `[b, t]`, 0 for padding. labels: `[b, s]`, compared with the prediction one token earlier;
-        -100 is left out. logits_to_keep: of the last so many positions only (0: all), or of these positions.
+        """attention_mask: `[b, t]`, 0 for padding. labels: `[b, s]`, compared with the prediction at the previous
+        token; -100 is ignored. logits_to_keep: compute logits for the last N positions (0: all), or for these ones.
         """
         if output_attentions:
-            raise NotImplementedError("output_attentions: the attention probabilities are never held as a whole")
+            raise NotImplementedError("output_attentions: the attention probabilities are computed in chunks only")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         states = self.gpt_neox(input_ids, attention_mask, past_key_values, inputs_embeds)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output_weight = self.gpt_neox.embed_in.weight if self.config.tie_word_embeddings else self.embed_out.weight
-        logits = F.linear(states[-1][:, kept], output_weight)
+        logits = F.linear(states[-1][:, positions], output_weight)
         loss = None
         if labels is not None:
             predicted = logits[:, :-1].float().flatten(0, 1)

@@ -1,0 +1,49 @@
+"""A trained run whose checkpoint has files of all kinds, shared by the tests of this folder."""
+
+import pytest
+
+from megatron.config import Config
+from megatron.training.loop import train
+from tests.support.checkpoints import write_corpus
+from tests.support.runs import training_settings
+
+
+@pytest.fixture(scope="session")
+def data_path(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"), documents=40)
+
+
+def full_settings(folder, data_path, **keys):
+    extra = {"comet": {"enabled": False, "api_key": "other-secret-value"}}
+    return training_settings(
+        folder,
+        data_path,
+        **{
+            "train_iters": 2,
+            "save_interval": 1,
+            "eval_iters": 0,
+            "checkpoint_validation_with_forward_pass": True,
+            "deepspeed_extra_args": extra,
+            **keys,
+        },
+    )
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory, data_path):
+    """The folder of a run of two steps with checkpoints of both. Do not write to it."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_API_KEY", "wandb-secret-value")
+        train(Config.from_flat(full_settings(folder, data_path)))
+    return folder
+
+
+@pytest.fixture
+def resume(tmp_path, data_path):
+    """Train one more step from a copy of the run in `tmp_path`."""
+
+    def run(**keys):
+        return train(Config.from_flat(full_settings(tmp_path, data_path, **{"train_iters": 3, **keys})))
+
+    return run

@@ -1,0 +1,107 @@
+"""Layer files: merging and slicing tensor-parallel shards, and what does not fit a model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.checkpoint.directory import layer_file
+from megatron.checkpoint.layers import (
+    check_sizes,
+    embedding_rows,
+    full_shape,
+    layer_state,
+    load_layers,
+    merge_shards,
+    open_layers,
+    slice_for_rank,
+    weight_layers,
+)
+from megatron.checkpoint.storage import CheckpointError
+from tests.support.language_models import small_gpt
+
+WHERE = Path("global_step1/layer_02-model_00-model_states.pt")
+
+
+def save(model, step: Path) -> Path:
+    step.mkdir()
+    for index, layer in weight_layers(model.layers(), model.settings).items():
+        torch.save(layer_state(layer), layer_file(step, index, 0))
+    return step
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_are_concatenated_where_their_sizes_add_up(dim):
+    full = torch.arange(24.0).view(4, 6)
+    assert torch.equal(merge_shards("w", full.chunk(2, dim), full.shape, WHERE), full)
+
+
+def test_equal_shapes_are_replicas():
+    shards = [torch.ones(3), torch.ones(3)]
+    assert merge_shards("bias", shards, torch.Size([3]), WHERE) is shards[0]
+
+
+def test_shapes_that_do_not_fit_are_both_named():
+    with pytest.raises(CheckpointError, match=r"layer_02.*: w has shape \(2, 3\) \+ \(2, 3\) .* \(4, 4\)"):
+        merge_shards("w", [torch.ones(2, 3)] * 2, torch.Size([4, 4]), WHERE)
+
+
+def test_slices_of_a_tensor_parallel_parameter():
+    parameter = nn.Parameter(torch.empty(2, 3))
+    full = torch.arange(12.0).view(4, 3)
+    assert full_shape(parameter, 2) == (2, 3)
+    assert slice_for_rank(parameter, full, 1) is full
+    parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+    assert full_shape(parameter, 2) == (4, 3)
+    assert torch.equal(slice_for_rank(parameter, full, 1), full[2:])
+
+
+def test_saved_tensors_have_a_storage_of_their_own():
+    """torch.save writes the whole storage of a tensor."""
+    layer = nn.Linear(4, 4)
+    layer.register_parameter("view", nn.Parameter(torch.ones(100)[:3]))
+    state = layer_state(layer)
+    assert state["view"].untyped_storage().nbytes() == 12
+    assert state["weight"].data_ptr() == layer.weight.data_ptr()
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "rotary", "learned"])
+def test_a_model_is_filled_from_its_files(pos_emb, tmp_path):
+    source, target = small_gpt(pos_emb, seed=1), small_gpt(pos_emb, seed=2)
+    step = save(source, tmp_path / "global_step1")
+    assert embedding_rows(open_layers(step), step) == source.settings.padded_vocab_size
+    check_sizes(step, target.settings)
+    load_layers(weight_layers(target.layers(), target.settings), step)
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size": 64}, r"layer_00.* word_embeddings\.weight has shape"),
+        ({"num_layers": 1}, "last layer file has index 6, .* would have 5"),
+        ({"num_layers": 3}, "last layer file has index 6, .* would have 7"),
+        ({"padded_vocab_size": 256}, r"layer_00.* word_embeddings\.weight has shape"),
+        ({"pos_emb": "alibi"}, r"layer_02.* contains attention\.rpe\.bias_p, .*which the configured model does not"),
+        ({"pos_emb": "rpe"}, r"layer_02.* lacks attention\.rpe\.weight.* and contains attention\.rpe\.bias_p"),
+    ],
+)
+def test_differences_from_the_configured_model_are_named(keys, message, tmp_path):
+    step = save(small_gpt("kerple_log"), tmp_path / "global_step1")
+    with pytest.raises(CheckpointError, match=message):
+        check_sizes(step, small_gpt(keys.pop("pos_emb", "kerple_log"), **keys).settings)
+
+
+def test_missing_files_are_named(tmp_path):
+    step = save(small_gpt("none"), tmp_path / "global_step1")
+    torch.save({}, layer_file(step, 3, 1))
+    with pytest.raises(CheckpointError, match=r"layer_0[02]-model_01.*no such file"):
+        open_layers(step)
+    layer_file(step, 3, 1).unlink()
+    layer_file(step, 2, 0).unlink()
+    with pytest.raises(CheckpointError, match="no file for layer 2"):
+        check_sizes(step, small_gpt("none").settings)
+    layer_file(step, 0, 0).unlink()
+    with pytest.raises(CheckpointError, match=r"layer_00.* lacks word_embeddings\.weight"):
+        embedding_rows(open_layers(step), step)

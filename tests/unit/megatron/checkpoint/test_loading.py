@@ -1,0 +1,121 @@
+"""Resuming from a checkpoint with malicious or malformed files, and from one of another model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from megatron.checkpoint.directory import write_manifest_of_folder
+from megatron.checkpoint.storage import CheckpointError, load_file
+from megatron.config import Config
+from megatron.training.loop import train
+from tests.support.checkpoints import Exploit
+from tests.support.release import checkpoints
+from tests.support.released_runs import released_settings, write_release_corpus, write_tokenizer
+
+FILES = [
+    "layer_02-model_00-model_states.pt",
+    "mp_rank_00_model_states.pt",
+    "optimizer_rank_00000.pt",
+    "random_rank_00000.pt",
+    "forward_pass.pt",
+]
+
+
+@pytest.fixture
+def replace_file(trained_run, tmp_path):
+    """Copy the run, and replace the contents of a file in its last checkpoint; the manifest is updated."""
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    step = tmp_path / "checkpoints" / "global_step2"
+
+    def replace(name, change):
+        torch.save(change(load_file(step / name)), step / name)
+        write_manifest_of_folder(step, 2)
+
+    return replace
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_malicious_file_is_refused_by_name(name, replace_file, resume, tmp_path):
+    replace_file(name, lambda content: {**content, "extra": Exploit(tmp_path / "written")})
+    with pytest.raises(CheckpointError, match=rf"{name}: refused.*exec"):
+        resume()
+    assert not (tmp_path / "written").exists()
+
+
+def test_a_malicious_file_in_a_released_checkpoint(tmp_path):
+    shutil.copytree(checkpoints("kerple_log"), tmp_path / "release")
+    file = tmp_path / "release" / "global_step300" / "mp_rank_00_model_states.pt"
+    torch.save({**load_file(file), "extra": Exploit(tmp_path / "written")}, file)
+    write_tokenizer(tmp_path)
+    write_release_corpus(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{file.name}: refused"):
+        train(Config.from_flat(released_settings(tmp_path, tmp_path, load=str(tmp_path / "release"))))
+    assert not (tmp_path / "written").exists()
+
+
+def without(name):
+    return lambda content: {key: value for key, value in content.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("layer_02-model_00-model_states.pt", lambda _: [1], "contains a list instead of named tensors"),
+        ("layer_00-model_00-model_states.pt", lambda _: {"word_embeddings.weight": 3}, "is a int, not a tensor"),
+        ("random_rank_00000.pt", without("torch"), "does not contain random states"),
+        ("mp_rank_00_model_states.pt", lambda _: [1], "contains a list instead of a dictionary"),
+        ("mp_rank_00_model_states.pt", without("shape"), "shape is missing"),
+        ("mp_rank_00_model_states.pt", without("training"), "the entry training is missing"),
+        ("optimizer_rank_00000.pt", without("parameters"), "is not an optimizer file"),
+    ],
+)
+def test_malformed_data_is_named(name, change, message, replace_file, resume):
+    replace_file(name, change)
+    with pytest.raises(CheckpointError, match=rf"{name}: .*{message}"):
+        resume()
+
+
+def test_a_parameter_without_optimizer_state(replace_file, resume):
+    def drop(content):
+        return {**content, "parameters": without("positional.bias_p")(content["parameters"])}
+
+    replace_file("optimizer_rank_00000.pt", drop)
+    with pytest.raises(CheckpointError, match=r"the optimizer files lack positional\.bias_p"):
+        resume()
+
+
+def test_a_checkpoint_without_a_configuration_is_compared_by_size_only(trained_run, resume, tmp_path, capsys):
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    step = tmp_path / "checkpoints" / "global_step2"
+    shutil.rmtree(step / "configs")
+    write_manifest_of_folder(step, 2)
+    assert resume().iteration == 3
+    assert "only its sizes are compared with the configured model" in capsys.readouterr().out
+
+
+def test_another_model_of_the_same_sizes(trained_run, resume, tmp_path):
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="another model: gpt_j_residual False in the checkpoint, True here"):
+        resume(gpt_j_residual=True)
+    finetune = {"finetune": True, "checkpoint_validation_with_forward_pass": False, "save": None}
+    assert resume(gpt_j_residual=True, train_iters=1, **finetune).iteration == 1
+
+
+def test_the_directory_without_checkpoint(resume, tmp_path, capsys):
+    with pytest.raises(CheckpointError, match="no checkpoint to finetune from"):
+        resume(finetune=True)
+    assert resume(train_iters=1, save=None).iteration == 1
+    assert "contains no checkpoint; training starts from scratch" in capsys.readouterr().out
+
+
+def test_code_in_a_checkpoints_configuration_is_not_run(trained_run, resume, tmp_path):
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    step = tmp_path / "checkpoints" / "global_step2"
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+    config = json.loads((step / "configs" / "config.yml").read_text())
+    (step / "configs" / "config.yml").write_text(json.dumps({**config, "pos_emb_module": str(tmp_path / "trap.py")}))
+    write_manifest_of_folder(step, 2)
+    assert resume().iteration == 3
+    assert not (tmp_path / "sprung").exists()

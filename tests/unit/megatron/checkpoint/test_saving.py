@@ -1,0 +1,67 @@
+"""Writing a checkpoint's files: what is in them, errors that are returned, and copies to host memory."""
+
+import json
+
+import pytest
+import torch
+
+from megatron.checkpoint import saving
+from megatron.checkpoint.directory import find_damage, read_manifest
+from megatron.checkpoint.saving import to_host, write_files
+from megatron.checkpoint.storage import file_record
+
+
+def test_the_manifest_lists_all_files(trained_run):
+    step = trained_run / "checkpoints" / "global_step2"
+    assert find_damage(step) is None
+    layers = {f"layer_{index:02d}-model_00-model_states.pt" for index in (0, 2, 3, 5, 6)}
+    ranks = {"optimizer_rank_00000.pt", "random_rank_00000.pt", "mp_rank_00_model_states.pt"}
+    assert set(read_manifest(step)) == {*layers, *ranks, "forward_pass.pt", "configs/config.yml"}
+
+
+def test_no_file_contains_a_secret(trained_run):
+    step = trained_run / "checkpoints" / "global_step2"
+    for path in step.rglob("*"):
+        if path.is_file():
+            assert b"secret-value" not in path.read_bytes(), path
+    saved = json.loads((step / "configs" / "config.yml").read_text())
+    assert saved["deepspeed_extra_args"]["comet"] == {"enabled": False}
+    assert saved["tokenizer_type"] == "CharLevelTokenizer"
+
+
+def test_records_of_the_written_files(tmp_path):
+    records, error = write_files(tmp_path, [("a.pt", {"w": torch.ones(5)}), ("configs/config.yml", b"{}\n")])
+    assert error is None
+    assert records == {name: file_record(tmp_path / name) for name in ("a.pt", "configs/config.yml")}
+
+
+@pytest.mark.parametrize("failure", ["save", "flush"])
+def test_an_error_is_returned_after_all_files_were_requested(failure, tmp_path, monkeypatch):
+    """The other ranks take part in gathering the later files."""
+    requested = []
+
+    def files():
+        for name in ("a.pt", "b.pt", "c.pt"):
+            requested.append(name)
+            yield name, {"w": torch.ones(5)}
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "save_file" if failure == "save" else "_sync_and_close", fail)
+    records, error = write_files(tmp_path, files())
+    assert records is None
+    assert error == "OSError: [Errno 28] No space left on device"
+    assert requested == ["a.pt", "b.pt", "c.pt"]
+
+
+def test_host_copies_are_independent_and_reuse_memory():
+    value = {"w": torch.arange(4.0), "nested": [(torch.ones(2), 3)], "text": "a"}
+    first = to_host(value)
+    value["w"] += 1
+    assert first["w"].tolist() == [0, 1, 2, 3]
+    second = to_host(value, first)
+    assert second["w"].data_ptr() == first["w"].data_ptr()
+    assert second["w"].tolist() == [1, 2, 3, 4]
+    assert second["nested"][0][1] == 3
+    assert to_host({"w": torch.ones(9)}, first)["w"].shape == (9,)

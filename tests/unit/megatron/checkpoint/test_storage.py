@@ -1,0 +1,110 @@
+"""Reading never executes a file; errors name it; writing records what is on disk."""
+
+import pickle
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.storage import (
+    CheckpointError,
+    FileRecord,
+    file_record,
+    load_file,
+    load_layer_file,
+    load_tensors,
+    read_json,
+    save_file,
+)
+from tests.support.checkpoints import Exploit
+
+READERS = [load_file, load_tensors, lambda path: load_tensors(path, mmap=True)]
+
+
+def test_the_exploit_works_without_protection(tmp_path):
+    torch.save({"w": Exploit(tmp_path / "written")}, tmp_path / "file.pt")
+    torch.load(tmp_path / "file.pt", weights_only=False)
+    assert (tmp_path / "written").read_text() == "executed"
+
+
+@pytest.mark.parametrize("form", ["zip", "pickle"])
+@pytest.mark.parametrize("read", READERS)
+def test_exploits_are_refused(form, read, tmp_path):
+    path, target = tmp_path / "file.pt", tmp_path / "written"
+    if form == "zip":
+        torch.save({"w": torch.ones(3), "x": Exploit(target)}, path)
+    else:
+        path.write_bytes(pickle.dumps({"x": Exploit(target)}))
+    with pytest.raises(CheckpointError, match=r"file\.pt: refused"):
+        read(path)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    "content", [b"", b"text", b"PK\x03\x04 cut short", pickle.dumps({"x": Exploit("nowhere")}), pickle.dumps({})[:-1]]
+)
+def test_no_message_advises_to_execute_the_file(read, content, tmp_path):
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"file\.pt: (refused|cannot be read)") as caught:
+        read(tmp_path / "file.pt")
+    assert "weights_only" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_file_is_damaged(tmp_path):
+    torch.save({"w": torch.ones(1000)}, tmp_path / "file.pt")
+    data = (tmp_path / "file.pt").read_bytes()
+    (tmp_path / "file.pt").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=r"file\.pt: cannot be read, the file is damaged") as caught:
+        load_tensors(tmp_path / "file.pt")
+    assert "weights_only" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"missing\.pt: no such file"):
+        load_tensors(tmp_path / "missing.pt")
+
+
+def test_data_classes_of_deepspeed_and_numpy_are_loaded(tmp_path):
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    torch.save({"scaler": LossScaler(scale=8.0), "random": np.arange(3, dtype=np.uint32)}, tmp_path / "file.pt")
+    content = load_file(tmp_path / "file.pt")
+    assert content["scaler"].cur_scale == 8.0
+    assert content["random"].tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointError, match="refused"):
+        load_tensors(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [([1], "contains a list instead of named tensors"), ({"w": 3}, "w is a int, not a tensor")],
+)
+def test_layer_files_contain_named_tensors(content, message, tmp_path):
+    torch.save(content, tmp_path / "layer.pt")
+    with pytest.raises(CheckpointError, match=message):
+        load_layer_file(tmp_path / "layer.pt")
+
+
+@pytest.mark.parametrize("zip_checksums", [True, False])
+def test_the_record_is_that_of_the_file(zip_checksums, tmp_path):
+    value = {"w": torch.arange(1000.0), "step": 3}
+    record = save_file(tmp_path / "file.pt", value, zip_checksums=zip_checksums)
+    data = (tmp_path / "file.pt").read_bytes()
+    assert record == file_record(tmp_path / "file.pt", chunk_size=100) == FileRecord(len(data), zlib.crc32(data))
+    assert torch.equal(load_tensors(tmp_path / "file.pt")["w"], value["w"])
+    assert torch.serialization.get_crc32_options()
+
+
+def test_a_full_disk_raises_its_own_error():
+    with pytest.raises(OSError, match="No space left"):
+        save_file("/dev/full", {"w": torch.ones(100_000)})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), (b"{", "is not valid JSON"), (b"[1]", "is not a JSON object")]
+)
+def test_json_errors_name_the_file(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"a\.json: {message}"):
+        read_json(tmp_path / "a.json")
