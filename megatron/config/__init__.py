@@ -1,4 +1,4 @@
-"""YAML files -> one validated, typed, grouped configuration."""
+"""The configuration: YAML files and overrides, merged into one validated `Config` with typed groups."""
 
 from megatron.config.loader import Config, check_vocabulary, load_config
 from megatron.utils.errors import UserError

@@ -31,6 +31,19 @@ from megatron.utils.secrets import is_secret_name
 _SET = "--set"
 _MAX_SUGGESTIONS = 3
 
+# Messages for pydantic's error types, where its own text uses Python's terms instead of those of YAML.
+_MESSAGES = {
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "dict_type": "must be a mapping",
+    "tuple_type": "must be a list",
+    "too_short": "must have at least {min_length} item(s)",
+    "too_long": "must have at most {max_length} item(s)",
+    "missing": "is missing",
+}
+
 # Canonical top-level key -> its entry; the entry keeps the spelling and the place for messages.
 MergedKeys = dict[str, Entry]
 
@@ -334,5 +347,8 @@ def _describe(error: ValidationError, group: str, keys: MergedKeys) -> str:
         description = GROUPS[group].model_fields[str(field)].description
         return f'{sources}: key "{".".join(path)}" is missing: {description}'
     path = (*path, *(str(part) for part in inside if part != "[key]"))
-    message = problem["msg"].replace("Input should be", "must be")
+    if problem["type"] in _MESSAGES:
+        message = _MESSAGES[problem["type"]].format(**problem.get("ctx", {}))
+    else:
+        message = problem["msg"].replace("Input should be", "must be")
     return f"{_where(path, keys)}: {message}, not {problem['input']!r}"

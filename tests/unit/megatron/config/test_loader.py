@@ -163,7 +163,7 @@ def test_overrides(write):
         ("seed=[", r"--set seed=\[: the value is not YAML"),
         ("sed=3", r'--set: "sed" is not a known key; nearest: .*seed'),
         ("seed.deeper=3", r'"seed.deeper" cannot be set: seed is 1, not a mapping'),
-        ("seed=x", r"--set: \"seed\": must be a valid integer, not 'x'"),
+        ("seed=x", r"--set: \"seed\": must be an integer, not 'x'"),
     ],
 )
 def test_bad_overrides(write, override, message):
