@@ -137,8 +137,8 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
 def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
     """The contents of this rank's file. The tensors are the optimizer's own, not copies."""
     parameters = parameter_names(engine.layers(), tied_output(engine.settings))
-    fragments = optimizer_fragments(engine.engine, parameters)
-    optimizer = getattr(engine.engine.optimizer, "optimizer", engine.engine.optimizer)
+    fragments = optimizer_fragments(engine.deepspeed, parameters)
+    optimizer = getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer)
     spec = OPTIMIZERS[engine.config.optimizer.type]
     entries = {}
     for name, fragment in fragments.items():
@@ -174,8 +174,8 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
     """
     layout = engine.layout
     parameters = parameter_names(engine.layers(), tied_output(engine.settings))
-    fragments = optimizer_fragments(engine.engine, parameters)
-    optimizer = getattr(engine.engine.optimizer, "optimizer", engine.engine.optimizer)
+    fragments = optimizer_fragments(engine.deepspeed, parameters)
+    optimizer = getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer)
     state_tensors = OPTIMIZERS[engine.config.optimizer.type].state_tensors
     engine.refresh_masters()
     missing = [name for name in parameters if not source.has(name, "step")]
@@ -196,8 +196,8 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
         if source.has(name, "master"):
             fragment.master.copy_(local_fragment(name, source.tensor(name, "master", shape)))
     if engine.config.precision.dtype == "fp32":
-        if hasattr(engine.engine.optimizer, "update_lp_params"):
-            engine.engine.optimizer.update_lp_params()
+        if hasattr(engine.deepspeed.optimizer, "update_lp_params"):
+            engine.deepspeed.optimizer.update_lp_params()
         return
     # A checkpoint of a float32 run has no master weights: its layer files contain the exact weights, of which the
     # model took a rounded copy.

@@ -163,7 +163,7 @@ def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> 
         with gathered(engine, layer):
             if layout.data_rank == 0:
                 yield layer_file(Path(), index, layout.tensor_rank).name, layer_state(layer)
-    if not settings.no_save_optim and (layout.data_rank == 0 or engine.engine.zero_optimization()):
+    if not settings.no_save_optim and (layout.data_rank == 0 or engine.deepspeed.zero_optimization()):
         yield optimizer_file(layout.rank), optimizer_state(engine)
     if not settings.no_save_rng:
         yield random_state_file(layout.rank), capture_random_state()

@@ -62,7 +62,7 @@ class TrainingEngine(Protocol):
     settings: ModelSettings
     seq_length: int
     global_batch: int
-    engine: Any  # DeepSpeed's engine
+    deepspeed: Any  # DeepSpeed's engine
     model: Any
 
     @property
@@ -107,7 +107,7 @@ class TrainingState:
 
 def gathered(engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None = None) -> GatheredParameters:
     """Context manager in which the layer's parameters are complete under ZeRO 3."""
-    enabled = engine.engine.zero_optimization_partition_weights()
+    enabled = engine.deepspeed.zero_optimization_partition_weights()
     return GatheredParameters(list(layer.parameters()), modifier_rank=modifier_rank, enabled=enabled)
 
 
@@ -116,7 +116,7 @@ def gathered(engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None
 
 def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> dict[str, Any]:
     """The contents of `mp_rank_00_model_states.pt`, as plain Python values."""
-    scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
+    scaler = getattr(engine.deepspeed.optimizer, "loss_scaler", None)
     return {
         "iteration": state.iteration,
         "training": asdict(state),
@@ -124,7 +124,7 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
         "global_batch": engine.global_batch,
         "precision": config.precision.dtype,
         "optimizer_left_out": config.checkpoint.no_save_optim,
-        "counters": {name: int(getattr(engine.engine, name)) for name in COUNTERS},
+        "counters": {name: int(getattr(engine.deepspeed, name)) for name in COUNTERS},
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)},
     }
 
@@ -144,8 +144,8 @@ def check_run_state(saved: Mapping[str, Any], path: Path) -> None:
 def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_scale: bool) -> None:
     """Restore the counters of DeepSpeed's engine from `run_state`, and the loss scaler if `loss_scale`."""
     for name in COUNTERS:
-        setattr(engine.engine, name, saved["counters"][name])
-    scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
+        setattr(engine.deepspeed, name, saved["counters"][name])
+    scaler = getattr(engine.deepspeed.optimizer, "loss_scaler", None)
     if loss_scale and scaler is not None:
         for name, value in saved["loss_scaler"].items():
             setattr(scaler, name, value)

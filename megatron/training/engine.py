@@ -107,7 +107,7 @@ class Engine:
         else:
             engine_class = PatchedEngine
             grid = PipelineParallelGrid(topology=topology) if layout.tensor_size > 1 else None
-        self.engine: DeepSpeedEngine = engine_class(
+        self.deepspeed: DeepSpeedEngine = engine_class(
             args=None,
             model=self.model,
             optimizer=optimizer,
@@ -137,19 +137,19 @@ class Engine:
 
         Returns the mean loss over the global batch: a scalar on the device, which is not waited for.
         """
-        for group in self.engine.optimizer.param_groups:
+        for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         for method in positional_methods(self.model.layers()).values():
             method.begin_step(iteration, self.config.training.seed)
         if self.is_pipeline:
-            return self.engine.train_batch(_pipeline_batches(batches)).detach()
-        self.engine.train()
+            return self.deepspeed.train_batch(_pipeline_batches(batches)).detach()
+        self.deepspeed.train()
         total = torch.zeros((), device=self.layout.device)
         for _ in range(self.accumulation):
             batch = self._to_device(next(batches))
-            loss = self.engine(batch["tokens"], batch["labels"], batch.get("loss_mask"))
-            self.engine.backward(loss)
-            self.engine.step()
+            loss = self.deepspeed(batch["tokens"], batch["labels"], batch.get("loss_mask"))
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
             total += loss.detach()
         return self.mean_over_replicas(total / self.accumulation)
 
@@ -157,9 +157,9 @@ class Engine:
     def validate(self, batches: Iterator[Batch], num_micro_batches: int) -> float:
         """Mean loss over `num_micro_batches` micro-batches on every replica."""
         if self.is_pipeline:
-            self.engine.reset_activation_shape()
-            loss = self.engine.eval_batch(_pipeline_batches(batches), num_micro_batches=num_micro_batches)
-            self.engine.reset_activation_shape()
+            self.deepspeed.reset_activation_shape()
+            loss = self.deepspeed.eval_batch(_pipeline_batches(batches), num_micro_batches=num_micro_batches)
+            self.deepspeed.reset_activation_shape()
             return float(loss)
         self.model.eval()
         total = torch.zeros((), device=self.layout.device)
@@ -181,9 +181,9 @@ class Engine:
             self.model.train()
             return logits
         batches = iter([{"tokens": tokens, "labels": tokens}])
-        self.engine.reset_activation_shape()
-        _, hidden = self.engine.eval_batch(_pipeline_batches(batches), return_logits=True, num_micro_batches=1)
-        self.engine.reset_activation_shape()
+        self.deepspeed.reset_activation_shape()
+        _, hidden = self.deepspeed.eval_batch(_pipeline_batches(batches), return_logits=True, num_micro_batches=1)
+        self.deepspeed.reset_activation_shape()
         if hidden is None or self.model.output is None:
             return None
         return gather_vocabulary(self.model.output.final_linear(hidden), self.settings.tp)
@@ -199,8 +199,8 @@ class Engine:
 
     def refresh_masters(self) -> None:
         """Copy the weights into the optimizer's fp32 master weights, after a checkpoint was loaded."""
-        if hasattr(self.engine.optimizer, "refresh_fp32_params"):
-            self.engine.optimizer.refresh_fp32_params()
+        if hasattr(self.deepspeed.optimizer, "refresh_fp32_params"):
+            self.deepspeed.optimizer.refresh_fp32_params()
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in batch.items()}
@@ -223,13 +223,13 @@ class Engine:
     @property
     def grad_norm(self) -> float | None:
         """L2 norm of the last step's gradient, before clipping."""
-        norm = self.engine.get_global_grad_norm()
+        norm = self.deepspeed.get_global_grad_norm()
         return None if norm is None else float(norm)
 
     @property
     def loss_scale(self) -> float | None:
         """The current loss scale in fp16; None in other formats."""
-        return float(self.engine.optimizer.cur_scale) if self.config.precision.dtype == "fp16" else None
+        return float(self.deepspeed.optimizer.cur_scale) if self.config.precision.dtype == "fp16" else None
 
     def kernel_statistics(self) -> dict[str, Tensor]:
         """Name -> values per head, float32 on the CPU, of the positional parameters of all layers. A collective.

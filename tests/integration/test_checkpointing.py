@@ -105,7 +105,7 @@ def test_async_save_does_not_block_training(tmp_path, data_path, monkeypatch):
 
     def watched(self, *arguments):
         loss = step(self, *arguments)
-        if self.engine.global_steps == 4:  # while the checkpoint of iteration 3 is being saved
+        if self.deepspeed.global_steps == 4:  # while the checkpoint of iteration 3 is being saved
             next_iteration.set()
         return loss
 

@@ -35,7 +35,7 @@ def test_gradients_are_clipped_by_the_norm_in_the_log(clipping, tmp_path, data_p
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
             norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
-        handle = engine.engine.optimizer.register_step_pre_hook(expected_gradients)
+        handle = engine.deepspeed.optimizer.register_step_pre_hook(expected_gradients)
         loss = step(engine, *arguments)
         handle.remove()
         return loss
@@ -52,7 +52,7 @@ def test_a_bf16_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, dat
     step, unchanged = Engine.train_step, []
 
     def state(engine):
-        optimizer = engine.engine.optimizer
+        optimizer = engine.deepspeed.optimizer
         assert isinstance(optimizer, DeviceOnlyBF16Optimizer)
         moments = [value for state in optimizer.optimizer.state.values() for value in state.values()]
         tensors = (*engine.model.parameters(), *optimizer.fp32_groups_flat_partition, *moments)
