@@ -49,48 +49,36 @@ def make_norm(settings: ModelSettings) -> nn.Module:
 class LayerCache:
     """Keys and values of one layer, `[b, h, t, d]`, stored as attention uses them (after rotation).
 
-    The buffers double in size when they are full, up to `max_length` if it is given, so appending a token costs
-    amortized constant time.
+    The buffer is allocated for `max_length` tokens if that is given. Otherwise it doubles in size whenever it is full,
+    so appending a token costs amortized constant time.
     """
 
     def __init__(self, max_length: int | None = None):
         self.max_length = max_length
         self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._buffer: Tensor | None = None  # [2, b, h, capacity, d]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values `[b, h, s, d]`; return all of them, `[b, h, t + s, d]`, as views of the buffers."""
-        end = self.length + key.shape[2]
-        keys, values = self._keys, self._values
-        if keys is None or values is None or end > keys.shape[2]:
-            capacity = self._capacity(end, 0 if keys is None else keys.shape[2])
-            keys, values = (_grow(buffer, key, capacity, self.length) for buffer in (keys, values))
-            self._keys, self._values = keys, values
-        keys[:, :, self.length : end] = key
-        values[:, :, self.length : end] = value
+        """Append keys and values `[b, h, s, d]`; return all of them, `[b, h, t + s, d]`, as views of the buffer."""
+        batch, heads, new, head_size = key.shape
+        end, buffer = self.length + new, self._buffer
+        if buffer is None or end > buffer.shape[3]:
+            capacity = max(end, self.max_length or max(64, 0 if buffer is None else 2 * buffer.shape[3]))
+            larger = key.new_empty(2, batch, heads, capacity, head_size)
+            if buffer is not None:
+                larger[..., : self.length, :] = buffer[..., : self.length, :]
+            self._buffer = buffer = larger
+        buffer[0, :, :, self.length : end] = key
+        buffer[1, :, :, self.length : end] = value
         self.length = end
-        return keys[:, :, :end], values[:, :, :end]
-
-    def _capacity(self, required: int, current: int) -> int:
-        if self.max_length is None:
-            return max(required, 2 * current, 64)
-        return max(required, min(2 * current, self.max_length) if current else self.max_length)
+        return buffer[0, :, :, :end], buffer[1, :, :, :end]
 
     def select(self, rows: Tensor) -> None:
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys[rows], self._values[rows]
+        if self._buffer is not None:
+            self._buffer = self._buffer[:, rows]
 
     def truncate(self, length: int) -> None:
         self.length = min(self.length, length)
-
-
-def _grow(buffer: Tensor | None, like: Tensor, capacity: int, length: int) -> Tensor:
-    batch, heads, _, head_size = like.shape
-    larger = like.new_empty(batch, heads, capacity, head_size)
-    if buffer is not None:
-        larger[:, :, :length] = buffer[:, :, :length]
-    return larger
 
 
 class KVCache:
@@ -436,7 +424,7 @@ class GPT(nn.Module):
         start = cache.length if cache is not None else 0
         hidden = self.embedding(tokens, offset=start)
         blocks = self.blocks
-        tables = self._shared_tables(hidden, span.max_kv_len(start + tokens.shape[1]))
+        tables = self.shared_tables(hidden, span.max_kv_len(start + tokens.shape[1]))
         recompute = self.checkpoint_every and self.training and torch.is_grad_enabled()
         if recompute and cache is None and span == FULL:
             for first in range(0, len(blocks), self.checkpoint_every):
@@ -447,7 +435,7 @@ class GPT(nn.Module):
                 hidden = block(hidden, cache.layers[index] if cache is not None else None, span, tables)
         return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
 
-    def _shared_tables(self, hidden: Tensor, max_kv_len: int) -> PositionTables | None:
+    def shared_tables(self, hidden: Tensor, max_kv_len: int) -> PositionTables | None:
         """The tables that all layers share, computed once; None if each layer must compute its own."""
         attention, *later = (block.attention for block in self.blocks)
         method = getattr(attention, "rpe", None)

@@ -97,18 +97,14 @@ def initialize(
                 parameter.fill_(1.0)
             else:
                 fill = fill_writer if name.endswith(RESIDUAL_WRITERS) else fill_reader
-                _fill_slice(parameter, fill, generator_for(seed, index, name), settings)
-
-
-def _fill_slice(parameter: Tensor, fill: Initializer, generator: torch.Generator, settings: ModelSettings) -> None:
-    """Fill a parameter with this rank's slice of the full-size draw."""
-    dim = getattr(parameter, "partition_dim", -1)
-    is_sliced = getattr(parameter, "tensor_model_parallel", False) and dim >= 0
-    shape = list(parameter.shape)
-    if is_sliced:
-        shape[dim] *= settings.tp.size
-    full = torch.empty(shape, dtype=torch.float32)
-    fill(full, generator)
-    if is_sliced:
-        full = full.narrow(dim, settings.tp.rank * parameter.shape[dim], parameter.shape[dim])
-    parameter.copy_(full)
+                # Draw the full parameter, and keep this tensor-parallel rank's slice of it.
+                dim = getattr(parameter, "partition_dim", -1)
+                is_sliced = getattr(parameter, "tensor_model_parallel", False) and dim >= 0
+                shape = list(parameter.shape)
+                if is_sliced:
+                    shape[dim] *= settings.tp.size
+                full = torch.empty(shape, dtype=torch.float32)
+                fill(full, generator_for(seed, index, name))
+                if is_sliced:
+                    full = full.narrow(dim, settings.tp.rank * parameter.shape[dim], parameter.shape[dim])
+                parameter.copy_(full)
