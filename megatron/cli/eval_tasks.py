@@ -88,7 +88,7 @@ def run_harness(
 ) -> None:
     """Run the tasks on every checkpoint, write `tasks.json` after each, and print the table. Raises UserError."""
     try:
-        import lm_eval.api.model  # noqa: F401
+        import lm_eval.api.model
 
         from megatron.evaluation.harness import evaluate_tasks
     except ImportError as error:
@@ -128,22 +128,15 @@ def run_harness(
                 **results,
             }
         )
-        _write_results(path, harness, checkpoints)
+        content = {**dataclasses.asdict(harness), "lm_eval": lm_eval.__version__, "checkpoints": checkpoints}
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write results to {output}: {error.strerror or error}") from error
+        write_atomically(path, (json.dumps(content, indent=1, default=str) + "\n").encode())
         del model  # free its memory before the next one is loaded
     print_tasks(checkpoints)
     print(path, flush=True)
-
-
-def _write_results(path: Path, harness: HarnessOptions, checkpoints: Sequence[dict[str, Any]]) -> None:
-    """Write the options, the harness's version, and for each checkpoint its results."""
-    import lm_eval
-
-    content = {**dataclasses.asdict(harness), "lm_eval": lm_eval.__version__, "checkpoints": list(checkpoints)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write results to {path.parent}: {error.strerror or error}") from error
-    write_atomically(path, (json.dumps(content, indent=1, default=str) + "\n").encode())
 
 
 def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:

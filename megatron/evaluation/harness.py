@@ -319,32 +319,26 @@ class HarnessModel(TemplateLM):
         texts = [""] * len(requests)
         for option, indices in same_options.items():
             truncated = [prompts[index][-(limit - option.new_tokens) :] for index in indices]
-            for index, text in zip(indices, self._generate(truncated, option), strict=True):
-                texts[index] = text
-        return texts
-
-    def _generate(self, prompts: Sequence[Tokens], options: "GenerationOptions") -> list[str]:
-        longest = max(map(len, prompts)) + options.new_tokens
-        sampling = dict(options.sampling)
-        generations = generate(
-            self._model,
-            prompts,
-            maximum_tokens=options.new_tokens,
-            seed=self._seed,
-            eod=self._tokenizer.eod,
-            vocab_size=self._tokenizer.vocab_size,
-            batch_size=max(1, min(MAX_GENERATION_BATCH, self._batch_tokens // longest)),
-            ended=partial(_ends_with_stop, self._tokenizer, options.until),
-            temperature=sampling.get("temperature", 0.0),
-            top_k=int(sampling.get("top_k", 0)),
-            top_p=sampling.get("top_p", 0.0),
-        )
-        texts = []
-        for generation in generations:
-            if generation.message is not None:
-                raise self._too_long(generation.message)
-            text = self._tokenizer.detokenize(generation.tokens)
-            texts.append(postprocess_generated_text(text, list(options.until), think_end_token=None))
+            longest = max(map(len, truncated)) + option.new_tokens
+            sampling = dict(option.sampling)
+            generations = generate(
+                self._model,
+                truncated,
+                maximum_tokens=option.new_tokens,
+                temperature=sampling.get("temperature", 0.0),
+                top_k=int(sampling.get("top_k", 0)),
+                top_p=sampling.get("top_p", 0.0),
+                seed=self._seed,
+                eod=self._tokenizer.eod,
+                vocab_size=self._tokenizer.vocab_size,
+                batch_size=max(1, min(MAX_GENERATION_BATCH, self._batch_tokens // longest)),
+                ended=partial(_ends_with_stop, self._tokenizer, option.until),
+            )
+            for index, generation in zip(indices, generations, strict=True):
+                if generation.message is not None:
+                    raise self._too_long(generation.message)
+                text = self._tokenizer.detokenize(generation.tokens)
+                texts[index] = postprocess_generated_text(text, list(option.until), think_end_token=None)
         return texts
 
     # -- lengths ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ before the next measurement starts, so an interrupted evaluation resumes with th
 incomplete last line, which a killed process can leave, is ignored and overwritten.
 """
 
-import fcntl
+import contextlib
 import hashlib
 import json
 import math
@@ -14,10 +14,11 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypedDict, cast, get_type_hints, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_type_hints, overload
 
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
+from megatron.utils.locks import Lock
 
 if TYPE_CHECKING:
     import pandas
@@ -300,31 +301,44 @@ class ResultsFile:
         self.records: list[Record] = []
         self._checkpoints = set(checkpoints)
         self._replace = replace
+        self._lock = Lock(
+            self.folder / f"{RESULTS}.lock",
+            f"{self.path}: another evaluation is writing to it; wait until it ends, or choose another --output",
+        )
 
     def __enter__(self) -> "ResultsFile":
-        if self.path.is_file():
-            self._check_models(_read_file(self.path, strict=True))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._open_locked()
         except OSError as error:
             raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
-        self._file.seek(0)
-        content = self._file.read()
-        complete = content.rfind(b"\n") + 1
-        if complete < len(content):
-            self._file.truncate(complete)
-        stored = _read_file(self.path, strict=True)
-        self.records = [record for record in stored if _fingerprint(record) in self._checkpoints]
-        if self._replace and len(self.records) < len(stored):
-            lines = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)
-            write_atomically(self.path, lines)
-            self._file.close()
-            self._file = self._open_locked()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._lock)
+            stored = _read_file(self.path, strict=True) if self.path.is_file() else []
+            self.records = [record for record in stored if _fingerprint(record) in self._checkpoints]
+            other = next((record for record in stored if _fingerprint(record) not in self._checkpoints), None)
+            if other is not None and not self._replace:
+                checkpoint = other["checkpoint"] or cast(Checkpoint, {})
+                raise UserError(
+                    f"{self.folder}: contains results of another model, {other['pos_emb']} with seed {other['seed']} "
+                    f"({checkpoint.get('path')} at iteration {checkpoint.get('iteration')}, weights "
+                    f"{checkpoint.get('fingerprint')}); choose another --output, evaluate that model too (--checkpoint "
+                    "A B), or drop its results with --replace"
+                )
+            if other is not None:
+                lines = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)
+                write_atomically(self.path, lines)
+            try:
+                self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
+                self._file.seek(0)
+                content = self._file.read()
+                self._file.truncate(content.rfind(b"\n") + 1)
+            except OSError as error:
+                raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        self._stack.close()
 
     def find(self, planned: Record) -> Record | None:
         """The stored record with the same identity and measurement digest, if there is one."""
@@ -343,32 +357,6 @@ class ResultsFile:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from error
         key = identity(record)
         self.records = [stored for stored in self.records if identity(stored) != key] + [record]
-
-    def _check_models(self, records: Iterable[Record]) -> None:
-        for record in records:
-            if _fingerprint(record) not in self._checkpoints and not self._replace:
-                checkpoint = record["checkpoint"] or cast(Checkpoint, {})
-                raise UserError(
-                    f"{self.folder}: contains results of another model, {record['pos_emb']} with seed {record['seed']} "
-                    f"({checkpoint.get('path')} at iteration {checkpoint.get('iteration')}, weights "
-                    f"{checkpoint.get('fingerprint')}); choose another --output, evaluate that model too (--checkpoint "
-                    "A B), or drop its results with --replace"
-                )
-
-    def _open_locked(self) -> BinaryIO:
-        """The file, opened for appending and locked until it is closed or the process ends."""
-        file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have replaced the file between open and flock.
-            if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
-                return file
-        except BlockingIOError:
-            pass
-        file.close()
-        raise UserError(
-            f"{self.path}: another evaluation is writing to it; wait until it ends, or choose another --output"
-        )
 
 
 def _fingerprint(record: Record) -> str | None:
