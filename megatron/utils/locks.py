@@ -40,7 +40,7 @@ class Lock:
     def release(self) -> None:
         """Remove the file and give up the lock. Does nothing if the lock is not held."""
         if self._lock.is_locked:
-            # filelock ignores a file that was removed between open() and flock(), so this is no race.
+            # Safe while locked: filelock does not accept a file that was removed between its open() and flock().
             self._path.unlink(missing_ok=True)
             self._lock.release(force=True)
 
