@@ -22,7 +22,7 @@ def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = t
     return positions.to(device, dtype)
 
 
-def frequencies(size: int, base: float) -> tuple[float, ...]:
+def default_frequencies(size: int, base: float) -> tuple[float, ...]:
     """base^(-2i/size) for i = 0 ... size/2 - 1."""
     return tuple(float(base) ** (-2.0 * i / size) for i in range((size + 1) // 2))
 
@@ -30,7 +30,7 @@ def frequencies(size: int, base: float) -> tuple[float, ...]:
 class Angles:
     """Cosines and sines of position * frequency, `[s, n/2]` float32 each, times `scale`.
 
-    The frequencies are base^(-2i/n), or `own` if it is given. Angles are computed in float64: in float32 an angle near
+    The frequencies are base^(-2i/n), or the given ones. Angles are computed in float64: in float32 an angle near
     65,536 is off by up to 0.004, and casting the model would make it worse. `dtype` float32 is for comparisons with
     models that compute them that way.
 
@@ -45,13 +45,13 @@ class Angles:
         size: int,
         base: float,
         dtype: torch.dtype = torch.float64,
-        own: Sequence[float] | None = None,
+        frequencies: Sequence[float] | None = None,
         scale: float = 1.0,
     ):
         self.size = size
         self.base = float(base)
         self.dtype = dtype
-        self.own = own
+        self.frequencies = frequencies
         self.scale = scale
         self._cache: list[tuple[Tensor, torch.device, tuple[Tensor, Tensor]]] = []
 
@@ -72,11 +72,11 @@ class Angles:
     def _compute(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         if device.type != "mps":  # which has no float64
             positions = positions_on(positions, device)
-        if self.own is None:
+        if self.frequencies is None:
             exponents = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size
             values = 1.0 / self.base**exponents
         else:
-            values = torch.tensor(self.own, dtype=self.dtype, device=positions.device)
+            values = torch.tensor(self.frequencies, dtype=self.dtype, device=positions.device)
         angles = positions.to(self.dtype)[:, None] * values
         cosines, sines = ((part * self.scale).float().to(device) for part in (angles.cos(), angles.sin()))
         return cosines, sines

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod, PositionsExceeded
-from kerple.positional.functional import Angles, frequencies
+from kerple.positional.functional import Angles, default_frequencies
 from kerple.positional.registry import register
 
 # Scaling -> its options.
@@ -99,11 +99,11 @@ class Rotary(PositionalMethod):
         if scaling in ("yarn", "random") and (trained_length is None or trained_length < 1):
             raise ValueError(f"scaling {scaling} needs trained_length, the sequence length of training, at least 1")
         if factor is not None and scaling == "linear":
-            scaled = tuple(frequency / factor for frequency in frequencies(self.rotated, base))
+            scaled = tuple(frequency / factor for frequency in default_frequencies(self.rotated, base))
         elif factor is not None and scaling == "ntk":
             if self.rotated <= 2:
                 raise ValueError(f"scaling ntk needs more than 2 rotated dimensions; got {self.rotated}")
-            scaled = frequencies(self.rotated, base * factor ** (self.rotated / (self.rotated - 2)))
+            scaled = default_frequencies(self.rotated, base * factor ** (self.rotated / (self.rotated - 2)))
         elif factor is not None and trained_length is not None and scaling == "yarn":
             fast, slow = 32.0 if beta_fast is None else beta_fast, 1.0 if beta_slow is None else beta_slow
             scaled = yarn_frequencies(self.rotated, base, factor, trained_length, fast, slow)
@@ -114,7 +114,7 @@ class Rotary(PositionalMethod):
                 raise ValueError("scaling random needs random_range, the number of positions to sample from")
             length = trained_length if random_length is None else random_length
             self.random = RandomPositions(random_range, length, random_seed or 0)
-        self.angles = Angles(self.rotated, base, own=scaled, scale=scale)
+        self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
         self._step: tuple[int, int] | None = None
 
     def begin_step(self, step: int, seed: int = 0) -> None:
@@ -211,7 +211,7 @@ def yarn_frequencies(
     first, last = max(math.floor(index(beta_fast)), 0), min(math.ceil(index(beta_slow)), size - 1)
     width = last - first if last != first else 0.001
     mixed = []
-    for i, frequency in enumerate(frequencies(size, base)):
+    for i, frequency in enumerate(default_frequencies(size, base)):
         interpolated = min(max((i - first) / width, 0.0), 1.0)
         mixed.append(frequency * (1 - interpolated) + frequency / factor * interpolated)
     return tuple(mixed)

@@ -139,7 +139,7 @@ def with_float32_angles(model: GPT) -> GPT:
     copied = copy.deepcopy(model)
     for method in copied.positional_methods().values():
         angles: Any = method.angles
-        method.angles = type(angles)(angles.size, angles.base, torch.float32, angles.own, angles.scale)
+        method.angles = type(angles)(angles.size, angles.base, torch.float32, angles.frequencies, angles.scale)
     return copied
 
 

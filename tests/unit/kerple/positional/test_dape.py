@@ -97,8 +97,8 @@ def test_initial_weights_are_those_of_nn_linear():
         for parameter in (layer.weight, layer.bias):
             assert parameter.abs().max() <= inputs**-0.5
             assert parameter.std().item() == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
-    for ours, theirs in zip(method.parameters(), cast.parameters(), strict=True):
-        assert torch.equal(ours.bfloat16(), theirs)
+    for parameter, cast_parameter in zip(method.parameters(), cast.parameters(), strict=True):
+        assert torch.equal(parameter.bfloat16(), cast_parameter)
 
 
 def test_statistics_are_those_of_the_static_bias():

@@ -5,20 +5,20 @@ import math
 import pytest
 import torch
 
-from kerple.positional.functional import Angles, by_distance, by_pair, frequencies, positions_on
+from kerple.positional.functional import Angles, by_distance, by_pair, default_frequencies, positions_on
 
 
 def test_angles_are_exact_at_far_positions():
     positions = torch.tensor([0, 3, 65_535])
     cosines, sines = Angles(6, 10_000.0, scale=2.0)(positions, torch.device("cpu"))
     for row, position in enumerate(positions.tolist()):
-        angles = [position * frequency for frequency in frequencies(6, 10_000.0)]
+        angles = [position * frequency for frequency in default_frequencies(6, 10_000.0)]
         assert cosines[row].tolist() == pytest.approx([2 * math.cos(angle) for angle in angles], abs=1e-6)
         assert sines[row].tolist() == pytest.approx([2 * math.sin(angle) for angle in angles], abs=1e-6)
 
 
 def test_angles_with_other_frequencies():
-    cosines, _ = Angles(4, 10_000.0, own=(0.5, 0.25))(torch.tensor([2]), torch.device("cpu"))
+    cosines, _ = Angles(4, 10_000.0, frequencies=(0.5, 0.25))(torch.tensor([2]), torch.device("cpu"))
     assert cosines[0].tolist() == pytest.approx([math.cos(1.0), math.cos(0.5)])
 
 

@@ -8,7 +8,7 @@ from transformers import GPTNeoXConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kerple.positional import PositionsExceeded, Rotary
-from kerple.positional.functional import frequencies
+from kerple.positional.functional import default_frequencies
 
 TRAINED = 128
 
@@ -128,7 +128,7 @@ def transformers_frequencies(
 
 
 def assert_frequencies(method: Rotary, expected: torch.Tensor, scale: float) -> None:
-    actual = torch.tensor(method.angles.own, dtype=torch.float64)
+    actual = torch.tensor(method.angles.frequencies, dtype=torch.float64)
     torch.testing.assert_close(actual, expected.double(), rtol=1e-5, atol=0)
     assert method.angles.scale == pytest.approx(scale, rel=1e-12)
 
@@ -152,7 +152,7 @@ def test_frequencies_are_those_of_transformers(size, base, factor):
             ),
         )
     from_model, explicit = (
-        Rotary(size, maximum, base=base, scaling="yarn", factor=factor, trained_length=trained).angles.own
+        Rotary(size, maximum, base=base, scaling="yarn", factor=factor, trained_length=trained).angles.frequencies
         for maximum, trained in ((TRAINED, None), (7, TRAINED))
     )
     assert explicit == from_model
@@ -168,7 +168,7 @@ def test_effect_of_each_scaling():
     plain, _ = Rotary(16).rotate(states, states, positions // 4, positions // 4)
     scaled, _ = Rotary(16, scaling="linear", factor=4).rotate(states, states, positions, positions)
     torch.testing.assert_close(scaled, plain)
-    before, after = frequencies(16, 10_000.0), Rotary(16, scaling="ntk", factor=4).angles.own
+    before, after = default_frequencies(16, 10_000.0), Rotary(16, scaling="ntk", factor=4).angles.frequencies
     assert after[0] == before[0]
     assert after[-1] == pytest.approx(before[-1] / 4)
     query, key = Rotary(16, TRAINED, scaling="yarn", factor=8).rotate(states, states, positions, positions)
@@ -225,13 +225,13 @@ def test_random_positions_in_training():
 def test_random_positions_in_evaluation_do_not_depend_on_the_length():
     method = Rotary(8, 6, scaling="random", random_range=50, random_length=20).eval()
     states = torch.randn(1, 1, 20, 8)
-    whole, _ = method.rotate(states, states, torch.arange(20), torch.arange(20))
+    expected, _ = method.rotate(states, states, torch.arange(20), torch.arange(20))
     for first, last in ((0, 7), (7, 8), (8, 20)):
         positions = torch.arange(first, last)
         part, _ = method.rotate(states[:, :, first:last], states[:, :, first:last], positions, positions)
-        assert torch.equal(part, whole[:, :, first:last])
+        assert torch.equal(part, expected[:, :, first:last])
     other_seed = Rotary(8, 6, scaling="random", random_range=50, random_length=20, random_seed=1).eval()
-    assert not torch.equal(other_seed.rotate(states, states, torch.arange(20), torch.arange(20))[0], whole)
+    assert not torch.equal(other_seed.rotate(states, states, torch.arange(20), torch.arange(20))[0], expected)
     with pytest.raises(PositionsExceeded, match="position 20 is beyond random_length 20"):
         method.rotate(states[:, :, :1], states[:, :, :1], torch.tensor([20]), torch.tensor([20]))
 
