@@ -30,6 +30,27 @@ def test_constructor_arguments_are_sizes_or_options():
         build("none", SHAPE, args=1)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
+    """With states on the meta device, reading a value or combining them with a CPU tensor raises an error."""
+    method = build(name, SHAPE).to("meta")
+    positions, distance = torch.arange(3, 9), torch.arange(9.0, device="meta")
+    assert method.embed(torch.empty(1, 6, 16, device="meta"), positions).is_meta
+    query, key = torch.empty(2, 1, 2, 6, 8, device="meta").unbind(0)
+    query, key = method.rotate(query, key, positions, positions)
+    if method.scales_qk:
+        query, key = method.scale_qk(query, key, positions, positions)
+    assert query.is_meta
+    assert key.is_meta
+    if method.has_bias:
+        assert method.bias(distance).is_meta
+    if method.has_weight:
+        assert method.weight(distance).is_meta
+    if method.modifies_scores:
+        scores, mask = torch.empty(1, 2, 6, 6, device="meta"), torch.empty(6, 6, dtype=torch.bool, device="meta")
+        assert method.modify_scores(scores, query, positions, positions, mask, method.table(distance)).is_meta
+
+
 # Jacobians: a table's derivatives with respect to a few parameters per head.
 
 LENGTH = 300
