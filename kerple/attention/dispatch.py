@@ -181,7 +181,8 @@ class Attention:
             raise ValueError(
                 f"{type(positional).__name__} defines modify_scores, so it must not define bias or weight as well"
             )
-        self._modify_scores = cast(ModifyScores, positional.modify_scores) if self.modifies_scores else None
+        hook = getattr(positional, "modify_scores", None)
+        self._modify_scores: ModifyScores | None = hook if self.modifies_scores else None
         check_backend(backend, Requirements(weight=self.has_weight, modify_scores=self.modifies_scores))
 
     def choice(self, device: torch.device | str) -> str:
