@@ -5,7 +5,6 @@ Legend: b batch, s query length, t key length, h heads, d head size, n blocks, B
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -181,8 +180,6 @@ class Attention:
             raise ValueError(
                 f"{type(positional).__name__} defines modify_scores, so it must not define bias or weight as well"
             )
-        hook = getattr(positional, "modify_scores", None)
-        self._modify_scores: ModifyScores | None = hook if self.modifies_scores else None
         check_backend(backend, Requirements(weight=self.has_weight, modify_scores=self.modifies_scores))
 
     def choice(self, device: torch.device | str) -> str:
@@ -240,6 +237,7 @@ class Attention:
                 f"the positional method has bias: {self.has_bias}, weight: {self.has_weight}; but the tables passed "
                 f"are bias: {bias_table is not None}, weight: {weight_table is not None}"
             )
+        positional = self.positional
         call = AttentionCall(
             query=query,
             key=key,
@@ -249,27 +247,17 @@ class Attention:
             weight_table=weight_table,
             bias_jacobian=bias_jacobian,
             weight_jacobian=weight_jacobian,
-            modify_scores=self._modify_scores,
+            modify_scores=positional.modify_scores if positional is not None and self.modifies_scores else None,
             score_table=table,
             span=Span(window, block),
             dropout_p=dropout_p,
         ).validate()
-        if self.positional is not None and self.positional.scales_qk:
-            return _run_scaled(call, cast(_ScalesQK, self.positional), self.backend)
+        if positional is not None and positional.scales_qk:
+            return _run_scaled(call, positional, self.backend)
         return _run(call, self.backend)
 
 
-class _ScalesQK(Protocol):
-    """A positional method with the `scale_qk` hook."""
-
-    segment: int
-
-    def scale_qk(
-        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-def _run_scaled(call: AttentionCall, method: _ScalesQK, backend: str) -> Tensor:
+def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str) -> Tensor:
     """Attention with queries and keys scaled by the method's `scale_qk`.
 
     Scales are computed for `method.segment` queries at a time, since they must not overflow for the keys of these.

@@ -3,9 +3,6 @@
 Legend: s query length, t key length, h heads, p coefficients per head.
 """
 
-from collections.abc import Callable
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -29,13 +26,11 @@ def tables(
     if rounded:
         distance = distance.bfloat16().float()
 
-    def table(name: str, exists: bool) -> Tensor | None:
-        if not exists:
-            return None
-        values = cast(Callable[[Tensor], Tensor], getattr(method, name))(distance)
-        return values.bfloat16().float() if rounded else values
-
-    return table("bias", method.has_bias), table("weight", method.has_weight)
+    bias = method.bias(distance) if method.has_bias else None
+    weight = method.weight(distance) if method.has_weight else None
+    if rounded:
+        bias, weight = (None if table is None else table.bfloat16().float() for table in (bias, weight))
+    return bias, weight
 
 
 def jacobians(
@@ -47,21 +42,18 @@ def jacobians(
     whole table.
     """
     distance = torch.arange(length, dtype=torch.float32, device=device)
+    bias = method.bias_jacobian(distance) if method.has_bias and _has_own_jacobian(method, "bias") else None
+    weight = method.weight_jacobian(distance) if method.has_weight and _has_own_jacobian(method, "weight") else None
+    return bias, weight
 
-    def jacobian(name: str, exists: bool) -> TableJacobian | None:
-        if not exists:
-            return None
-        # A subclass that overrides the bias, but not its jacobian, inherits a jacobian of another function.
-        classes = type(method).__mro__
-        jacobian_class, table_class = (
-            next(index for index, base in enumerate(classes) if hook in vars(base))
-            for hook in (f"{name}_jacobian", name)
-        )
-        if jacobian_class > table_class:
-            return None
-        return cast(Callable[[Tensor], TableJacobian | None], getattr(method, f"{name}_jacobian"))(distance)
 
-    return jacobian("bias", method.has_bias), jacobian("weight", method.has_weight)
+def _has_own_jacobian(method: PositionalMethod, name: str) -> bool:
+    """False if a subclass overrides the table but not its jacobian: it inherits the jacobian of another function."""
+    classes = type(method).__mro__
+    jacobian_class, table_class = (
+        next(index for index, base in enumerate(classes) if hook in vars(base)) for hook in (f"{name}_jacobian", name)
+    )
+    return jacobian_class <= table_class
 
 
 def score_table(method: PositionalMethod, length: int, device: torch.device | str) -> Tensor | None:

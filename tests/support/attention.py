@@ -1,19 +1,21 @@
-"""Attention with a positional method against a formula for the scores of whole texts, in float64.
+"""Inputs and checks for tests of attention and positional methods.
 
 Legend: b batch, h heads, s query length, t key length, d head size.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kerple.attention import FULL, Attention, Span, score_table
+from kerple.attention import FULL, Attention, Span, attend, score_table, tables
+from kerple.positional import ModelShape, PositionalMethod, build
 
 # Queries, keys, span: training, a chunk of an evaluation, decoding, windows and blocks.
-CASES = [
+SPANS = [
     (23, 23, FULL),
     (9, 23, FULL),
     (1, 23, FULL),
@@ -24,29 +26,114 @@ CASES = [
 ]
 
 
-def visible(length: int, span: Span) -> Tensor:
-    """Pair by pair from the definition, bool `[t, t]`."""
+def visible_pairs(length: int, span: Span) -> Tensor:
+    """The definition of a span, pair by pair, bool `[t, t]`."""
     pairs = [
         [
-            j <= i
-            and (span.window is None or i - j < span.window)
-            and (span.block is None or i // span.block - j // span.block <= 1)
-            for j in range(length)
+            key <= query
+            and (span.window is None or query - key < span.window)
+            and (span.block is None or query // span.block - key // span.block <= 1)
+            for key in range(length)
         ]
-        for i in range(length)
+        for query in range(length)
     ]
     return torch.tensor(pairs)
 
 
-def states(heads: int, size: int, t: int, batch: int = 2, seed: int = 0) -> list[Tensor]:
+def random_states(heads: int, size: int, t: int, batch: int = 2, seed: int = 0) -> list[Tensor]:
+    """Query, key and value `[b, h, t, d]`, float64 leaves."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(batch, heads, t, size, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)
     ]
 
 
-def attended(backend: str, method, query: Tensor, key: Tensor, value: Tensor, s: int, span: Span, **options) -> Tensor:
-    """The last s queries of `[b, h, t, d]`, as a model's layer computes them; keys turned at their own positions."""
+def attend_arguments(
+    method: str,
+    batch: int,
+    heads: int,
+    s: int,
+    t: int,
+    size: int,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Any]:
+    """Arguments of `attend` with the tables of a method. Tensors require gradients."""
+    torch.manual_seed(0)
+    positional = build(method, ModelShape(heads, size, heads * size, 1, t))
+    bias, weight = (
+        None if table is None else table.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        for table in tables(positional, t if window is None else min(t, window), "cpu")
+    )
+    # The memory layout of a model: heads are inside positions.
+    query, key, value = (
+        torch.randn(batch, length, heads, size, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
+        for length in (s, t, t)
+    )
+    return {"query": query, "key": key, "value": value, "bias_table": bias, "weight_table": weight, "window": window}
+
+
+def random_attend_arguments(
+    batch: int,
+    heads: int,
+    s: int,
+    t: int,
+    size: int,
+    *,
+    bias: bool = True,
+    weight: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """As `attend_arguments`, with random tables, on any device."""
+    generator = torch.Generator().manual_seed(0)
+    max_kv_len = Span(window).max_kv_len(t)
+    query, key, value = (
+        torch.randn(batch, length, heads, size, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_()
+        for length in (s, t, t)
+    )
+    bias_table, weight_table = (
+        (torch.rand(heads, max_kv_len, generator=generator) * 2 - 1).to(device).requires_grad_() if exists else None
+        for exists in (bias, weight)
+    )
+    arguments = {"query": query, "key": key, "value": value, "bias_table": bias_table, "weight_table": weight_table}
+    return {**arguments, "window": window}
+
+
+def float64_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: leaf.detach().double().requires_grad_() if isinstance(leaf, Tensor) else leaf
+        for name, leaf in arguments.items()
+    }
+
+
+def upstream_gradient(result: Tensor) -> Tensor:
+    """The same gradient for each result of this shape."""
+    return torch.randn(result.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(result)
+
+
+def run_attend(
+    backend: str, arguments: dict[str, Any], upstream_dtype: torch.dtype = torch.float64, **options: Any
+) -> list[Tensor]:
+    """The result of `attend`, and the gradients of all tensors. The upstream gradient is rounded to a dtype."""
+    result = attend(backend=backend, **arguments, **options)
+    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    leaves = [leaf for leaf in arguments.values() if isinstance(leaf, Tensor)]
+    return [result.detach(), *torch.autograd.grad(result, leaves, upstream.to(upstream_dtype).to(result))]
+
+
+def attended(
+    backend: str,
+    method: PositionalMethod,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    s: int,
+    span: Span,
+    **options: Any,
+) -> Tensor:
+    """Attention of the last s queries of `[b, h, t, d]` as in a model's layer, including the method's `rotate`."""
     t = key.shape[2]
     queries, _ = method.rotate(query[:, :, t - s :], key[:, :, :0], torch.arange(t - s, t), torch.arange(0))
     _, keys = method.rotate(query[:, :, :0], key, torch.arange(0), torch.arange(t))
@@ -56,43 +143,46 @@ def attended(backend: str, method, query: Tensor, key: Tensor, value: Tensor, s:
 
 
 def assert_is_formula(
-    method,
+    method: PositionalMethod,
     formula: Callable[[Tensor, Tensor, Tensor], Tensor],
     heads: int,
     size: int,
     backends: tuple[str, ...] = ("reference", "chunked"),
     atol: float = 1e-10,
 ) -> None:
-    """formula: (query, key, visible) -> scores `[b, h, t, t]`; parameters of the method, too, get its gradients."""
+    """Compare values and gradients, including those of the method's parameters, for all SPANS.
+
+    formula: (query, key, visible pairs) -> scores `[b, h, t, t]`.
+    """
     parameters = list(method.parameters())
-    for s, t, span in CASES:
-        leaves = states(heads, size, t)
-        seen = visible(t, span)
-        scores = formula(*leaves[:2], seen).masked_fill(~seen, float("-inf"))
+    for s, t, span in SPANS:
+        leaves = random_states(heads, size, t)
+        visible = visible_pairs(t, span)
+        scores = formula(*leaves[:2], visible).masked_fill(~visible, float("-inf"))
         expected = (scores.softmax(-1) @ leaves[2])[:, :, t - s :]
-        upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-        gradients = torch.autograd.grad(expected, [*leaves, *parameters], upstream)
+        upstream = upstream_gradient(expected)
+        expected_grads = torch.autograd.grad(expected, [*leaves, *parameters], upstream)
         for backend in backends:
-            found = attended(backend, method, *leaves, s, span)
-            torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-            found = torch.autograd.grad(found, [*leaves, *parameters], upstream)
-            for index, (ours, theirs) in enumerate(zip(found, gradients, strict=True)):
+            actual = attended(backend, method, *leaves, s, span)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+            grads = torch.autograd.grad(actual, [*leaves, *parameters], upstream)
+            for index, (grad, expected_grad) in enumerate(zip(grads, expected_grads, strict=True)):
                 note = f"gradient {index} with {backend}, {s} of {t}, {span}: "
                 torch.testing.assert_close(
-                    ours, theirs, rtol=1e-8, atol=10 * atol, msg=lambda text, note=note: note + text
+                    grad, expected_grad, rtol=1e-8, atol=10 * atol, msg=lambda text, note=note: note + text
                 )
 
 
 class LargestStorage(TorchDispatchMode):
-    """Records the largest storage, in elements of float32, of what any operation returns."""
+    """Records the largest storage of any operation's result, in float32 elements."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(results):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, Tensor):
                 self.elements = max(self.elements, leaf.untyped_storage().nbytes() // 4)
         return results

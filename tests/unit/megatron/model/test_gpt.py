@@ -249,3 +249,17 @@ def test_the_bfloat16_release_is_close():
     loss = cross_entropy(logits.flatten(0, 1), expected["labels"].long().flatten())
     assert loss.item() == pytest.approx(float(expected["loss"]), abs=0.02)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("length", [32, 128])
+def test_the_bfloat16_release_with_rounded_distances(length):
+    """All in bfloat16, as the release ran: only the order of operations differs, by a few of bfloat16's steps."""
+    expected = reference("kerple_log_bf16")[length]
+    model, _ = load_model(
+        checkpoints("kerple_log_bf16"), dtype=torch.bfloat16, overrides={"release_bf16_distances": True}
+    )
+    with torch.no_grad():
+        logits = model(expected["tokens"].long()).float()
+    difference = (logits - expected["logits"].float()).abs()
+    assert difference.max() < 6 * 2.0**-6  # logits are up to 4, where bfloat16's step is 2^-6
+    assert difference.square().mean().sqrt() < 0.005

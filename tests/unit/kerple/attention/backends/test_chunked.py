@@ -1,0 +1,389 @@
+"""The chunked backend against the reference in float64: tables, modify_scores, precision, dropout and memory."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kerple.attention import FULL, Attention, Span, attend, score_table, tables
+from kerple.attention.backends import chunk_plan, chunked
+from kerple.attention.call import AttentionCall
+from kerple.positional import ModelShape, PositionalMethod, build
+from tests.support.attention import (
+    LargestStorage,
+    attend_arguments,
+    attended,
+    float64_arguments,
+    random_states,
+    run_attend,
+    upstream_gradient,
+)
+
+METHODS = ["none", "alibi", "rpe", "kerple_log", "kerple_power__ap", "kerple_power_ap_ap"]
+TABLES = ["none", "kerple_log", "kerple_power_ap_ap"]
+
+
+def assert_same_as_reference(method: str, *sizes: int, window: int | None = None) -> None:
+    arguments = attend_arguments(method, *sizes, window=window)
+    for actual, expected in zip(run_attend("chunked", arguments), run_attend("reference", arguments), strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize("length", [1, 7, 128, 513])
+@pytest.mark.parametrize("method", METHODS)
+def test_values_and_gradients(method, length, window):
+    assert_same_as_reference(method, 1 if length == 513 else 2, 3, length, length, 8, window=window)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "s", "t"),
+    [
+        (2, 3, 1, 40),  # decoding
+        (3, 2, 7, 20),
+        (2, 2, 100, 513),  # a chunk of an evaluation
+        (1, 4, 130, 131),
+        (1, 12, 300, 700),
+        (5, 2, 64, 64),  # groups that merge samples
+    ],
+)
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("method", TABLES)
+def test_fewer_queries_than_keys(method, batch, heads, s, t, window):
+    assert_same_as_reference(method, batch, heads, s, t, 4, window=window)
+
+
+@pytest.mark.parametrize("method", TABLES)
+def test_a_long_sequence(method):
+    assert_same_as_reference(method, 1, 1, 2048, 2048, 8)
+
+
+@pytest.mark.parametrize("budget", [1, 20_000, 2**22])
+@pytest.mark.parametrize("window", [None, 30])
+def test_results_do_not_depend_on_the_chunks(budget, window, monkeypatch):
+    """From one head and one chunk at a time to all samples at once."""
+    monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget)
+    monkeypatch.setattr(chunk_plan, "MIN_ROWS", 16)
+    assert_same_as_reference("kerple_power_ap_ap", 3, 4, 70, 90, 4, window=window)
+
+
+def test_gradients_of_longer_tables_end_with_zeros():
+    arguments = attend_arguments("kerple_power_ap_ap", 1, 2, 10, 40, 4)
+    arguments["window"] = 6
+    for grad in run_attend("chunked", arguments)[-2:]:
+        assert grad.shape == (2, 40)
+        assert (grad[:, :6] != 0).any()
+        assert (grad[:, 6:] == 0).all()
+
+
+@pytest.mark.parametrize("required", ["bias_table", "weight_table", "query", "value"])
+def test_a_single_input_may_require_a_gradient(required):
+    arguments = attend_arguments("kerple_power_ap_ap", 2, 2, 9, 9, 4)
+    expected = dict(zip(["result", *arguments], run_attend("reference", arguments), strict=False))
+    leaves = {
+        name: leaf.detach().requires_grad_(name == required) if isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in arguments.items()
+    }
+    result = attend(backend="chunked", **leaves)
+    result.backward(upstream_gradient(result))
+    torch.testing.assert_close(leaves[required].grad, expected[required], rtol=1e-9, atol=1e-11)
+
+
+def test_gradients_reach_the_parameters_of_a_method():
+    torch.manual_seed(0)
+    positional = build("kerple_power_ap_ap", ModelShape(2, 8, 16, 1, 150))
+    grads = {}
+    for backend in ("reference", "chunked"):
+        arguments = attend_arguments("none", 2, 2, 150, 150, 8, dtype=torch.float32)
+        arguments["bias_table"], arguments["weight_table"] = tables(positional, 150, "cpu")
+        positional.zero_grad()
+        attend(backend=backend, **arguments).square().sum().backward()
+        grads[backend] = [parameter.grad.clone() for parameter in positional.parameters()]
+    for actual, expected in zip(grads["chunked"], grads["reference"], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    arguments = attend_arguments("kerple_log", 2, 2, 70, 70, 8)
+    expected = run_attend("chunked", arguments)[1]
+    result = torch.utils.checkpoint.checkpoint(
+        lambda query: attend(backend="chunked", **{**arguments, "query": query}),
+        arguments["query"],
+        use_reentrant=False,
+    )
+    (grad,) = torch.autograd.grad(result, arguments["query"], upstream_gradient(result))
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("method", TABLES)
+def test_a_second_run_gives_the_same_bits(method, window):
+    arguments = attend_arguments(method, 2, 4, 300, 300, 16, window=window, dtype=torch.float32)
+    for first, second in zip(run_attend("chunked", arguments), run_attend("chunked", arguments), strict=True):
+        assert torch.equal(first, second)
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("backend", ["chunked", "sdpa", "reference"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(("s", "t", "window"), [(1, 50, None), (150, 150, None), (40, 150, 20)])
+def test_low_precision(backend, dtype, tolerance, s, t, window):
+    """Half-precision inputs and results, float32 in between; tables and their gradients are float32."""
+    arguments = attend_arguments("kerple_log", 2, 3, s, t, 16, window=window, dtype=dtype)
+    actual = run_attend(backend, arguments)
+    expected = run_attend("reference", float64_arguments(arguments), upstream_dtype=dtype)
+    assert actual[0].dtype == actual[1].dtype == dtype
+    assert actual[-1].dtype == torch.float32
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert (tensor.double() - expected_tensor).norm() <= tolerance * expected_tensor.norm()
+    # The gradient of the table is never rounded to half precision.
+    assert (actual[-1].double() - expected[-1]).norm() <= 3e-6 * expected[-1].norm()
+
+
+class DenormalOperands(TorchDispatchMode):
+    """Counts the denormal numbers among the operands of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "bmm" in str(function):
+            for operand in args[-2:]:
+                size = operand.double().abs()
+                self.count += int(((size > 0) & (size < torch.finfo(torch.float32).tiny)).sum())
+        return function(*args, **(kwargs or {}))
+
+
+def steep_arguments(with_weight: bool) -> dict[str, torch.Tensor]:
+    """With a bias as steep as ALiBi's first slope, at 400 keys, probabilities are below float32's smallest normal
+    number, with which a CPU multiplies thirty times slower.
+    """
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 400, 16) for _ in range(3))
+    distance = torch.arange(400).float()
+    arguments = {"query": query, "key": key, "value": value, "bias_table": -torch.tensor([[0.5], [0.01]]) * distance}
+    if with_weight:
+        arguments["weight_table"] = torch.exp(-torch.tensor([[0.4], [0.02]]) * distance)
+    return {name: tensor.requires_grad_() for name, tensor in arguments.items()}
+
+
+def run_with_small_gradient(backend: str, arguments: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The upstream gradient is as small as that of a mean over a batch."""
+    result = attend(backend=backend, **arguments)
+    return [result.detach(), *torch.autograd.grad(result, list(arguments.values()), 1e-6 * upstream_gradient(result))]
+
+
+@pytest.mark.parametrize("with_weight", [False, True])
+def test_no_denormal_number_is_multiplied(with_weight):
+    with DenormalOperands() as denormals:
+        run_with_small_gradient("reference", steep_arguments(with_weight))
+    assert denormals.count > 1000
+    with DenormalOperands() as denormals:
+        run_with_small_gradient("chunked", steep_arguments(with_weight))
+    assert denormals.count == 0
+
+
+@pytest.mark.parametrize("with_weight", [False, True])
+def test_avoiding_denormal_numbers_loses_no_precision(with_weight):
+    arguments = steep_arguments(with_weight)
+    expected = run_with_small_gradient("reference", float64_arguments(arguments))
+    for actual, expected_tensor in zip(run_with_small_gradient("chunked", arguments), expected, strict=True):
+        assert (actual.double() - expected_tensor).norm() <= 1e-6 * expected_tensor.norm()
+
+
+# Dropout.
+
+
+@pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap"])
+def test_dropout_is_the_same_in_both_passes(method):
+    """With a fixed seed, dropout is a deterministic function, whose gradient can be checked numerically."""
+    arguments = attend_arguments(method, 1, 2, 5, 7, 3)
+    names = [name for name, leaf in arguments.items() if isinstance(leaf, torch.Tensor)]
+
+    def with_fixed_seed(*leaves):
+        torch.manual_seed(3)
+        inputs = {**arguments, **dict(zip(names, leaves, strict=True))}
+        return attend(backend="chunked", dropout_p=0.4, **inputs)
+
+    assert torch.autograd.gradcheck(with_fixed_seed, [arguments[name] for name in names])
+
+
+@pytest.mark.parametrize("backend", ["chunked", "sdpa", "reference"])
+def test_dropout_preserves_the_mean(backend):
+    arguments = attend_arguments("kerple_log", 1, 1, 3, 30, 4, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = attend(backend=backend, **arguments)
+        repeated = {name: arguments[name].expand(3000, -1, -1, -1) for name in ("query", "key", "value")}
+        draws = attend(backend=backend, dropout_p=0.3, **{**arguments, **repeated})
+    assert draws.std(dim=0).min() > 0.01
+    assert ((draws.mean(dim=0) - expected[0]).abs() < 5 * draws.std(dim=0) / 3000**0.5).all()
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("window", [None, 3000])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_memory_at_evaluation_is_bounded(window, with_bias):
+    query, key = torch.randn(1, 2, 512, 8), torch.randn(1, 2, 16_384, 8)
+    bias, weight = -torch.rand(2, 16_384) if with_bias else None, torch.rand(2, 16_384)
+    with torch.no_grad(), LargestStorage() as largest:
+        attend(query, key, key, bias_table=bias, weight_table=weight, window=window, backend="chunked")
+    assert largest.elements <= 2 * 128 * (16_384 if window is None else window + 127)
+
+
+def test_memory_in_training_is_bounded():
+    length = 2048
+    states = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
+    bias, weight = (-torch.rand(2, length)).requires_grad_(), torch.rand(2, length).requires_grad_()
+    with LargestStorage() as largest:
+        attend(*states, bias_table=bias, weight_table=weight, backend="chunked").sum().backward()
+    assert bias.grad.shape == weight.grad.shape == (2, length)
+    assert largest.elements <= 2 * 128 * length
+
+
+# Methods with modify_scores. Their values and gradients are tested with each method.
+
+SHAPE = ModelShape(num_heads=3, head_size=4, hidden_size=12, num_layers=1, max_positions=64)
+MODIFYING = ["dape_kerple", "dape_fire", "dape_v2_kerple", "fire", "cope", "transformer_xl"]
+
+
+def make_method(name: str) -> PositionalMethod:
+    torch.manual_seed(0)
+    method = build(name, SHAPE)
+    with torch.no_grad():
+        for parameter in method.parameters():
+            if not parameter.any():
+                parameter.normal_()
+    return method
+
+
+class Transfers(TorchDispatchMode):
+    """Records operations between the CPU and another device: the host waits for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, results))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if len(devices) > 1:
+            self.names.append(str(function))
+        return results
+
+
+@pytest.mark.parametrize("name", MODIFYING)
+def test_modified_scores_never_wait_for_the_device(name, monkeypatch):
+    """On the meta device, from which no value can be read; in both passes."""
+    monkeypatch.setattr(chunked, "MODIFY_MIN_ROWS", 8)
+    monkeypatch.setattr(chunked, "MODIFY_MAX_ROWS", 8)
+    method = make_method(name).to("meta")
+    table = score_table(method, 30, "meta")
+    leaves = [torch.randn(1, 3, 30, 4, device="meta", requires_grad=True) for _ in range(3)]
+    states = dict(zip(("query", "key", "value"), leaves, strict=True))
+    with Transfers() as transfers:
+        for span in (FULL, Span(window=10), Span(block=8)):
+            call = AttentionCall(**states, scale=0.5, modify_scores=method.modify_scores, score_table=table, span=span)
+            torch.autograd.grad(chunked.chunked_attention(call).sum(), leaves)
+        assert transfers.names == []
+        torch.ones(2).to("meta")
+    assert transfers.names == ["aten._to_copy.default"]
+
+
+@pytest.mark.parametrize("name", MODIFYING)
+def test_modified_scores_are_causal(name):
+    method = make_method(name)
+    query, key, value = (state.detach() for state in random_states(3, 4, 30))
+    before = attended("chunked", method, query, key, value, 30, FULL)
+    for changed in (query, key, value):
+        changed[:, :, 20:] += 5.0
+    after = attended("chunked", method, query, key, value, 30, FULL)
+    torch.testing.assert_close(before[:, :, :20], after[:, :, :20], rtol=0, atol=1e-12)
+    assert (before[:, :, 20:] - after[:, :, 20:]).abs().amax(dim=(0, 1, 3)).min() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODIFYING)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+def test_modified_scores_in_half_precision(name, dtype, tolerance):
+    """Inputs and parameters are rounded; scores are float32."""
+    method = make_method(name).to(dtype)
+    leaves = [state.detach().to(dtype).requires_grad_() for state in random_states(3, 4, 40)]
+    result = attended("chunked", method, *leaves, 40, FULL)
+    assert result.dtype == dtype
+    upstream = torch.randn(result.shape).to(dtype)
+    actual = [result, *torch.autograd.grad(result, leaves, upstream)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = attended("reference", method.double(), *exact, 40, FULL)
+    expected = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert (tensor.double() - expected_tensor).norm() <= tolerance * expected_tensor.norm()
+
+
+@pytest.mark.parametrize("name", ["dape_v2_kerple", "cope"])
+def test_dropout_of_modified_scores_is_the_same_in_both_passes(name, monkeypatch):
+    monkeypatch.setattr(chunked, "MODIFY_MIN_ROWS", 2)
+    monkeypatch.setattr(chunked, "MODIFY_MAX_ROWS", 2)
+    method = make_method(name).double()
+
+    def with_fixed_seed(*leaves):
+        torch.manual_seed(3)
+        return attended("chunked", method, *leaves, 5, FULL, dropout_p=0.4)
+
+    assert torch.autograd.gradcheck(with_fixed_seed, random_states(3, 4, 6, batch=1), fast_mode=True)
+
+
+def test_dropout_of_modified_scores_preserves_the_mean():
+    method = make_method("dape_alibi")
+    query, key, value = (state.detach().float() for state in random_states(3, 4, 20, batch=1))
+    with torch.no_grad():
+        expected = attended("chunked", method, query, key, value, 3, FULL)
+        repeated = (state.expand(2000, -1, -1, -1) for state in (query, key, value))
+        draws = attended("chunked", method, *repeated, 3, FULL, dropout_p=0.3)
+    assert draws.std(dim=0).min() > 0.01
+    assert ((draws.mean(dim=0) - expected[0]).abs() < 5 * draws.std(dim=0) / 2000**0.5).all()
+
+
+@pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "fire", "cope", "transformer_xl"])
+def test_memory_of_modified_scores_is_linear_in_the_length(name, monkeypatch):
+    """48 queries and 16,384 keys: chunks have 16 queries, and at most 36 values (hidden units, products) per pair."""
+    monkeypatch.setattr(chunked, "MODIFY_CPU_BYTES", 1)
+    method = make_method(name)
+    query, key, value = (torch.randn(1, 3, length, 4) for length in (48, 16_384, 16_384))
+    with torch.no_grad():
+        table = score_table(method, 16_384, "cpu")
+        with LargestStorage() as largest:
+            Attention("auto", method)(query, key, value, table=table)
+    assert largest.elements <= 36 * 16 * 16_384
+
+
+def peak_memory(length: int, backend: str) -> int:
+    """The most bytes that forward and backward pass allocate at the same time."""
+    method = build("dape_kerple", SHAPE)
+    leaves = [torch.randn(1, 3, length, 4, requires_grad=True) for _ in range(3)]
+    table = score_table(method, length, "cpu")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        Attention(backend, method)(*leaves, table=table).sum().backward()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return peak
+
+
+def test_memory_of_modified_scores_in_training(monkeypatch):
+    """Twice the length: the reference needs four times the memory, the chunked backend twice."""
+    monkeypatch.setattr(chunked, "MODIFY_CPU_BYTES", 1)
+    reference = [peak_memory(length, "reference") for length in (128, 256)]
+    in_chunks = [peak_memory(length, "chunked") for length in (256, 512)]
+    assert reference[1] > 3.5 * reference[0]
+    assert in_chunks[1] < 2.5 * in_chunks[0]
+    assert 5 * in_chunks[0] < reference[1]

@@ -1,0 +1,74 @@
+"""FlexAttention as a backend, and score_mods of methods. On a CPU it has no backward pass."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from kerple.attention import attend, score_mod, tables
+from kerple.positional import KerpleLog, ModelShape, NoPositions, Rotary, build, primary_names
+
+SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
+METHODS = {name: build(name, SHAPE) for name in primary_names()}
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("s", "t"), [(1, 1), (128, 128), (100, 300)])
+@pytest.mark.parametrize("method", ["none", "alibi", "kerple_power_ap_ap", "rpe"])
+@torch.no_grad()
+def test_values(method, s, t, window):
+    torch.manual_seed(0)
+    states = [torch.randn(2, 2, length, 16) for length in (s, t, t)]
+    positional = build(method, ModelShape(2, 16, 32, 1, t))
+    bias, weight = tables(positional, t if window is None else min(t, window), "cpu")
+    actual = attend(*states, bias_table=bias, weight_table=weight, window=window, backend="flex")
+    bias, weight = (None if table is None else table.double() for table in (bias, weight))
+    exact = [tensor.double() for tensor in states]
+    expected = attend(*exact, bias_table=bias, weight_table=weight, window=window, backend="reference")
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_unsupported_calls_are_rejected():
+    states = [torch.randn(1, 1, 4, 8)] * 3
+    with pytest.raises(NotImplementedError, match="'flex' cannot compute gradients on a CPU"):
+        attend(states[0].requires_grad_(), *states[1:], backend="flex")
+    with pytest.raises(NotImplementedError, match="'flex' does not support attention dropout"):
+        attend(*states, dropout_p=0.5, backend="flex")
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.has_bias or method.has_weight])
+@pytest.mark.parametrize("queries", [24, 5])
+@torch.no_grad()
+def test_score_mod_in_flex_attention(name, queries):
+    torch.manual_seed(0)
+    method, length = METHODS[name], 24
+    states = [torch.randn(2, 4, size, 8) for size in (queries, length, length)]
+    offset = length - queries
+    mask = create_block_mask(
+        lambda b, h, q, k: q + offset >= k, None, None, queries, length, device="cpu", BLOCK_SIZE=8
+    )
+    actual = flex_attention(*states, score_mod=score_mod(method, length, "cpu", offset=offset), block_mask=mask)
+    bias, weight = (None if table is None else table.double() for table in tables(method, length, "cpu"))
+    exact = [tensor.double() for tensor in states]
+    expected = attend(*exact, bias_table=bias, weight_table=weight, backend="reference")
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
+    without_positions = attend(*exact, backend="reference")
+    assert (without_positions - expected).abs().max() > 1e-3
+
+
+def test_methods_without_tables_have_no_score_mod():
+    with pytest.raises(ValueError, match=r"Rotary has no bias or weight .*; apply its rotate"):
+        score_mod(Rotary(8), 16, "cpu")
+    with pytest.raises(ValueError, match="NoPositions has no bias or weight"):
+        score_mod(NoPositions(), 16, "cpu")
+    with pytest.raises(ValueError, match=r"Dape has no bias or weight .*; its modify_scores uses"):
+        score_mod(METHODS["dape"], 8, "cpu")
+
+
+def test_a_score_mod_uses_the_current_parameters_and_has_gradients():
+    method = KerpleLog(2)
+    modify = score_mod(method, 8, "cpu")
+    batch, head, query, key = (torch.tensor(index) for index in (0, 1, 7, 2))
+    value = modify(torch.zeros(()), batch, head, query, key)
+    assert value == method.bias(torch.tensor([5.0]))[1, 0]
+    value.backward()
+    assert method.bias_p.grad[1] != 0

@@ -1,0 +1,31 @@
+"""The sdpa backend against the reference, in float64. It shares the cases of low precision and dropout with chunked."""
+
+import pytest
+import torch
+
+from kerple.attention import attend
+from tests.support.attention import LargestStorage, attend_arguments, run_attend
+
+
+@pytest.mark.parametrize(
+    ("batch", "s", "t"), [(2, 1, 1), (2, 7, 7), (2, 128, 128), (2, 1, 40), (2, 100, 300), (1, 130, 131)]
+)
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize("method", ["none", "alibi", "rpe", "kerple_log"])
+def test_values_and_gradients(method, batch, s, t, window):
+    arguments = attend_arguments(method, batch, 3, s, t, 8, window=window)
+    for actual, expected in zip(run_attend("sdpa", arguments), run_attend("reference", arguments), strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 3000])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_memory_of_masks_is_bounded(window, with_bias):
+    query, key = torch.randn(1, 2, 512, 8), torch.randn(1, 2, 16_384, 8)
+    bias = -torch.rand(2, 16_384) if with_bias else None
+    with torch.no_grad(), LargestStorage() as largest:
+        attend(query, key, key, bias_table=bias, window=window, backend="sdpa")
+    # The pairs of 128 queries, as int64 where distances are looked up.
+    visible = 16_384 if window is None else window + 127
+    assert largest.elements <= 2 * 128 * visible

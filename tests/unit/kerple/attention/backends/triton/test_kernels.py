@@ -1,0 +1,106 @@
+"""The Triton kernels against the reference in float64, for all kinds of tiles: on a GPU, or in Triton's interpreter.
+
+The interpreter computes matrix products of bfloat16 as integers, so half precision is tested with float16 there.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kerple.attention import attend
+from kerple.attention.backends.triton import kernels, launch
+from kerple.attention.backends.triton.launch import Tile, Tiles
+from tests.support.attention import float64_arguments, random_attend_arguments, run_attend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF_DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+
+
+def assert_same_as_reference(*sizes: int, tolerance: float = 2e-6, scale: float | None = None, **options) -> None:
+    arguments = random_attend_arguments(*sizes, **options, device=DEVICE)
+    expected = run_attend("reference", float64_arguments(arguments), scale=scale)
+    for actual, expected_tensor in zip(run_attend("fused", arguments, scale=scale), expected, strict=True):
+        assert actual.shape == expected_tensor.shape
+        assert (actual.double() - expected_tensor).norm() <= tolerance * expected_tensor.norm() + 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("bias", "weight"), [(False, False), (True, False), (False, True), (True, True)])
+def test_values_and_gradients(bias, weight, window):
+    assert_same_as_reference(2, 2, 37, 37, 16, bias=bias, weight=weight, window=window)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 2.0])
+def test_any_scale(scale):
+    assert_same_as_reference(1, 1, 30, 37, 16, bias=False, weight=False, window=20, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("s", "t", "window"),
+    [
+        (1, 1, None),
+        (1, 70, None),
+        (7, 7, None),
+        (9, 70, None),  # queries are the last positions
+        (40, 97, 33),  # a window that ends inside tiles
+        (33, 65, 1),  # each query attends to itself
+        (64, 64, 64),  # a window as large as the number of keys
+        (128, 128, None),
+    ],
+)
+def test_any_length_and_window(s, t, window):
+    assert_same_as_reference(1, 1, s, t, 16, window=window)
+
+
+@pytest.mark.parametrize(("length", "window"), [(513, 200), (2048, None)])
+def test_long_sequences(length, window, monkeypatch):
+    queries = length
+    if DEVICE == "cpu":  # fewer and larger tiles for the interpreter, and only the last queries
+        monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(*[Tile(128, 128, 4, 1)] * 4))
+        queries = 257
+    assert_same_as_reference(1, 1, queries, length, 16, window=window, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 32, 4, 1), Tile(64, 16, 4, 1)])
+def test_results_do_not_depend_on_tiles(tile, monkeypatch):
+    square = Tile(16, 16, 4, 1)
+    monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(tile, tile, tile, square))
+    # One head at a time, and the tiles of a block distance in several parts.
+    monkeypatch.setattr(launch, "TILES_BYTES", 1)
+    monkeypatch.setattr(launch, "TABLE_PROGRAMS", 40)
+    assert_same_as_reference(2, 2, 24, 34, 16, window=20)
+
+
+@pytest.mark.parametrize("size", [24, 48, 80])
+def test_head_sizes_that_are_not_a_power_of_two(size):
+    assert_same_as_reference(1, 1, 33, 40, size)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_half_precision(dtype):
+    """Products of half-precision inputs are summed in float32; the table's gradient is never rounded."""
+    tolerance = 1e-3 if dtype == torch.float16 else 1e-2
+    assert_same_as_reference(1, 2, 70, 100, 32, window=80, dtype=dtype, tolerance=tolerance)
+    arguments = random_attend_arguments(1, 1, 20, 20, 32, dtype=dtype, device=DEVICE)
+    assert run_attend("fused", arguments)[-1].dtype == torch.float32
+
+
+def test_a_second_run_gives_the_same_bits():
+    arguments = random_attend_arguments(2, 1, 40, 66, 16, device=DEVICE)
+    for first, second in zip(run_attend("fused", arguments), run_attend("fused", arguments), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_tiles_fit_into_the_margins_of_tables():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for size in (8, 64, 128):
+            for weight in (False, True):
+                tiles = launch.tiles_for(dtype, size, weight=weight)
+                assert all(tile.queries + tile.keys <= kernels.MARGIN for tile in vars(tiles).values())
+
+
+def test_the_interpreter_is_required_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(NotImplementedError, match="runs on a GPU, not on cpu"):
+        attend(*[torch.randn(1, 1, 4, 8)] * 3, backend="fused")

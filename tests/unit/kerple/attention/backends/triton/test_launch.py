@@ -1,0 +1,216 @@
+"""The fused backend as models use it: the gradients of methods, by tables or by jacobians, and what it rejects."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kerple.attention import Attention, Span, attend, jacobians, tables
+from kerple.attention.backends.triton import launch
+from kerple.attention.backends.triton.launch import tiles_for
+from kerple.positional import ModelShape, TableJacobian, build, primary_names
+from tests.support.attention import (
+    float64_arguments,
+    random_attend_arguments,
+    run_attend,
+    upstream_gradient,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=40)
+METHODS = {name: build(name, SHAPE) for name in primary_names()}
+# T5's last bucket begins at distance 14.
+SHORT_T5 = {"num_buckets": 8, "max_distance": 20}
+
+
+def jacobian_arguments(method, length: int) -> dict[str, TableJacobian | None]:
+    return dict(zip(("bias_jacobian", "weight_jacobian"), jacobians(method, length, DEVICE), strict=True))
+
+
+@pytest.fixture
+def requested(monkeypatch) -> list[tuple[bool, int | None]]:
+    """(whether coefficients have gradients, `dense` of a table's gradient or 0) for each backward pass."""
+    requests: list[tuple[bool, int | None]] = []
+    query_gradient, table_gradients = launch._Launcher.query_gradient, launch._Launcher.table_gradients
+
+    def record_query(launcher, grad_context, row_stats, *directions):
+        requests.append((any(part is not None for part in directions), 0))
+        return query_gradient(launcher, grad_context, row_stats, *directions)
+
+    def record_tables(launcher, grad_context, row_stats, needs_bias, needs_weight, dense):
+        requests[-1] = (requests[-1][0], dense)
+        return table_gradients(launcher, grad_context, row_stats, needs_bias, needs_weight, dense)
+
+    monkeypatch.setattr(launch._Launcher, "query_gradient", record_query)
+    monkeypatch.setattr(launch._Launcher, "table_gradients", record_tables)
+    return requests
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.has_bias or method.has_weight])
+def test_parameters_of_every_method_get_their_gradients(name):
+    """By the tables' gradients, and by jacobians if the method has some."""
+    length, window = 40, 30
+    options: dict[str, Any] = SHORT_T5 if name == "rpe" else {}
+    torch.manual_seed(0)
+    method = build(name, SHAPE, **options).to(DEVICE)
+    arguments = random_attend_arguments(1, 2, length, length, 16, bias=False, weight=False, device=DEVICE)
+    arguments["window"] = window
+    runs: list[tuple[str, dict[str, Any]]] = [("reference", {}), ("fused", {})]
+    with_jacobians = jacobian_arguments(method, window)
+    if any(with_jacobians.values()):
+        runs.append(("fused", with_jacobians))
+    grads = []
+    for backend, extra in runs:
+        arguments["bias_table"], arguments["weight_table"] = tables(method, window, DEVICE)
+        method.zero_grad()
+        attend(backend=backend, **arguments, **extra).square().sum().backward()
+        grads.append([parameter.grad for parameter in method.parameters()])
+    for fused_grads in grads[1:]:
+        for actual, expected in zip(fused_grads, grads[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("span", [Span(window=19), Span(block=12)])
+@pytest.mark.parametrize(("pos_emb", "options"), [("kerple_power_ap_ap", {}), ("rpe", SHORT_T5)])
+def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
+    """Fewer queries than keys; a window that ends in T5's last bucket, blocks that begin before it."""
+    torch.manual_seed(0)
+    method = build(pos_emb, SHAPE, **options).to(DEVICE)
+    states = [torch.randn(1, 2, length, 16, device=DEVICE).requires_grad_() for length in (37, 40, 40)]
+    leaves = [*states, *method.parameters()]
+    max_kv_len = span.max_kv_len(40)
+    grads = []
+    for backend in ("fused", "reference"):
+        attention = Attention(backend, method)
+        assert attention.uses_jacobians(states[0].device, states[0].dtype, states[0].shape) == (backend == "fused")
+        bias, weight = tables(method, max_kv_len, DEVICE)
+        context = attention(
+            *states,
+            bias_table=bias,
+            weight_table=weight,
+            **jacobian_arguments(method, max_kv_len),
+            window=span.window,
+            block=span.block,
+        )
+        grads.append(torch.autograd.grad(context.square().sum(), leaves))
+    assert {coefficients for coefficients, _ in requested} == {True}
+    assert {dense for _, dense in requested} == {14 if pos_emb == "rpe" else 0}
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bias_directions", "weight_directions", "window"), [(1, 0, None), (0, 2, 30), (2, 2, None), (3, 1, 30)]
+)
+def test_gradients_of_coefficients(bias_directions, weight_directions, window):
+    heads, length = 2, 40
+    arguments = random_attend_arguments(
+        2,
+        heads,
+        length,
+        length,
+        16,
+        bias=bias_directions > 0,
+        weight=weight_directions > 0,
+        window=window,
+        device=DEVICE,
+    )
+    max_kv_len = window or length
+    generator = torch.Generator().manual_seed(1)
+    # Longer than necessary, and of different lengths.
+    directions = {
+        "bias": torch.randn(heads, bias_directions, max_kv_len + 5, generator=generator).to(DEVICE),
+        "weight": torch.randn(heads, weight_directions, max_kv_len + 3, generator=generator).to(DEVICE),
+    }
+    grads = []
+    for backend in ("fused", "fused", "reference"):
+        inputs, coefficients = dict(arguments), []
+        for name, table_directions in directions.items():
+            if table_directions.shape[1]:
+                values = torch.ones(table_directions.shape[:2], device=DEVICE).requires_grad_()
+                change = ((values - 1)[:, :, None] * table_directions[..., :max_kv_len]).sum(1)
+                inputs[f"{name}_table"] = arguments[f"{name}_table"].detach() + change
+                inputs[f"{name}_jacobian"] = TableJacobian(values, table_directions)
+                coefficients.append(values)
+        result = attend(backend=backend, **inputs)
+        grads.append(torch.autograd.grad(result, [arguments["query"], *coefficients], upstream_gradient(result)))
+    for first, second, expected in zip(*grads, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_with_too_many_directions_the_table_gets_its_gradient():
+    arguments = random_attend_arguments(1, 2, 40, 40, 16, weight=False, device=DEVICE)
+    coefficients = torch.ones(2, 5, device=DEVICE).requires_grad_()
+    jacobian = TableJacobian(coefficients, torch.zeros(2, 5, 40, device=DEVICE))
+    result = attend(backend="fused", **arguments, bias_jacobian=jacobian)
+    (grad,) = torch.autograd.grad(result.square().sum(), arguments["bias_table"], retain_graph=True)
+    assert grad.abs().max() > 1e-3
+    assert torch.autograd.grad(result.sum(), coefficients, allow_unused=True) == (None,)
+
+
+def test_directions_below_dense_are_ignored():
+    states = [torch.randn(1, 2, 40, 16, device=DEVICE) for _ in range(3)]
+    runs = []
+    for below in (0.0, 1.0):
+        table = torch.zeros(2, 40, device=DEVICE, requires_grad=True)
+        coefficients = torch.zeros(2, 1, device=DEVICE, requires_grad=True)
+        directions = torch.where(torch.arange(40, device=DEVICE) < 20, below, 1.0).expand(2, 1, -1)
+        jacobian = TableJacobian(coefficients, directions, dense=20)
+        context = Attention("fused", METHODS["alibi"])(*states, bias_table=table, bias_jacobian=jacobian)
+        runs.append(torch.autograd.grad(context.square().sum(), [coefficients, table]))
+    for actual, expected in zip(*runs, strict=True):
+        assert torch.equal(actual, expected)
+        assert expected.abs().max() > 0
+
+
+def test_views_of_one_projection_and_an_expanded_gradient():
+    """The inputs of SelfAttention, without a copy; and an upstream gradient with zero strides."""
+    qkv = torch.randn(2, 40, 2, 48, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+    actual, expected = (
+        torch.autograd.grad(
+            attend(*(part.transpose(1, 2) for part in states.split(16, dim=3)), backend=backend).sum(), qkv
+        )[0]
+        for backend, states in (("fused", qkv), ("reference", qkv.double()))
+    )
+    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=1e-4, atol=1e-5)
+
+
+def test_a_single_input_may_require_a_gradient():
+    arguments = random_attend_arguments(1, 1, 20, 20, 16, device=DEVICE)
+    exact = run_attend("reference", float64_arguments(arguments))
+    expected = dict(zip(["result", *arguments], exact, strict=False))
+    for required in ("query", "key", "bias_table", "weight_table"):
+        leaves = {
+            name: leaf.detach().requires_grad_(name == required) if isinstance(leaf, torch.Tensor) else leaf
+            for name, leaf in arguments.items()
+        }
+        result = attend(backend="fused", **leaves)
+        result.backward(upstream_gradient(result))
+        torch.testing.assert_close(leaves[required].grad.double(), expected[required], rtol=1e-4, atol=1e-6)
+
+
+def test_tiles_are_multiples_of_the_padding():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for size in (8, 64, 128):
+            tiles = tiles_for(dtype, size, weight=True)
+            assert tiles.tables.queries == tiles.tables.keys
+            assert all(launch.ROWS % tile.queries == 0 for tile in vars(tiles).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dropout_p": 0.1}, "'fused' does not support attention dropout; use auto, or one of reference"),
+        ({"dtype": torch.float64}, "'fused' supports torch.float32, torch.bfloat16, torch.float16, not torch.float64"),
+        ({"size": 136}, "'fused' supports head sizes up to 128, not 136"),
+        ({"batch": 65_536}, "'fused' supports up to 65535 for batch size times heads, not 65536"),
+    ],
+)
+def test_unsupported_calls_are_rejected(change, message):
+    shape = (change.get("batch", 1), 1, 4, change.get("size", 8))
+    states = [torch.randn(shape, dtype=change.get("dtype", torch.float32))] * 3
+    with pytest.raises(NotImplementedError, match=message):
+        attend(*states, backend="fused", dropout_p=change.get("dropout_p", 0.0))

@@ -1,0 +1,211 @@
+"""Which backend runs, which calls are rejected, and calls that consist of several calls."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from kerple.attention import Attention, Requirements, attend, backend_names, check_backend, dispatch, tables
+from kerple.attention.backends.triton import launch
+from kerple.positional import ModelShape, PositionalMethod, XPos, build
+from tests.support.attention import attend_arguments, run_attend, upstream_gradient
+
+SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(backend, shape of query, shape of key) of each call that a backend ran."""
+    calls = []
+    for name, backend in dispatch.BACKENDS.items():
+
+        def run(call, backend=backend):
+            calls.append((backend.name, tuple(call.query.shape), tuple(call.key.shape)))
+            return backend.run(call)
+
+        monkeypatch.setitem(dispatch.BACKENDS, name, replace(backend, run=run))
+    return calls
+
+
+@pytest.fixture
+def fused_available(monkeypatch):
+    """Act as if Triton could run everywhere."""
+    monkeypatch.setattr(launch, "_load_kernels", lambda: ModuleType("kernels"))
+    available = replace(dispatch.BACKENDS["fused"], unavailable_reason=lambda device: None)
+    monkeypatch.setitem(dispatch.BACKENDS, "fused", available)
+
+
+def random_states(s: int = 6, t: int = 6) -> list[torch.Tensor]:
+    return [torch.randn(1, 2, length, 4) for length in (s, t, t)]
+
+
+def test_auto_chooses_the_fastest_backend_for_each_call_on_a_cpu(calls, fused_available):
+    plain = Attention("auto", build("rotary", SHAPE))
+    plain(*random_states())
+    plain(*random_states(3, 6))
+    plain(*random_states(), window=2)
+    method = build("kerple_log", SHAPE)
+    Attention("auto", method)(*random_states(), bias_table=tables(method, 6, "cpu")[0])
+    assert [backend for backend, *_ in calls] == ["sdpa", "chunked", "chunked", "chunked"]
+
+
+def test_the_choice_is_described(fused_available):
+    plain = Attention("auto", build("rotary", SHAPE))
+    biased = Attention("auto", build("kerple_log", SHAPE))
+    assert plain.choice("cpu") == (
+        "sdpa, and chunked for windows and for fewer queries than keys (auto: the fastest of each)"
+    )
+    assert plain.choice("cuda").startswith("sdpa, and fused for windows")
+    assert biased.choice("cuda").startswith("fused (auto")
+    assert biased.choice("cpu") == "chunked (auto: fastest on cpu for this method)"
+    assert Attention("auto", build("dape", SHAPE)).choice("cuda").startswith("chunked (auto: ")
+    assert Attention("reference").choice("cpu") == "reference (as configured)"
+
+
+def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(launch, "_load_kernels", lambda: None)
+    assert Attention("auto", build("alibi", SHAPE)).choice("cuda") == "chunked (auto: fastest on cuda for this method)"
+    assert Attention("auto").choice("cuda") == "sdpa (auto: fastest on cuda for this method)"
+
+
+def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):
+    """Not for a single query, nor for calls that exceed the limits of the kernels."""
+    attention = Attention("auto", build("kerple_log", SHAPE))
+    shapes = {(4, 8, 2, 64): True, (4, 8, 1, 64): False, (4, 8, 2, 136): False, (8192, 8, 2, 64): False}
+    for shape, expected in shapes.items():
+        assert attention.uses_jacobians(torch.device("cuda"), torch.bfloat16, shape) == expected
+        assert not attention.uses_jacobians(torch.device("cpu"), torch.bfloat16, shape)
+    with torch.no_grad():
+        assert not attention.uses_jacobians(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64))
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
+def test_a_configured_backend_runs(calls, backend):
+    method = build("alibi", SHAPE)
+    attention = Attention(backend, method)
+    attention(*random_states(), bias_table=tables(method, 6, "cpu")[0])
+    assert [name for name, *_ in calls] == [backend]
+
+
+def test_unknown_backends_are_rejected():
+    assert backend_names() == ("auto", "reference", "sdpa", "chunked", "flex", "fused")
+    with pytest.raises(
+        ValueError, match="attention-backend 'flash' is not known; choose one of auto, reference, sdpa, chunked"
+    ):
+        Attention("flash")
+
+
+def test_backends_that_do_not_support_a_method_are_rejected():
+    with pytest.raises(NotImplementedError, match="attention-backend 'sdpa' cannot multiply scores by a weight"):
+        Attention("sdpa", build("kerple_power__ap", SHAPE))
+    with pytest.raises(NotImplementedError, match="use auto, or one of reference, chunked"):
+        attend(*random_states(), weight_table=torch.ones(2, 6), backend="sdpa")
+    message = r"'sdpa' does not support .* modify_scores; use auto, or one of reference, chunked"
+    with pytest.raises(NotImplementedError, match=message):
+        Attention("sdpa", build("dape_kerple", SHAPE))
+    with pytest.raises(NotImplementedError, match=message):
+        attend(*random_states(), modify_scores=build("fire", SHAPE).modify_scores, backend="sdpa")
+    with pytest.raises(NotImplementedError, match="'flex' does not support attention dropout"):
+        check_backend("flex", Requirements(dropout=True))
+    check_backend("auto", Requirements(weight=True, modify_scores=True, dropout=True))
+
+
+def test_a_configuration_is_checked_without_triton(monkeypatch):
+    """A checkpoint that was trained with fused can be loaded on a machine without Triton."""
+    monkeypatch.setattr(launch, "_load_kernels", lambda: None)
+    Attention("fused", build("alibi", SHAPE))
+    with pytest.raises(NotImplementedError, match="'fused' needs Triton, which is not installed"):
+        attend(*random_states(), backend="fused")
+
+
+def test_a_method_s_tables_are_required():
+    with pytest.raises(ValueError, match="has bias: True, weight: False; but the tables passed are bias: False"):
+        Attention("auto", build("kerple_log", SHAPE))(*random_states())
+    with pytest.raises(ValueError, match="has bias: False, weight: False; but the tables passed are bias: True"):
+        Attention("auto")(*random_states(), bias_table=torch.zeros(2, 6))
+
+
+def test_modify_scores_excludes_tables():
+    class Both(PositionalMethod):
+        def modify_scores(self, scores, *context):
+            return scores
+
+        def bias(self, distance):
+            return distance
+
+    with pytest.raises(ValueError, match="Both defines modify_scores, so it must not define bias or weight"):
+        Attention("auto", Both())
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("s", [1, 100])
+def test_autocast_does_not_change_scores(backend, s):
+    arguments = attend_arguments("kerple_power_ap_ap", 2, 2, s, 100, 16, dtype=torch.float32)
+    expected = run_attend(backend, arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = attend(backend=backend, **arguments)
+    assert torch.equal(result, expected[0])
+    # The chunked backend recomputes scores in its backward pass, which may run inside autocast as well.
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=backend == "chunked" and s > 1):
+        grads = run_attend(backend, arguments)[1:]
+    for grad, expected_grad in zip(grads, expected[1:], strict=True):
+        assert torch.equal(grad, expected_grad)
+
+
+def blockwise_reference(arguments: dict, block: int) -> torch.Tensor:
+    """Softmax over the pairs that the definition allows: keys in the query's block or in the previous one."""
+    query, key, value, bias, weight, _ = arguments.values()
+    s, t = query.shape[2], key.shape[2]
+    query_position, key_position = torch.arange(t - s, t)[:, None], torch.arange(t)
+    blocks_behind = query_position // block - key_position // block
+    visible = (key_position <= query_position) & (blocks_behind <= 1)
+    distance = (query_position - key_position).clamp(min=0, max=2 * block - 1)
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    scores = scores if weight is None else scores * weight[:, distance]
+    scores = scores if bias is None else scores + bias[:, distance]
+    return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("s", "t"), [(40, 40), (1, 40), (1, 48), (7, 40), (9, 64), (30, 64), (33, 49), (16, 16), (5, 5)]
+)
+@pytest.mark.parametrize("block", [1, 8, 16, 100])
+@pytest.mark.parametrize(("method", "backends"), [("none", ("auto", "sdpa")), ("kerple_power_ap_ap", ("chunked",))])
+def test_blockwise_attention(method, backends, block, s, t):
+    arguments = attend_arguments(method, 2, 3, s, t, 4, window=min(t, 2 * block))
+    arguments["window"] = None
+    expected = blockwise_reference(arguments, block)
+    leaves = [leaf for leaf in arguments.values() if isinstance(leaf, torch.Tensor)]
+    expected = [expected, *torch.autograd.grad(expected, leaves, upstream_gradient(expected))]
+    for backend in ("reference", *backends):
+        for actual, expected_tensor in zip(run_attend(backend, arguments, block=block), expected, strict=True):
+            torch.testing.assert_close(actual, expected_tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_complete_blocks_are_one_call(calls):
+    """61 complete blocks of two samples go through the backend at once, with 2 B keys each."""
+    states = torch.randn(2, 3, 1000, 4)
+    attend(states[:, :, 5:], states, states, block=16, backend="chunked")
+    assert [shapes for _, *shapes in calls] == [
+        [(2, 3, 11, 4), (2, 3, 16, 4)],
+        [(122, 3, 16, 4), (122, 3, 32, 4)],
+        [(2, 3, 8, 4), (2, 3, 24, 4)],
+    ]
+
+
+def test_scaled_queries_and_keys_are_computed_in_segments(calls):
+    method = XPos(4, scale_base=1.0)
+    Attention("sdpa", method)(*random_states(6, 10))
+    assert method.segment == 4
+    assert [shapes for _, *shapes in calls] == [[(1, 2, 4, 4), (1, 2, 8, 4)], [(1, 2, 2, 4), (1, 2, 10, 4)]]
+
+
+@pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap"])
+def test_scale_replaces_the_root_of_the_head_size(method):
+    arguments = attend_arguments(method, 1, 2, 20, 20, 4)
+    scaled = {**arguments, "query": (arguments["query"] * 0.3 * 2).detach()}
+    expected = attend(backend="reference", **scaled)
+    for backend in ("reference", "chunked", "sdpa") if method == "none" else ("reference", "chunked"):
+        actual = attend(backend=backend, scale=0.3, **arguments)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
