@@ -1,6 +1,9 @@
-"""`make demo`: corpus, tokenizer, three small models, and how they extrapolate. Steps that are done are not done again.
+"""`make demo`: prepare a corpus and a tokenizer, train three small models, and test how they extrapolate.
 
 python tools/demo.py [--output runs/demo] [--methods kerple_log alibi rotary] [--iterations 600]
+
+Finished steps are skipped. Every result has a file beside it with checksums of its inputs; if the inputs change, the
+step runs again.
 """
 
 import argparse
@@ -26,68 +29,77 @@ from megatron.utils.files import write_atomically  # noqa: E402
 METHODS = ("kerple_log", "alibi", "rotary")
 LENGTHS = ("128", "256", "512", "1024", "2048")
 CORPUS = "python_stdlib"
-# Beside a result: what it was made from. Another corpus, tokenizer or configuration makes another result.
-STAMP = "made_from.json"
+INPUTS_FILE = "made_from.json"
 
 console = Console()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing of the demonstration; returns the exit status of the step that failed, or 0."""
-    options = _options(argv)
-    started = time.perf_counter()
-    # prepare_data.py itself sees whether its result is there, whole, and made as asked.
-    status = _run("corpus and tokenizer, from this Python's standard library", _prepare_command(options.data))
+    """Run the steps that are not finished. Returns 0, or the exit status of the step that failed."""
+    options = parse_options(argv)
+    started_at = time.perf_counter()
+    # prepare_data.py itself skips a corpus that is complete and has the same options.
+    status = run_step(
+        "prepare the corpus and the tokenizer, from Python's standard library",
+        ["prepare_data.py", "-d", str(options.data), CORPUS],
+    )
     for method in options.methods:
-        status = status or _train(method, options)
-    status = status or _evaluate(options)
+        status = status or train(method, options)
+    status = status or evaluate(options)
     if status:
-        console.print("[red]stopped[/]; the same command goes on from here")
+        console.print("[red]stopped[/]; run the same command again to resume")
         return status
-    _show(options.output / "report" / "extrapolation.json")
-    console.print(f"the whole took {time.perf_counter() - started:.0f} s; report: {options.output / 'report'}")
+    report = options.output / "report"
+    records = json.loads((report / "extrapolation.json").read_text())["rows"]
+    for method in dict.fromkeys(record["pos_emb"] for record in records):
+        by_length = {record["length"]: record["perplexity"] for record in records if record["pos_emb"] == method}
+        shortest, longest = min(by_length), max(by_length)
+        ratio = by_length[longest] / by_length[shortest]
+        change = "no increase" if ratio <= 1.0 else f"an increase by a factor of {ratio:.2f}"
+        perplexities = f"{by_length[shortest]:.1f} at {shortest}, {by_length[longest]:.1f} at {longest}"
+        console.print(f"{method}: perplexity {perplexities}: {change}")
+    console.print(f"total time {time.perf_counter() - started_at:.0f} s; report: {report}")
     return 0
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OptionParser(description="Train three small models on short texts and test them on long ones.")
-    parser.add_argument("--output", type=_path, default=_path("runs/demo"), help="folder of the runs and the report")
-    parser.add_argument("--data", type=_path, default=_path("data"), help="folder of the corpus")
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = OptionParser(description="Train three small models on short sequences and test them on long ones.")
+    parser.add_argument(
+        "--output", type=under_root, default=under_root("runs/demo"), help="folder of the runs and the report"
+    )
+    parser.add_argument("--data", type=under_root, default=under_root("data"), help="folder of the corpus")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="positional methods (pos-emb)")
-    parser.add_argument("--iterations", type=int, default=600, help="optimizer steps of each model (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=600, help="training iterations per model (%(default)s)")
     parser.add_argument(
         "--tokens", type=int, default=131_072, help="tokens to score, the same at every length (%(default)s)"
     )
     return parser.parse_args(argv)
 
 
-def _path(text: str) -> Path:
-    """Relative to the project's folder, where the steps run."""
-    return ROOT / text
+def under_root(path: str) -> Path:
+    """Relative paths start at the project's folder, where the steps run."""
+    return ROOT / path
 
 
-def _run(title: str, command: list[str]) -> int:
+def run_step(title: str, command: list[str]) -> int:
+    """Run a script of this project; returns its exit status."""
     console.print(Rule(title, align="left"))
     return subprocess.run([sys.executable, *command], cwd=ROOT).returncode
 
 
-def _prepare_command(data: Path) -> list[str]:
-    return ["prepare_data.py", "-d", str(data), CORPUS]
-
-
-def _train(method: str, options: argparse.Namespace) -> int:
+def train(method: str, options: argparse.Namespace) -> int:
     title = f"train {method} at length 128"
     folder, corpus = options.output / method, options.data / CORPUS
     checkpoints = folder / "checkpoints"
-    stamp = _training_stamp(method, options)
-    if checkpoints.exists() and _stamp_of(folder) != stamp:
-        console.print(f"{folder} was made from another corpus, tokenizer or configuration: it is made again")
+    inputs = training_inputs(method, options)
+    if checkpoints.exists() and read_inputs(folder) != inputs:
+        console.print(f"{folder}: corpus, tokenizer or configuration changed; training again")
         shutil.rmtree(folder)
     latest = checkpoints / "latest"
     if latest.is_file() and latest.read_text().strip() == f"global_step{options.iterations}":
-        console.print(f"[green]done before:[/] {title}")
+        console.print(f"[green]already done:[/] {title}")
         return 0
-    _write_stamp(folder, stamp)
+    write_inputs(folder, inputs)
     settings = {
         "train-iters": options.iterations,
         "lr-decay-iters": options.iterations,
@@ -98,29 +110,33 @@ def _train(method: str, options: argparse.Namespace) -> int:
         "vocab-file": corpus / "tokenizer.json",
     }
     command = ["deepy.py", "train.py", "-d", "configs", "demo.yml", f"pos_emb/{method}.yml", "--set"]
-    return _run(title, [*command, *(f"{key}={value}" for key, value in settings.items())])
+    return run_step(title, [*command, *(f"{key}={value}" for key, value in settings.items())])
 
 
-def _evaluate(options: argparse.Namespace) -> int:
-    title, report = f"evaluate at {LENGTHS[0]} ... {LENGTHS[-1]} tokens", options.output / "report"
-    stamp = {
-        "models": {method: _training_stamp(method, options) for method in options.methods},
+def evaluate(options: argparse.Namespace) -> int:
+    title, report = f"evaluate at {LENGTHS[0]} to {LENGTHS[-1]} tokens", options.output / "report"
+    inputs = {
+        "models": {method: training_inputs(method, options) for method in options.methods},
         "lengths": list(LENGTHS),
         "tokens": options.tokens,
     }
-    if (report / "extrapolation.json").is_file() and _stamp_of(report) == stamp:
-        console.print(f"[green]done before:[/] {title}")
+    if (report / "extrapolation.json").is_file() and read_inputs(report) == inputs:
+        console.print(f"[green]already done:[/] {title}")
         return 0
-    folders = [str(options.output / method / "checkpoints") for method in options.methods]
-    command = ["evaluate.py", "--checkpoint", *folders, "--lengths", *LENGTHS, "--tokens", str(options.tokens)]
-    heading = "Trained at length 128, tested beyond it"
-    status = _run(title, [*command, "--output", str(report), "--replace", "--title", heading])
+    command = [
+        "evaluate.py",
+        "--checkpoint",
+        *(str(options.output / method / "checkpoints") for method in options.methods),
+    ]
+    command += ["--lengths", *LENGTHS, "--tokens", str(options.tokens), "--output", str(report), "--replace"]
+    status = run_step(title, [*command, "--title", "Trained at length 128, tested beyond it"])
     if status == 0:
-        _write_stamp(report, stamp)
+        write_inputs(report, inputs)
     return status
 
 
-def _training_stamp(method: str, options: argparse.Namespace) -> dict[str, object]:
+def training_inputs(method: str, options: argparse.Namespace) -> dict[str, object]:
+    """Checksums of the files from which a model is trained."""
     corpus = options.data / CORPUS
     files = {
         "corpus": corpus / f"{CORPUS}_text_document.idx",
@@ -128,34 +144,21 @@ def _training_stamp(method: str, options: argparse.Namespace) -> dict[str, objec
         "configuration": ROOT / "configs" / "demo.yml",
         "method": ROOT / "configs" / "pos_emb" / f"{method}.yml",
     }
-    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
-    return {**digests, "iterations": options.iterations}
+    checksums = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    return {**checksums, "iterations": options.iterations}
 
 
-def _stamp_of(folder: Path) -> object:
-    """What the folder was made from; None if there is no telling."""
+def read_inputs(folder: Path) -> object:
+    """The inputs from which the folder was made; None if they are not known."""
     try:
-        return json.loads((folder / STAMP).read_text())
+        return json.loads((folder / INPUTS_FILE).read_text())
     except (OSError, ValueError):
         return None
 
 
-def _write_stamp(folder: Path, stamp: object) -> None:
+def write_inputs(folder: Path, inputs: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / STAMP, (json.dumps(stamp, indent=2) + "\n").encode())
-
-
-def _show(report: Path) -> None:
-    """In a sentence, what the report says of each method."""
-    rows = json.loads(report.read_text())["rows"]
-    for method in dict.fromkeys(row["pos_emb"] for row in rows):
-        by_length = {row["length"]: row["perplexity"] for row in rows if row["pos_emb"] == method}
-        short, long = min(by_length), max(by_length)
-        ratio = by_length[long] / by_length[short]
-        verdict = "holds" if ratio <= 1.0 else f"is {ratio:.2f} times as high"
-        console.print(
-            f"{method}: perplexity {by_length[short]:.1f} at {short}, {by_length[long]:.1f} at {long}: it {verdict}"
-        )
+    write_atomically(folder / INPUTS_FILE, (json.dumps(inputs, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

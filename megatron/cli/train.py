@@ -1,4 +1,4 @@
-"""train.py's command line."""
+"""train.py: train a model."""
 
 import warnings
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from megatron.launcher.script_arguments import parse_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the configuration files say; returns the exit status."""
-    config, _ = parse_arguments("Train a model as the configuration files say.", argv)
-    # megatron-core warns on import of what it would like to have installed; none of it is used here.
+    """Train with the configuration files on the command line. Returns the exit status."""
+    config, _ = parse_arguments("Train a model with the given configuration files.", argv)
+    # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     from megatron.training.loop import train
 

@@ -1,4 +1,4 @@
-"""`make demo` on a few steps: what it leaves behind, and that it does nothing twice."""
+"""`make demo` with a few iterations: its results, and that finished steps are skipped."""
 
 import json
 
@@ -11,22 +11,22 @@ LENGTHS = [128, 256, 512, 1024, 2048]
 
 
 @pytest.fixture
-def demonstrate(tmp_path, capfd):
-    """Run the demonstration with one method; gives its output, in one line."""
+def run_demo(tmp_path, capfd):
+    """Run the demo with one method; returns its output as one line."""
 
     def run(*options: str) -> str:
-        words = ["--output", str(tmp_path / "runs"), "--data", str(tmp_path / "data"), "--methods", "kerple_log"]
-        assert demo.main([*words, "--tokens", "2048", *options]) == 0
-        return " ".join(capfd.readouterr().out.split())  # lines are wrapped where the folder's name is long
+        arguments = ["--output", str(tmp_path / "runs"), "--data", str(tmp_path / "data"), "--methods", "kerple_log"]
+        assert demo.main([*arguments, "--tokens", "2048", *options]) == 0
+        return " ".join(capfd.readouterr().out.split())  # joins wrapped lines
 
     run.folder = tmp_path / "runs"
     return run
 
 
-def test_demonstration_reports_and_is_not_repeated(demonstrate):
-    output = demonstrate("--iterations", "4")
+def test_the_demo_writes_a_report_and_skips_finished_steps(run_demo, monkeypatch):
+    output = run_demo("--iterations", "4")
     assert "iteration 4/4" in output
-    report = demonstrate.folder / "report"
+    report = run_demo.folder / "report"
     rows = json.loads((report / "extrapolation.json").read_text())["rows"]
     assert [row["length"] for row in rows] == LENGTHS
     keys = {"pos_emb", "mode", "seed", "train_length", "length", "tokens", "loss", "perplexity"}
@@ -36,16 +36,16 @@ def test_demonstration_reports_and_is_not_repeated(demonstrate):
     assert (report / "extrapolation.md").read_text().count("kerple_log") >= 1
     assert (report / "extrapolation.png").read_bytes()[:4] == b"\x89PNG"
 
-    again = demonstrate("--iterations", "4")
-    assert again.count("done before") == 2
-    assert "iteration" not in again
+    commands = []
+    monkeypatch.setattr(demo, "run_step", lambda title, command: commands.append(command[0]) or 0)
+    assert run_demo("--iterations", "4").count("already done") == 2
+    assert commands == ["prepare_data.py"]  # which skips a finished corpus itself
+    assert "training again" in run_demo("--iterations", "3")
+    assert commands[1:] == ["prepare_data.py", "deepy.py", "evaluate.py"]
+    assert not (run_demo.folder / "kerple_log" / "checkpoints").exists()
 
-    changed = demonstrate("--iterations", "3")
-    assert "it is made again" in changed
-    assert "iteration 3/3" in changed
 
-
-def test_demonstration_uses_the_shipped_configuration():
+def test_the_demo_uses_the_iterations_of_its_configuration():
     text = (ROOT / "configs" / "demo.yml").read_text()
     assert '"train-iters": 600' in text
-    assert demo._options([]).iterations == 600
+    assert demo.parse_options([]).iterations == 600
