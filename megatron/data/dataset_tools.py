@@ -1,7 +1,7 @@
 """Operations on `.bin/.idx` datasets, for tools/datasets: inspect, merge, and split."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -178,7 +178,19 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
         if manifest.tokenizer_fingerprint != first.tokenizer_fingerprint:
             raise UserError(f"{prefix} and {first_prefix} were built with different tokenizers")
     known = [manifest for _, manifest in with_manifest]
-    combined = _combine_manifests(known) if len(known) == len(sources) else None
+    combined = None
+    if len(known) == len(sources):
+        text_bytes = [manifest.text_bytes for manifest in known if manifest.text_bytes is not None]
+        combined = replace(  # `_write_spans` replaces the counts of documents and tokens
+            known[0],
+            text_bytes=sum(text_bytes) if len(text_bytes) == len(known) else None,
+            append_eod=all(manifest.append_eod for manifest in known),
+            ftfy=all(manifest.ftfy for manifest in known),
+            inputs=[name for manifest in known for name in manifest.inputs],
+            skipped_empty=sum(manifest.skipped_empty for manifest in known),
+            skipped_bad=sum(manifest.skipped_bad for manifest in known),
+            skipped_other=sum(manifest.skipped_other for manifest in known),
+        )
     return _write_spans(output, [(source, 0, source.sequences) for source in sources], combined)
 
 
@@ -220,21 +232,6 @@ def _check_not_an_input(inputs: Sequence[str], outputs: Sequence[str]) -> None:
             raise UserError(f"{output} is one of the inputs; choose another output")
 
 
-def _combine_manifests(manifests: Sequence[Manifest]) -> Manifest:
-    """Combine the manifests of merged datasets. `_write_spans` replaces the counts of documents and tokens."""
-    text_bytes = [manifest.text_bytes for manifest in manifests if manifest.text_bytes is not None]
-    return replace(
-        manifests[0],
-        text_bytes=sum(text_bytes) if len(text_bytes) == len(manifests) else None,
-        append_eod=all(manifest.append_eod for manifest in manifests),
-        ftfy=all(manifest.ftfy for manifest in manifests),
-        inputs=[name for manifest in manifests for name in manifest.inputs],
-        skipped_empty=sum(manifest.skipped_empty for manifest in manifests),
-        skipped_bad=sum(manifest.skipped_bad for manifest in manifests),
-        skipped_other=sum(manifest.skipped_other for manifest in manifests),
-    )
-
-
 def _write_spans(
     output: str, spans: Sequence[tuple[IndexedFiles, int, int]], manifest: Manifest | None
 ) -> WrittenFiles:
@@ -247,8 +244,13 @@ def _write_spans(
         vocab_size = np.iinfo(np.int32).max if wide else 65499
     with IndexedWriter(output, vocab_size) as writer:
         for source, first, last in spans:
-            for tokens, lengths in _blocks(source, first, last):
-                writer.add(tokens.astype(writer.dtype), lengths)
+            tokens, offsets = source.map_tokens(), source.offsets()
+            while first < last:
+                # As many documents as fit into a block, but at least one.
+                end = int(np.searchsorted(offsets, offsets[first] + TOKEN_BLOCK, side="right")) - 1
+                end = min(max(end, first + 1), last)
+                writer.add(tokens[offsets[first] : offsets[end]].astype(writer.dtype), source.lengths[first:end])
+                first = end
         manifest_path(output).unlink(missing_ok=True)
         written = writer.finish()
     if manifest is not None:
@@ -262,13 +264,3 @@ def _write_spans(
         )
         write_manifest(output, manifest)
     return written
-
-
-def _blocks(source: IndexedFiles, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the tokens and lengths of a few complete documents at a time."""
-    tokens, offsets = source.map_tokens(), source.offsets()
-    while first < last:
-        end = int(np.searchsorted(offsets, offsets[first] + TOKEN_BLOCK, side="right")) - 1
-        end = min(max(end, first + 1), last)
-        yield tokens[offsets[first] : offsets[end]], source.lengths[first:end]
-        first = end

@@ -1,5 +1,6 @@
 """Downloads files over HTTP: resumes after interruptions, verifies checksums, and names a file only when complete."""
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -126,7 +127,10 @@ class _PartialDownload:
 
     def _fetch(self) -> None:
         """Fetch the rest of the file in one request. Raises exceptions of urllib, and UserError if the disk is full."""
-        version = self._saved_version()
+        version = None  # the server's version of the file that the saved content belongs to
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            metadata = json.loads(self._metadata.read_bytes())
+            version = metadata["version"] if metadata["url"] == self._address_hash else None
         start = self.size if version else 0
         request = urllib.request.Request(self._address, headers={"Accept-Encoding": "identity"})
         if start and version:
@@ -168,14 +172,6 @@ class _PartialDownload:
                     display.update(size, f"{size / 1e6:,.0f} MB", size / 1e6)
             if total is not None and size < total:
                 raise ConnectionError(f"the connection was closed after {size:,} of {total:,} bytes")
-
-    def _saved_version(self) -> str | None:
-        """The server's version of the file that the content belongs to; None if the download cannot be resumed."""
-        try:
-            metadata = json.loads(self._metadata.read_bytes())
-            return metadata["version"] if metadata["url"] == self._address_hash else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
     def publish(self) -> None:
         """Give the file its final name."""

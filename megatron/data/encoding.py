@@ -206,16 +206,16 @@ def _start_worker(tokenizer_files: TokenizerFiles, options: DocumentOptions) -> 
     global _worker_state
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one worker per processor already
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker_state = (tokenizer_files.build(), options)
-
-
-def _exit_with_parent() -> None:
-    """Exit if the parent is killed. Otherwise the worker would wait for its next item forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def exit_with_parent() -> None:
+        # If the parent is killed, the worker would otherwise wait for its next item forever.
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    _worker_state = (tokenizer_files.build(), options)
 
 
 def _call_in_worker(

@@ -131,7 +131,20 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
     Raises:
         UserError: the .idx is damaged, or the .bin is not the one it describes.
     """
-    dtype, sequences, entries = _read_header(index)
+    with open(index, "rb") as stream:
+        header = stream.read(HEADER.size)
+    if not header.startswith(MAGIC[: len(header)]) or not header:
+        raise UserError(f"{index} is not a Megatron index: it does not start with MMIDIDX; {_REBUILD_HINT}")
+    if len(header) < HEADER.size:
+        raise UserError(f"{index} is truncated: {len(header)} bytes are less than its header; {_REBUILD_HINT}")
+    version, code, sequences, entries = (int(field) for field in HEADER.unpack(header)[1:])
+    if version != VERSION:
+        raise UserError(f"{index} has format version {version}; only version {VERSION} exists")
+    if code not in ID_TYPES:
+        known = ", ".join(f"{code} {dtype}" for code, dtype in ID_TYPES.items())
+        raise UserError(f"{index} has id type code {code}, which is not an integer type (known: {known})")
+    dtype = ID_TYPES[code]
+
     raw = np.memmap(index, dtype=np.uint8, mode="r")
     lengths_at = HEADER.size
     offsets_at = lengths_at + 4 * sequences
@@ -175,24 +188,6 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
     if tokens == 0:
         raise UserError(f"{binary.removesuffix('.bin')} is empty: its .idx lists {sequences:,} sequences and no tokens")
     return dtype, lengths, document_index, tokens
-
-
-def _read_header(index: Path) -> tuple[np.dtype, int, int]:
-    """Return the dtype of the ids, the number of sequences and the number of document index entries."""
-    with open(index, "rb") as stream:
-        header = stream.read(HEADER.size)
-    if not header.startswith(MAGIC[: len(header)]) or not header:
-        raise UserError(f"{index} is not a Megatron index: it does not start with MMIDIDX; {_REBUILD_HINT}")
-    if len(header) < HEADER.size:
-        raise UserError(f"{index} is truncated: {len(header)} bytes are less than its header; {_REBUILD_HINT}")
-    fields = HEADER.unpack(header)
-    version, code, sequences, entries = (int(field) for field in fields[1:])
-    if version != VERSION:
-        raise UserError(f"{index} has format version {version}; only version {VERSION} exists")
-    if code not in ID_TYPES:
-        known = ", ".join(f"{code} {dtype}" for code, dtype in ID_TYPES.items())
-        raise UserError(f"{index} has id type code {code}, which is not an integer type (known: {known})")
-    return ID_TYPES[code], sequences, entries
 
 
 @dataclass(frozen=True)

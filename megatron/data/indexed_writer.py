@@ -141,8 +141,41 @@ class IndexedWriter:
             raise UserError(f"nothing to write to {self.prefix}.bin: the input contains no text")
         self.commit()
         try:
-            self._write_idx()
-            return self._verify()
+            with open(self._idx, "wb") as stream:
+                stream.write(HEADER.pack(MAGIC, VERSION, ID_TYPE_CODES[self.dtype], self.documents, self.documents + 1))
+                for lengths in self._read_lengths():
+                    stream.write(lengths.tobytes())
+                offset = 0
+                for lengths in self._read_lengths():
+                    ends = offset + np.cumsum(lengths, dtype="<i8")
+                    stream.write((np.concatenate(([offset], ends[:-1])) * self.dtype.itemsize).astype("<i8").tobytes())
+                    offset = int(ends[-1])
+                for start in range(0, self.documents + 1, _BLOCK):
+                    stream.write(np.arange(start, min(start + _BLOCK, self.documents + 1), dtype="<i8").tobytes())
+                stream.flush()
+                os.fsync(stream.fileno())
+            # Read both files back, and compare the counts, the checksum and the largest id with what was added.
+            files = open_indexed_files(self._bin.with_suffix(""))
+            checksum, tokens, largest, digest = 0, 0, -1, hashlib.sha256()
+            with open(self._bin, "rb") as stream:
+                while block := stream.read(_BLOCK * self.dtype.itemsize):
+                    checksum = zlib.crc32(block, checksum)
+                    digest.update(block)
+                    ids = np.frombuffer(block, dtype=self.dtype)
+                    tokens += len(ids)
+                    largest = max(largest, int(ids.max()))
+            if (files.documents, tokens, checksum) != (self.documents, self.tokens, self._checksum):
+                self.discard()
+                raise UserError(
+                    f"{self.prefix}.bin reads back differently from what was written ({tokens:,} of {self.tokens:,} "
+                    "tokens), so the output was discarded; check the disk and the file system"
+                )
+            if largest >= self.vocab_size:
+                raise UserError(
+                    f"{self.prefix}.bin has token id {largest}, but the largest id of the vocabulary is "
+                    f"{self.vocab_size - 1}"
+                )
+            return WrittenFiles(self.prefix, self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
         except OSError as error:
             raise UserError(f"cannot write {self.prefix}.idx: {error.strerror}") from error
 
@@ -170,49 +203,10 @@ class IndexedWriter:
                 path.unlink(missing_ok=True)
             self.close()
 
-    def _write_idx(self) -> None:
-        with open(self._idx, "wb") as stream:
-            stream.write(HEADER.pack(MAGIC, VERSION, ID_TYPE_CODES[self.dtype], self.documents, self.documents + 1))
-            for lengths in self._read_lengths():
-                stream.write(lengths.tobytes())
-            offset = 0
-            for lengths in self._read_lengths():
-                ends = offset + np.cumsum(lengths, dtype="<i8")
-                stream.write((np.concatenate(([offset], ends[:-1])) * self.dtype.itemsize).astype("<i8").tobytes())
-                offset = int(ends[-1])
-            for start in range(0, self.documents + 1, _BLOCK):
-                stream.write(np.arange(start, min(start + _BLOCK, self.documents + 1), dtype="<i8").tobytes())
-            stream.flush()
-            os.fsync(stream.fileno())
-
     def _read_lengths(self) -> Iterator[np.ndarray]:
         with open(self._lengths, "rb") as stream:
             while block := stream.read(4 * _BLOCK):
                 yield np.frombuffer(block, dtype="<i4")
-
-    def _verify(self) -> WrittenFiles:
-        """Read both files back and compare the counts, the checksum and the largest id with what was added."""
-        files = open_indexed_files(self._bin.with_suffix(""))
-        checksum, tokens, largest, digest = 0, 0, -1, hashlib.sha256()
-        with open(self._bin, "rb") as stream:
-            while block := stream.read(_BLOCK * self.dtype.itemsize):
-                checksum = zlib.crc32(block, checksum)
-                digest.update(block)
-                ids = np.frombuffer(block, dtype=self.dtype)
-                tokens += len(ids)
-                largest = max(largest, int(ids.max()))
-        if (files.documents, tokens, checksum) != (self.documents, self.tokens, self._checksum):
-            self.discard()
-            raise UserError(
-                f"{self.prefix}.bin reads back differently from what was written ({tokens:,} of {self.tokens:,} "
-                "tokens), so the output was discarded; check the disk and the file system"
-            )
-        if largest >= self.vocab_size:
-            raise UserError(
-                f"{self.prefix}.bin has token id {largest}, but the largest id of the vocabulary is "
-                f"{self.vocab_size - 1}"
-            )
-        return WrittenFiles(self.prefix, self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
 
 
 def is_resumable(prefix: str | Path, vocab_size: int, state: WriterState) -> bool:

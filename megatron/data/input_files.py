@@ -15,7 +15,7 @@ With `suffixes` (for trees of source code), files with these extensions are one 
 """
 
 import hashlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -168,20 +168,21 @@ def _select_names(folder: str, names: Iterable[str], suffixes: Sequence[str]) ->
         expected = f"whose name ends in {' or '.join(suffixes)}"
     else:
         present = set(names)
-        selected = [name for name in present if _is_corpus_file(name, present)]
+        selected = [
+            name
+            for name in present
+            if PurePosixPath(name).suffix
+            and not is_hidden(PurePosixPath(name).name)
+            and file_format(name) is not None
+            # Manifests, and the state files of unfinished preprocessing and downloads.
+            and f"{name.removesuffix('.json')}.idx" not in present
+            and not name.endswith((".progress.json", ".partial.json"))
+        ]
         selected.sort(key=lambda name: PurePosixPath(name).parts)
         expected = f"of a supported type ({READABLE}); for a tree of source code pass --suffixes"
     if not selected:
         raise UserError(f"{folder} contains no file {expected}")
     return selected
-
-
-def _is_corpus_file(name: str, present: Container[str]) -> bool:
-    path = PurePosixPath(name)
-    if not path.suffix or is_hidden(path.name) or file_format(path.name) is None:
-        return False
-    # Manifests, and the state files of unfinished preprocessing and downloads.
-    return not name.endswith((".progress.json", ".partial.json")) and f"{name.removesuffix('.json')}.idx" not in present
 
 
 def _check_format(name: str, suffixes: Sequence[str]) -> None:

@@ -128,15 +128,14 @@ def prepare(options: PrepareOptions) -> Path:
         recipe |= {"tokenizer": tokenizer.name, "tokenizer_fingerprint": tokenizer.fingerprint}
     source = _open_source(options)
     recipe["corpus"] = source.identity()
-    present = _read_recipe(folder)
-    reason = None if present is None else _rebuild_reason(present, recipe, prefix, tokenizer_files, options.skip_bad)
-    if present is not None and reason is None and not options.rebuild:
+    reason = _rebuild_reason(recipe, prefix, tokenizer_files, options.skip_bad)
+    if reason is None and not options.rebuild:
         print(f"{prefix}: up to date")
         return prefix
     # The tokenizer, the tokens and the recipe must come from one run.
     busy_message = f"another process is preparing {prefix}; wait for it to finish, or choose another --data-dir"
     with Lock(folder / "prepare.lock", busy_message):
-        if reason is not None:
+        if reason:
             print(f"{prefix}: rebuilt: {reason}")
         _recipe_path(folder).unlink(missing_ok=True)
         if isinstance(source, StdlibCorpus) and train_tokenizer:
@@ -208,17 +207,14 @@ def _recipe_path(folder: Path) -> Path:
     return folder / "prepare.json"
 
 
-def _read_recipe(folder: Path) -> dict[str, object] | None:
-    try:
-        return json.loads(_recipe_path(folder).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
 def _rebuild_reason(
-    present: dict[str, object], recipe: dict[str, object], prefix: Path, tokenizer_files: TokenizerFiles, skip_bad: bool
+    recipe: dict[str, object], prefix: Path, tokenizer_files: TokenizerFiles, skip_bad: bool
 ) -> str | None:
-    """Return why the existing dataset must be rebuilt, or None if it is up to date."""
+    """Return why the dataset must be rebuilt, an empty string if it does not exist, or None if it is up to date."""
+    try:
+        present = json.loads(_recipe_path(prefix.parent).read_bytes())
+    except (OSError, ValueError):
+        return ""
     labels = {"trained_vocab_size": "--vocab-size", "tokenizer_fingerprint": "tokenizer file"}
     changed = [key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]
     if changed:

@@ -238,7 +238,15 @@ class _Job:
         if state is None:
             return None
         if state.manifests:
-            return state if self._finish_publishing(state.manifests) else None
+            # The run was killed while renaming its files. Finish that, unless the files no longer exist.
+            try:
+                for prefix, manifest in zip(self.prefixes, state.manifests, strict=True):
+                    publish(prefix)
+                    if not manifest.describes(open_indexed_files(prefix)):
+                        return None
+            except UserError:
+                return None
+            return state
         if state.rejected.bad and not self.options.skip_bad:
             print(f"{self.name}: journal ignored: bad documents were skipped; starting from the beginning")
             return None
@@ -248,17 +256,6 @@ class _Job:
             return None
         print(f"{self.name}: resuming after {state.outputs[0].writer.documents:,} documents")
         return state
-
-    def _finish_publishing(self, manifests: list[Manifest]) -> bool:
-        """Rename the files of a run that was killed while doing so. Returns False if they no longer exist."""
-        try:
-            for prefix, manifest in zip(self.prefixes, manifests, strict=True):
-                publish(prefix)
-                if not manifest.describes(open_indexed_files(prefix)):
-                    return False
-        except UserError:
-            return False
-        return True
 
     def encode(
         self,

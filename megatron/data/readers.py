@@ -160,7 +160,7 @@ class FileCorpus:
                 yield from self._stream_chunks(cast(BinaryIO, copy), name, source, seekable=True)
             return
         if format_name == "parquet":
-            yield from _parquet_chunks(raw, source, self._columns)
+            yield from parquet_chunks(raw, source, self._columns)
             return
         if format_name == "zip":
             yield from self._zip_chunks(raw, source)
@@ -171,9 +171,9 @@ class FileCorpus:
         elif format_name == "text":
             yield TextChunk(source, "text", 1, stream.read())
         elif format_name == "dat":
-            yield from _dat_chunks(stream, source)
+            yield from dat_chunks(stream, source)
         else:
-            yield from _line_chunks(stream, source, may_be_list=format_name == "json")
+            yield from line_chunks(stream, source, may_be_list=format_name == "json")
 
     def _tar_chunks(self, stream: BinaryIO, source: str) -> Iterator[TextChunk]:
         # "r|" reads in one pass without seeking, so a compressed archive is never held in memory. Nothing is extracted:
@@ -227,7 +227,7 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"{error} at byte {archive.offset:,} of the archive") from error
 
 
-def _line_chunks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[TextChunk]:
+def line_chunks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[TextChunk]:
     """Yield blocks of complete lines, or one list if `may_be_list` and the first character of the file is `[`."""
     pieces: list[bytes] = []
     line = 1
@@ -248,7 +248,7 @@ def _line_chunks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[T
         yield TextChunk(source, "lines", line, b"".join(pieces))
 
 
-def _dat_chunks(stream: BinaryIO, source: str) -> Iterator[TextChunk]:
+def dat_chunks(stream: BinaryIO, source: str) -> Iterator[TextChunk]:
     record = 0
     while header := stream.read(16):
         record += 1
@@ -260,7 +260,7 @@ def _dat_chunks(stream: BinaryIO, source: str) -> Iterator[TextChunk]:
         yield TextChunk(f"{source}, record {record}", "text", 1, content)
 
 
-def _parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterator[TextChunk]:
+def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterator[TextChunk]:
     """Yield the rows as JSON lines, restricted to those of `columns` that the table has."""
     try:
         import pyarrow

@@ -9,7 +9,7 @@ from megatron.checkpoint.loading import load_checkpoint, locate_checkpoint
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
-from megatron.data import build_datasets, document_lengths
+from megatron.data import build_datasets
 from megatron.data.datasets import Datasets
 from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training import distributed
@@ -123,7 +123,7 @@ class Trainer:
         num_samples = (
             self.last_iteration * global_batch,
             validations * samples_per_validation,
-            samples_per_validation if self._has_test_sample() else 0,
+            samples_per_validation,
         )
         datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
         if self.last_iteration and datasets.train is None:
@@ -133,17 +133,6 @@ class Trainer:
                 raise UserError("train-iters is 0 and there are no validation documents: check data-path and split")
             self.logger.info("there are no validation documents (see split and valid-data-paths): no validation")
         return datasets
-
-    def _has_test_sample(self) -> bool:
-        """Whether there is test data; the test part of `split` is often too small for a single sample."""
-        data = self.config.data
-        if data.data_path is None:
-            return bool(data.test_data_paths)
-        try:
-            lengths = document_lengths(data.data_path, data.split, "test")
-        except UserError:
-            return False
-        return int(lengths.sum()) > (self.config.training.seq_length_val or self.config.model.seq_length)
 
     def train(self, signals: distributed.DistributedSignalHandler) -> bool:
         """Train to the last iteration. Returns False if a signal or `exit-interval` ended the run before it."""

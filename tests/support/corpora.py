@@ -1,6 +1,7 @@
 """Small corpora and datasets for tests of the data pipeline."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -30,3 +31,8 @@ def read_inputs(*inputs: str | Path, suffixes=(), columns=("text", "meta"), **op
 def dataset_text(prefix: str | Path) -> str:
     """The text of a dataset that was tokenized with CharLevelTokenizer. Document ends are NUL characters."""
     return bytes(open_indexed_files(prefix).map_tokens().astype(np.uint8)).decode()
+
+
+def exit_process(chunks, tokenizer, options) -> None:
+    """A function for `process_in_order` that ends the worker process. Workers import it by name."""
+    os._exit(1)

@@ -12,7 +12,7 @@ from megatron.data.input_files import find_files
 from megatron.data.readers import START, FileCorpus, TextChunk
 from megatron.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
-from tests.support.corpora import BYTE_TOKENIZER, json_lines
+from tests.support.corpora import BYTE_TOKENIZER, exit_process, json_lines
 from tests.support.texts import KINDS
 
 TOKENIZER = CharLevelTokenizer()
@@ -90,18 +90,10 @@ def test_results_of_workers_are_in_order(corpus):
     assert [len(texts) for _, _, texts in results] == list(range(1, 9))
 
 
-def test_killed_worker(corpus, monkeypatch):
-    start_executor = encoding.ProcessPoolExecutor
-
-    def start_and_kill_one(*arguments):
-        executor = start_executor(*arguments)
-        executor.submit(abs, -1).result()
-        next(iter(executor._processes.values())).kill()
-        return executor
-
-    monkeypatch.setattr(encoding, "ProcessPoolExecutor", start_and_kill_one)
+def test_killed_worker(corpus):
+    items = work_items(corpus, START)
     with pytest.raises(UserError, match="a worker process died, most likely because the machine is out of memory"):
-        process(corpus, workers=2)
+        list(process_in_order(items, exit_process, TOKENIZER, BYTE_TOKENIZER, DocumentOptions(), workers=2))
 
 
 def test_number_of_workers(corpus):
