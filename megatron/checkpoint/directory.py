@@ -63,7 +63,7 @@ def layer_files(step: Path) -> dict[int, list[Path]]:
     if not by_layer:
         raise CheckpointError(f"{step}: is not a checkpoint, it has no layer_XX-model_YY-model_states.pt")
     ranks = range(max(len(files) for files in by_layer.values()))
-    for index, files in by_layer.items():
+    for index, files in sorted(by_layer.items()):
         for rank in ranks:
             if rank not in files:
                 raise CheckpointError(f"{layer_file(step, index, rank)}: no such file; the checkpoint is incomplete")

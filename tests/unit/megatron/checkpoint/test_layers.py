@@ -96,7 +96,7 @@ def test_differences_from_the_configured_model_are_named(keys, message, tmp_path
 def test_missing_files_are_named(tmp_path):
     step = save(small_gpt("none"), tmp_path / "global_step1")
     torch.save({}, layer_file(step, 3, 1))
-    with pytest.raises(CheckpointError, match=r"layer_0[02]-model_01.*no such file"):
+    with pytest.raises(CheckpointError, match=r"layer_00-model_01.*no such file"):
         open_layers(step)
     layer_file(step, 3, 1).unlink()
     layer_file(step, 2, 0).unlink()

@@ -1,5 +1,6 @@
-"""The tools, and exported models where this project is not installed."""
+"""tools/ckpts: converting, importing and inspecting checkpoints, and an exported model without this project."""
 
+import inspect as standard_inspect
 import json
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.directory import find_damage, read_manifest
+from megatron.checkpoint.storage import CheckpointError
 from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError
@@ -24,17 +26,19 @@ from megatron.training.loop import train
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
 from tests.support.release import checkpoints
-from tests.support.runs import ROOT, environment
+from tests.support.runs import ROOT, environment, training_settings
 from tests.support.texts import KINDS, PYTHON
-from tools.ckpts import convert, import_release
+from tools.ckpts import convert, import_release, inspect
+
+TOOLS = ROOT / "tools" / "ckpts"
 
 ALONE = """
 import sys
 
 class NoProject:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "megatron":
-            raise ImportError(f"{name} was asked for")
+        if name.partition(".")[0] in ("kerple", "megatron"):
+            raise ImportError(f"{name} was imported")
 
 sys.meta_path.insert(0, NoProject())
 import torch
@@ -44,20 +48,20 @@ model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True, dt
 tokens = torch.load("tokens.pt")
 with torch.no_grad():
     logits = model(tokens).logits
-made = model.generate(tokens, max_new_tokens=10, do_sample=False, eos_token_id=None)
+continued = model.generate(tokens, max_new_tokens=10, do_sample=False, eos_token_id=None)
 tokenizer = AutoTokenizer.from_pretrained("model", trust_remote_code=True)
 generator = pipeline("text-generation", model="model", trust_remote_code=True)
 texts = ["def add(a, b):", "import", "x" * 100]
 options = dict(max_new_tokens=8, do_sample=False, return_full_text=False)
 one_by_one = [generator(text, **options)[0]["generated_text"] for text in texts]
-batched = [made[0]["generated_text"] for made in generator(texts, batch_size=3, **options)]
+batched = [batch[0]["generated_text"] for batch in generator(texts, batch_size=3, **options)]
 ids = tokenizer(texts)["input_ids"]
-torch.save(dict(logits=logits, made=made, ids=ids, texts=one_by_one, batched=batched), "out.pt")
+torch.save(dict(logits=logits, continued=continued, ids=ids, texts=one_by_one, batched=batched), "out.pt")
 """
 
 
 @torch.no_grad()
-def test_an_exported_model_stands_alone(tmp_path):
+def test_an_exported_model_needs_only_torch_and_transformers(tmp_path):
     """Loaded, run beyond the training length and used in a pipeline by a process that cannot import this project."""
     model, config = make_model("kerple_bias_wht")
     tokenizer = TokenizerFiles("CharLevelTokenizer")
@@ -72,22 +76,14 @@ def test_an_exported_model_stands_alone(tmp_path):
     assert finished.returncode == 0, finished.stderr
     out = torch.load(tmp_path / "out.pt", weights_only=True)
     assert (out["logits"] - model(tokens)).abs().max() < 1e-4
-    assert torch.equal(out["made"], greedy(model, tokens, 10))
+    assert torch.equal(out["continued"], greedy(model, tokens, 10))
     assert out["ids"] == [list(text.encode()) for text in ("def add(a, b):", "import", "x" * 100)]
     assert out["batched"] == out["texts"]
     expected = greedy(model, torch.tensor([list(b"import")]), 8)[0, 6:].tolist()
     assert out["texts"][1] == bytes(min(token, 255) for token in expected if 0 < token < 256).decode(errors="replace")
 
 
-def tool(name: str, *arguments: object, status: int = 0) -> str:
-    """Run a tool as a user does; returns what it printed, the error output if it should fail."""
-    command = [sys.executable, str(ROOT / "tools" / "ckpts" / name), *map(str, arguments)]
-    finished = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
-    assert finished.returncode == status, finished.stdout + finished.stderr
-    return finished.stderr if status else finished.stdout
-
-
-def test_there_and_back_and_trained_in_between(tmp_path, capsys):
+def test_import_finetune_and_export(tmp_path, capsys):
     """A Pythia-like folder -> ours -> finetuned, at a learning rate of 0 -> Hugging Face."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -145,14 +141,11 @@ def test_an_imported_folder_is_evaluated_and_generates(tmp_path):
     ]
 
 
-def test_errors_of_the_tool_are_one_line(tmp_path):
+def test_an_error_leaves_nothing(tmp_path):
     write_checkpoint(tmp_path / "ours", "alibi", "nowhere", tokenizer_type="GPT2BPETokenizer")
-    error = tool("convert.py", "to-hf", tmp_path / "ours", tmp_path / "hf", status=2)
-    message = [line for line in error.splitlines() if line.startswith("error:")]
-    assert len(message) == 1
-    assert "needs vocab-file" in message[0]
-    assert "--no-tokenizer" in message[0]
-    assert not (tmp_path / "hf").exists()
+    with pytest.raises(UserError, match=r"needs vocab-file.*--no-tokenizer"):
+        convert.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
 
 
 def zipped(source: Path, path: Path) -> Path:
@@ -162,10 +155,11 @@ def zipped(source: Path, path: Path) -> Path:
     return path
 
 
-def test_a_released_archive(tmp_path):
-    """The report, as JSON, of an archive of the release's own files; the folder is then loaded from where it says."""
+def test_a_released_archive(tmp_path, capsys):
+    """The JSON report of an archive with the release's own files; the model is loaded from the folder in the report."""
     archive = zipped(checkpoints("kerple_log"), tmp_path / "log.zip")
-    report = json.loads(tool("import_release.py", archive, "-o", tmp_path / "log", "--json"))
+    import_release.main([str(archive), "-o", str(tmp_path / "log"), "--json"])
+    report = json.loads(capsys.readouterr().out)
     assert read_manifest(Path(report["load"]) / "global_step300") is not None
     model, _ = load_model(report["load"])
     assert report["parameters"] == sum(parameter.numel() for parameter in model.parameters())
@@ -210,7 +204,7 @@ def test_the_loss_on_a_sample(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("harm", ["not finite", "other size", "exploit"])
-def test_a_bad_archive_leaves_nothing(harm, tmp_path, monkeypatch):
+def test_a_rejected_archive_leaves_nothing(harm, tmp_path, monkeypatch):
     shutil.copytree(checkpoints("alibi"), tmp_path / "source")
     step = tmp_path / "source" / "global_step300"
     path = step / "layer_03-model_00-model_states.pt"
@@ -234,3 +228,92 @@ def test_a_bad_archive_leaves_nothing(harm, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=expected):
         import_release.main([str(zipped(tmp_path / "source", tmp_path / "bad.zip"))])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.zip", "source"]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ours")
+    data_path = write_corpus(folder, documents=40)
+    train(Config.from_flat(training_settings(folder, data_path, eval_iters=0)))
+    return folder / "checkpoints"
+
+
+def run_inspect(capsys, *arguments):
+    status = inspect.main([*map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_checkpoint_of_this_project(ours, capsys):
+    status, report = run_inspect(capsys, ours)
+    assert status == 0
+    assert report["manifest"] == "whole"
+    assert report["training"]["consumed_samples"] == 48
+    assert report["dtypes"] == ["float32"]
+    assert report["optimizer"] == "per parameter, in 1 file"
+    assert report["shape"]["zero_stage"] == 0
+    assert run_inspect(capsys, ours, "--iteration", 3)[1]["iteration"] == 3
+    assert run_inspect(capsys, ours / "global_step3")[1]["iteration"] == 3
+
+
+def test_damage_is_reported(ours, tmp_path, capsys):
+    shutil.copytree(ours, tmp_path / "copy")
+    file = tmp_path / "copy/global_step6/optimizer_rank_00000.pt"
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 4
+    file.write_bytes(data)
+    status, report = run_inspect(capsys, tmp_path / "copy")
+    assert status == 1
+    assert "optimizer_rank_00000.pt: contents" in report["manifest"]
+
+
+def test_comparison_of_two_checkpoints(ours, tmp_path, capsys):
+    shutil.copytree(ours, tmp_path / "copy")
+    status, report = run_inspect(capsys, ours, tmp_path / "copy")
+    assert (status, report["differences"]) == (0, {"values": {}, "tensors": {}})
+    inspect.main([str(ours), str(checkpoints("kerple_log"))])
+    output = capsys.readouterr().out
+    assert "word_embeddings.weight: shapes (512, 32) and (128, 32)" in output
+    assert "manifest: whole | none" in output
+
+
+def test_a_lost_manifest_is_reported_and_accepted(ours, tmp_path, capsys):
+    shutil.copytree(ours, tmp_path / "copy")
+    step = tmp_path / "copy/global_step6"
+    (step / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: no such file.*--accept.*iteration 3; use it"):
+        load_model(tmp_path / "copy")
+    status, report = run_inspect(capsys, tmp_path / "copy")
+    assert status == 1
+    assert "manifest.json: no such file" in report["manifest"]
+    # Of a run that saves neither optimizer nor random states, too.
+    for file in [*step.glob("optimizer_*"), *step.glob("random_*")]:
+        file.unlink()
+    assert run_inspect(capsys, tmp_path / "copy")[0] == 1
+    assert run_inspect(capsys, tmp_path / "copy", "--accept")[1]["manifest"] == "whole"
+    load_model(tmp_path / "copy")
+    (step / "optimizer_rank_00000.pt").write_bytes(b"of another run")
+    with pytest.raises(CheckpointError, match=r"optimizer_rank_00000\.pt: is not in the manifest"):
+        load_model(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=r"this one has it, which reports: .*is not in the manifest"):
+        run_inspect(capsys, tmp_path / "copy", "--accept")
+
+
+def test_a_folder_without_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        inspect.main([str(tmp_path / "nowhere")])
+
+
+def test_inspect_does_not_hide_the_standard_library(ours):
+    """Python adds a script's folder to the path, and this script is named like a module of the standard library."""
+    code = "import inspect; print('imported', inspect.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-i", str(TOOLS / "inspect.py"), str(ours)],
+        input=code,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for part in ("manifest        whole", "1 tensor parallel", "bias_p", "effective_length", "samples read    48"):
+        assert part in result.stdout
+    assert f"imported {standard_inspect.__file__}" in result.stdout

@@ -1,0 +1,77 @@
+"""The output of a conversion: all of it or nothing, and only with the same logits."""
+
+import pytest
+import torch
+
+from megatron.checkpoint.convert.output import (
+    check_same_logits,
+    compared_lengths,
+    largest_difference,
+    new_folder,
+    with_float32_angles,
+    write_checkpoint,
+)
+from megatron.checkpoint.directory import find_damage, find_valid_step
+from megatron.checkpoint.storage import CheckpointError
+from tests.support.checkpoints import VOCABULARY
+from tests.support.conversion import make_model, random_tokens
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path):
+    with new_folder(tmp_path / "deep" / "out") as folder:
+        (folder / "a").write_text("a")
+        assert not (tmp_path / "deep" / "out").exists()
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+    assert (tmp_path / "deep" / "out" / "a").read_text() == "a"
+
+
+def test_nothing_is_left_after_an_error(tmp_path):
+    with pytest.raises(CheckpointError), new_folder(tmp_path / "out") as folder:
+        folder.write_text("a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_not_replaced(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with new_folder(tmp_path / "empty") as folder:
+        (folder / "a").write_text("new")
+    with pytest.raises(CheckpointError, match="empty: already exists"), new_folder(tmp_path / "empty"):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"), new_folder(tmp_path / "file" / "out"):
+        pass
+
+
+def test_a_checkpoint_has_a_manifest(tmp_path):
+    model, _ = make_model("none")
+    step = write_checkpoint(tmp_path, 5, [(0, [{"w": torch.ones(2)}] * 2)], {"num_layers": 2}, model.settings)
+    assert find_valid_step(tmp_path) == step
+    assert find_damage(step) is None
+    assert (step / "mp_rank_01_model_states.pt").is_file()
+    (step / "layer_00-model_01-model_states.pt").write_bytes(b"")
+    assert "layer_00-model_01" in find_damage(step)
+
+
+def test_other_logits_are_an_error():
+    model, config = make_model("alibi")
+    other, _ = make_model("alibi", seed=1)
+    said = []
+    check_same_logits(model, model, VOCABULARY, config, "copy", said.append)
+    assert said == ["copy: logits compared at length 32 and 128, largest difference 0.0e+00"]
+    for wrong in (other, lambda tokens: model(tokens) * float("nan"), lambda tokens: model(tokens)[..., :3]):
+        with pytest.raises(CheckpointError, match=r"nothing was written.*its logits differ by"):
+            check_same_logits(model, wrong, VOCABULARY, config, "copy", said.append)
+
+
+def test_lengths_beyond_the_training_length_unless_positions_end():
+    assert compared_lengths(make_model("alibi")[1]) == (32, 128)
+    assert compared_lengths(make_model("learned")[1]) == (32,)
+
+
+def test_float32_angles_change_a_copy():
+    model, _ = make_model("rotary")
+    tokens = random_tokens(1, 64)
+    with torch.no_grad():
+        before = model(tokens)
+        assert 0 < largest_difference(model, with_float32_angles(model), VOCABULARY, (4000,)) < 1e-2
+        assert torch.equal(model(tokens), before)

@@ -1,0 +1,75 @@
+"""Sources of a self-contained model: the positional method and all it imports, and nothing else of this project."""
+
+import ast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kerple.positional import PositionalMethod, method_class, primary_names, registry
+from megatron.checkpoint.convert import to_hugging_face
+from megatron.checkpoint.convert.sources import self_contained_files
+from megatron.checkpoint.storage import CheckpointError
+from tests.support.conversion import LONG, make_model, quiet, random_tokens
+
+
+@pytest.mark.parametrize("pos_emb", primary_names())
+def test_files_import_only_torch_transformers_and_each_other(pos_emb):
+    files = self_contained_files(method_class(pos_emb))
+    assert {"modeling_kerple.py", "configuration_kerple.py", "positional_method.py", "positional_base.py"} <= set(files)
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert f"{node.module}.py" in files, name
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module.partition(".")[0] not in ("kerple", "megatron", "tests"), name
+            elif isinstance(node, ast.Import):
+                assert not {item.name.partition(".")[0] for item in node.names} & {"kerple", "megatron"}, name
+
+
+def test_other_imports_of_this_project_are_refused(tmp_path, monkeypatch):
+    source = tmp_path / "outside_method.py"
+    source.write_text(
+        "from kerple.positional import PositionalMethod\nfrom megatron.config import Config\n\n\n"
+        "class Outside(PositionalMethod):\n    config = Config\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import outside_method
+
+    assert issubclass(outside_method.Outside, PositionalMethod)
+    with pytest.raises(CheckpointError, match=r"'from megatron\.config import Config' cannot be part of"):
+        self_contained_files(outside_method.Outside)
+
+
+def test_a_method_from_outside(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from kerple.positional import PositionalMethod, register\n"
+        "from kerple.positional.base import (\n    bounded,\n    draw,\n)\n\n\n"
+        "@register('square_root_bias')\n"
+        "class SquareRootBias(PositionalMethod):\n"
+        "    shared = False\n\n"
+        "    def __init__(self, num_heads, floor=0.0):\n"
+        "        super().__init__()\n"
+        "        self.floor = floor\n"
+        "        self.slope = nn.Parameter(torch.empty(num_heads, 1, 1))\n"
+        "        self.register_buffer('one', torch.ones(1), persistent=False)\n"
+        "        self.reset_parameters()\n\n"
+        "    def reset_parameters(self, generator=None):\n"
+        "        draw(self.slope, 'uniform', 0.0, 1.0, generator)\n\n"
+        "    def bias(self, distance):\n"
+        "        slope = bounded(self.slope, self.floor).reshape(-1, *[1] * distance.dim())\n"
+        "        return -slope * (self.one * distance).sqrt()\n"
+    )
+    keys = {"pos_emb_module": str(tmp_path / "mine.py"), "pos_emb_options": {"floor": 0.02}}
+    model, config = make_model("square_root_bias", **keys)
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32).eval()
+    tokens = random_tokens(1, LONG)
+    with torch.no_grad():
+        assert (written(tokens).logits - model(tokens)).abs().max() < 1e-4
+    sources = "".join(path.read_text() for path in (tmp_path / "hf").glob("positional_*.py"))
+    assert "from megatron" not in sources
+    assert "import megatron" not in sources

@@ -1,0 +1,73 @@
+"""Tensor names in both directions, and tensors that do not fit the model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.checkpoint.convert.weights import cast, fill, hugging_face_names, hugging_face_tensors, read_hugging_face
+from megatron.checkpoint.storage import CheckpointError
+from tests.support.conversion import make_model
+
+SOURCE = Path("folder")
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "expected"),
+    [
+        ("kerple_log", {"gpt_neox.positional.0.bias_p"}),
+        ("learned", {"gpt_neox.positional.0.weight"}),
+        ("dape_kerple", {"gpt_neox.positional.0.first.weight", "gpt_neox.positional.1.first.weight"}),
+        ("none", set()),
+    ],
+)
+def test_every_tensor_has_a_name(pos_emb, expected):
+    model, _ = make_model(pos_emb)
+    names = set(hugging_face_names(model).values())
+    positional = {name for name in names if name.startswith("gpt_neox.positional.")}
+    assert expected <= positional
+    assert bool(expected) == bool(positional)
+    assert {"gpt_neox.embed_in.weight", "embed_out.weight", "gpt_neox.layers.1.mlp.dense_4h_to_h.bias"} <= names
+
+
+def test_tensors_go_out_and_come_back():
+    model, other = make_model("rpe", seed=1)[0], make_model("rpe", seed=2)[0]
+    tensors = hugging_face_tensors(model, torch.float32)
+    fill(other, tensors, SOURCE)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_only_floating_point_tensors_are_cast():
+    assert cast(torch.ones(2), torch.bfloat16).dtype == torch.bfloat16
+    assert cast(torch.ones(2, dtype=torch.int64), torch.bfloat16).dtype == torch.int64
+
+
+def test_tensors_that_do_not_fit_are_named():
+    model, _ = make_model("none")
+    tensors = hugging_face_tensors(model, torch.float32)
+    with pytest.raises(CheckpointError, match=r"folder: lacks gpt_neox\.layers\.0.* and 9 more$"):
+        fill(model, {name: tensor for name, tensor in tensors.items() if ".layers.0." not in name}, SOURCE)
+    with pytest.raises(CheckpointError, match=r"contains extra, which the model in config\.json does not have"):
+        fill(model, {**tensors, "extra": torch.ones(1)}, SOURCE)
+    with pytest.raises(CheckpointError, match=r"embed_in.weight has shape \(3, 32\), but config.json implies"):
+        fill(model, {**tensors, "gpt_neox.embed_in.weight": torch.ones(3, 32)}, SOURCE)
+
+
+def test_tied_output_weights_may_be_in_the_file():
+    model, _ = make_model("none", no_weight_tying=False)
+    tensors = hugging_face_tensors(model, torch.float32)
+    assert "embed_out.weight" not in tensors
+    fill(model, {**tensors, "embed_out.weight": torch.ones(1)}, SOURCE)
+
+
+def test_synonyms_and_computed_tensors(tmp_path):
+    tensors = {"lm_head.weight": torch.ones(2), "gpt_neox.layers.0.attention.masked_bias": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert list(read_hugging_face(tmp_path)) == ["embed_out.weight"]
+
+
+def test_an_index_names_files_of_the_folder_only(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"names '\.\./other/model\.safetensors', which is not a file"):
+        read_hugging_face(tmp_path)
