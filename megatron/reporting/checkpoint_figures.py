@@ -16,7 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 from torch import Tensor
 
-from kerple.positional import PositionalMethod, method_class
+from kerple.attention import score_table
+from kerple.positional import method_class
 from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
@@ -251,39 +252,30 @@ def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
     """
     if not 0 <= layer < len(model.blocks):
         raise UserError(f"layer {layer}: the model has layers 0 to {len(model.blocks) - 1}")
-    method = next((module for module in model.blocks[layer].modules() if isinstance(module, PositionalMethod)), None)
+    attention = model.blocks[layer].attention
+    method = getattr(attention, "rpe", None)
     if not isinstance(method, Adaptive):
         raise UserError("the positional method is not DAPE, so there is no f(A, B)")
-    recorded: list[QueryScores] = []
-    modify_scores = method.modify_scores
-
-    def recording(
-        scores: Tensor, query: Tensor, queries: Tensor, keys: Tensor, mask: Tensor, table: Tensor | None
-    ) -> Tensor:
-        is_last = bool(queries[-1] == len(tokens) - 1)
-        before = scores[0, :, -1].float().clone()  # modify_scores may overwrite the scores
-        result = modify_scores(scores, query, queries, keys, mask, table)
-        if is_last:
-            static = None
-            if method.static is not None and method.static.has_bias:
-                distances = (queries[-1] - keys).clamp(min=0).to(scores.device, torch.float32)
-                static = method.static.bias(distances).float()
-            elif isinstance(method.static, Fire):
-                static = method.static.pair_bias(queries[-1:], keys, scores)[:, 0].float()
-            adapted = result[0, :, -1].float() - before
-            if static is not None and method.variant != "Concat":
-                adapted -= static
-            recorded.append(QueryScores(before, static, adapted))
-        return result
-
-    vars(method)["modify_scores"] = recording  # shadows the method of the class
+    outputs: list[Tensor] = []
+    hook = attention.query_key_value.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
         model.hidden(tokens[None])
     finally:
-        del vars(method)["modify_scores"]
-    if not recorded:
-        raise UserError("the attention of this model does not call modify_scores, so there are no scores to plot")
-    return recorded[0]
+        hook.remove()
+    length, d = len(tokens), attention.head_size
+    query, key, _ = outputs[0].view(length, -1, 3, d).permute(2, 1, 0, 3).float()  # [h, n, d] each
+    scores = (query[:, -1:] @ key.transpose(-1, -2) * d**-0.5)[None]
+    positions = torch.arange(length)
+    mask = torch.zeros(1, length, dtype=torch.bool, device=scores.device)
+    table = score_table(method, length, scores.device)
+    static = table.flip(-1).float() if table is not None else None
+    if isinstance(method.static, Fire):
+        static = method.static.pair_bias(positions[-1:], positions, scores)[:, 0]
+    modified = method.modify_scores(scores.clone(), query[None, :, -1:], positions[-1:], positions, mask, table)
+    adapted = modified[0, :, 0] - scores[0, :, 0]
+    if static is not None and method.variant != "Concat":
+        adapted = adapted - static
+    return QueryScores(scores[0, :, 0], static, adapted)
 
 
 def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequence[int] | None = None) -> ReportFigure:

@@ -177,6 +177,7 @@ def perplexity_plot(perplexities: Measurements, name: Callable[[str], str] = str
     panels = 2 if logarithmic and len(lowest) > 1 else 1
 
     train_lengths = {setting.train_length for setting in perplexities.settings}
+    train_length = train_lengths.pop() if len(train_lengths) == 1 else None
     figure, panel_axes = new_figure(panels, 1, height=4.6 if panels == 1 else 7.4, sharex=True)
     for axes in panel_axes:
         axes.set_xscale("log", base=2)
@@ -188,8 +189,8 @@ def perplexity_plot(perplexities: Measurements, name: Callable[[str], str] = str
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
         thousands(axes, "y")
         axes.set_ylabel("perplexity")
-        if len(train_lengths) == 1 and None not in train_lengths:
-            mark_train_length(axes, *train_lengths, label=axes is panel_axes[0])
+        if train_length is not None:
+            mark_train_length(axes, train_length, label=axes is panel_axes[0])
 
     methods = list(dict.fromkeys((method.pos_emb, setting.train_length) for setting, method in curves))
     modes = list(dict.fromkeys((method.mode, setting.protocol, setting.corpus) for setting, method in curves))

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from megatron.reporting.tables import DAGGER, Row, Section, Table
+from megatron.reporting.tables import DAGGER, Section, Table
 
 UNBOUNDED_WIDTH = 200
 
@@ -36,16 +36,19 @@ def compact_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[st
 
 def terminal_table(table: Table) -> RichTable:
     """A table of a report for the terminal. Print it with `crop=False`."""
-    rows = []
+    rows: list[list[Text]] = []
     for line in table.lines:
-        if isinstance(line, Row):
-            cells = (cell.text + (f" {DAGGER}" if cell.worse else "") for cell in line.cells)
-            rows.append([*line.labels, *cells])
+        if isinstance(line, Section):
+            rows.append([Text(line.title, style="bold"), *[Text()] * (len(table.headers) - 1)])
         else:
-            rows.append([line.title] + [""] * (len(table.headers) - 1))
-    result = compact_table(table.title, table.headers, rows, len(table.label_columns))
-    for line, texts in zip(table.lines, rows, strict=True):
+            cells = [Text(cell.text, style="bold" if cell.best else "") for cell in line.cells]
+            for text, cell in zip(cells, line.cells, strict=True):
+                text.append(f" {DAGGER}" if cell.worse else "")
+            rows.append([*map(Text, line.labels), *cells])
+    texts = [[text.plain for text in row] for row in rows]
+    result = compact_table(table.title, table.headers, texts, len(table.label_columns))
+    for line, row in zip(table.lines, rows, strict=True):
         if isinstance(line, Section):
             result.add_section()
-        result.add_row(*map(Text, texts), style="bold" if isinstance(line, Section) else None)
+        result.add_row(*row)
     return result

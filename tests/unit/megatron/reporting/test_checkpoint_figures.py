@@ -184,8 +184,6 @@ def test_scores_of_the_first_layer(pos_emb, options):
     assert len(axes) == (6 if static is not None else 4)
     for index, line in ((0, scores[2]), (1, scores[0]), (-2, expected[2]), (-1, expected[0])):
         np.testing.assert_allclose(axes[index].lines[0].get_ydata(), line, rtol=2e-4, atol=2e-4)
-    method = next(module for module in model.modules() if hasattr(module, "variant"))
-    assert "modify_scores" not in vars(method), "the model is restored"
 
 
 def test_other_methods_and_layers_are_rejected():

@@ -26,6 +26,13 @@ def test_cells_are_never_truncated(width):
     assert "…" not in text
 
 
+def test_best_values_are_bold():
+    table = Table("name", "title", ("method",), ("512",), (Row(("alibi",), (Cell("2.5", best=True),)),))
+    output = io.StringIO()
+    Console(file=output, width=80, force_terminal=True, color_system="standard").print(terminal_table(table))
+    assert "\x1b[1m2.5\x1b[0m" in output.getvalue()
+
+
 def test_files_have_no_width(capsys):
     standard_output().print("x" * 150)
     assert capsys.readouterr().out == "x" * 150 + "\n"
