@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def test_evaluate_and_generate_through_deepy(tmp_path):
         ("kerple_log", 77, 512),
     ]
     assert len({row["tokens"] for row in rows}) == 1
-    assert all(1 < row["perplexity"] < 1000 for row in rows)
+    assert all(row["perplexity"] > 1 for row in rows)
     assert output.count("loaded ") == 1  # only rank 0 prints
     assert "global_step6" in output
 
@@ -101,12 +102,22 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     run_ranks(tmp_path, [*words, str(tmp_path / "file" / "x")], expected_error="cannot write results")
 
 
-def test_an_error_is_one_line(tmp_path):
-    command = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(tmp_path)]
-    process = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert process.returncode == 2
-    assert process.stderr.startswith("error: ")
-    assert len(process.stderr.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate.py", "--checkpoint", "nowhere"], "nowhere: no such folder"),
+        (["tools/chomsky.py", "--methods", "kerple_lgo", "--output", "unused"], "did you mean kerple_log"),
+    ],
+)
+def test_an_error_is_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as error:
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    assert error.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
 
 
 def test_harness_tasks_with_code_that_imports_evaluate(tmp_path):

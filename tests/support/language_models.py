@@ -1,4 +1,4 @@
-"""Small language models for tests: the project's own, and a slow one that shares no code with it.
+"""Small language models for tests: one of this project, and a slow one that shares no code with it.
 
 Legend: b batch, s tokens, t keys, h heads, d head size, e hidden size, v vocabulary.
 """
@@ -15,13 +15,13 @@ VOCABULARY = 61
 
 
 def small_gpt(pos_emb: str, *, seed: int = 0, max_positions: int = 4096, **settings: object) -> GPT:
-    """A randomly initialised model whose predictions depend strongly on its context, in evaluation mode."""
+    """A randomly initialized model in evaluation mode. Its predictions depend strongly on the context."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "padded_vocab_size": VOCABULARY}
     model = GPT(ModelSettings(**{**sizes, "max_positions": max_positions, "pos_emb": pos_emb, **settings}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:  # matrices; the scale makes attention and predictions far from uniform
+            if parameter.dim() == 2:  # this scale makes attention and predictions far from uniform
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
@@ -29,11 +29,10 @@ def small_gpt(pos_emb: str, *, seed: int = 0, max_positions: int = 4096, **setti
 
 
 class AlibiByHand(nn.Module):
-    """One layer of attention with the bias -slope * distance, computed over the whole text with an explicit mask, in
-    float64.
+    """One layer of attention with the bias -slope * distance, in float64, with a loop over heads and queries.
 
-    Written without the project's code, as an independent source of losses; `window` keeps the last so many keys,
-    `block` those of the query's block of positions and the one before.
+    It uses no code of the project, as an independent source of losses. With `window`, a query attends to the last
+    `window` keys; with `block`, to the keys of its own block of positions and the previous one.
     """
 
     slopes = (0.5, 0.125)
@@ -56,25 +55,25 @@ class AlibiByHand(nn.Module):
         query, key, value = hidden @ self.query, hidden @ self.key, hidden @ self.value
         length, heads = tokens.shape[1], len(self.slopes)
         size = query.shape[-1] // heads
-        mixed = []
+        contexts = []
         for head, slope in enumerate(self.slopes):
-            part = slice(head * size, (head + 1) * size)
+            channels = slice(head * size, (head + 1) * size)
             rows = []
             for i in range(length):
                 first = 0 if window is None else max(0, i - window + 1)
                 if block is not None:
                     first = max(0, i - i % block - block)
-                seen = slice(first, i + 1)
+                keys = slice(first, i + 1)
                 distance = torch.arange(i - first, -1, -1, dtype=torch.float64)
-                scores = (key[:, seen, part] @ query[:, i, part].unsqueeze(-1)).squeeze(-1) / math.sqrt(size)
-                chances = (scores - slope * distance).softmax(-1)
-                rows.append((chances.unsqueeze(1) @ value[:, seen, part]).squeeze(1))
-            mixed.append(torch.stack(rows, dim=1))
-        return (hidden + torch.cat(mixed, dim=-1)) @ self.out
+                scores = (key[:, keys, channels] @ query[:, i, channels].unsqueeze(-1)).squeeze(-1) / math.sqrt(size)
+                probabilities = (scores - slope * distance).softmax(-1)
+                rows.append((probabilities.unsqueeze(1) @ value[:, keys, channels]).squeeze(1))
+            contexts.append(torch.stack(rows, dim=1))
+        return (hidden + torch.cat(contexts, dim=-1)) @ self.out
 
 
 def direct_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log p of each target, `[b, s]`, from logits `[b, s, v]`, by the definition, in float64."""
+    """-log p of each target `[b, s]`, from logits `[b, s, v]` in float64."""
     logits = logits.double()
     return logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 

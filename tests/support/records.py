@@ -1,10 +1,10 @@
-"""Records of results, as evaluations store them."""
+"""Evaluation records."""
 
 import math
 
 
 def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None = 1, **keys: object) -> dict:
-    """One of kind `extrapolation`; `keys` replace its fields."""
+    """A record of kind `extrapolation`. `keys` replace its values."""
     return {
         "kind": "extrapolation",
         "corpus": "github",
@@ -30,12 +30,12 @@ def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None
 
 
 def seeds(pos_emb: str, length: int, values: list[float], **keys: object) -> list[dict]:
-    """One record per value, seeds 1, 2 ..."""
+    """One record per value, with seeds 1, 2 ..."""
     return [record(pos_emb, length, value, seed, **keys) for seed, value in enumerate(values, start=1)]
 
 
 def passkey_record(pos_emb: str, length: int, depth: float, accuracy: float | None, **keys: object) -> dict:
-    """One of kind `passkey`."""
+    """A record of kind `passkey`. `keys` replace its values."""
     return {
         **record(pos_emb, length, 1.0),
         "kind": "passkey",

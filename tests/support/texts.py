@@ -1,4 +1,4 @@
-"""Real text of several kinds, for tests of tokenizers and of the data pipeline."""
+"""Texts of several kinds, for tests of tokenizers and of the data pipeline."""
 
 import argparse
 import inspect
@@ -29,7 +29,7 @@ By \eqref{eq:cpd}, $-\lVert x-x'\rVert^{p}$ with $0<p\le 2$ is one;
 so is $-r_1\log(1+r_2\lVert x-x'\rVert)$~\cite{schoenberg}.
 """
 
-# Article 1 of the Universal Declaration of Human Rights, and then some characters that trip tokenizers up.
+# Article 1 of the Universal Declaration of Human Rights, and characters that tokenizers often get wrong.
 UNICODE = """All human beings are born free and equal in dignity and rights.
 Alle Menschen sind frei und gleich an Würde und Rechten geboren.
 Все люди рождаются свободными и равными в своем достоинстве и правах.
