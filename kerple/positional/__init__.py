@@ -1,32 +1,21 @@
 """Positional methods: one file each, registered under their `pos-emb` names, usable in any PyTorch model.
 
-Every module of this folder is imported here, so a new file with a `@register`ed class is all it takes to add a method.
+All modules in this folder are imported here, and the classes they register are exported. To add a method, add a file
+with a class decorated by `@register`. The explicit imports below are only for type checkers and editors.
 """
 
 import importlib
 import pkgutil
 
+from kerple.positional.absolute import Learned, Sinusoidal
+from kerple.positional.alibi import Alibi, KerplePowerOriginal
 from kerple.positional.base import ModelShape, PositionalMethod, PositionsExceeded, TableJacobian, outermost
-from kerple.positional.registry import (
-    build,
-    load_plugin,
-    method_class,
-    primary_names,
-    register,
-    registered_names,
-)
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
-
-from kerple.positional.absolute import Learned, Sinusoidal  # noqa: E402
-from kerple.positional.alibi import Alibi, KerplePowerOriginal  # noqa: E402
-from kerple.positional.cope import Cope  # noqa: E402
-from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple  # noqa: E402
-from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple  # noqa: E402
-from kerple.positional.fire import Fire  # noqa: E402
-from kerple.positional.kernels import is_cpd, lemma_constant  # noqa: E402
-from kerple.positional.kerple import (  # noqa: E402
+from kerple.positional.cope import Cope
+from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple
+from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple
+from kerple.positional.fire import Fire
+from kerple.positional.kernels import is_cpd, lemma_constant
+from kerple.positional.kerple import (
     KerpleBiasWeight,
     KerpleGaussian,
     KerpleGaussian3,
@@ -37,12 +26,20 @@ from kerple.positional.kerple import (  # noqa: E402
     KerpleSum,
     KerpleWeight,
 )
-from kerple.positional.none import NoPositions  # noqa: E402
-from kerple.positional.rotary import Rotary  # noqa: E402
-from kerple.positional.sandwich import Sandwich  # noqa: E402
-from kerple.positional.t5 import T5  # noqa: E402
-from kerple.positional.transformer_xl import TransformerXL  # noqa: E402
-from kerple.positional.xpos import XPos  # noqa: E402
+from kerple.positional.none import NoPositions
+from kerple.positional.registry import (
+    build,
+    load_plugin,
+    method_class,
+    primary_names,
+    register,
+    registered_names,
+)
+from kerple.positional.rotary import Rotary
+from kerple.positional.sandwich import Sandwich
+from kerple.positional.t5 import T5
+from kerple.positional.transformer_xl import TransformerXL
+from kerple.positional.xpos import XPos
 
 __all__ = [
     "T5",
@@ -88,3 +85,11 @@ __all__ = [
     "register",
     "registered_names",
 ]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+for _name in primary_names():
+    _method = method_class(_name)
+    if _method.__name__ not in __all__:
+        globals()[_method.__name__] = _method
+        __all__.append(_method.__name__)

@@ -1,6 +1,8 @@
-"""kerple in a user's own PyTorch model: it needs only torch, and the examples of docs/standalone.md work."""
+"""kerple in a user's own PyTorch model: it needs only torch, and a new method is one file."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +57,31 @@ def test_the_examples_of_the_documentation(capsys):
     assert len(examples()) == 3
     exec("".join(examples()), {})
     assert "torch.Size([2, 100, 64])" in capsys.readouterr().out
+
+
+NEW_METHOD = """
+from kerple.positional.base import PositionalMethod
+from kerple.positional.registry import register
+
+
+@register("constant_slope")
+class ConstantSlope(PositionalMethod):
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+
+    def bias(self, distance):
+        return -distance.expand(self.num_heads, *distance.shape)
+"""
+
+
+def test_a_new_method_is_one_file_in_the_package(tmp_path):
+    shutil.copytree(ROOT / "kerple", tmp_path / "kerple", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "kerple" / "positional" / "constant_slope.py").write_text(NEW_METHOD)
+    code = (
+        "from kerple.positional import ConstantSlope, ModelShape, build\n"
+        "method = build('constant_slope', ModelShape(2, 8, 16, 1, 64))\n"
+        "assert type(method) is ConstantSlope and method.has_bias\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
