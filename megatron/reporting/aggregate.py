@@ -69,6 +69,10 @@ class Measurements:
     Attributes:
         frame: one row per record, in the order of the records, with the columns `setting`, `method`, `length`, `depth`
             (of pass keys), `seed`, `value` (NaN if not available), `tokens` and `note`.
+        settings, methods: those of the records, in their order.
+        lines: pairs of setting and method: the lines of a figure.
+        lengths: ascending.
+        num_seeds: the number of different seeds with a value.
     """
 
     def __init__(self, frame: DataFrame):
@@ -77,29 +81,11 @@ class Measurements:
         self._values: dict[tuple[Setting, Method, int], Series] = {
             key: cell.set_index("seed")["value"] for key, cell in cells
         }
-
-    @property
-    def settings(self) -> list[Setting]:
-        return list(self.frame["setting"].unique())
-
-    @property
-    def methods(self) -> list[Method]:
-        return list(self.frame["method"].unique())
-
-    @property
-    def lengths(self) -> list[int]:
-        """All lengths, ascending."""
-        return sorted(self.frame["length"].unique().tolist())
-
-    @property
-    def lines(self) -> list[tuple[Setting, Method]]:
-        """All pairs of setting and method: the lines of a figure."""
-        return list(dict.fromkeys((setting, method) for setting, method, _ in self._values))
-
-    @property
-    def num_seeds(self) -> int:
-        """Number of different seeds with a value."""
-        return len(set(self.frame.dropna(subset="value")["seed"]))
+        self.lines = list(dict.fromkeys((setting, method) for setting, method, _ in self._values))
+        self.settings = list(dict.fromkeys(setting for setting, _ in self.lines))
+        self.methods = list(dict.fromkeys(method for _, method in self.lines))
+        self.lengths = sorted({length for _, _, length in self._values})
+        self.num_seeds = len(set(frame.dropna(subset="value")["seed"]))
 
     def values(self, setting: Setting, method: Method, length: int) -> Series | None:
         """The values indexed by seed, NaN if not available; None if there is no record."""

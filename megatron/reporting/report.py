@@ -77,8 +77,18 @@ def write_report(
         for figure in chapter.figures:
             write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
             write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
+    notes = {}
+    for record in sources.records:
+        checkpoint = record.get("checkpoint") or {}
+        if checkpoint.get("path"):
+            fingerprint = f", fingerprint {checkpoint['fingerprint']}" if checkpoint.get("fingerprint") else ""
+            notes[checkpoint["path"]] = (
+                f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed {record.get('seed')}: "
+                f"{checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
+            )
+    source_notes = [*notes.values(), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
+    source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
     path = folder / "report.html"
-    source_chapter = Chapter("sources", "Sources of the results", notes=_source_notes(sources))
     write_atomically(path, render_page(title, _lead(sources.records), [*chapters, source_chapter]).encode())
     return path
 
@@ -210,17 +220,3 @@ def _lead(records: Sequence[AnyRecord]) -> str:
     seeds = count(len({record.get("seed") for record in records}), "seed")
     lengths = [record["length"] for record in records]
     return f"{methods} on {corpora}, {seeds}, at {min(lengths):,} to {max(lengths):,} tokens."
-
-
-def _source_notes(sources: Sources) -> list[str]:
-    """One sentence per checkpoint, then what was left out."""
-    notes = {}
-    for record in sources.records:
-        checkpoint = record.get("checkpoint") or {}
-        if checkpoint.get("path"):
-            fingerprint = f", fingerprint {checkpoint['fingerprint']}" if checkpoint.get("fingerprint") else ""
-            notes[checkpoint["path"]] = (
-                f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed {record.get('seed')}: "
-                f"{checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
-            )
-    return [*notes.values(), *(f"Kernels of {folder}." for folder in sources.checkpoints), *sources.notes]

@@ -1,13 +1,13 @@
 """The pictures of positional methods and the page that shows them."""
 
 import re
-import struct
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kerple.positional import primary_names
+from megatron.reporting import kernel_plots
 from megatron.reporting.kernel_plots import (
     distance_curves,
     initial_methods,
@@ -19,17 +19,13 @@ from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
 
 
-def width(png: bytes) -> int:
-    assert png.startswith(b"\x89PNG")
-    return struct.unpack(">I", png[16:20])[0]
-
-
-def test_page(tmp_path):
+def test_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_plots, "save_figure", lambda figure: f"{figure.get_figwidth()}".encode())
     for pos_emb in ("kerple_log", "dape_kerple", "alibi"):
         write_checkpoint(tmp_path / pos_emb, pos_emb, "nowhere")
     paths = write_page(tmp_path / "page.md", [tmp_path / name for name in ("kerple_log", "dape_kerple", "alibi")])
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
-    pictures = {path.stem: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
+    pictures = {path.stem: float(path.read_text()) for path in (tmp_path / "pictures").iterdir()}
     assert set(paths) == {tmp_path / "page.md", *(tmp_path / "pictures").iterdir()}
     assert set(re.findall(r"\(pictures/(\w+)\.png\)", page)) == set(pictures)
     assert set(primary_names()) - set(pictures) == {"none", "learned", "sinusoidal", "cope", "dape"}
@@ -37,10 +33,8 @@ def test_page(tmp_path):
     assert sorted(names) == list(primary_names())
     assert names.index("kerple") < names.index("alibi") < names.index("rotary") < names.index("dape_kerple")
     assert "DAPE with the bias of ALiBi" in page
-    assert all(len(picture) < 80_000 for picture in pictures.values())
-    # two columns for methods with parameters and a checkpoint
-    for name in ("kerple_log", "dape_kerple"):
-        assert width(pictures[name]) > 1.5 * width(pictures["alibi"])
+    two_columns = {name for name, width in pictures.items() if width > 1.5 * pictures["alibi"]}
+    assert two_columns == {"kerple_log", "dape_kerple"}, "methods with parameters and a checkpoint"
 
 
 def test_curves():
@@ -49,6 +43,9 @@ def test_curves():
     assert set(curves) == {"bias", "weight"}
     assert curves["bias"].shape[0] == 4
     assert (curves["weight"][:, 0] == 1).all()
+    picture = method_picture("kerple_power_ap_ap", {"at initialization": methods["kerple_power_ap_ap"]})
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < 80_000
     assert method_picture("none", {"at initialization": methods["none"]}) is None
     # DAPE: the static bias plus the output of its network for a score of 0
     method = methods["dape_alibi"].method

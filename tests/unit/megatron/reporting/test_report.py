@@ -1,5 +1,7 @@
 """The report of tools/report.py: files, page and refusals."""
 
+import shutil
+
 import pytest
 
 from megatron.reporting.report import Sources, report_chapters, write_report
@@ -11,15 +13,17 @@ from tests.support.release import RELEASE
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A report of three methods, three seeds each, and of a released checkpoint."""
+    """A report of three methods, three seeds each, and of a checkpoint in a folder with HTML in its name."""
     records = [
         result
         for name, base in {"kerple_log": 3.0, "rotary": 5.0, "alibi": 3.1}.items()
         for length in (512, 1024)
         for result in seeds(name, length, [base, base + 0.2, base + 0.3])
     ]
-    sources = Sources(records, [RELEASE / "kerple_log_checkpoints"])
-    path = write_report(sources, tmp_path_factory.mktemp("report") / "out", "A <title> & more")
+    folder = tmp_path_factory.mktemp("report")
+    checkpoint = shutil.copytree(RELEASE / "kerple_log_checkpoints", folder / 'A "<b>checkpoint')
+    sources = Sources(records, [checkpoint])
+    path = write_report(sources, folder / "out", "A <title> & more")
     return path, sources
 
 
@@ -28,6 +32,8 @@ def test_page(report):
     text = path.read_text()
     assert "<h1>A &lt;title&gt; &amp; more</h1>" in text
     assert "3 positional methods on GitHub, 3 seeds, at 512 to 1,024 tokens." in text
+    assert "<b>" not in text
+    assert 'id="kernels-A-b-checkpoint-bias"' in text
     assert text.count("<img ") == 3, "perplexity, kernels, effective lengths"
     assert "kerple_log, GitHub, seed 1: nowhere/kerple_log/1, iteration 10, fingerprint kerple_log1." in text
     assert len(sources.notes) == 3, "the checkpoints of the records do not exist"
@@ -42,7 +48,7 @@ def test_files(report):
     }
     figures = {
         "extrapolation-github-12x768-512-non-overlapping",
-        "kernels-kerple_log_checkpoints-bias",
+        "kernels-A-b-checkpoint-bias",
         "effective-lengths-named",
     }
     assert {file.name for file in (path.parent / "figures").iterdir()} == {
@@ -73,15 +79,6 @@ def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
     assert figure.title == "Bias by distance: KERPLE (log), GitHub, seed 1"
     (figure,) = chapters["effective-lengths"].figures
     assert list(figure.figure.axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
-
-
-def test_names_of_checkpoint_folders_are_not_interpreted_as_html(tmp_path):
-    write_checkpoint(tmp_path / "<b>", "alibi", "nowhere")
-    path = write_report(Sources([], [tmp_path / "<b>"]), tmp_path / "out")
-    text = path.read_text()
-    assert "<b>" not in text
-    assert 'id="kernels-b-bias"' in text
-    assert (tmp_path / "out" / "figures" / "kernels-b-bias.png").exists()
 
 
 def test_refusals(tmp_path):
