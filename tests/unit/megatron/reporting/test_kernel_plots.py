@@ -1,6 +1,7 @@
 """The pictures of positional methods and the page that shows them."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from megatron.reporting.kernel_plots import (
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
 
+ROOT = Path(__file__).resolve().parents[4]
+
 
 def test_page(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_plots, "save_figure", lambda figure: f"{figure.get_figwidth()}".encode())
@@ -33,6 +36,8 @@ def test_page(tmp_path, monkeypatch):
     assert sorted(names) == list(primary_names())
     assert names.index("kerple") < names.index("alibi") < names.index("rotary") < names.index("dape_kerple")
     assert "DAPE with the bias of ALiBi" in page
+    current = (ROOT / "docs" / "positional-methods.md").read_text(encoding="utf-8")
+    assert page == current, "run tools/plot_kernels.py (see make pictures) after changing a description"
     two_columns = {name for name, width in pictures.items() if width > 1.5 * pictures["alibi"]}
     assert two_columns == {"kerple_log", "dape_kerple"}, "methods with parameters and a checkpoint"
 
