@@ -1,9 +1,9 @@
-"""Evaluation on a GPU at the paper's six lengths: tokens/s and peak memory of one sequence, method by method.
+"""Tokens/s and peak memory of evaluating one sequence on a GPU, at the paper's six lengths, for several methods.
 
     python benchmarks/evaluation_gpu.py [--check] [--seconds 90] [--json FILE] [--dry-run]
 
-The recipe's model (162M parameters) in bfloat16, its hidden states by the backend that `auto` takes against attention
-materialised as the original does it; logits and losses 1,024 tokens at a time, as evaluation takes them.
+The model is the recipe's (162M parameters) in bfloat16. Compares the attention backend that `auto` selects with
+materialized attention as in the original code. Logits and losses are computed for 1,024 tokens at a time.
 """
 
 import sys
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import MATERIALISED
 from benchmarks.models import initialized_gpt
-from benchmarks.train_step_gpu import settings_of
+from benchmarks.train_step_gpu import model_settings
 from kerple.attention import dispatch
 from megatron.model.gpt import GPT
 
@@ -38,27 +38,27 @@ CASES = (
 
 @torch.no_grad()
 def losses(model: GPT, text: Tensor) -> Tensor:
-    """Nats of each token of `[1, s + 1]`, float32 `[s]`."""
+    """Loss in nats of each token of a text `[1, s + 1]`, float32 `[s]`."""
     hidden, labels = model.hidden(text[:, :-1])[0], text[0, 1:]
     return torch.cat(
         [
-            F.cross_entropy(model.logits(part[None])[0].float(), wanted, reduction="none")
-            for part, wanted in zip(hidden.split(ROWS), labels.split(ROWS), strict=True)
+            F.cross_entropy(model.logits(states[None])[0].float(), targets, reduction="none")
+            for states, targets in zip(hidden.split(ROWS), labels.split(ROWS), strict=True)
         ]
     )
 
 
 def check(bench: Bench) -> bool:
-    """Losses of a small model by the fused kernels in float32 against float64 materialised."""
+    """Compare losses of a small model by the fused kernels in float32 with float64 reference attention."""
     passed = True
     for pos_emb in ("kerple_log", "kerple_bias_wht"):
-        found = []
+        results = []
         for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
-            settings = settings_of(pos_emb, backend, dry=True)
+            settings = model_settings(pos_emb, backend, dry=True)
             torch.manual_seed(0)
             text = torch.randint(settings.padded_vocab_size, (1, 50)).to(bench.device)
-            found.append(losses(initialized_gpt(settings).to(bench.device, dtype), text))
-        good, error = close_enough(found[0], found[1].double(), 1e-5)
+            results.append(losses(initialized_gpt(settings).to(bench.device, dtype), text))
+        good, error = close_enough(results[0], results[1].double(), 1e-5)
         passed &= good
         bench.attempt({"check": pos_emb}, lambda error=error: {"error": error})
     return bench.checked(passed)
@@ -70,7 +70,7 @@ def main() -> int:
         return 1
     dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
     for pos_emb, backend in CASES[: 2 if bench.dry else None]:
-        model = initialized_gpt(settings_of(pos_emb, backend, bench.dry)).to(bench.device).eval()
+        model = initialized_gpt(model_settings(pos_emb, backend, bench.dry)).to(bench.device).eval()
         if not bench.dry:
             model.bfloat16()
         for length in (16, 32) if bench.dry else LENGTHS:

@@ -1,10 +1,10 @@
-"""Memory and time of evaluating one segment of 16,384 tokens, and of 65,536, beyond what the model's weights take.
+"""Memory (beyond the weights) and time of evaluating one segment of 16,384 and of 65,536 tokens.
 
     python benchmarks/evaluation_memory.py [--threads 2] [--lengths 16384 65536] [--pos-emb NAME] [--layers N]
 
-The model of the training benchmark, with kerple_log unless said otherwise; from 65,536 tokens on two layers of it,
-since time grows with the square of the length and memory with the layers. What counts is the largest resident memory of
-a process of its own minus what it held before the evaluation; 2 GiB are allowed. Exit status 1 when it takes more.
+The model is that of the training benchmark, by default with kerple_log; from 65,536 tokens on it has only two layers,
+since time grows with the square of the length and memory with the number of layers. Each length is measured in its own
+process, as the largest resident memory minus that before the evaluation. The exit status is 1 if it exceeds 2 GiB.
 """
 
 import argparse
@@ -31,16 +31,16 @@ QUERY_CHUNK = 512
 
 
 def resident_bytes() -> int:
-    """Resident memory now, from Linux's /proc."""
+    """Current resident memory, from /proc."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict[str, float]:
-    """Evaluate one segment in this process; bytes beyond those held before, and seconds."""
+    """Evaluate one segment in this process; returns the additional bytes and the seconds."""
     torch.set_num_threads(threads)
     model = bench_model(pos_emb, layers or (LAYERS_WHEN_LONG if length >= LONG else LAYERS)).eval()
     tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=torch.Generator().manual_seed(1))
-    held = resident_bytes()
+    before = resident_bytes()
     start = time.perf_counter()
     with torch.inference_mode():
         reader = SegmentReader(as_decoder(model), torch.device("cpu"), QUERY_CHUNK, batch_tokens=length)
@@ -50,7 +50,7 @@ def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict
     return {
         "length": length,
         "layers": len(model.blocks),
-        "bytes": largest - held,
+        "bytes": largest - before,
         "seconds": seconds,
         "loss": float(sum(losses)) / length,
     }
@@ -61,23 +61,25 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, LONG])
     parser.add_argument("--pos-emb", default="kerple_log", metavar="NAME", help="positional method (%(default)s)")
-    parser.add_argument("--layers", type=int, metavar="N", help=f"instead of {LAYERS}, or {LAYERS_WHEN_LONG} when long")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help=f"default: {LAYERS}, or {LAYERS_WHEN_LONG} from {LONG:,} tokens on"
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.in_this_process:
         print(json.dumps(measure(options.lengths[0], options.threads, options.pos_emb, options.layers)))
         return 0
-    every = []
+    measurements = []
     for length in options.lengths:
-        # A process of its own: what earlier work left behind would hide the peak.
-        given = (f"--lengths={length}", f"--threads={options.threads}", f"--pos-emb={options.pos_emb}")
-        words = ["--in-this-process", *given, *([f"--layers={options.layers}"] if options.layers else [])]
+        # Memory of earlier measurements in the same process would hide the peak.
+        sizes = (f"--lengths={length}", f"--threads={options.threads}", f"--pos-emb={options.pos_emb}")
+        words = ["--in-this-process", *sizes, *([f"--layers={options.layers}"] if options.layers else [])]
         output = subprocess.run(
             [sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True
         ).stdout
         measured = json.loads(output.splitlines()[-1])
-        every.append(measured)
+        measurements.append(measured)
         print(
             f"{options.pos_emb}: evaluation of {length:,} tokens, {measured['layers']} layers: "
             f"{measured['bytes'] / 1024**2:,.0f} MiB beyond the weights (limit {LIMIT / 1024**2:,.0f}), "
@@ -86,8 +88,8 @@ def main() -> int:
         )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"evaluation": every, "limit_bytes": LIMIT}, indent=1) + "\n")
-    return 0 if all(measured["bytes"] <= LIMIT for measured in every) else 1
+        options.json.write_text(json.dumps({"evaluation": measurements, "limit_bytes": LIMIT}, indent=1) + "\n")
+    return 0 if all(measured["bytes"] <= LIMIT for measured in measurements) else 1
 
 
 if __name__ == "__main__":
