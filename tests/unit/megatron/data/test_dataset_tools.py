@@ -85,7 +85,9 @@ def test_unwritable_figure(dataset, tmp_path, name, message):
 
 
 def test_damaged_dataset(dataset, tokenizer):
-    with pytest.raises(UserError, match="was built with another CharLevelTokenizer than the one given"):
+    with pytest.raises(
+        UserError, match="was built with another CharLevelTokenizer; pass the tokenizer it was built with"
+    ):
         inspect(dataset, tokenizer)
     path = Path(f"{dataset}.bin")
     content = bytearray(path.read_bytes())

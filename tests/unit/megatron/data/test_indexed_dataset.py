@@ -22,8 +22,8 @@ from megatron.utils.errors import UserError
 
 
 def test_id_types_equal_megatron_cores():
-    theirs = {dtype.value: np.dtype(dtype.name) for dtype in DType}
-    assert {code: dtype for code, dtype in theirs.items() if np.issubdtype(dtype, np.integer)} == ID_TYPES
+    core_types = {dtype.value: np.dtype(dtype.name) for dtype in DType}
+    assert {code: dtype for code, dtype in core_types.items() if np.issubdtype(dtype, np.integer)} == ID_TYPES
     for size in (1, 65499, 65500, 10**6):
         assert id_type_for(size) == np.dtype(DType.optimal_dtype(size))
 

@@ -27,23 +27,23 @@ def test_equal_to_megatron_cores_builder(tmp_path_factory, batches, vocab_size):
     if not documents:
         return
     folder = tmp_path_factory.mktemp("pair")
-    builder = IndexedDatasetBuilder(str(folder / "theirs.bin"), dtype=DType.optimal_dtype(vocab_size))
+    builder = IndexedDatasetBuilder(str(folder / "expected.bin"), dtype=DType.optimal_dtype(vocab_size))
     for document in documents:
         builder.add_document(torch.tensor(document), [len(document)])
-    builder.finalize(str(folder / "theirs.idx"))
-    with IndexedWriter(folder / "ours", vocab_size) as writer:
+    builder.finalize(str(folder / "expected.idx"))
+    with IndexedWriter(folder / "actual", vocab_size) as writer:
         for batch in batches:
             flat = np.array([token for document in batch for token in document], dtype=writer.dtype)
             writer.add(flat, np.array([len(document) for document in batch], dtype=np.int32))
         written = writer.finish()
     for ending in ("bin", "idx"):
-        assert (folder / f"ours.{ending}").read_bytes() == (folder / f"theirs.{ending}").read_bytes()
-    assert sorted(os.listdir(folder)) == ["ours.bin", "ours.idx", "theirs.bin", "theirs.idx"]
+        assert (folder / f"actual.{ending}").read_bytes() == (folder / f"expected.{ending}").read_bytes()
+    assert sorted(os.listdir(folder)) == ["actual.bin", "actual.idx", "expected.bin", "expected.idx"]
     assert (written.documents, written.tokens) == (len(documents), sum(map(len, documents)))
     assert written.largest_id == max(map(max, documents))
-    ours = IndexedDataset(str(folder / "ours"))
-    assert [ours[number].tolist() for number in range(len(ours))] == documents
-    files = open_indexed_files(folder / "theirs")
+    dataset = IndexedDataset(str(folder / "actual"))
+    assert [dataset[number].tolist() for number in range(len(dataset))] == documents
+    files = open_indexed_files(folder / "expected")
     assert (files.documents, files.sequences, files.tokens) == (len(documents), len(documents), written.tokens)
     assert files.map_tokens().tolist() == [token for document in documents for token in document]
 
