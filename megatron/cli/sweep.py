@@ -27,7 +27,20 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     Returns 0 if all runs are finished, 1 if one failed, 128 + N if signal N stopped the sweep. Raises UserError before
     anything is started if the sweep file is invalid or contradicts the contents of its output folder.
     """
-    options = _parse_options(argv)
+    parser = OptionParser(
+        prog="sweep.py", description="Train and evaluate the unfinished runs of a sweep, and write its report."
+    )
+    parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
+    parser.add_argument("--dry-run", action="store_true", help="show what remains to be done, and exit")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
+    )
+    where.add_argument("--jobs", type=int, metavar="N", help="on a CPU: runs at the same time (default: 1)")
+    parser.add_argument(
+        "--rate", type=float, metavar="TOKENS/S", help="training speed for the time estimate; default: as logged"
+    )
+    options = parser.parse_args(argv)
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
     check_options(sweep.evaluation, f"{sweep.path}: evaluation")
@@ -43,23 +56,6 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
     with Lock(sweep.output / ".lock", f"{sweep.output}: another sweep is running there; wait for it, or stop it"):
         return _run(console, root, sweep, runs, devices)
-
-
-def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OptionParser(
-        prog="sweep.py", description="Train and evaluate the unfinished runs of a sweep, and write its report."
-    )
-    parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
-    parser.add_argument("--dry-run", action="store_true", help="show what remains to be done, and exit")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
-    )
-    where.add_argument("--jobs", type=int, metavar="N", help="on a CPU: runs at the same time (default: 1)")
-    parser.add_argument(
-        "--rate", type=float, metavar="TOKENS/S", help="training speed for the time estimate; default: as logged"
-    )
-    return parser.parse_args(argv)
 
 
 def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> list[str]:

@@ -96,34 +96,31 @@ def read_sweep(path: str | Path) -> Sweep:
             raise UserError(f"{path}: key {name!r} is missing; a sweep requires {', '.join(REQUIRED_KEYS)}")
     values = {name: entry.value for name, entry in entries.items()}
     config_dir = Path(values.get("config_dir", "configs"))
+    if not values["axes"]:
+        raise UserError(
+            f"{entries['axes'].place}: axes must contain at least one axis, for example "
+            "pos_emb: [pos_emb/kerple_log.yml]"
+        )
+    axes = {}
+    for axis, choices in values["axes"].items():
+        place = f"{entries['axes'].place}: axis {axis}"
+        if not isinstance(choices, list) or not choices:
+            raise UserError(f"{place} must be a list of choices, not {choices!r}")
+        axes[axis] = tuple(_parse_choice(choice, config_dir, place) for choice in choices)
+        labels = [choice.label for choice in axes[axis]]
+        duplicate = next((label for label in labels if labels.count(label) > 1), None)
+        if duplicate is not None:
+            raise UserError(f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}")
     return Sweep(
         path=path,
         title=values.get("title", f"Sweep {path.stem}"),
         output=Path(values["output"]),
         config_dir=config_dir,
         base=_file_list(values["base"], f"{entries['base'].place}: base"),
-        axes=_parse_axes(values["axes"], config_dir, str(entries["axes"].place)),
+        axes=axes,
         overrides=values.get("set", {}),
         evaluation=_to_arguments(values["evaluation"], str(entries["evaluation"].place)),
     )
-
-
-def _parse_axes(axes: Mapping[str, Any], config_dir: Path, place: str) -> dict[str, tuple[Choice, ...]]:
-    if not axes:
-        raise UserError(f"{place}: axes must contain at least one axis, for example pos_emb: [pos_emb/kerple_log.yml]")
-    parsed = {}
-    for axis, values in axes.items():
-        if not isinstance(values, list) or not values:
-            raise UserError(f"{place}: axis {axis} must be a list of choices, not {values!r}")
-        choices = tuple(_parse_choice(value, config_dir, f"{place}: axis {axis}") for value in values)
-        labels = [choice.label for choice in choices]
-        duplicate = next((label for label in labels if labels.count(label) > 1), None)
-        if duplicate is not None:
-            raise UserError(
-                f"{place}: axis {axis} has two choices named {duplicate}; give them names: {{name: ..., ...}}"
-            )
-        parsed[axis] = choices
-    return parsed
 
 
 def _parse_choice(value: Any, config_dir: Path, place: str) -> Choice:

@@ -19,6 +19,7 @@ from megatron.config import Config, UserError
 from megatron.model.gpt import positional_methods
 from megatron.model.settings import ModelSettings
 from megatron.training.distributed import Layout
+from megatron.utils.errors import first_line
 from megatron.utils.progress import readable_time
 
 if TYPE_CHECKING:
@@ -84,8 +85,26 @@ class Logger:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(settings.tensorboard_dir)
-        if settings.use_wandb:
-            self._wandb = _start_wandb(self._config)
+        if not settings.use_wandb:
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("use_wandb: wandb is not installed; install it or set use_wandb to false") from error
+        if settings.wandb_host:
+            os.environ.setdefault("WANDB_BASE_URL", settings.wandb_host)
+        try:
+            self._wandb = wandb.init(
+                project=settings.wandb_project,
+                group=settings.wandb_group,
+                entity=settings.wandb_team,
+                name=settings.wandb_run_name,
+                config=self._config.to_flat(),
+            )
+        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
+            raise UserError(
+                f"use_wandb: {first_line(error)}; set WANDB_API_KEY, or WANDB_MODE=offline to log to disk"
+            ) from error
 
     def info(self, text: str) -> None:
         """Print a line."""
@@ -111,28 +130,6 @@ class Logger:
                 writer.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def _start_wandb(config: Config) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("use_wandb: wandb is not installed; install it or set use_wandb to false") from error
-    settings = config.logging
-    if settings.wandb_host:
-        os.environ.setdefault("WANDB_BASE_URL", settings.wandb_host)
-    try:
-        return wandb.init(
-            project=settings.wandb_project,
-            group=settings.wandb_group,
-            entity=settings.wandb_team,
-            name=settings.wandb_run_name,
-            config=config.to_flat(),
-        )
-    except (wandb.errors.UsageError, wandb.errors.CommError) as error:
-        raise UserError(
-            f"use_wandb: {str(error).splitlines()[0]}; set WANDB_API_KEY, or WANDB_MODE=offline to log to disk"
-        ) from error
 
 
 class StepLog:
@@ -178,48 +175,45 @@ class StepLog:
         """Check the losses, then write their mean since the last line and what else describes the training."""
         self.check(state.iteration)
         with self.paused():
-            self._write(state, learning_rate)
+            engine, layout, steps = self._engine, self._engine.layout, len(self._losses)
+            last_iteration = self._config.schedule.train_iters or 0
+            losses = torch.stack(self._losses).float().cpu()
+            loss = float(losses[torch.isfinite(losses)].mean())
+            samples_per_second = steps * engine.global_batch / max(self.seconds, 1e-9)
+            tokens_per_second = samples_per_second * engine.seq_length
+            memory = peak_memory(layout.device)
+            values = {
+                "train/loss": loss,
+                "train/learning_rate": learning_rate,
+                "train/tokens_per_second": tokens_per_second,
+                "train/tokens": float(state.tokens),
+                "train/memory_bytes": float(memory),
+            }
+            texts = [
+                f"iteration {state.iteration:,}/{last_iteration:,}",
+                f"lm loss {loss:.4f}",
+                f"lr {learning_rate:.3e}",
+            ]
+            grad_norm, loss_scale, device_peak = engine.grad_norm, engine.loss_scale, peak_flops(layout.device)
+            if grad_norm is not None:
+                values["train/grad_norm"] = grad_norm
+                texts.append(f"grad norm {grad_norm:.3f}")
+            if loss_scale is not None:
+                values["train/loss_scale"] = loss_scale
+                texts.append(f"loss scale {loss_scale:g}")
+            texts += [f"{samples_per_second:,.1f} samples/s", f"{tokens_per_second:,.0f} tokens/s"]
+            if device_peak is not None:
+                values["train/mfu"] = tokens_per_second * self._flops_per_token / (device_peak * layout.world_size)
+                texts.append(f"MFU {100 * values['train/mfu']:.1f} %")
+            seconds_left = (last_iteration - state.iteration) * self.seconds / max(steps, 1)
+            texts += [f"{memory / 2**30:.2f} GiB", f"{readable_time(seconds_left)} left"]
+            self._logger.info(" | ".join(texts))
+            for name, heads in engine.kernel_statistics().items():
+                low, mean, high = heads.min().item(), heads.mean().item(), heads.max().item()
+                values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
+                self._logger.info(f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads")
+            self._logger.metrics(values, state.iteration)
         self._losses, self._checked, self.seconds = [], 0, 0.0
-
-    def _write(self, state: TrainingState, learning_rate: float) -> None:
-        engine, layout, steps = self._engine, self._engine.layout, len(self._losses)
-        last_iteration = self._config.schedule.train_iters or 0
-        losses = torch.stack(self._losses).float().cpu()
-        loss = float(losses[torch.isfinite(losses)].mean())
-        samples_per_second = steps * engine.global_batch / max(self.seconds, 1e-9)
-        tokens_per_second = samples_per_second * engine.seq_length
-        memory = peak_memory(layout.device)
-        values = {
-            "train/loss": loss,
-            "train/learning_rate": learning_rate,
-            "train/tokens_per_second": tokens_per_second,
-            "train/tokens": float(state.tokens),
-            "train/memory_bytes": float(memory),
-        }
-        texts = [
-            f"iteration {state.iteration:,}/{last_iteration:,}",
-            f"lm loss {loss:.4f}",
-            f"lr {learning_rate:.3e}",
-        ]
-        grad_norm, loss_scale, device_peak = engine.grad_norm, engine.loss_scale, peak_flops(layout.device)
-        if grad_norm is not None:
-            values["train/grad_norm"] = grad_norm
-            texts.append(f"grad norm {grad_norm:.3f}")
-        if loss_scale is not None:
-            values["train/loss_scale"] = loss_scale
-            texts.append(f"loss scale {loss_scale:g}")
-        texts += [f"{samples_per_second:,.1f} samples/s", f"{tokens_per_second:,.0f} tokens/s"]
-        if device_peak is not None:
-            values["train/mfu"] = tokens_per_second * self._flops_per_token / (device_peak * layout.world_size)
-            texts.append(f"MFU {100 * values['train/mfu']:.1f} %")
-        seconds_left = (last_iteration - state.iteration) * self.seconds / max(steps, 1)
-        texts += [f"{memory / 2**30:.2f} GiB", f"{readable_time(seconds_left)} left"]
-        self._logger.info(" | ".join(texts))
-        for name, heads in engine.kernel_statistics().items():
-            low, mean, high = heads.min().item(), heads.mean().item(), heads.max().item()
-            values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
-            self._logger.info(f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads")
-        self._logger.metrics(values, state.iteration)
 
 
 def non_finite_loss(config: Config, when: str) -> UserError:

@@ -1,5 +1,6 @@
 """The training loop: setup, iterations, validation, checkpoints, and a clean end."""
 
+import contextlib
 import math
 
 import torch
@@ -25,20 +26,19 @@ def train(config: Config) -> TrainingState:
     Raises UserError for unusable input, before anything is written.
     """
     layout = distributed.initialize(config)
-    logger = Logger(config, layout)
     try:
-        trainer = Trainer(config, layout, logger)
-        with distributed.DistributedSignalHandler() as signals:
-            try:
-                finished = trainer.train(signals)
-            finally:
-                if trainer.checkpointer is not None:
-                    trainer.checkpointer.finish()
-        if finished:
-            trainer.evaluate_at_end()
-        return trainer.state
+        with contextlib.closing(Logger(config, layout)) as logger:
+            trainer = Trainer(config, layout, logger)
+            with distributed.DistributedSignalHandler() as signals:
+                try:
+                    finished = trainer.train(signals)
+                finally:
+                    if trainer.checkpointer is not None:
+                        trainer.checkpointer.finish()
+            if finished:
+                trainer.evaluate_at_end()
+            return trainer.state
     finally:
-        logger.close()
         distributed.shutdown()
 
 
@@ -116,6 +116,7 @@ class Trainer:
         logger.start_metrics()
 
     def _build_datasets(self, tokenizer: Tokenizer) -> Datasets:
+        """Training, validation and test samples for the whole run. Raises UserError if there are no documents."""
         config, training = self.config, self.config.training
         _, _, global_batch = config.batch.resolve(self.layout.data_size)
         samples_per_validation = training.eval_iters * global_batch
@@ -164,19 +165,16 @@ class Trainer:
             if self.checkpointer is not None and (_is_due(state.iteration, save_interval) or is_last or exit_reason):
                 with log.paused():
                     log.check(state.iteration)
-                    self._check_weights()
+                    # Weights without a finite loss must not replace a good checkpoint.
+                    batch = {"tokens": self.probe[:, :-1], "labels": self.probe[:, 1:]}
+                    if not math.isfinite(self.engine.validate(iter([batch]), 1)):
+                        raise non_finite_loss(self.config, f"after iteration {state.iteration}")
                     self.checkpointer.save(state)
             if exit_reason:
                 saved = "checkpoint saved" if self.checkpointer else "no checkpoint saved (`save` is not set)"
                 self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
                 return False
         return True
-
-    def _check_weights(self) -> None:
-        """Raise UserError if the weights do not give a finite loss. They must not replace a good checkpoint."""
-        batch = {"tokens": self.probe[:, :-1], "labels": self.probe[:, 1:]}
-        if not math.isfinite(self.engine.validate(iter([batch]), 1)):
-            raise non_finite_loss(self.config, f"after iteration {self.state.iteration}")
 
     def evaluate_at_end(self) -> None:
         """Validation, extrapolation curves and test at the last iteration."""

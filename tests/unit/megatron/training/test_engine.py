@@ -1,4 +1,4 @@
-"""A training step does not wait for the device; training with compiled blocks."""
+"""A training step does not wait for the device; errors of the engine."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.config import Config, UserError
 from megatron.training.engine import Engine
 from megatron.training.loop import train
-from tests.support.runs import copy_checkpoint, metrics, training_settings
+from tests.support.runs import metrics, training_settings
 
 # Operators that copy values to the host: item(), int(), float(), bool() and `if` use the first. Copies of tensors to
 # the CPU cannot be detected on a CPU.
@@ -64,29 +64,6 @@ def test_reads_are_detected(read):
     with HostReads() as watch:
         read(torch.ones(()))
     assert watch.operators
-
-
-def test_compiled_and_uncompiled_runs_resume_each_other(tmp_path, data_path, monkeypatch, capsys):
-    """With ZeRO 2, gradient accumulation and recomputed activations. All runs have the same losses."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    keys = {"checkpoint_activations": True, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
-
-    def run(name: str, *, compiled: bool) -> None:
-        train(Config.from_flat(training_settings(tmp_path / name, data_path, torch_compile=compiled, **keys)))
-
-    run("eager", compiled=False)
-    assert "torch.compile" not in capsys.readouterr().out
-    run("compiled", compiled=True)
-    assert capsys.readouterr().out.count("torch.compile: transformer blocks in training, without attention") == 1
-    copy_checkpoint(tmp_path / "eager", tmp_path / "resumed compiled", 3)
-    run("resumed compiled", compiled=True)
-    copy_checkpoint(tmp_path / "compiled", tmp_path / "resumed eager", 3)
-    run("resumed eager", compiled=False)
-    for name in ("train/loss", "train/grad_norm", "validation/loss", "kernel/bias_p/mean"):
-        expected = metrics(tmp_path / "eager", name)
-        for folder in ("compiled", "resumed compiled", "resumed eager"):
-            values = metrics(tmp_path / folder, name)
-            assert values == pytest.approx({step: expected[step] for step in values}, rel=1e-4), (folder, name)
 
 
 def test_a_missing_compiler_is_an_error(tmp_path, data_path, monkeypatch):
