@@ -1,8 +1,11 @@
-"""Generation in batches: the tokens of a text recomputed from its beginning, row by row, for every method."""
+"""Generation in batches gives what each text gives alone; sampling follows its definition."""
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kerple.positional import primary_names
 from megatron.inference.generation import Sampling, generate
@@ -26,25 +29,31 @@ def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, 
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("choice", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", primary_names())
-def test_batches_with_a_cache_give_what_each_text_alone_gives(method, choice):
+def test_batches_with_a_cache_give_what_each_text_alone_gives(method):
     model = small_gpt(method).double()
-    expected = [one_by_one(model, prompt, row, maximum_tokens=30, **choice) for row, prompt in enumerate(PROMPTS)]
-    cached = generate(model, PROMPTS, maximum_tokens=30, **choice)
-    recomputed = generate(model, PROMPTS, maximum_tokens=30, recompute=True, **choice)
+    expected = [one_by_one(model, prompt, row, maximum_tokens=20, **SAMPLED) for row, prompt in enumerate(PROMPTS)]
+    cached = generate(model, PROMPTS, maximum_tokens=20, **SAMPLED)
+    recomputed = generate(model, PROMPTS, maximum_tokens=20, recompute=True, **SAMPLED)
     assert [generation.tokens for generation in cached] == expected
     assert [generation.tokens for generation in recomputed] == expected
     assert [generation.prompt for generation in cached] == PROMPTS
-    assert len({tuple(tokens) for tokens in expected}) > 2  # the model is no constant
+    assert len({tuple(tokens) for tokens in expected}) > 2  # the model is not constant
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "rotary"])
+def test_greedy_generation(method):
+    model = small_gpt(method).double()
+    expected = [one_by_one(model, prompt, row, maximum_tokens=20) for row, prompt in enumerate(PROMPTS)]
+    assert [generation.tokens for generation in generate(model, PROMPTS, maximum_tokens=20)] == expected
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 32])
-def test_neighbours_change_nothing(batch_size):
+def test_results_do_not_depend_on_the_batch(batch_size):
     model = small_gpt("kerple_log").double()
     expected = [generation.tokens for generation in generate(model, PROMPTS, maximum_tokens=12, **SAMPLED)]
-    found = generate(model, PROMPTS, maximum_tokens=12, batch_size=batch_size, **SAMPLED)
-    assert [generation.tokens for generation in found] == expected
+    results = generate(model, PROMPTS, maximum_tokens=12, batch_size=batch_size, **SAMPLED)
+    assert [generation.tokens for generation in results] == expected
     first = generate(model, PROMPTS[:2], maximum_tokens=12, **SAMPLED)
     assert [generation.tokens for generation in first] == expected[:2]
 
@@ -72,7 +81,7 @@ def test_long_prompts_are_fed_in_chunks(monkeypatch):
 
     model.hidden = recorded
     prompt = random_tokens(50).tolist()
-    found = generate(model, [prompt], maximum_tokens=4)[0].tokens
+    results = generate(model, [prompt], maximum_tokens=4)[0].tokens
     assert fed == [8] * 6 + [2, 1, 1, 1]
     del model.hidden
     assert found == one_by_one(model, prompt, 0, maximum_tokens=4)
@@ -84,22 +93,22 @@ def counting_up(tokens):
 
 
 def test_the_end_of_document_token_ends_a_row():
-    found = generate(counting_up, [[3], [7], [10], [20, 30]], maximum_tokens=6, eod=10, recompute=True)
-    assert [(row.tokens, row.finished) for row in found] == [
+    results = generate(counting_up, [[3], [7], [10], [20, 30]], maximum_tokens=6, eod=10, recompute=True)
+    assert [(row.tokens, row.finished) for row in results] == [
         ([4, 5, 6, 7, 8, 9], False),
         ([8, 9], True),
         ([11, 12, 13, 14, 15, 16], False),  # one in the prompt ends nothing
         ([31, 32, 33, 34, 35, 36], False),
     ]
-    assert all(row.message is None and row.duration_seconds > 0 for row in found)
+    assert all(row.message is None and row.duration_seconds > 0 for row in results)
 
 
-def test_the_end_of_document_token_may_be_a_token_like_any_other():
-    found = generate(counting_up, [[7]], maximum_tokens=6, eod=10, stop_at_eod=False, recompute=True)[0]
+def test_the_end_of_document_token_without_stopping():
+    results = generate(counting_up, [[7]], maximum_tokens=6, eod=10, stop_at_eod=False, recompute=True)[0]
     assert (found.tokens, found.finished) == ([8, 9, 10, 11, 12, 13], False)
 
 
-def test_rows_that_end_early_leave_the_others_as_they_are():
+def test_rows_that_end_early_do_not_change_the_others():
     model = small_gpt("kerple_power_ap_ap").double()
     free = generate(model, PROMPTS, maximum_tokens=25, **SAMPLED)
     ends = free[0].tokens[3]
@@ -111,26 +120,26 @@ def test_rows_that_end_early_leave_the_others_as_they_are():
     assert stopped[0].finished
 
 
-def test_results_are_given_out_as_they_come():
+def test_results_are_reported_when_they_are_complete():
     seen = {}
-    found = generate(
+    results = generate(
         counting_up, [[8], [1], [9]], maximum_tokens=5, eod=10, recompute=True, on_generation=seen.__setitem__
     )
     assert list(seen) == [2, 0, 1]
-    assert [seen[index] for index in range(3)] == found
+    assert [seen[index] for index in range(3)] == results
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_learned_positions_stop_at_the_end_of_their_table_with_a_message(recompute):
     model = small_gpt("learned", max_positions=12).double()
     prompts = [random_tokens(length).tolist() for length in (3, 10, 12, 13, 20)]
-    found = generate(model, prompts, maximum_tokens=5, recompute=recompute)
+    results = generate(model, prompts, maximum_tokens=5, recompute=recompute)
     # The token after position 11 can still be predicted; it cannot be read.
-    assert [len(row.tokens) for row in found] == [5, 3, 1, 0, 0]
-    assert [row.message is None for row in found] == [True, False, False, False, False]
-    assert not any(row.finished for row in found)
-    assert all("12" in row.message for row in found[1:])
-    assert found[1].tokens == one_by_one(model, prompts[1], 1, maximum_tokens=3)
+    assert [len(row.tokens) for row in results] == [5, 3, 1, 0, 0]
+    assert [row.message is None for row in results] == [True, False, False, False, False]
+    assert not any(row.finished for row in results)
+    assert all("12" in row.message for row in results[1:])
+    assert results[1].tokens == one_by_one(model, prompts[1], 1, maximum_tokens=3)
 
 
 def test_a_long_text_from_a_single_token():
@@ -153,7 +162,7 @@ def test_no_prompts_no_results():
     assert generate(counting_up, [], maximum_tokens=3, recompute=True) == []
 
 
-def test_dropout_is_off_and_the_mode_is_kept():
+def test_dropout_is_off_and_the_mode_is_restored():
     model = small_gpt("alibi", hidden_dropout=0.5)
     model.train()
     first, second = (generate(model, [[1, 2]], maximum_tokens=10)[0].tokens for _ in range(2))
@@ -174,7 +183,125 @@ def test_dropout_is_off_and_the_mode_is_kept():
         ({"recompute": False}, "function has no KV cache of this project: generate with recompute"),
     ],
 )
-def test_what_cannot_be_served_is_refused(keywords, message):
+def test_invalid_arguments(keywords, message):
     arguments = {"prompts": [[1]], "maximum_tokens": 3, "recompute": True, **keywords}
     with pytest.raises(UserError, match=message):
         generate(counting_up, arguments.pop("prompts"), **arguments)
+
+
+# -- sampling
+
+
+def by_definition(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The distribution over ids for one row of logits without ties, one token at a time."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    if top_k:
+        order = order[:top_k]
+    weights = {token: np.exp((logits[token] - logits[order[0]]) / temperature) for token in order}
+    total = sum(weights.values())
+    kept, held = [], 0.0
+    for token in order:
+        kept.append(token)
+        held += weights[token] / total
+        if 0 < top_p < 1 and held >= top_p:
+            break
+    share = sum(weights[token] for token in kept)
+    return np.array([weights[token] / share if token in kept else 0.0 for token in range(len(logits))])
+
+
+def distribution(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
+    chances, ids = sampling.probabilities(logits)
+    return torch.zeros(logits.shape, dtype=torch.float64).scatter(1, ids, chances)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, 25),
+    top_p=st.floats(0, 1),
+)
+def test_distribution_equals_its_definition(seed, temperature, top_k, top_p):
+    logits = np.random.default_rng(seed).normal(size=(3, 20)) * 3
+    found = distribution(Sampling(temperature, top_k, top_p), torch.tensor(logits))
+    for row in range(3):
+        np.testing.assert_allclose(results[row], by_definition(logits[row], temperature, top_k, top_p), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 0.0), (0.7, 5, 0.0), (1.3, 0, 0.8), (1.0, 6, 0.9)]
+)
+def test_frequencies(temperature, top_k, top_p):
+    sampling = Sampling(temperature, top_k, top_p)
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3))
+    draws = 20_000
+    generators = [np.random.default_rng([5, row]) for row in range(draws)]
+    counts = np.bincount(sampling.choose(logits.expand(draws, -1), generators), minlength=12)
+    expected = by_definition(logits[0].double().numpy(), temperature, top_k, top_p)
+    assert (counts[expected == 0] == 0).all()
+    seen = expected > 0
+    assert scipy.stats.chisquare(counts[seen], expected[seen] * draws).pvalue > 1e-4
+
+
+def test_temperature_zero_takes_the_most_probable():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 1.0]])
+    assert Sampling().choose(logits, [None, None]) == [1, 0]
+
+
+def test_a_very_small_temperature_is_nearly_greedy_and_does_not_overflow():
+    logits = torch.tensor([[50.0, 49.0, -80.0]])
+    assert distribution(Sampling(temperature=1e-300), logits).tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_top_p_keeps_the_most_probable_token_even_when_it_alone_holds_more():
+    assert distribution(Sampling(1.0, top_p=1e-9), torch.tensor([[0.0, 1.0, 0.5]])).tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_the_padding_of_the_vocabulary_is_never_drawn():
+    logits = torch.tensor([[0.0, 1.0, 90.0, 95.0]])
+    assert Sampling(vocab_size=2).choose(logits, [None]) == [1]
+    drawn = Sampling(5.0, vocab_size=2).choose(
+        logits.expand(500, -1), [np.random.default_rng(row) for row in range(500)]
+    )
+    assert set(drawn) == {0, 1}
+
+
+class Fixed:
+    """A generator that always gives the same draw."""
+
+    def __init__(self, draw: float):
+        self.draw = draw
+
+    def random(self) -> float:
+        return self.draw
+
+
+def test_the_ends_of_the_unit_interval_choose_kept_tokens():
+    logits = torch.tensor([[0.3, 0.2, 0.1, -9.0]])
+    sampling = Sampling(1.0, top_k=3)
+    assert sampling.choose(logits, [Fixed(0.0)]) == [0]
+    assert sampling.choose(logits, [Fixed(np.nextafter(1.0, 0.0))]) == [2]
+    nucleus = Sampling(1.0, top_p=0.5)
+    assert nucleus.choose(logits, [Fixed(np.nextafter(1.0, 0.0))]) == [1]
+
+
+def test_logits_that_are_nan():
+    with pytest.raises(UserError, match="logits are NaN"):
+        Sampling().choose(torch.tensor([[0.0, float("nan")]]), [None])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be 0"),
+        ({"temperature": float("inf")}, "temperature must be 0"),
+        ({"temperature": float("nan")}, "temperature must be 0"),
+        ({"top_k": -1}, "top_k must be 0"),
+        ({"top_p": 1.5}, "top_p must be between"),
+        ({"top_p": -0.5}, "top_p must be between"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+    ],
+)
+def test_values_out_of_range(values, message):
+    with pytest.raises(UserError, match=message):
+        Sampling(**values)

@@ -1,18 +1,19 @@
-"""load_model: the release's layout and ours as plain PyTorch, and what it refuses."""
+"""load_model: released checkpoints and this project's as plain PyTorch models, and what it rejects."""
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from kerple.positional import PositionalMethod
+from megatron.checkpoint.convert import to_release
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.inference import load_model
+from megatron.model.gpt import GPT
+from tests.support.checkpoints import Exploit
 from tests.support.release import checkpoints, reference
-from tests.support.runs import ROOT, environment
 
 SPLIT_DIM = {
     "word_embeddings.weight": 0,
@@ -70,36 +71,46 @@ def test_model_is_plain_trainable_torch():
     assert model.blocks[0].attention.rpe.bias_p.grad.abs().sum() > 0
 
 
-def test_neither_deepspeed_nor_a_process_group_is_needed():
-    code = (
-        "import sys, torch; from megatron.inference import load_model;"
-        f"load_model({str(checkpoints('rotary'))!r});"
-        "assert 'deepspeed' not in sys.modules and 'megatron.core' not in sys.modules;"
-        "assert not torch.distributed.is_initialized()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("method", ["kerple_log", "learned", "rpe"])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, tmp_path, monkeypatch):
+    """And one positional method, which the layers share, besides the one without memory that validates its options."""
+    source, config = load_model(checkpoints(method))
+    to_release(source, config, tmp_path / "run", tensor_parallel=tensor_parallel, report=lambda text: None)
+    opened, models, methods = [], [], []
+    load, build_model, build_method = torch.load, GPT.__init__, PositionalMethod.__init__
+
+    def count_method(self, *args):
+        if torch.empty(0).device.type != "meta":
+            methods.append(self)
+        build_method(self, *args)
+
+    monkeypatch.setattr(torch, "load", lambda path, **keys: opened.append(path.name) or load(path, **keys))
+    monkeypatch.setattr(GPT, "__init__", lambda self, *args: models.append(self) or build_model(self, *args))
+    monkeypatch.setattr(PositionalMethod, "__init__", count_method)
+    model, _ = load_model(tmp_path / "run")
+    files = sorted(path.name for path in (tmp_path / "run" / "global_step0").glob("layer_*.pt"))
+    assert len(files) == 5 * tensor_parallel
+    assert sorted(opened) == files
+    assert models == [model]
+    assert len(methods) == 1
 
 
-def test_positional_methods_stand_alone():
-    """The README's claim: torch and nothing else of this project or of the training libraries."""
-    code = (
-        "import sys; from kerple.positional import KerpleLog; from kerple.attention import attend;"
-        "loaded = [name for name in sys.modules if name.startswith(('deepspeed', 'megatron', 'pydantic'))];"
-        "extra = [n for n in loaded if not n.startswith(('kerple.positional', 'kerple.attention'))"
-        " and n not in ('megatron', 'megatron.model')];"
-        "assert not extra, extra"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_overrides_are_taken():
+def test_overrides():
     _, config = load_model(checkpoints("kerple_log"), overrides={"attention-backend": "reference"})
     assert config.model.attention_backend == "reference"
 
 
-def test_code_named_by_a_checkpoint_is_not_run(copy, tmp_path):
+def test_a_malicious_layer_file(copy, tmp_path):
+    folder, step = copy()
+    file = step / "layer_03-model_00-model_states.pt"
+    torch.save({**torch.load(file, weights_only=True), "extra": Exploit(tmp_path / "written")}, file)
+    with pytest.raises(CheckpointError, match=f"{file.name}: refused"):
+        load_model(folder)
+    assert not (tmp_path / "written").exists()
+
+
+def test_code_named_by_a_checkpoint_does_not_run(copy, tmp_path):
     folder, step = copy()
     trap = tmp_path / "trap.py"
     trap.write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
@@ -119,7 +130,7 @@ def test_code_named_by_a_checkpoint_is_not_run(copy, tmp_path):
         ("pos-emb", "rpe", r"lacks attention\.rpe\.weight"),
     ],
 )
-def test_another_configuration_is_named(key, value, message, copy):
+def test_differences_from_the_configuration_are_named(key, value, message, copy):
     folder, step = copy()
     config = step / "configs" / "train.yml"
     config.write_text(json.dumps({**json.loads(config.read_text()), key: value}))
@@ -127,7 +138,7 @@ def test_another_configuration_is_named(key, value, message, copy):
         load_model(folder)
 
 
-def test_missing_pieces_are_named(copy, tmp_path):
+def test_missing_files_are_named(copy, tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         load_model(tmp_path / "nothing")
     folder, step = copy()

@@ -1,8 +1,7 @@
-"""generate.py on real checkpoints: the kinds of generation, its files, and what it refuses."""
+"""generate.py: unconditional, from files of prompts and interactive; its output, and invalid requests."""
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import pytest
 
 from megatron.cli.generate import TextGenerator, interact, main, read_prompts, split_prompts
 from megatron.config import Config, UserError
+from megatron.config.command_line import run_main
 from megatron.inference.generation import generate
 from megatron.tokenizer import build_tokenizer
 from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
 
-ROOT = Path(__file__).resolve().parents[4]
 TOKENIZER = build_tokenizer("CharLevelTokenizer")
 CHOICE = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "maximum_tokens": 48}
 
@@ -53,13 +52,11 @@ def read_records(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_prompts_from_a_file_through_the_entry_point(tmp_path, configuration, trained):
+def test_prompts_from_a_file(tmp_path, configuration, trained, capsys):
     prompts = ["def main(", "class Ünï:", "x"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
     output = tmp_path / "out.jsonl"
-    command = [sys.executable, str(ROOT / "generate.py"), configuration(), "-i", "prompts.txt", "-o", str(output)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    main([configuration(), "-i", str(tmp_path / "prompts.txt"), "-o", str(output)])
     records = read_records(output)
     assert [record["context"] for record in records] == prompts
     assert [record["text"] for record in records] == expected(trained[1], prompts)
@@ -68,7 +65,7 @@ def test_prompts_from_a_file_through_the_entry_point(tmp_path, configuration, tr
         assert record["finished"] or record["length"] == 48  # beyond the training length of 32
         assert record["message"] is None
         assert record["duration_seconds"] > 0
-    assert "3 texts in" in run.stdout
+    assert "3 texts in" in capsys.readouterr().out
 
 
 def test_unconditional_samples(tmp_path, configuration, trained):
@@ -99,20 +96,20 @@ def test_recompute_and_batches_of_one_give_the_same(tmp_path, configuration):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_json_lines_on_the_screen(configuration, capsys):
+def test_json_lines_on_stdout(configuration, capsys):
     main([configuration(text_gen_type="unconditional"), "-o", "-"])
     record = json.loads(capsys.readouterr().out)
     assert record["context"] == ""
 
 
-def test_the_checkpoint_alone_is_enough(tmp_path, trained):
+def test_only_a_checkpoint_without_configuration_files(tmp_path, trained):
     output = tmp_path / "out.jsonl"
     (tmp_path / "p.txt").write_text("import")
     main(["--checkpoint", str(trained[0]), "-i", str(tmp_path / "p.txt"), "-o", str(output)])
     assert read_records(output)[0]["length"] <= 64  # GPT-NeoX's default
 
 
-def test_the_checkpoints_configuration_with_other_values(tmp_path, trained):
+def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
     folder, model = trained
     output = tmp_path / "out.jsonl"
     words = ["--checkpoint", str(folder), "-o", str(output), "--set", "text_gen_type=unconditional"]
@@ -123,13 +120,12 @@ def test_the_checkpoints_configuration_with_other_values(tmp_path, trained):
         main([*words, "temprature=0.5"])
 
 
-def test_interactive_reads_prompts_until_the_input_ends(tmp_path, configuration, trained):
-    command = [sys.executable, str(ROOT / "generate.py"), configuration(text_gen_type="interactive")]
-    run = subprocess.run(command, cwd=tmp_path, input=b"def f\n\nab", capture_output=True, check=False)
-    assert run.returncode == 0, run.stderr
+def test_interactive_reads_prompts_until_the_input_ends(configuration, trained, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f\n\nab")))
+    main([configuration(text_gen_type="interactive")])
     first = expected(trained[1], ["def f"], seed=77)[0]
     second = expected(trained[1], ["ab"], seed=78)[0]
-    assert run.stdout.decode() == f"{first}\n{second}\n"
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
 def test_interactive_prompts_may_span_lines(configuration, trained, data, capsys):
@@ -203,7 +199,7 @@ def test_bad_prompt_files(tmp_path, content, message):
         ({"text_gen_type": "interactive", "prompt_end": ""}, [], "prompt_end is empty"),
     ],
 )
-def test_what_is_refused(tmp_path, monkeypatch, configuration, keys, words, message):
+def test_invalid_requests(tmp_path, monkeypatch, configuration, keys, words, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         main([configuration(**keys), *words])
@@ -218,8 +214,16 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, data):
         main(["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
 
 
-def test_an_error_is_one_line_and_status_2(tmp_path, configuration):
-    command = [sys.executable, str(ROOT / "generate.py"), configuration(), "-i", "missing.txt"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert run.stderr.splitlines() == ["error: cannot read the prompts in missing.txt: No such file or directory"]
+def test_an_error_is_one_line_and_status_2(configuration, capsys):
+    arguments = [configuration(), "-i", "missing.txt"]
+    assert run_main(lambda: main(arguments)) == 2
+    errors = capsys.readouterr().err
+    assert errors == "error: cannot read the prompts in missing.txt: No such file or directory\n"
+
+
+def test_a_file_of_prompts_overrides_the_type(tmp_path, configuration, capsys):
+    (tmp_path / "p.txt").write_text("a")
+    main([configuration(text_gen_type="unconditional"), "-i", str(tmp_path / "p.txt"), "-o", "-"])
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["context"] == "a"
+    assert "text_gen_type unconditional is ignored" in captured.err

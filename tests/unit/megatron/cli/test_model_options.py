@@ -1,0 +1,94 @@
+"""Options shared by evaluate.py and generate.py: which checkpoint, device and tokenizer are used."""
+
+import argparse
+
+import pytest
+import torch
+
+from megatron.cli.model_options import (
+    checkpoint_folders,
+    choose_device,
+    chosen_step,
+    first_process,
+    load_tokenizer,
+    parse_with_checkpoint,
+    saved_config,
+)
+from megatron.config import Config, UserError
+from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder with checkpoints of iterations 4 and 8; `latest` names 8."""
+    folder = tmp_path_factory.mktemp("run")
+    for iteration in (4, 8):
+        write_checkpoint(folder, "rotary", "nowhere", iteration=iteration)
+    return folder
+
+
+def parse(*arguments):
+    return parse_with_checkpoint("test", [str(argument) for argument in arguments], lambda parser: None)
+
+
+def configured(**keys):
+    return Config.from_flat(settings_of("rotary", "nowhere", **keys))
+
+
+def test_a_checkpoint_without_configuration_files(run):
+    config, options = parse("--checkpoint", run, "--set", "seed=3", "pos-emb-options={scaling: linear, factor: 4}")
+    assert options.own
+    assert options.checkpoint == [str(run)]
+    assert (config.model.pos_emb, config.training.seed) == ("rotary", 3)
+    assert saved_config(run, config, options).model.pos_emb_options == {"scaling": "linear", "factor": 4}
+    assert chosen_step(run, config, options).name == "global_step8"
+
+
+def test_configuration_files(run, tmp_path):
+    config, options = parse(
+        write_yaml(tmp_path / "a.yml", settings_of("rotary", "nowhere", load=str(run), iteration=4))
+    )
+    assert not options.own
+    assert checkpoint_folders(config, options) == [run]
+    assert chosen_step(run, config, options).name == "global_step4"
+    options.iteration = 8
+    assert chosen_step(run, config, options).name == "global_step8"
+
+
+def test_the_folder_with_a_checkpoint(run, tmp_path):
+    options = argparse.Namespace(checkpoint=[], iteration=None)
+    assert checkpoint_folders(configured(load=str(tmp_path), save=str(run)), options) == [run]
+    with pytest.raises(UserError, match="give --checkpoint DIR"):
+        checkpoint_folders(configured(), options)
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        checkpoint_folders(configured(save=str(tmp_path)), options)
+
+
+def test_another_model_is_rejected(run):
+    _, options = parse("--checkpoint", run)
+    options.own = False
+    with pytest.raises(UserError, match=r"another configuration \(num_layers 2 in the checkpoint, 3 here\)"):
+        saved_config(run, configured(num_layers=3), options)
+    assert saved_config(run, configured(num_layers=3), options, check=False).model.num_layers == 2
+
+
+def test_the_tokenizer_of_the_configuration_or_the_checkpoint():
+    saved = configured()
+    assert load_tokenizer(saved, saved, 512).vocab_size == 512
+    with pytest.raises(UserError, match="the tokenizer has 512 tokens, but the model has only 128 embeddings"):
+        load_tokenizer(saved, saved, 128)
+
+
+def test_devices():
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match="--device abacus: "):
+        choose_device("abacus")
+
+
+def test_only_the_first_process_works(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert not first_process()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert first_process()
+    assert "runs in one process; the other 3 exit" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""The common interface to this project's models, transformers models and plain functions."""
+
+import pytest
+import torch
+from torch import nn
+
+from kerple.attention import FULL, Span
+from kerple.positional import PositionsExceeded
+from megatron.inference.decoder import CallableDecoder, NativeDecoder, TransformersDecoder, as_decoder, inference
+from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
+
+
+def test_a_model_of_this_project():
+    model = small_gpt("alibi")
+    decoder = as_decoder(model)
+    assert isinstance(decoder, NativeDecoder)
+    assert decoder.supports(Span(window=8))
+    tokens = random_tokens(6)[None]
+    cache = decoder.new_cache(1, 6)
+    chunks = [decoder.hidden(chunk, cache) for chunk in tokens.split(4, dim=1)]
+    torch.testing.assert_close(decoder.logits(torch.cat(chunks, dim=1)), model(tokens))
+
+
+def test_a_function_supports_the_spans_it_has_arguments_for():
+    def windowed(tokens, window=None):
+        return torch.full((*tokens.shape, 3), float(window or 0))
+
+    decoder = as_decoder(windowed)
+    assert isinstance(decoder, CallableDecoder)
+    assert not decoder.cached
+    assert decoder.new_cache(1, 8) is None
+    assert [decoder.supports(span) for span in (FULL, Span(window=8), Span(block=8))] == [True, True, False]
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    assert decoder.logits(decoder.hidden(tokens, span=Span(window=8))).unique().item() == 8
+    assert not as_decoder(int).supports(Span(window=8))
+
+
+@pytest.mark.parametrize("output", [None, torch.zeros(2, 3), torch.zeros(2, 4, 9)])
+def test_other_shapes_than_logits_are_rejected(output):
+    with pytest.raises(TypeError, match=r"must return logits \[batch, seq, vocabulary\] for tokens \(2, 5\)"):
+        as_decoder(lambda tokens: output).hidden(torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_a_table_of_positions_is_detected():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    decoder = as_decoder(GPT2LMHeadModel(config).eval())
+    assert isinstance(decoder, TransformersDecoder)
+    assert not decoder.supports(Span(window=8))
+    tokens = torch.ones(1, 10, dtype=torch.long)
+    cache = decoder.new_cache(1, 20)
+    assert decoder.hidden(tokens, cache).shape == (1, 10, VOCABULARY)
+    with pytest.raises(PositionsExceeded, match="GPT2LMHeadModel has a table of 16 positions, but 20 are needed"):
+        decoder.hidden(tokens, cache)
+
+
+def test_inference_restores_the_mode_of_every_module():
+    model = nn.Sequential(nn.Dropout(), nn.Linear(2, 2)).train()
+    model[1].eval()
+    with inference(model):
+        assert not any(module.training for module in model.modules())
+        assert not model[1](torch.ones(2)).requires_grad
+    assert [module.training for module in model.modules()] == [True, True, False]
