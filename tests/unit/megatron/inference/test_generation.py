@@ -18,7 +18,7 @@ SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 11}
 
 
 def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, top_p=0.0, seed=0, vocab_size=None):
-    """The plain loop over one text, the whole of it through the model for each token, in float64."""
+    """A plain loop over one text that recomputes all of it for each token."""
     sampling = Sampling(temperature, top_k, top_p, vocab_size)
     generator = np.random.default_rng([seed, row])
     text = list(prompt)
@@ -84,7 +84,7 @@ def test_long_prompts_are_fed_in_chunks(monkeypatch):
     results = generate(model, [prompt], maximum_tokens=4)[0].tokens
     assert fed == [8] * 6 + [2, 1, 1, 1]
     del model.hidden
-    assert found == one_by_one(model, prompt, 0, maximum_tokens=4)
+    assert results == one_by_one(model, prompt, 0, maximum_tokens=4)
 
 
 def counting_up(tokens):
@@ -105,7 +105,7 @@ def test_the_end_of_document_token_ends_a_row():
 
 def test_the_end_of_document_token_without_stopping():
     results = generate(counting_up, [[7]], maximum_tokens=6, eod=10, stop_at_eod=False, recompute=True)[0]
-    assert (found.tokens, found.finished) == ([8, 9, 10, 11, 12, 13], False)
+    assert (results.tokens, results.finished) == ([8, 9, 10, 11, 12, 13], False)
 
 
 def test_rows_that_end_early_do_not_change_the_others():
@@ -154,8 +154,8 @@ def test_padding_of_the_vocabulary_is_not_generated():
     with torch.no_grad():
         model.output.final_linear.weight[100:] *= 100
     free = generate(model, [[1]], maximum_tokens=20, temperature=1.0)[0].tokens
-    kept = generate(model, [[1]], maximum_tokens=20, temperature=1.0, vocab_size=100)[0].tokens
-    assert max(free) >= 100 > max(kept)
+    limited = generate(model, [[1]], maximum_tokens=20, temperature=1.0, vocab_size=100)[0].tokens
+    assert max(free) >= 100 > max(limited)
 
 
 def test_no_prompts_no_results():
@@ -199,14 +199,14 @@ def by_definition(logits: np.ndarray, temperature: float, top_k: int, top_p: flo
         order = order[:top_k]
     weights = {token: np.exp((logits[token] - logits[order[0]]) / temperature) for token in order}
     total = sum(weights.values())
-    kept, held = [], 0.0
+    nucleus, total_probability = [], 0.0
     for token in order:
-        kept.append(token)
-        held += weights[token] / total
-        if 0 < top_p < 1 and held >= top_p:
+        nucleus.append(token)
+        total_probability += weights[token] / total
+        if 0 < top_p < 1 and total_probability >= top_p:
             break
-    share = sum(weights[token] for token in kept)
-    return np.array([weights[token] / share if token in kept else 0.0 for token in range(len(logits))])
+    share = sum(weights[token] for token in nucleus)
+    return np.array([weights[token] / share if token in nucleus else 0.0 for token in range(len(logits))])
 
 
 def distribution(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ def distribution(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
 )
 def test_distribution_equals_its_definition(seed, temperature, top_k, top_p):
     logits = np.random.default_rng(seed).normal(size=(3, 20)) * 3
-    found = distribution(Sampling(temperature, top_k, top_p), torch.tensor(logits))
+    results = distribution(Sampling(temperature, top_k, top_p), torch.tensor(logits))
     for row in range(3):
         np.testing.assert_allclose(results[row], by_definition(logits[row], temperature, top_k, top_p), atol=1e-9)
 
@@ -276,7 +276,7 @@ class Fixed:
         return self.draw
 
 
-def test_the_ends_of_the_unit_interval_choose_kept_tokens():
+def test_the_ends_of_the_unit_interval_choose_remaining_tokens():
     logits = torch.tensor([[0.3, 0.2, 0.1, -9.0]])
     sampling = Sampling(1.0, top_k=3)
     assert sampling.choose(logits, [Fixed(0.0)]) == [0]

@@ -43,8 +43,8 @@ def copy(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "rpe", "rotary"])
-def test_tensor_parallel_release_equals_the_whole(method, copy):
-    """As the release writes it on two ranks: one file per rank, the kernels' parameters split by heads."""
+def test_a_tensor_parallel_release_gives_the_same_logits(method, copy):
+    """Two ranks: one file per rank, the positional parameters split by heads."""
     folder, step = copy(method)
     for path in sorted(step.glob("layer_*-model_00-*.pt")):
         state = torch.load(path, weights_only=True)
