@@ -1,17 +1,17 @@
-"""Attention on a GPU: the fused kernels with every kind of method against plain attention, FlexAttention, the matrix.
+"""Attention on a GPU: the fused kernels against SDPA, FlexAttention and materialised scores.
 
-DAPE-KERPLE, which mixes heads pair by pair, stands beside them: by chunks that are made again in the backward pass, and
-with every score and all that its MLP makes of them in memory.
+DAPE-KERPLE, which mixes heads for each pair, is measured as well: in chunks that are recomputed in the backward pass,
+and with all scores and MLP values in memory.
 
     python benchmarks/attention_gpu.py [--check] [--seconds 240] [--json FILE] [--dry-run]
 
-12 heads of 64 in bfloat16, batch 32 shrinking with the length, forward and forward + backward (the gradients of the
-kernel's parameters included). TFLOP/s count the causal half: 4 b h s^2 d / 2 forward, 3.5 times that with the backward
-pass. `--tune` times the fused kernels' tiles instead.
+12 heads of 64 in bfloat16; the batch size falls from 32 with the length. Forward, and forward + backward including the
+gradients of the methods' parameters. TFLOP/s count the causal half: 4 b h s^2 d / 2 forward, 3.5 times that with the
+backward pass. `--tune` measures other tiles of the fused kernels instead.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,160 +21,156 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.attention_inputs import attend_with_method, random_states
 from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialised import MATERIALISED
-from kerple.attention import attend, dispatch, jacobians, score_table, tables
-from kerple.attention.backends.triton import launch as fused
+from kerple.attention import attend, dispatch, tables
+from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.launch import Tile
-from kerple.positional import ModelShape, build
+from kerple.positional import ModelShape, PositionalMethod, build
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe")
-SDPA = {
+SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 HEADS, SIZE = 12, 64
-DIFFERENTIALS = ("bias_jacobian", "weight_jacobian")
-# Beyond this much the matrix is not tried.
-MATRIX_BYTES = 60e9
-# What DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs take for a pair, in float32 and with their gradients.
+# Materialised alternatives that need more memory are skipped.
+MATERIALISED_BYTES = 60e9
+# DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs per pair, in float32 and with their gradients.
 DAPE_PAIR_BYTES = 800
-# Beyond this length DAPE would take the time of all others.
-DAPE_LENGTH = 8192
+# DAPE at larger lengths would take most of the time.
+DAPE_MAX_LENGTH = 8192
+# (head size, queries, keys, window) that --check compares with float64.
+CHECKS = [
+    (64, 512, 512, None),
+    (64, 700, 1001, None),
+    (64, 700, 1001, 300),
+    (128, 300, 300, None),
+    (32, 1, 77, None),
+    (80, 129, 257, 100),
+    (64, 1, 1, None),
+    (96, 2048, 2048, None),
+]
+TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
-def states(bench: Bench, batch: int, length: int, heads: int = HEADS, size: int = SIZE, dtype=None):
-    """Query, key, value and an upstream gradient `[b, h, s, d]`, laid out in memory as a model makes them; bfloat16
-    unless told, but float16 in Triton's interpreter, which takes bfloat16 for whole numbers in matrix products.
-    """
-    dtype = dtype or (torch.float16 if bench.dry else torch.bfloat16)
-    torch.manual_seed(0)
-    qkv = torch.randn(4, batch, length, heads, size, device=bench.device, dtype=dtype)
-    query, key, value = (part.transpose(1, 2).requires_grad_() for part in qkv[:3].clone())
-    return query, key, value, qkv[3].transpose(1, 2)
+def half_dtype(bench: Bench) -> torch.dtype:
+    """bfloat16; float16 in Triton's interpreter, which computes matrix products of bfloat16 as integers."""
+    return torch.float16 if bench.dry else torch.bfloat16
 
 
-def method_of(bench: Bench, name: str, length: int, heads: int = HEADS, size: int = SIZE):
+def make_method(bench: Bench, name: str, length: int, heads: int = HEADS, size: int = SIZE) -> PositionalMethod:
     torch.manual_seed(0)
     return build(name, ModelShape(heads, size, heads * size, 1, length)).to(bench.device)
 
 
-def through(backend: str, method, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    bias, weight = tables(method, key.shape[2], query.device)
-    changes = dict.fromkeys(DIFFERENTIALS)
-    if backend == "fused" and torch.is_grad_enabled():
-        changes = dict(zip(DIFFERENTIALS, jacobians(method, key.shape[2], query.device), strict=True))
-    return attend(query, key, value, bias_table=bias, weight_table=weight, backend=backend, **changes)
+def alternatives(
+    bench: Bench, batch: int, length: int, query: Tensor, key: Tensor, value: Tensor
+) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
+    """Name -> forward pass, and the leaves of its backward pass. The baseline is the first one."""
+    results: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {}
 
-
-def alternatives(bench: Bench, batch: int, length: int, query, key, value) -> dict[str, tuple[Callable, list]]:
-    """Name -> forward pass, and the leaves of its backward pass. The baseline comes first."""
-    made: dict[str, tuple[Callable, list]] = {}
-
-    def add(name: str, backend, method_name: str) -> None:
-        method = method_of(bench, method_name, length)
+    def add(backend: str, method_name: str, label: str | None = None) -> None:
+        method = make_method(bench, method_name, length)
         leaves = [query, key, value, *method.parameters()]
-        made[name] = (lambda: through(backend, method, query, key, value), leaves)
+        name = f"{label or backend}, {'no positions' if backend == 'flex' and method_name == 'none' else method_name}"
+        results[name] = (lambda: attend_with_method(method, query, key, value, backend), leaves)
 
     for method in METHODS:
-        add(f"fused, {method}", "fused", method)
-    for name, backend in SDPA.items():
-
-        def plain(backend=backend):
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-        if not bench.dry:
-            made[f"sdpa {name}, no positions"] = (plain, [query, key, value])
+        add("fused", method)
     if not bench.dry:
-        add("flex, no positions", "flex", "none")
-        add("flex, kerple_log", "flex", "kerple_log")
-        add("flex, kerple_bias_wht", "flex", "kerple_bias_wht")
-    if batch * HEADS * length**2 * 14 < MATRIX_BYTES:
-        add("materialised, kerple_log", "materialised", "kerple_log")
-        add("materialised, kerple_bias_wht", "materialised", "kerple_bias_wht")
+        for name, backend in SDPA_BACKENDS.items():
 
-    def add_dape(name: str, backend: str) -> None:
-        method = method_of(bench, "dape_kerple", length)
+            def sdpa(backend: SDPBackend = backend) -> Tensor:
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        def forward() -> Tensor:
-            table = score_table(method, length, query.device)
-            return attend(query, key, value, modify_scores=method.modify_scores, table=table, backend=backend)
-
-        made[name] = (forward, [query, key, value, *method.parameters()])
-
-    if length <= DAPE_LENGTH:
-        add_dape("chunked, dape_kerple", "chunked")
-    if batch * length**2 * DAPE_PAIR_BYTES < MATRIX_BYTES:
-        add_dape("materialised, dape_kerple", "reference")
-    return made
+            results[f"sdpa {name}, no positions"] = (sdpa, [query, key, value])
+        for method in ("none", "kerple_log", "kerple_bias_wht"):
+            add("flex", method)
+    if batch * HEADS * length**2 * 14 < MATERIALISED_BYTES:
+        for method in ("kerple_log", "kerple_bias_wht"):
+            add(MATERIALISED.name, method)
+    if length <= DAPE_MAX_LENGTH:
+        add("chunked", "dape_kerple")
+    if batch * length**2 * DAPE_PAIR_BYTES < MATERIALISED_BYTES:
+        add("reference", "dape_kerple", label="materialised")
+    return results
 
 
-def parameter_errors(bench: Bench, name: str, query, key, value, upstream, window, tolerance: float) -> list:
-    """Of the gradients of a method's parameters, as training has them: by the tables' jacobians."""
-    t, size = key.shape[2:]
-    max_kv_len = t if window is None else window
+def table_errors(
+    method: PositionalMethod, states: Sequence[Tensor], upstream: Tensor, window: int | None, tolerance: float
+) -> list[tuple[bool, float]]:
+    """Errors of the result and of the gradients of query, key, value and tables."""
+    length = states[1].shape[2] if window is None else window
+    method_tables = tables(method, length, states[0].device)
     runs = []
-    for backend, kind in (("fused", query.dtype), ("reference", torch.float64)):
-        method = method_of(bench, name, t, key.shape[1], size)
-        if not any(parameter.requires_grad for parameter in method.parameters()):
+    for backend, dtype in (("fused", states[0].dtype), ("reference", torch.float64)):
+        leaves = [part.detach().to(dtype).requires_grad_() for part in states]
+        bias, weight = (
+            None if table is None else table.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+            for table in method_tables
+        )
+        result = attend(*leaves, bias_table=bias, weight_table=weight, window=window, backend=backend)
+        leaves += [table for table in (bias, weight) if table is not None]
+        runs.append([result, *torch.autograd.grad(result, leaves, upstream.to(dtype))])
+    return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
+
+
+def parameter_errors(
+    bench: Bench, name: str, states: Sequence[Tensor], upstream: Tensor, window: int | None, tolerance: float
+) -> list[tuple[bool, float]]:
+    """Errors of the gradients of a method's parameters, computed as in training, by jacobians."""
+    t, size = states[1].shape[2:]
+    length = t if window is None else window
+    runs = []
+    for backend in ("fused", "reference"):
+        method = make_method(bench, name, t, states[1].shape[1], size)
+        parameters = list(method.parameters())
+        if not parameters:
             return []
-        changes = dict(zip(DIFFERENTIALS, jacobians(method, max_kv_len, query.device), strict=True))
-        found = tables(method, max_kv_len, query.device)
-        if kind == torch.float64:
-            found, changes = [None if table is None else table.double() for table in found], {}
-        states = [part.detach().to(kind) for part in (query, key, value)]
-        result = attend(*states, bias_table=found[0], weight_table=found[1], window=window, backend=backend, **changes)
-        runs.append(torch.autograd.grad(result, list(method.parameters()), upstream.to(kind)))
-    return [close_enough(found, exact, tolerance) for found, exact in zip(*runs, strict=True)]
+        if backend == "fused":
+            result = attend_with_method(method, *(part.detach() for part in states), backend, window)
+        else:
+            bias, weight = (None if table is None else table.double() for table in tables(method, length, bench.device))
+            exact = [part.detach().double() for part in states]
+            result = attend(*exact, bias_table=bias, weight_table=weight, window=window, backend=backend)
+        runs.append(torch.autograd.grad(result, parameters, upstream.to(result.dtype)))
+    return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
 
 
 def check(bench: Bench) -> bool:
-    """The fused kernels against the materialised reference in float64: values and all gradients."""
+    """Compare results and all gradients of the fused kernels with the reference in float64."""
     passed = True
-    dtypes = [torch.float16] if bench.dry else [torch.bfloat16, torch.float16, torch.float32]
-    sizes = [(64, 40, 70, None)] if bench.dry else [
-        (64, 512, 512, None), (64, 700, 1001, None), (64, 700, 1001, 300), (128, 300, 300, None), (32, 1, 77, None),
-        (80, 129, 257, 100), (64, 1, 1, None), (96, 2048, 2048, None),
-    ]  # fmt: skip
-    for dtype in dtypes:
-        tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
-        for size, s, t, window in sizes:
+    for dtype in [torch.float16] if bench.dry else list(TOLERANCES):
+        tolerance = TOLERANCES[dtype]
+        for size, s, t, window in [(64, 40, 70, None)] if bench.dry else CHECKS:
             for name in ("none", "kerple_log", "kerple_power__ap", "kerple_bias_wht", "rpe"):
-                query, key, value, upstream = states(bench, 2, t, 3, size, dtype)
-                query, upstream = (part[:, :, t - s :].detach() for part in (query, upstream))
-                found_tables = tables(method_of(bench, name, t, 3, size), t if window is None else window, bench.device)
-                runs = []
-                for backend, kind in (("fused", dtype), ("reference", torch.float64)):
-                    leaves = [part.detach().to(kind).requires_grad_() for part in (query, key, value)]
-                    bias, weight = (
-                        None if table is None else table.detach().to(
-                            torch.promote_types(kind, torch.float32)
-                        ).requires_grad_()
-                        for table in found_tables
-                    )  # fmt: skip
-                    result = attend(*leaves, bias_table=bias, weight_table=weight, window=window, backend=backend)
-                    leaves += [table for table in (bias, weight) if table is not None]
-                    runs.append([result, *torch.autograd.grad(result, leaves, upstream.to(kind))])
-                errors = [close_enough(found, exact, tolerance) for found, exact in zip(*runs, strict=True)]
-                errors += parameter_errors(bench, name, query, key, value, upstream, window, tolerance)
-                # With one key the softmax is constant: gradients are zero but for rounding.
-                good = all(ok for ok, _ in (errors if t > 1 else errors[:1]))
-                passed &= good
+                *states, upstream = random_states(2, 3, s, t, size, dtype=dtype, device=bench.device)
+                method = make_method(bench, name, t, 3, size)
+                errors = table_errors(method, states, upstream, window, tolerance)
+                errors += parameter_errors(bench, name, states, upstream, window, tolerance)
+                # With one key the softmax is constant: its gradients are zero except for rounding.
+                ok = all(close for close, _ in (errors if t > 1 else errors[:1]))
+                passed &= ok
                 row = {"check": name, "dtype": str(dtype), "size": size, "s": s, "t": t, "window": window}
-                bench.attempt(row, lambda good=good, errors=errors: {"ok": good, "errors": [e for _, e in errors]})
-    repeated = [
-        torch.autograd.grad(through("fused", method, *parts[:3]), [*parts[:3], *method.parameters()], parts[3])
-        for method, parts in [(method_of(bench, "kerple_bias_wht", 70), states(bench, 2, 70))] * 2
-        if not bench.dry
-    ]
-    same = not repeated or all(torch.equal(a, b) for a, b in zip(*repeated, strict=True))
+                bench.attempt(row, lambda ok=ok, errors=errors: {"ok": ok, "errors": [error for _, error in errors]})
+    same = True
+    if not bench.dry:
+        method = make_method(bench, "kerple_bias_wht", 70)
+        *states, upstream = random_states(2, HEADS, 70, 70, SIZE, dtype=torch.bfloat16, device=bench.device)
+        leaves = [*states, *method.parameters()]
+        first, second = (
+            torch.autograd.grad(attend_with_method(method, *states, "fused"), leaves, upstream) for _ in range(2)
+        )
+        same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     return bench.checked(passed and same, second_run_bit_equal=same)
 
 
 def tune(bench: Bench) -> None:
-    """Forward and forward + backward for each tile in turn, the others as they are."""
+    """Measure forward, and forward + backward, with one tile changed at a time."""
     candidates = {
         "forward": [Tile(128, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)],
         "key_value": [Tile(64, 128, 8, 1), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)],
@@ -182,35 +178,38 @@ def tune(bench: Bench) -> None:
         "tables": [Tile(128, 128, 8, 2), Tile(128, 128, 16, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 3)],
     }
     length = 128 if bench.dry else 4096
-    original = fused.tiles_for
+    default_tiles_for = launch.tiles_for
     for name in ("kerple_log", "kerple_bias_wht"):
-        query, key, value, upstream = states(bench, 1 if bench.dry else 8, length)
-        method = method_of(bench, name, length)
+        batch = 1 if bench.dry else 8
+        query, key, value, upstream = random_states(
+            batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device
+        )
+        method = make_method(bench, name, length)
         leaves = [query, key, value, *method.parameters()]
 
-        def forward(method=method, parts=(query, key, value)):
-            return through("fused", method, *parts)
+        def forward(method=method, states=(query, key, value)) -> Tensor:
+            return attend_with_method(method, *states, "fused")
 
-        def both(forward=forward, leaves=leaves, upstream=upstream):
-            return torch.autograd.grad(forward(), leaves, upstream)
+        def forward_backward(forward=forward, leaves=leaves, upstream=upstream) -> None:
+            torch.autograd.grad(forward(), leaves, upstream)
 
-        for slot, tiles in {"as it is": [None], **candidates}.items():
+        for slot, tiles in {"default": [None], **candidates}.items():
             for tile in tiles[: 1 if bench.dry else None]:
 
-                def changed(*args, slot=slot, tile=tile, **options):
-                    usual = original(*args, **options)
-                    return usual if tile is None else type(usual)(**{**vars(usual), slot: tile})
+                def tiles_for(*args, slot=slot, tile=tile, **options):
+                    tiles = default_tiles_for(*args, **options)
+                    return tiles if tile is None else type(tiles)(**{**vars(tiles), slot: tile})
 
-                fused.tiles_for = changed
+                launch.tiles_for = tiles_for
                 row = {"tune": name, "slot": slot, "tile": str(tile)}
                 bench.attempt(
                     row,
-                    lambda forward=forward, both=both: {
+                    lambda forward=forward, both=forward_backward: {
                         "forward_ms": bench.measure(torch.no_grad()(forward))[0] * 1e3,
                         "both_ms": bench.measure(both)[0] * 1e3,
                     },
                 )
-    fused.tiles_for = original
+    launch.tiles_for = default_tiles_for
 
 
 def main() -> int:
@@ -221,32 +220,35 @@ def main() -> int:
     if bench.options.tune:
         tune(bench)
         return 0
-    lengths = (64,) if bench.dry else (2048, 8192, 512, 65_536, 16_384, 1024, 4096, 32_768)
-    for length in lengths:
+    for length in (64,) if bench.dry else (2048, 8192, 512, 65_536, 16_384, 1024, 4096, 32_768):
         batch = 1 if bench.dry else min(32, max(1, 65_536 // length))
-        query, key, value, upstream = states(bench, batch, length)
+        query, key, value, upstream = random_states(
+            batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device
+        )
         flops = 4 * batch * HEADS * length**2 * SIZE / 2
-        base: dict[str, float] = {}
+        baseline: dict[str, float] = {}
         for name, (forward, leaves) in alternatives(bench, batch, length, query, key, value).items():
 
-            def both(forward=forward, leaves=leaves, upstream=upstream) -> None:
+            def forward_backward(forward=forward, leaves=leaves, upstream=upstream) -> None:
                 torch.autograd.grad(forward(), leaves, upstream)
 
-            for kind, run, factor in (("forward", torch.no_grad()(forward), 1.0), ("forward+backward", both, 3.5)):
-                row = {"length": length, "batch": batch, "pass": kind, "name": name}
+            passes = (("forward", torch.no_grad()(forward), 1.0), ("forward+backward", forward_backward, 3.5))
+            for kind, run, factor in passes:
 
-                def measured(run=run, kind=kind, factor=factor, name=name, base=base, flops=flops) -> dict[str, object]:
+                def measure(
+                    run=run, kind=kind, factor=factor, name=name, baseline=baseline, flops=flops
+                ) -> dict[str, object]:
                     seconds, peak = bench.measure(run)
                     if name == "fused, none":
-                        base[kind] = seconds
+                        baseline[kind] = seconds
                     return {
                         "ms": seconds * 1e3,
                         "tflops": factor * flops / seconds / 1e12,
                         "peak_mib": peak / 2**20,
-                        "ratio_to_fused_none": seconds / base[kind] if kind in base else None,
+                        "ratio_to_fused_none": seconds / baseline[kind] if kind in baseline else None,
                     }
 
-                bench.attempt(row, measured)
+                bench.attempt({"length": length, "batch": batch, "pass": kind, "name": name}, measure)
         del query, key, value, upstream
     return 0
 

@@ -1,14 +1,14 @@
-"""What the fused kernels ask of a GPU, counted in their machine code: they are compiled, not run, and need no GPU.
+"""Count the instructions of the fused kernels in their machine code. The kernels are compiled, not run: no GPU needed.
 
     python benchmarks/kernel_counts.py [--check] [--sizes 64 128] [--json FILE]
 
-For Hopper (sm_90), bfloat16, with no position, a table, a table and two of its directions (KERPLE's log kernel in
-training), and bias, weight and two directions of each: registers, bytes of stack (spilled registers), shared memory,
-whether the matrix products wait for one another one by one, and the instructions of the inner loop for 8,192 pairs of
-query and key: all of them, loads from memory (LDG), exponentials (MUFU), and cycles of the tensor cores at their peak.
-A multiprocessor issues 4 instructions, and finishes half a warp's exponential or a warp's load, in a cycle.
+Compiles for Hopper (sm_90) and bfloat16: without positions, with a bias, with a bias and two jacobian directions
+(KERPLE's log kernel in training), and with bias, weight and two directions of each. Reports registers, bytes of stack
+(spilled registers), shared memory, and whether matrix products are serialized. For the inner loop and 8,192 pairs of
+query and key it reports all instructions, loads (LDG), exponentials (MUFU), and the cycles of the tensor cores at their
+peak. In a cycle, a multiprocessor issues 4 instructions, and completes half a warp's exponentials or a warp's load.
 
-`--check` exits with status 1 when a kernel spills more than a few registers or its matrix products are serialized.
+`--check` exits with status 1 if a kernel spills more than a few registers or serializes its matrix products.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if os.environ.pop("TRITON_INTERPRET", "0") != "0":
-    print("TRITON_INTERPRET is taken out of the environment: the kernels are compiled")
+    print("ignoring TRITON_INTERPRET: the kernels are compiled")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
@@ -38,14 +38,15 @@ from kerple.attention.backends.triton import kernels
 from kerple.attention.backends.triton.launch import Tile, tiles_for
 from megatron.utils.files import write_atomically
 
-STATES = {"query", "key", "value", "context", "grad_context", "grad_key", "grad_value", "grad_query"}
-SUMS = {"bias", "weight", "lse", "row_stats", "bias_tiles", "weight_tiles", "directions", "direction_sums"}
-# Multiply-adds of bfloat16 in a cycle of a Hopper multiprocessor.
+# Pointer arguments of the kernels to bfloat16 and to float32.
+BFLOAT16 = {"query", "key", "value", "context", "grad_context", "grad_key", "grad_value", "grad_query"}
+FLOAT32 = {"bias", "weight", "lse", "row_stats", "bias_tiles", "weight_tiles", "directions", "direction_sums"}
+# Multiply-adds of bfloat16 per cycle of a Hopper multiprocessor.
 PRODUCTS_PER_CYCLE = 2048
 PAIRS = 8192
-# Bytes of a thread's stack that `--check` lets pass: a few registers, in some of Triton's versions.
-MOST_STACK = 32
-# Name -> a table, a weight, directions of the bias and of the weight.
+# Bytes of a thread's stack that `--check` accepts: some Triton versions spill a few registers.
+MAX_STACK = 32
+# Name -> whether there is a table, whether there is a weight, directions of the bias, directions of the weight.
 VARIANTS = {
     "no position": (False, False, 0, 0),
     "bias": (True, False, 0, 0),
@@ -55,7 +56,7 @@ VARIANTS = {
 
 
 def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, bias_directions: int, weight_directions: int):
-    """The kernel for Hopper and bfloat16 states of a head size whose rows are aligned to 16 bytes, no window."""
+    """Compile a kernel for Hopper, bfloat16 inputs with rows aligned to 16 bytes, and no window."""
     constants = {
         "SIZE": size,
         "BLOCK_D": max(16, 1 << (size - 1).bit_length()),
@@ -75,11 +76,11 @@ def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, bias_dire
     names = kernel.arg_names
     signature, attributes = {}, {}
     for index, name in enumerate(names):
-        aligned = name in STATES | SUMS or (re.search("_[bhst]$", name) and name != "table_h")
+        aligned = name in BFLOAT16 | FLOAT32 or (re.search("_[bhst]$", name) and name != "table_h")
         if name in constants:
             signature[name] = "constexpr"
-        elif name in STATES | SUMS:
-            signature[name] = "*bf16" if name in STATES else "*fp32"
+        elif name in BFLOAT16 | FLOAT32:
+            signature[name] = "*bf16" if name in BFLOAT16 else "*fp32"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if aligned:
@@ -91,7 +92,7 @@ def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, bias_dire
 
 
 def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
-    """(lines of machine code, registers of a thread, bytes of its stack)."""
+    """(lines of machine code, registers per thread, bytes of stack per thread)."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -105,14 +106,14 @@ def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
 
 
 def inner_loop(lines: list[str]) -> list[str]:
-    """The instructions of the loop with the most matrix products, without what its middle tiles jump over."""
+    """The instructions of the loop with the most matrix products, without those that unmasked tiles jump over."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     for line in lines:
         if label := re.match(r"(\.L_\w+):", line.strip()):
             labels[label[1]] = len(instructions)
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            instructions.append(found[1].strip())
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(instruction[1].strip())
     jumps = [
         (at, labels[target[1]])
         for at, text in enumerate(instructions)
@@ -136,7 +137,7 @@ def inner_loop(lines: list[str]) -> list[str]:
 
 
 def count(kernel, tile: Tile, size: int, variant: tuple, matrices: int) -> dict[str, object]:
-    """A row of the table; `matrices` is how many matrix products the kernel makes of each pair."""
+    """A row of the table. matrices: the number of matrix products that the kernel computes for each pair."""
     binary = compiled(kernel, tile, size, *variant)
     lines, registers, stack = disassembled(binary.asm["cubin"])
     opcodes = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0] for text in inner_loop(lines)]
@@ -157,7 +158,7 @@ def count(kernel, tile: Tile, size: int, variant: tuple, matrices: int) -> dict[
 
 
 def rows(sizes: list[int]) -> Iterator[dict[str, object]]:
-    """A row for each head size, variant and kernel."""
+    """A row per head size, variant and kernel."""
     for size in sizes:
         for name, (table, weight, bias_directions, weight_directions) in VARIANTS.items():
             tiles = tiles_for(torch.bfloat16, size, weight=weight)
@@ -171,28 +172,28 @@ def rows(sizes: list[int]) -> Iterator[dict[str, object]]:
                 yield {"size": size, "variant": name, "kernel": kind, **count(kernel, tile, size, variant, matrices)}
             if name == "bias":
                 variant = (table, weight, True, False)
-                found = count(kernels.sum_tiles_kernel, tiles.tables, size, variant, 2)
-                yield {"size": size, "variant": "bias, any table's gradient", "kernel": "tables", **found}
+                counts = count(kernels.sum_tiles_kernel, tiles.tables, size, variant, 2)
+                yield {"size": size, "variant": "bias, any table's gradient", "kernel": "tables", **counts}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail for spilled registers and serialized products")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64], help="head sizes (64)")
-    parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64], help="head sizes (default: 64)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    found = list(rows(options.sizes))
+    results = list(rows(options.sizes))
     title = f"for {PAIRS:,} pairs on sm_90, bfloat16, Triton {triton.__version__}"
-    table = Table(*found[0], title=title, title_justify="left")
-    for row in found:
+    table = Table(*results[0], title=title, title_justify="left")
+    for row in results:
         table.add_row(*(f"{value:,}" if type(value) is int else str(value) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 180).print(table)
     if options.json:
-        write_atomically(options.json, json.dumps(found, indent=1).encode())
-    bad = [row for row in found if row["stack"] > MOST_STACK or row["serialized"]]
+        write_atomically(options.json, json.dumps(results, indent=1).encode())
+    bad = [row for row in results if row["stack"] > MAX_STACK or row["serialized"]]
     for row in bad:
         print(f"{row['kernel']}, {row['variant']}, head size {row['size']}: stack {row['stack']} bytes, ", end="")
-        print(f"matrix products {'serialized' if row['serialized'] else 'in flight'}")
+        print(f"matrix products {'serialized' if row['serialized'] else 'not serialized'}")
     return 1 if options.check and bad else 0
 
 

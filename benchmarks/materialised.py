@@ -1,6 +1,6 @@
-"""Attention with every score in memory: from tables over distance, and as the original KERPLE does it.
+"""Attention with all scores in memory: from tables over distance, and as the original KERPLE code computes it.
 
-Legend: b batch, s query length, t key length, h heads, d head size.
+Legend: b batch, s sequence length, h heads, d head size.
 """
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from kerple.attention.call import AttentionCall, Backend
 from kerple.attention.tables import pair_distances
-from megatron.model.gpt import PositionTables
+from kerple.positional import PositionalMethod
+from megatron.model.gpt import GPT, PositionTables
 
 
 def materialised_attention(call: AttentionCall) -> Tensor:
@@ -29,13 +30,13 @@ MATERIALISED = Backend("materialised", materialised_attention)
 
 
 class OriginalAttention:
-    """What the original does in each layer: bias and weight of a method are computed, not looked up, for every one of
-    the `[s, s]` pairs, and scores, sums and probabilities are `[b, h, s, s]`. Distances are made once, as there.
+    """Attention as in the original: each layer computes bias and weight for all `[s, s]` pairs instead of looking them
+    up, and scores, their sums and probabilities are `[b, h, s, s]`. Distances are computed once.
 
-    Takes the place of a layer's `kerple.attention.Attention`; no windows, no cache, no dropout.
+    Replaces a layer's `kerple.attention.Attention`, without windows, cache and dropout.
     """
 
-    def __init__(self, positional, length: int):
+    def __init__(self, positional: PositionalMethod, length: int):
         position = torch.arange(length)
         distance = position[:, None] - position
         self.positional = positional
@@ -51,16 +52,16 @@ class OriginalAttention:
         return scores.masked_fill(self.mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
 
 
-def attend_as_the_original(model: nn.Module, length: int) -> nn.Module:
-    """Give all layers of a `megatron.model.gpt.GPT` this attention, for sequences of one length; the model again."""
+def attend_as_the_original(model: GPT, length: int) -> GPT:
+    """Replace the attention of all layers, for sequences of one length. Returns the model."""
     for block in model.blocks:
         layer = block.attention
         layer.attention = OriginalAttention(layer.rpe, length)
-        layer.position_tables = lambda *_: PositionTables()  # this attention computes none
+        layer.position_tables = lambda *_: PositionTables()  # this attention does not use tables
     return model
 
 
 def with_whole_logits(model: nn.Module) -> nn.Module:
-    """Give a `megatron.model.gpt.GPT` the loss of logits that are whole; the model again."""
+    """Compute the loss from all logits at once, instead of in pieces. Returns the model."""
     model.loss = lambda tokens, labels: F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
     return model

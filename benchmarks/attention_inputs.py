@@ -1,0 +1,63 @@
+"""Inputs of the attention benchmarks, for CPU and GPU.
+
+Legend: b batch, s query length, t key length, h heads, d head size.
+"""
+
+import torch
+from torch import Tensor
+
+from kerple.attention import attend, jacobians, score_table, tables
+from kerple.positional import PositionalMethod
+
+
+def random_states(
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    train: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query `[b, h, s, d]`, key and value `[b, h, t, d]`, and an upstream gradient `[b, h, s, d]`.
+
+    They have the memory layout of a model: heads are inside positions.
+    """
+    torch.manual_seed(0)
+    query, key, value, upstream = (
+        torch.randn(batch, length, heads, head_size, device=device, dtype=dtype).transpose(1, 2)
+        for length in (queries, keys, keys, queries)
+    )
+    return query.requires_grad_(train), key.requires_grad_(train), value.requires_grad_(train), upstream
+
+
+def attend_with_method(
+    method: PositionalMethod, query: Tensor, key: Tensor, value: Tensor, backend: str, window: int | None = None
+) -> Tensor:
+    """Attention as in a model's layer, but without `rotate`: evaluates the method's tables, then runs the backend.
+
+    As in training, the fused backend gets the tables' jacobians if gradients are required.
+    """
+    length = key.shape[2] if window is None else min(key.shape[2], window)
+    if method.modifies_scores:
+        table = score_table(method, length, query.device)
+        return attend(
+            query, key, value, modify_scores=method.modify_scores, table=table, window=window, backend=backend
+        )
+    bias, weight = tables(method, length, query.device)
+    bias_jacobian = weight_jacobian = None
+    if backend == "fused" and torch.is_grad_enabled():
+        bias_jacobian, weight_jacobian = jacobians(method, length, query.device)
+    return attend(
+        query,
+        key,
+        value,
+        bias_table=bias,
+        weight_table=weight,
+        bias_jacobian=bias_jacobian,
+        weight_jacobian=weight_jacobian,
+        window=window,
+        backend=backend,
+    )
