@@ -1,6 +1,6 @@
 """Tensor-parallel layers on one rank, and megatron-core's in a process group of this process alone.
 
-Several ranks are tested in training: `tests/unit/megatron/training/test_layouts.py`.
+Several ranks are tested in training: `tests/integration/test_parallel_training.py`.
 """
 
 import pytest

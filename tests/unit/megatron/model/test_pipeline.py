@@ -1,6 +1,6 @@
 """The pipeline with a single stage against the plain sequence of layers.
 
-Several stages are tested in training: `tests/unit/megatron/training/test_layouts.py`.
+Several stages are tested in training: `tests/integration/test_parallel_training.py`.
 """
 
 import deepspeed
