@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kerple.positional import PositionalMethod, build
 from megatron.checkpoint.directory import (
@@ -160,15 +159,11 @@ def differences(first: dict[str, Any], second: dict[str, Any], first_step: Path,
         for first_path, second_path in zip(first_files[index], second_files[index], strict=True):
             left, right = load_layer_file(first_path), load_layer_file(second_path)
             for name in sorted(left.keys() | right.keys()):
-                difference = _tensor_difference(left.get(name), right.get(name))
-                if difference:
-                    tensors[f"{first_path.name}/{name}"] = difference
+                key = f"{first_path.name}/{name}"
+                if name not in left or name not in right:
+                    tensors[key] = f"only in the {'first' if name in left else 'second'}"
+                elif left[name].shape != right[name].shape:
+                    tensors[key] = f"shapes {tuple(left[name].shape)} and {tuple(right[name].shape)}"
+                elif not torch.equal(left[name], right[name]):
+                    tensors[key] = (left[name].double() - right[name].double()).abs().max().item()
     return {"values": values, "tensors": tensors}
-
-
-def _tensor_difference(left: Tensor | None, right: Tensor | None) -> float | str:
-    if left is None or right is None:
-        return "only in the first" if right is None else "only in the second"
-    if left.shape != right.shape:
-        return f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
-    return (left.double() - right.double()).abs().max().item() if left.numel() else 0.0

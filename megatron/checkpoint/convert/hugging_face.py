@@ -138,8 +138,20 @@ def from_hugging_face(
         settings = ModelSettings.from_config(config, values["padded_vocab_size"])
         model = GPT(settings).eval()
         file_dtype = dtype or next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-        fill(model, _without_computed_buffers(tensors, model), source)
-        reference = _reference_model(source, theirs, tensors)
+        # Self-contained models store buffers that our layer files omit, as gpt_neox.positional.METHOD.NAME.
+        computed = {
+            name
+            for method in model.positional_methods().values()
+            for name, _ in method.named_buffers()
+            if name not in method.state_dict()
+        }
+        own_tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not (name.startswith("gpt_neox.positional.") and name.split(".", 3)[3] in computed)
+        }
+        fill(model, own_tensors, source)
+        reference = load_reference(source, theirs, tensors)
         layers = layers_with_weights(model)
         states = (
             (index, [{name: cast(tensor, file_dtype) for name, tensor in layer_state(layer).items()}])
@@ -160,22 +172,6 @@ def from_hugging_face(
         )
 
 
-def _without_computed_buffers(tensors: dict[str, Tensor], model: GPT) -> dict[str, Tensor]:
-    """Without the buffers of positional methods that self-contained models store and our layer files do not."""
-    computed = {
-        name
-        for method in model.positional_methods().values()
-        for name, _ in method.named_buffers()
-        if name not in method.state_dict()
-    }
-    # Names are gpt_neox.positional.METHOD.NAME.
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not (name.startswith("gpt_neox.positional.") and name.split(".", 3)[3] in computed)
-    }
-
-
 def load_written(folder: Path, stock: bool) -> Any:
     """The model in a folder that was written here, float32, in evaluation mode."""
     transformers = import_transformers()
@@ -190,7 +186,7 @@ def load_written(folder: Path, stock: bool) -> Any:
         unload_package(package)
 
 
-def _reference_model(source: Path, theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+def load_reference(source: Path, theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """The source's model as transformers computes it, float32."""
     transformers = import_transformers()
     if theirs["model_type"] == "gpt_neox":

@@ -133,6 +133,11 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
     missing = [name for name in SAME_VALUE.values() if name not in theirs]
     if missing:
         raise CheckpointError(f"{source}: lacks {', '.join(missing)}; it is not the config.json of a complete model")
+    hidden_act = theirs["hidden_act"]
+    activation, fused = next((key for key, names in ACTIVATIONS.items() if hidden_act in names), (None, False))
+    if activation is None:
+        supported = ", ".join(name for names in ACTIVATIONS.values() for name in names)
+        raise CheckpointError(f"{source}: hidden_act {hidden_act!r} is not supported; supported: {supported}")
     if model_type == "gpt_neox":
         for name, value in {"attention_bias": True, "intermediate_size": 4 * theirs["hidden_size"]}.items():
             if theirs.get(name, value) != value:
@@ -153,19 +158,12 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
         }
     return {
         **{ours: theirs[name] for ours, name in SAME_VALUE.items()},
-        **_activation_keys(theirs["hidden_act"], source),
+        "activation": activation,
+        "bias_gelu_fusion": fused,
         "seq_length": theirs["max_position_embeddings"],
         "no_weight_tying": not theirs["tie_word_embeddings"],
         **own,
     }
-
-
-def _activation_keys(hidden_act: str, source: str) -> dict[str, Any]:
-    for (activation, fused), names in ACTIVATIONS.items():
-        if hidden_act in names:
-            return {"activation": activation, "bias_gelu_fusion": fused}
-    supported = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-    raise CheckpointError(f"{source}: hidden_act {hidden_act!r} is not supported; supported: {supported}")
 
 
 def _rotary_keys(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:

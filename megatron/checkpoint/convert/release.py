@@ -90,7 +90,7 @@ def to_release(
     tensor-parallel size that does not divide the heads and the vocabulary, or if the written model gives other logits.
     """
     settings = model.settings
-    config_values = _config_values(config, settings, tensor_parallel)
+    config_values = release_config(config, settings, tensor_parallel)
     for name, size in (("heads", settings.num_heads), ("rows of the vocabulary", settings.padded_vocab_size)):
         if size % tensor_parallel:
             raise CheckpointError(f"tensor-parallel size {tensor_parallel} does not divide the {size} {name}")
@@ -98,8 +98,8 @@ def to_release(
 
     def states() -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         for index, layer in layers_with_weights(model).items():
-            state = {**layer_state(layer), **_buffers(model, config_values["pos_emb"], index)}
-            yield index, _split(state, tensor_parallel, dtype)
+            state = {**layer_state(layer), **release_buffers(model, config_values["pos_emb"], index)}
+            yield index, split_for_ranks(state, tensor_parallel, dtype)
 
     with new_folder(output) as folder:
         step = write_checkpoint(folder, iteration, states(), config_values, settings)
@@ -108,7 +108,7 @@ def to_release(
         check_same_logits(source, written, settings.padded_vocab_size, config, f"{output}: release layout", report)
 
 
-def _config_values(config: Config, settings: ModelSettings, tensor_parallel: int) -> dict[str, Any]:
+def release_config(config: Config, settings: ModelSettings, tensor_parallel: int) -> dict[str, Any]:
     """The configuration in the release's keys. Raises CheckpointError for what they cannot express."""
     method = method_class(config.model.pos_emb)
     name = next((name for name in METHODS if method_class(name) is method), None)
@@ -131,7 +131,7 @@ def _config_values(config: Config, settings: ModelSettings, tensor_parallel: int
     }
 
 
-def _buffers(model: GPT, pos_emb: str, index: int) -> dict[str, Tensor]:
+def release_buffers(model: GPT, pos_emb: str, index: int) -> dict[str, Tensor]:
     """Tensors in the release's file of layer `index` that this model computes."""
     method: Any = next(iter(model.positional_methods().values()), None)
 
@@ -152,7 +152,7 @@ def _buffers(model: GPT, pos_emb: str, index: int) -> dict[str, Tensor]:
     return {}
 
 
-def _split(state: dict[str, Tensor], ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+def split_for_ranks(state: dict[str, Tensor], ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """The tensors of one layer for each tensor-parallel rank, in the order of the release's files."""
     position = {name: next((i for i, part in enumerate(TENSOR_ORDER) if name.startswith(part)), -1) for name in state}
     shards: list[dict[str, Tensor]] = [{} for _ in range(ranks)]

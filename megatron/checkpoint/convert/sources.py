@@ -71,9 +71,12 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
     files[name] = ""  # ends the recursion if two modules import each other
     lines = source.splitlines(keepends=True)
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    statements = [node for node in imports if _imports_project(node)]
     # From the last to the first, so that line numbers stay valid.
-    for node in sorted(statements, key=lambda node: -node.lineno):
+    for node in sorted(imports, key=lambda node: -node.lineno):
+        relative = isinstance(node, ast.ImportFrom) and node.level > 0
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names]
+        if not relative and not any(module.partition(".")[0] in ("kerple", "megatron") for module in modules):
+            continue
         names_by_module = _imported_names(node, module.__name__)
         indent = " " * node.col_offset
         lines[node.lineno - 1 : node.end_lineno] = [
@@ -83,13 +86,6 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
         for origin in names_by_module:
             _add_source(sys.modules[origin], files)
     files[name] = "".join(lines)
-
-
-def _imports_project(node: ast.Import | ast.ImportFrom) -> bool:
-    """Whether a statement imports from this project, or relatively."""
-    if isinstance(node, ast.ImportFrom):
-        return bool(node.level) or (node.module or "").partition(".")[0] in ("kerple", "megatron")
-    return any(item.name.partition(".")[0] in ("kerple", "megatron") for item in node.names)
 
 
 def _imported_names(node: ast.Import | ast.ImportFrom, importer: str) -> dict[str, list[str]]:
