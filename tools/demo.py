@@ -149,7 +149,7 @@ def training_inputs(method: str, options: argparse.Namespace) -> dict[str, objec
 
 
 def read_inputs(folder: Path) -> object:
-    """The inputs from which the folder was made; None if they are not known."""
+    """The recorded inputs of a folder; None if there is no record."""
     try:
         return json.loads((folder / INPUTS_FILE).read_text())
     except (OSError, ValueError):

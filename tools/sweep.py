@@ -1,4 +1,4 @@
-"""An experiment of many runs from one file: python tools/sweep.py SWEEP.yml [--dry-run]"""
+"""Train, evaluate and report the runs of a sweep: python tools/sweep.py SWEEP.yml [--dry-run]"""
 
 import sys
 from pathlib import Path

@@ -99,9 +99,9 @@ class SweepRun:
         return {"iteration": self.steps, "options": list(self.evaluation)}
 
     def status(self) -> Status:
-        saved = iteration_of(find_step(self.checkpoints)) if has_checkpoint(self.checkpoints) else 0
         if self.is_trained():
-            return Status(State.FINISHED if self.is_evaluated() else State.EVALUATE, saved, 0)
+            return Status(State.FINISHED if self.is_evaluated() else State.EVALUATE, self.steps, 0)
+        saved = iteration_of(find_step(self.checkpoints)) if has_checkpoint(self.checkpoints) else 0
         return Status(State.RESUME if saved else State.TRAIN, saved, self.steps - min(saved, self.steps))
 
     def logged_iteration(self) -> int:
@@ -133,9 +133,9 @@ class SweepRun:
 
 
 def plan(sweep: Sweep) -> list[SweepRun]:
-    """All runs of a sweep. Raises UserError for an invalid configuration, or if a folder holds a run with another one.
+    """All runs of a sweep. Raises UserError for an invalid configuration, or if a folder contains another run.
 
-    Runs that a table could not tell apart are evaluated with a `--label`.
+    Runs that a table could not distinguish are evaluated with a `--label`.
     """
     combinations = list(sweep.combinations())
     runs = []

@@ -33,7 +33,7 @@ class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Take the arguments of DeepSpeedEngine. Build the bf16 optimizer quietly, and replace it by ours.
+        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's bf16 optimizer by `DeviceOnlyBF16Optimizer`.
 
         Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector for each of them.
         """

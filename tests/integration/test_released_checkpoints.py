@@ -77,12 +77,12 @@ def test_the_optimizer_state_of_the_release_is_used(method, corpus, tmp_path, ca
 
 
 def test_no_load_optim_resets_the_optimizer(corpus, tmp_path, capsys):
-    train(Config.from_flat(released_settings(tmp_path / "kept", corpus)))
+    train(Config.from_flat(released_settings(tmp_path / "loaded", corpus)))
     train(Config.from_flat(released_settings(tmp_path / "fresh", corpus, no_load_optim=True)))
     assert "starts from scratch (no-load-optim)" in capsys.readouterr().out
-    kept, fresh = metrics(tmp_path / "kept"), metrics(tmp_path / "fresh")
-    assert kept[301] == fresh[301]
-    assert abs(kept[302] - fresh[302]) > 5e-3
+    loaded, fresh = metrics(tmp_path / "loaded"), metrics(tmp_path / "fresh")
+    assert loaded[301] == fresh[301]
+    assert abs(loaded[302] - fresh[302]) > 5e-3
 
 
 def test_a_checkpoint_without_optimizer_state(corpus, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Training from the release's fixtures: their vocabulary of 128 as a tokenizer, and a corpus in it."""
+"""Training from the checkpoints of the KERPLE release: a tokenizer for their vocabulary of 128, and their corpus."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_release_corpus(folder: Path) -> str:
-    """The fixtures' own training stream, each sequence a document; returns the data-path."""
+    """The training text of the checkpoints, with one document per sequence; returns the data-path."""
     prefix = str(folder / "stream_document")
     with IndexedWriter(prefix, VOCABULARY) as writer:
         for sequence in reference("kerple_log")["train_tokens"].reshape(-1, 33).tolist():
@@ -34,7 +34,7 @@ def write_release_corpus(folder: Path) -> str:
 
 
 def released_settings(folder: Path, corpus: Path, method: str = "kerple_log", **keys: object) -> dict[str, object]:
-    """Going on from a fixture's step 300 with the optimizer settings it was trained with, at a constant rate."""
+    """Settings that resume a checkpoint of iteration 300 with its optimizer settings and a constant learning rate."""
     defaults = {
         "pos_emb": method,
         "tokenizer_type": "HFTokenizer",

@@ -2,7 +2,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import wandb
 
 from tests.support.checkpoints import write_corpus
 
@@ -15,6 +14,8 @@ def data_path(tmp_path_factory) -> str:
 @pytest.fixture
 def wandb_offline(tmp_path, monkeypatch) -> Iterator[Path]:
     """The folder of Weights & Biases' offline runs, new for this test."""
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     wandb.teardown()
