@@ -56,7 +56,7 @@ class SampleSettings:
     eod_mask_loss: bool = False
 
 
-class CorpusPart(torch.utils.data.Dataset):
+class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The samples of one part (train, valid or test) of a corpus, repeated for as many epochs as needed.
 
     Attributes:
@@ -93,14 +93,15 @@ class CorpusPart(torch.utils.data.Dataset):
                 self._shuffle = generator.permutation(self.samples_per_epoch)
                 self._shuffled_epoch = epoch
             position = int(self._shuffle[position])
-        return self._dataset[position]
+        sample: dict[str, torch.Tensor] = self._dataset[position]
+        return sample
 
     def source(self, index: int) -> str:
         """Return the corpus that sample `index` comes from, for messages."""
         return self.name
 
 
-class BlendedParts(torch.utils.data.Dataset):
+class BlendedParts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Samples from several corpora in proportion to their weights, each corpus in its own order.
 
     Sample `i` comes from the corpus that is furthest behind its share, so the order does not depend on the length of
@@ -122,10 +123,10 @@ class BlendedParts(torch.utils.data.Dataset):
         return len(self._part)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.parts[self._part[index]].sample(self._position[index])
+        return self.parts[int(self._part[index])].sample(int(self._position[index]))
 
     def source(self, index: int) -> str:
-        return self.parts[self._part[index]].name
+        return self.parts[int(self._part[index])].name
 
 
 Samples = CorpusPart | BlendedParts
@@ -291,7 +292,7 @@ def _cached_largest_id(files: IndexedFiles, first: int, last: int, path: Path) -
     try:
         cached = json.loads(path.read_bytes())
         if cached["bin"] == version:
-            return cached["largest_id"]
+            return int(cached["largest_id"])
     except (OSError, ValueError, TypeError, KeyError):
         pass
     largest = largest_id(files, first, last)

@@ -259,8 +259,9 @@ def largest_id(files: IndexedFiles, first: int, last: int) -> int:
     largest = -1
     for start in range(int(offsets[first]), int(offsets[last]), _TOKEN_BLOCK):
         block = np.asarray(tokens[start : min(start + _TOKEN_BLOCK, int(offsets[last]))])
-        if int(block.min()) < 0:
+        smallest = int(block.min())
+        if smallest < 0:
             # Interpreted as unsigned, a negative id exceeds every vocabulary.
-            return int(block.min()) & (2 ** (8 * block.itemsize) - 1)
+            return smallest % (1 << 8 * block.itemsize)
         largest = max(largest, int(block.max()))
     return largest

@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from megatron.utils.errors import UserError, first_line
 
@@ -86,7 +86,7 @@ class InputFile:
         if not self.is_remote:
             return open(self.name, "rb")
         filesystem, path = _filesystem(self.name)
-        return filesystem.open(path, "rb")
+        return cast(BinaryIO, filesystem.open(path, "rb"))
 
 
 def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[InputFile]:
@@ -199,7 +199,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise UserError(f"reading {url} needs the package fsspec: pip install -r requirements/data.txt") from error
     protocol = url.split("://")[0]
     try:
-        return fsspec.core.url_to_fs(url)
+        return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
     except ImportError as error:
         raise UserError(
             f"reading {protocol}:// needs a package that is not installed: {first_line(error)} "

@@ -80,8 +80,10 @@ class CharLevelTokenizer(Tokenizer):
         return bytes(min(int(token), 255) for token in ids).decode("utf-8", errors="replace")
 
     def byte_lengths(self) -> np.ndarray:
-        ids = np.arange(self.vocab_size)
-        return ((ids != self.eod) & (ids < 256)).astype(np.int64)
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        lengths[:256] = 1
+        lengths[self.eod] = 0
+        return lengths
 
 
 def build_tokenizer(

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     tokenizer_files = TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
     source = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, (*options.keys, "meta"))
-    total, subsets, unreadable = SubsetCount(), {}, 0
+    subsets: dict[str, SubsetCount] = {}
+    total, unreadable = SubsetCount(), 0
     with Progress("counting", source.total_bytes, unit="MB") as display:
         results = process_in_order(
             work_items(source, START),

@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             plot_lengths(files, arguments.histogram)
             print(f"{arguments.histogram}: document lengths", file=sys.stderr if arguments.json else sys.stdout)
         for number in arguments.sample:
+            assert tokenizer is not None  # checked by parse_arguments
             text = decode_document(files, number, tokenizer, arguments.sample_tokens)
             print(f"--- document {number}, {int(files.lengths[number]):,} tokens")
             print(text)
