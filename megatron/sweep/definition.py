@@ -111,6 +111,16 @@ def read_sweep(path: str | Path) -> Sweep:
         duplicate = next((label for label in labels if labels.count(label) > 1), None)
         if duplicate is not None:
             raise UserError(f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}")
+    # {lengths: [512, 1024], verbose: true} becomes --lengths 512 1024 --verbose
+    arguments: list[str] = []
+    for name, value in values["evaluation"].items():
+        if value is False or value is None:
+            continue
+        items = [] if value is True else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str | int | float) for item in items):
+            place = entries["evaluation"].place
+            raise UserError(f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}")
+        arguments += [f"--{name}", *map(str, items)]
     return Sweep(
         path=path,
         title=values.get("title", f"Sweep {path.stem}"),
@@ -119,7 +129,7 @@ def read_sweep(path: str | Path) -> Sweep:
         base=_file_list(values["base"], f"{entries['base'].place}: base"),
         axes=axes,
         overrides=values.get("set", {}),
-        evaluation=_to_arguments(values["evaluation"], str(entries["evaluation"].place)),
+        evaluation=tuple(arguments),
     )
 
 
@@ -153,16 +163,3 @@ def _file_list(value: Any, place: str) -> tuple[str, ...]:
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise UserError(f"{place}: must be a file or a list of files, not {value!r}")
     return tuple(files)
-
-
-def _to_arguments(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
-    """{lengths: [512, 1024], verbose: true} -> --lengths 512 1024 --verbose"""
-    arguments: list[str] = []
-    for name, value in options.items():
-        if value is False or value is None:
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        if not all(isinstance(item, str | int | float) for item in values):
-            raise UserError(f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}")
-        arguments += [f"--{name}", *map(str, values)]
-    return tuple(arguments)

@@ -124,6 +124,28 @@ class SweepRun:
         speed = read_log(self.metrics) if self.metrics.is_file() else None
         return speed[1] if speed else None
 
+    def check_folder(self) -> None:
+        """Raise UserError if the folder contains a run with another configuration."""
+        path = self.folder / "config.yml"
+        if not path.is_file():
+            if has_checkpoint(self.checkpoints):
+                raise UserError(
+                    f"{self.folder}: contains checkpoints but no config.yml, so their configuration is unknown"
+                )
+            return
+        stored = {entry.key: entry.value for entry in read_file(path)}
+        current = json.loads(json.dumps(self.config.to_flat()))  # with tuples as lists, as in the file
+        differences = [
+            f"{key}: {stored.get(key, 'not set')} there, {current.get(key, 'not set')} here"
+            for key in dict.fromkeys([*stored, *current])
+            if key not in FOLDER_KEYS and stored.get(key) != current.get(key)
+        ]
+        if differences:
+            raise UserError(
+                f"{self.folder}: contains a run with another configuration ({'; '.join(differences)}); "
+                "change the sweep's `output`, or delete that folder"
+            )
+
     def write_config(self) -> Path:
         """Write the configuration for the processes of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +171,7 @@ def plan(sweep: Sweep) -> list[SweepRun]:
             folders["tensorboard_dir"] = str(folder / "tensorboard")
         runs.append(SweepRun(name, folder, config.updated(**folders), sweep.evaluation))
     for run in runs:
-        _check_folder(run)
+        run.check_folder()
     axes = _ambiguous_axes(runs, combinations)
     if not axes or "--label" in sweep.evaluation:
         return runs
@@ -173,27 +195,6 @@ def _ambiguous_axes(runs: Sequence[SweepRun], combinations: Sequence[tuple[Choic
         for axis in range(len(combinations[0]))
         if any(len({choices[axis].label for choices in group}) > 1 for group in groups.values())
     ]
-
-
-def _check_folder(run: SweepRun) -> None:
-    """Raise UserError if the folder of the run contains a run with a different configuration."""
-    path = run.folder / "config.yml"
-    if not path.is_file():
-        if has_checkpoint(run.checkpoints):
-            raise UserError(f"{run.folder}: contains checkpoints but no config.yml, so their configuration is unknown")
-        return
-    stored = {entry.key: entry.value for entry in read_file(path)}
-    current = json.loads(json.dumps(run.config.to_flat()))  # with tuples as lists, as in the file
-    differences = [
-        f"{key}: {stored.get(key, 'not set')} there, {current.get(key, 'not set')} here"
-        for key in dict.fromkeys([*stored, *current])
-        if key not in FOLDER_KEYS and stored.get(key) != current.get(key)
-    ]
-    if differences:
-        raise UserError(
-            f"{run.folder}: contains a run with another configuration ({'; '.join(differences)}); "
-            "change the sweep's `output`, or delete that folder"
-        )
 
 
 def missing_data(runs: Sequence[SweepRun]) -> list[str]:

@@ -146,8 +146,18 @@ class Runner:
         previous = {number: signal.signal(number, self._handle_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self._jobs or (waiting and not self._signals):
-                while waiting and not self._signals and self._add_job(waiting[0]):
-                    waiting.pop(0)
+                while waiting and not self._signals:
+                    count = waiting[0].num_gpus if self._free_devices and self._free_devices[0] else 1
+                    if len(self._free_devices) < count:
+                        break
+                    run = waiting.pop(0)
+                    devices, self._free_devices = self._free_devices[:count], self._free_devices[count:]
+                    self._jobs.append(Job(run, devices))
+                    if pids := find_processes(run.folder):
+                        self._display.print(
+                            f"{run.name}: processes of an earlier sweep are still running "
+                            f"({', '.join(map(str, pids))}); waiting for them to exit"
+                        )
                 for job in list(self._jobs):
                     self._advance(job)
                 self._display.update(self._jobs)
@@ -156,21 +166,6 @@ class Runner:
             for number, handler in previous.items():
                 signal.signal(number, handler)
         return self._signals[0] if self._signals else None
-
-    def _add_job(self, run: SweepRun) -> bool:
-        """Reserve devices for a run; False if too few are free."""
-        count = run.num_gpus if self._free_devices and self._free_devices[0] else 1
-        if len(self._free_devices) < count:
-            return False
-        devices, self._free_devices = self._free_devices[:count], self._free_devices[count:]
-        self._jobs.append(Job(run, devices))
-        running = find_processes(run.folder)
-        if running:
-            self._display.print(
-                f"{run.name}: processes of an earlier sweep are still running ({', '.join(map(str, running))}); "
-                "waiting for them to exit"
-            )
-        return True
 
     def _advance(self, job: Job) -> None:
         """Start the next process of a job that has none, or handle the exit of its process."""
