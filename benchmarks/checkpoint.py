@@ -1,11 +1,11 @@
-"""Saving and loading a checkpoint against torch.save and torch.load of the same tensors, in MB/s.
+"""Speed of saving and loading a checkpoint, compared with torch.save and torch.load of the same tensors, in MB/s.
 
     python benchmarks/checkpoint.py [--threads 2] [--rounds 7] [--folder DIR] [--json FILE]
 
-The same tensors are weights and Adam's averages. torch.save is given an fsync, since ours returns when everything is on
-the disk; without one it measures the memory. Ours also writes and checks a manifest, and loads into a model and an
-optimizer; torch.load leaves the tensors in memory. `async-save` is what training waits for. Exit status 1 when ours
-moves less than 0.7 of the plain rate.
+The tensors are weights and Adam's averages. torch.save is followed by an fsync, because this project's save returns
+when everything is on disk; without fsync the benchmark would measure memory. This project also writes and verifies a
+manifest, and loads into a model and an optimizer, while torch.load only leaves the tensors in memory. `async-save` is
+the time that training waits. Exit status 1 if this project reaches less than 0.7 of the plain rate.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from megatron.config import Config
 from megatron.training import distributed
 from megatron.training.engine import Engine
 
-SHARE = 0.7
+MIN_RELATIVE_RATE = 0.7
 
 
 def configuration(folder: Path) -> Config:
-    """30 million parameters, which with Adam's averages are 350 MB."""
+    """30 million parameters; 350 MB with Adam's averages."""
     return Config.from_flat(
         {
             "num_layers": 4,
@@ -58,7 +58,7 @@ def configuration(folder: Path) -> Config:
 
 
 def trained_engine(config: Config) -> Engine:
-    """An engine after one step, so that the optimizer has a state."""
+    """An engine after one step, so that the optimizer has state."""
     layout = distributed.initialize(config)
     engine = Engine(config, config.model.padded_vocab_size, layout, lambda text: None)
     tokens = torch.randint(0, config.model.padded_vocab_size, (1, 129))
@@ -66,7 +66,7 @@ def trained_engine(config: Config) -> Engine:
     return engine
 
 
-def same_tensors(engine: Engine) -> dict[str, object]:
+def checkpoint_tensors(engine: Engine) -> dict[str, object]:
     weights = {index: layer_state(layer) for index, layer in weight_layers(engine.layers(), engine.settings).items()}
     return {"weights": weights, "optimizer": optimizer_state(engine)}
 
@@ -75,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_options(parser)
     parser.set_defaults(rounds=7)
-    parser.add_argument("--folder", type=Path, help="where to write; default: the system's folder for such files")
+    parser.add_argument("--folder", type=Path, help="folder to write to; default: the system's temporary folder")
     options = parser.parse_args()
     clock = apply_options(options)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.folder))
@@ -96,7 +96,7 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
 
     def save_plain() -> None:
         with open(plain, "wb") as handle:
-            torch.save(same_tensors(engine), handle)
+            torch.save(checkpoint_tensors(engine), handle)
             handle.flush()
             os.fsync(handle.fileno())
 
@@ -105,8 +105,8 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
         load_weights(engine, step)
         load_optimizer(engine, SavedOptimizer(step), step)
 
-    def copied() -> Timing:
-        """Seconds that `save` takes in the background; the writing itself is waited for outside."""
+    def time_background_save() -> Timing:
+        """Seconds until `save` returns; waiting for the writer is not included."""
         seconds = []
         for _ in range(options.rounds + 1):
             background.finish()
@@ -117,9 +117,9 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
         median = statistics.median(seconds[1:])
         return Timing("async-save", median, min(seconds[1:]), median / saving[0].median, None)
 
-    common = {"rounds": options.rounds, "warmup": 1, "clock": clock, "limits": {"ours": 1 / SHARE}}
+    common = {"rounds": options.rounds, "warmup": 1, "clock": clock, "limits": {"ours": 1 / MIN_RELATIVE_RATE}}
     saving = compare({"torch.save": save_plain, "ours": lambda: checkpointer.save(next(states))}, **common)
-    saving.append(copied())
+    saving.append(time_background_save())
     loading = compare({"torch.load": lambda: torch.load(plain, weights_only=True), "ours": load}, **common)
     megabytes = plain.stat().st_size / 1e6
     tables = {f"save {megabytes:,.0f} MB": saving, f"load {megabytes:,.0f} MB": loading}

@@ -1,4 +1,4 @@
-"""A small corpus of characters and small checkpoints on it, as folders that the entry points read."""
+"""A small character-level corpus and small checkpoints, as files that the entry points read."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ TRAIN_LENGTH = 32
 
 
 def write_corpus(folder: Path, *, documents: int = 60) -> str:
-    """Real text as one document per 200 characters, with the end-of-document token; returns the data-path."""
+    """Real text, one document per 200 characters, each with an end-of-document token; returns the data-path."""
     prefix = str(folder / "text_document")
     with IndexedWriter(prefix, VOCABULARY) as writer:
         for start in range(0, 200 * documents, 200):
@@ -29,7 +29,7 @@ def write_corpus(folder: Path, *, documents: int = 60) -> str:
 
 
 def settings_of(pos_emb: str, data_path: str, **keys: object) -> dict[str, object]:
-    """The configuration of a small model, as GPT-NeoX's keys."""
+    """The configuration of a small model, in GPT-NeoX's keys."""
     return {
         "num_layers": 2,
         "hidden_size": 32,
@@ -53,7 +53,7 @@ def settings_of(pos_emb: str, data_path: str, **keys: object) -> dict[str, objec
 def write_checkpoint(
     folder: Path, pos_emb: str, data_path: str, *, iteration: int = 4, vocabulary: int = VOCABULARY, **keys: object
 ) -> GPT:
-    """A randomly initialised model in `folder`; returns it."""
+    """Save a randomly initialized model in `folder` and return it."""
     settings = settings_of(pos_emb, data_path, padded_vocab_size=vocabulary, **keys)
     model = small_gpt(pos_emb, seed=iteration, max_positions=TRAIN_LENGTH, padded_vocab_size=vocabulary)
     step = folder / f"global_step{iteration}"
@@ -67,7 +67,7 @@ def write_checkpoint(
 
 
 def write_yaml(path: Path, keys: dict[str, object]) -> Path:
-    """JSON is YAML."""
+    """Write the keys as JSON, which is valid YAML."""
     path.write_text(json.dumps(keys))
     return path
 

@@ -1,4 +1,4 @@
-"""Small models to convert, whose predictions depend strongly on positions."""
+"""Small models to convert, whose logits depend strongly on positions."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ LONG = 4 * TRAIN_LENGTH
 
 
 def quiet(_: str) -> None:
-    """Takes the place of print."""
+    """Replaces print."""
 
 
 def make_model(pos_emb: str, *, seed: int = 0, **keys: object) -> tuple[GPT, Config]:
-    """A model of random weights, and its configuration."""
+    """A model with random weights, and its configuration."""
     flat = settings_of(pos_emb, "nowhere", padded_vocab_size=VOCABULARY, **keys)
     config = Config.from_flat(flat)
     model = GPT(ModelSettings.from_config(config, VOCABULARY))
@@ -30,7 +30,7 @@ def make_model(pos_emb: str, *, seed: int = 0, **keys: object) -> tuple[GPT, Con
                 parameter.copy_(drawn * 0.25)
             elif parameter.dim() == 1:
                 parameter.copy_(drawn * 0.02 + (1.0 if name.endswith("norm.weight") else 0.0))
-            else:  # a kernel's scalars per head
+            else:  # scalars per head
                 parameter.copy_(drawn.abs() * 0.5 + 0.05)
     return model.eval(), config
 
@@ -40,7 +40,7 @@ def random_tokens(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def greedy(model: GPT, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Greedy continuation by computing the whole prefix anew for every token."""
+    """Greedy continuation that recomputes the prefix for every token."""
     for _ in range(count):
         tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
     return tokens

@@ -1,4 +1,4 @@
-"""The numbers computed by the original KERPLE code (tests/data/kerple_release)."""
+"""Checkpoints and numbers written by the original KERPLE code (tests/data/kerple_release)."""
 
 from pathlib import Path
 from typing import Any
