@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""The Chomsky-hierarchy benchmark: which tasks small transformers learn at lengths up to 40 and still solve at 500.
+"""The Chomsky-hierarchy benchmark: which tasks a small transformer solves beyond its training length, by method.
 
 python tools/chomsky.py [--tasks ...] [--methods ...] [--seeds ...] [--output runs/chomsky]
 
-Runs that are done are not done again, and one that was interrupted goes on.
+Finished experiments are not repeated, and an interrupted one resumes.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""evaluate.py in processes of its own: through deepy.py, on two ranks, and with lm-evaluation-harness."""
+"""evaluate.py in processes of its own: through deepy.py and on two ranks."""
 
 import contextlib
 import io
@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,15 +16,14 @@ import pytest
 from megatron.cli.evaluate import main
 from megatron.evaluation import PROTOCOLS, read_results
 from megatron.evaluation.records import KINDS
-from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
-from tests.support.harness_tasks import CHOICES, write_tasks
-from tests.support.runs import environment, run, training_settings
+from tests.support.checkpoints import write_checkpoint, write_corpus
+from tests.support.runs import run, training_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTATION = (ROOT / "docs" / "evaluation.md").read_text()
 
 
-def test_evaluate_and_generate_through_deepy(tmp_path):
+def test_deepy_starts_two_ranks(tmp_path):
     data = write_corpus(tmp_path)
     write_checkpoint(tmp_path / "checkpoints", "kerple_log", data, iteration=6)
     settings = training_settings(tmp_path, data)
@@ -41,14 +39,6 @@ def test_evaluate_and_generate_through_deepy(tmp_path):
     assert all(row["perplexity"] > 1 for row in rows)
     assert output.count("loaded ") == 1  # only rank 0 prints
     assert "global_step6" in output
-
-    (tmp_path / "prompts.txt").write_text("def \nclass ")
-    samples = tmp_path / "samples.jsonl"
-    words = ["-i", str(tmp_path / "prompts.txt"), "-o", str(samples)]
-    run(tmp_path, {**settings, "maximum_tokens": 40, "temperature": 1.0}, *words, script="generate.py")
-    records = [json.loads(line) for line in samples.read_text().splitlines()]
-    assert [record["context"] for record in records] == ["def ", "class "]
-    assert all(record["finished"] or record["length"] == 40 for record in records)
 
 
 def run_rank(folder, words, rendezvous, rank, expected_error):
@@ -118,34 +108,6 @@ def test_an_error_is_one_line(words, message, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line
-
-
-def test_harness_tasks_with_code_that_imports_evaluate(tmp_path):
-    """`import evaluate` in a task means Hugging Face's package, not evaluate.py in the project's root."""
-    write_tasks(tmp_path)
-    task = CHOICES.format(folder=tmp_path).replace('"{{question}}"', "!function own.question")
-    (tmp_path / "choices.yaml").write_text(task)
-    (tmp_path / "own.py").write_text(
-        "import evaluate\n\ndef question(doc):\n    assert evaluate.__path__\n    return doc['question']\n"
-    )
-    write_checkpoint(tmp_path / "run", "kerple_log", "nowhere")
-    keys = {"load": str(tmp_path / "run"), "eval_tasks": ["choices"]}
-    config = write_yaml(tmp_path / "config.yml", settings_of("kerple_log", "nowhere", **keys))
-    command = [sys.executable, str(ROOT / "evaluate.py"), str(config), "--include-path", str(tmp_path)]
-    process = subprocess.run(
-        [*command, "--limit", "2", "--output", "results"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**environment(), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")},
-    )
-    assert process.returncode == 0, process.stderr
-    assert "loglikelihood: 6 requests" in process.stdout
-    assert (
-        "acc,none"
-        in json.loads((tmp_path / "results" / "tasks.json").read_text())["checkpoints"][0]["results"]["choices"]
-    )
 
 
 def test_the_example_in_the_documentation():

@@ -25,6 +25,8 @@ from tests.support.harness_tasks import (
     write_tasks,
 )
 
+ROOT = Path(__file__).resolve().parents[4]
+
 
 @pytest.fixture(autouse=True)
 def _offline(tmp_path_factory, monkeypatch):
@@ -72,6 +74,22 @@ def test_tasks_of_the_configuration(checkpoints, task_folder, tmp_path, capsys):
         for metric, value in checkpoint["results"][task].items():
             if isinstance(value, float) and not math.isnan(value) and abs(value) < 1e6:
                 assert f"{value:.4f}" in printed, metric
+
+
+def test_tasks_that_import_evaluate(checkpoints, tmp_path, monkeypatch):
+    """Hugging Face's package, although the project's root, with evaluate.py, is first on the path."""
+    write_tasks(tmp_path)
+    task = CHOICES.format(folder=tmp_path).replace('"{{question}}"', "!function own.question")
+    (tmp_path / "choices.yaml").write_text(task)
+    (tmp_path / "own.py").write_text(
+        "import evaluate\n\ndef question(doc):\n    assert evaluate.__path__\n    return doc['question']\n"
+    )
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "choices", "--limit", "2"]
+    main([*words, "--include-path", str(tmp_path), "--output", str(tmp_path)])
+    assert "acc,none" in results_in(tmp_path)["checkpoints"][0]["results"]["choices"]
+    assert sys.path[0] == str(ROOT)
 
 
 def test_few_shot_examples_make_prompts_longer(checkpoints, task_folder, tmp_path):

@@ -58,7 +58,7 @@ def test_folders_are_searched_and_given_as_a_frame(tmp_path):
     with ResultsFile(tmp_path / "b", ["bb"]) as results:
         results.add(record(16, fingerprint="bb", loss=2.5))
     records = read_results(tmp_path)
-    assert [one["length"] for one in records] == [16, 32, 16]
+    assert [stored["length"] for stored in records] == [16, 32, 16]
     assert read_results([tmp_path / "a", tmp_path / "b"]) == records
     frame = read_results(tmp_path, as_frame=True)
     assert frame.loss.tolist() == [2.0, 2.0, 2.5]
