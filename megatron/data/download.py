@@ -105,7 +105,7 @@ class _PartialDownload:
         return self.content.stat().st_size if self.content.exists() else 0
 
     def fetch_with_retries(self) -> None:
-        """Fetch the rest of the file. Retries as long as every few attempts receive something."""
+        """Fetch the rest of the file. Gives up after several failures in a row without receiving a byte."""
         failures = 0
         while True:
             size_before = self.size

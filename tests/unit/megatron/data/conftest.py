@@ -1,6 +1,7 @@
 """Corpora and configurations for the tests of megatron.data."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,14 @@ from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.texts import KINDS
 
 VOCABULARY = 1000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_fsync():
+    """Skip fsync, which is slow on a busy disk. No unit test depends on what survives a power failure."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.data import encoding, indexed_writer, preprocessing, readers
+from megatron.data import encoding, preprocessing, readers
 from megatron.data.documents import DocumentOptions
 from megatron.data.encoding import TokenizerFiles
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
@@ -164,8 +164,7 @@ def test_progress_display(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_items(monkeypatch):
-    """Many small work items, with a commit after each. The tests do not depend on what fsync does."""
-    monkeypatch.setattr(indexed_writer.os, "fsync", lambda descriptor: None)
+    """Many small work items, with a commit after each."""
     monkeypatch.setattr(preprocessing, "COMMIT_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr(readers, "BLOCK", 500)
     monkeypatch.setattr(encoding, "WORK_ITEM_BYTES", 1)
@@ -368,7 +367,7 @@ def test_resume_after_a_full_disk(tmp_path, shared_input, expected, small_items,
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(indexed_writer.os, "fsync", fail_later)
+        patch.setattr(os, "fsync", fail_later)
         with pytest.raises(UserError, match=r"No space left on device \(.* documents are saved"):
             build(shared_input, tmp_path / "out")
     build(shared_input, tmp_path / "out")
