@@ -18,7 +18,7 @@ from megatron.checkpoint.directory import (
     layer_files,
     read_manifest,
 )
-from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES
+from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, merge_shards
 from megatron.checkpoint.storage import CheckpointError, load_file, load_layer_file
 from megatron.model.settings import ModelSettings
 
@@ -75,10 +75,9 @@ def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[d
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
             if name in COMPUTED_BUFFERS:
                 continue
-            positional = name.startswith(POSITIONAL_PREFIXES)
             # Replicas on the tensor-parallel ranks are equal, slices are not.
-            replicas = positional or (len(shards) > 1 and all(torch.equal(tensor, shard[name]) for shard in shards[1:]))
-            key = name if positional and shared else f"{index}.{name}"
+            replicas = all(torch.equal(tensor, shard[name]) for shard in shards[1:])
+            key = name if shared and name.startswith(POSITIONAL_PREFIXES) else f"{index}.{name}"
             counts[key] = tensor.numel() if replicas else sum(shard[name].numel() for shard in shards)
     return counts, dtypes
 
@@ -91,20 +90,21 @@ def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[st
     """The positional methods of a checkpoint with their parameters: ("all layers", method) if the layers share one, or
     ("layer I", method) for each layer. Reads only the positional parameters.
     """
-    for index, (path, *_) in layer_files(step).items():
+    for index, paths in layer_files(step).items():
         if not 2 <= index < settings.num_layers + 2:
             continue
         method = _build_method(settings)
-        own_names = {name for name, _ in method.named_parameters()}
-        parameters = {
-            name.removeprefix(prefix): tensor.float()
-            for name, tensor in load_layer_file(path).items()
-            for prefix in POSITIONAL_PREFIXES
-            if name.startswith(prefix) and name.removeprefix(prefix) in own_names
-        }
-        if method.embeds or (own_names and not parameters):
+        if method.embeds:
             continue
-        method.load_state_dict({**method.state_dict(), **parameters})
+        shards = [load_layer_file(path) for path in paths]
+        parameters = {}
+        for name, parameter in method.named_parameters():
+            key = next((prefix + name for prefix in POSITIONAL_PREFIXES if prefix + name in shards[0]), None)
+            if key is not None:
+                parameters[name] = merge_shards(key, [shard[key] for shard in shards], parameter.shape, paths[0])
+        if not parameters and any(True for _ in method.parameters()):
+            continue
+        method.load_state_dict({**method.state_dict(), **{name: value.float() for name, value in parameters.items()}})
         yield ("all layers" if method.shared else f"layer {index - 2}"), method
         if method.shared:
             break

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.convert import to_release
 from megatron.checkpoint.inspection import check_finite, describe, differences, head_values, positional_methods
 from megatron.checkpoint.storage import CheckpointError
 from megatron.inference import load_model
@@ -56,6 +57,17 @@ def test_positional_methods_have_the_parameters_of_the_checkpoint():
     assert place == "all layers"
     assert torch.equal(method.bias_p, state["attention.rpe.bias_p"])
     assert head_values(step, settings_of(step))["all layers"].keys() == {"bias_p", "bias_a", "effective_length"}
+
+
+def test_tensor_parallel_shards_are_merged(tmp_path):
+    """The release splits positional parameters by head."""
+    model, config = load_model(checkpoints("kerple_log"))
+    to_release(model, config, tmp_path / "shards", tensor_parallel=2, report=lambda text: None)
+    step, original = tmp_path / "shards" / "global_step0", checkpoints("kerple_log") / "global_step300"
+    description = describe(step, settings_of(step))
+    assert description["tensor_parallel"] == 2
+    assert description["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert description["kernels"] == head_values(original, settings_of(original))
 
 
 def test_differences_name_the_tensors(trained_run, tmp_path):
