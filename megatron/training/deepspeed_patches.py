@@ -24,7 +24,7 @@ def disable_shared_memory_collectives() -> None:
     """Use gloo for collectives between CPU ranks.
 
     Upstream: `deepspeed.comm.torch.TorchBackend` compiles a C++ extension with shared-memory collectives when it is
-    created on a CPU. That takes a compiler and half a minute, and gloo serves as well.
+    created on a CPU, which requires a compiler. gloo does not.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
