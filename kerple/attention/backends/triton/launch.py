@@ -241,9 +241,9 @@ class _Launcher:
         bias = call.bias_table
         if bias is None:
             bias = self.query.new_zeros(self.heads if has_table else 1, self.max_kv_len, dtype=torch.float32)
-        self.bias = self._add_margins(bias * LOG2_E, -math.inf)
+        self.bias = self._add_margins(bias, LOG2_E, -math.inf)
         # Without a weight, the kernels get a pointer that they do not read.
-        self.weight = self.query if call.weight_table is None else self._add_margins(call.weight_table, 0.0)
+        self.weight = self.query if call.weight_table is None else self._add_margins(call.weight_table)
         self.inputs = (self.query, self.key, self.value, self.bias, self.weight)
         self.table_stride = self.bias.stride(0) if has_table else 0
         self.tiles = tiles_for(self.query.dtype, self.head_size, weight=has_weight)
@@ -257,10 +257,10 @@ class _Launcher:
         }
         self.flags = {"HAS_TABLE": has_table, "HAS_WINDOW": self.max_kv_len < self.t}
 
-    def _add_margins(self, table: Tensor, fill: float) -> Tensor:
-        """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`."""
+    def _add_margins(self, table: Tensor, factor: float = 1.0, fill: float = 0.0) -> Tensor:
+        """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a factor."""
         margin = self.kernels.MARGIN
-        return F.pad(table[..., : self.max_kv_len].detach().float(), (margin, margin), value=fill)
+        return F.pad(table[..., : self.max_kv_len].detach().float() * factor, (margin, margin), value=fill)
 
     def _launch(self, kernel: Any, grid: Sequence[int], *arguments: object, **options: object) -> None:
         device = self.query.device
@@ -313,7 +313,7 @@ class _Launcher:
         directions = self.bias  # not read if there are no directions
         if sum(counts):
             parts = [part[..., : self.max_kv_len] for part in (bias_directions, weight_directions) if part is not None]
-            directions = self._add_margins(torch.cat(parts, dim=1).transpose(0, 1), 0.0).contiguous()
+            directions = self._add_margins(torch.cat(parts, dim=1).transpose(0, 1)).contiguous()
         grad_query = torch.empty_like(self.query)
         self._launch(
             self.kernels.query_kernel,
