@@ -236,7 +236,7 @@ class TrainingConfig(Group):
     wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
     deepspeed_extra_args: dict[str, Any] = key(
         {},
-        """Further keys of DeepSpeed's configuration, passed unchanged. Keys that are derived from other keys here, such as
+        """Further keys of DeepSpeed's configuration, passed unchanged. Keys derived from other keys here, such as
         train_batch_size, are an error.""",
     )
 
