@@ -25,7 +25,7 @@ from benchmarks.models import PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
-from megatron.training.logging import count_parameters, flops_per_token, peak_flops
+from megatron.training.flops import count_parameters, flops_per_token, peak_flops
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
 COMPILED = COMPARED = ("kerple_log", "kerple_bias_wht")
