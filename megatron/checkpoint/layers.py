@@ -171,8 +171,8 @@ def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -
 def embedding_rows(states: LayerStates, step: Path) -> int:
     """The padded vocabulary size: rows of the word embedding over all tensor-parallel ranks."""
     for rank, shard in enumerate(states.get(0, [{}])):
-        if EMBEDDING not in shard:
-            raise CheckpointError(f"{layer_file(step, 0, rank)}: lacks {EMBEDDING}")
+        if EMBEDDING not in shard or shard[EMBEDDING].dim() != 2:
+            raise CheckpointError(f"{layer_file(step, 0, rank)}: lacks the matrix {EMBEDDING}")
     return sum(shard[EMBEDDING].shape[0] for shard in states[0])
 
 

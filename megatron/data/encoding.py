@@ -19,7 +19,7 @@ import numpy as np
 from megatron.data.documents import DocumentOptions, SkippedDocuments, parse_documents
 from megatron.data.indexed_dataset import id_type_for
 from megatron.data.readers import ChunkSource, ReadPosition, TextChunk
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError
 
 Result = TypeVar("Result")
@@ -27,18 +27,6 @@ Result = TypeVar("Result")
 # Minimum input per work item, so that sending it to a worker is cheap compared to tokenizing it.
 WORK_ITEM_BYTES = 1 << 19
 ITEMS_IN_FLIGHT_PER_WORKER = 3
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """Arguments of `build_tokenizer`, from which each worker builds its own tokenizer."""
-
-    tokenizer_type: str
-    vocab_file: str | None = None
-    merge_file: str | None = None
-
-    def build(self) -> Tokenizer:
-        return build_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
 
 @dataclass

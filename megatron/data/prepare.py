@@ -9,11 +9,11 @@ from pathlib import Path
 from megatron.data.corpora import HubCorpus, StdlibCorpus
 from megatron.data.documents import DocumentOptions
 from megatron.data.download import download, redact_url
-from megatron.data.encoding import TokenizerFiles
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
 from megatron.data.input_files import find_files
 from megatron.data.preprocessing import preprocess, summary
 from megatron.data.readers import ChunkSource, FileCorpus
+from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron.data.documents import DocumentOptions, SkippedDocuments
-from megatron.data.encoding import TokenizerFiles, check_workers, encode_chunks, process_in_order, work_items
+from megatron.data.encoding import check_workers, encode_chunks, process_in_order, work_items
 from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_files, write_manifest
 from megatron.data.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
 from megatron.data.readers import BLOCK, START, ChunkSource, ReadPosition
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 from megatron.utils.locks import Lock

@@ -5,6 +5,7 @@ from megatron.tokenizer.tokenizer import (
     TOKENIZER_TYPES,
     CharLevelTokenizer,
     Tokenizer,
+    TokenizerFiles,
     build_tokenizer,
     padded_vocab_size,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "TOKENIZER_TYPES",
     "CharLevelTokenizer",
     "Tokenizer",
+    "TokenizerFiles",
     "build_tokenizer",
     "padded_vocab_size",
 ]

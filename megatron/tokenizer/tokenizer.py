@@ -4,11 +4,16 @@ import hashlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron.utils.errors import UserError
+
+if TYPE_CHECKING:  # building a tokenizer needs no configuration
+    from megatron.config import Config
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -117,6 +122,27 @@ def build_tokenizer(
     if tokenizer_type == "CharLevelTokenizer":
         return CharLevelTokenizer()
     raise UserError(f"unknown tokenizer-type {tokenizer_type!r}; supported: {', '.join(TOKENIZER_TYPES)}")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Arguments of `build_tokenizer`: a tokenizer that is not built yet."""
+
+    tokenizer_type: str
+    vocab_file: str | Path | None = None
+    merge_file: str | Path | None = None
+
+    @classmethod
+    def of(
+        cls, config: "Config", vocab_file: str | Path | None = None, merge_file: str | Path | None = None
+    ) -> "TokenizerFiles":
+        """The tokenizer of a configuration. The arguments replace the files that the configuration names."""
+        keys = config.tokenizer
+        return cls(keys.tokenizer_type, vocab_file or keys.vocab_file, merge_file or keys.merge_file)
+
+    def build(self) -> Tokenizer:
+        """Raises UserError if a file is missing or invalid."""
+        return build_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
 
 def _required_file(path: str | Path | None, tokenizer_type: str, key: str, description: str) -> Path:

@@ -14,13 +14,13 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.checkpoint.convert import to_hugging_face
-from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.checkpoint.storage import CheckpointError
 from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError
 from megatron.inference import load_model
+from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.training.loop import train
 from tests.support.checkpoints import write_checkpoint, write_corpus

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.documents import DocumentOptions, read_texts
-from megatron.data.encoding import TokenizerFiles
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.data.input_files import find_files
 from megatron.data.readers import FileCorpus
+from megatron.tokenizer import TokenizerFiles
 from tests.support.texts import KINDS
 
 BYTE_TOKENIZER = TokenizerFiles("CharLevelTokenizer")

@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face, to_release
-from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.directory import find_step, iteration_of
 from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
 from megatron.config import Config
 from megatron.config.command_line import OptionParser, run_main
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
+from megatron.tokenizer import TokenizerFiles
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

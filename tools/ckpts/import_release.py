@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from megatron.checkpoint.convert.archive import unpack
 from megatron.checkpoint.convert.output import new_folder
-from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, check_rows
+from megatron.checkpoint.convert.tokenizer_files import check_rows
 from megatron.checkpoint.directory import (
     find_step,
     read_manifest,
@@ -43,6 +43,7 @@ from megatron.config import Config
 from megatron.config.command_line import OptionParser, run_main
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
+from megatron.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 
 SAMPLE = '''The river rises in the hills to the north of the town, and for most of the year it is no more than a stream

@@ -22,9 +22,10 @@ from megatron.cli.dataset_options import (
     split_words,
 )
 from megatron.data.documents import DocumentOptions
-from megatron.data.encoding import SubsetCount, TokenizerFiles, count_subsets, process_in_order, work_items
+from megatron.data.encoding import SubsetCount, count_subsets, process_in_order, work_items
 from megatron.data.input_files import find_files
 from megatron.data.readers import START, FileCorpus
+from megatron.tokenizer import TokenizerFiles
 from megatron.utils.progress import Progress
 
 

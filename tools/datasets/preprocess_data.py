@@ -23,10 +23,10 @@ from megatron.cli.dataset_options import (
     split_words,
 )
 from megatron.data.documents import DocumentOptions
-from megatron.data.encoding import TokenizerFiles
 from megatron.data.input_files import find_files
 from megatron.data.preprocessing import preprocess, summary
 from megatron.data.readers import FileCorpus
+from megatron.tokenizer import TokenizerFiles
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -25,7 +25,7 @@ from megatron.checkpoint.convert.output import (
     write_checkpoint,
 )
 from megatron.checkpoint.convert.sources import load_modeling_file, self_contained_files, unload_package
-from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, copy_tokenizer, special_ids, write_tokenizer
+from megatron.checkpoint.convert.tokenizer_files import copy_tokenizer, special_ids, write_tokenizer
 from megatron.checkpoint.convert.weights import (
     POSITIONAL_TARGET,
     SAFETENSORS,
@@ -40,6 +40,7 @@ from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
+from megatron.tokenizer import TokenizerFiles
 
 
 def to_hugging_face(

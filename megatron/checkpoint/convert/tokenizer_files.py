@@ -1,39 +1,16 @@
 """Tokenizers of Hugging Face folders: writing them, and reading them."""
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, write_json
-from megatron.config import Config
-from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
+from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError
 
 # The character that represents byte 0 in GPT-2's byte-level alphabet.
 NUL = "\u0100"
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """A tokenizer by configuration keys."""
-
-    tokenizer_type: str
-    vocab_file: str | Path | None = None
-    merge_file: str | Path | None = None
-
-    @classmethod
-    def of(
-        cls, config: Config, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
-    ) -> "TokenizerFiles":
-        """The tokenizer of a configuration. The arguments replace the files that the configuration names."""
-        keys = config.tokenizer
-        return cls(keys.tokenizer_type, vocab_file or keys.vocab_file, merge_file or keys.merge_file)
-
-    def build(self) -> Tokenizer:
-        """Raises UserError if a file is missing or invalid."""
-        return build_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
 
 def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> int:

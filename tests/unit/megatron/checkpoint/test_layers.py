@@ -103,5 +103,5 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="no file for layer 2"):
         check_sizes(step, small_gpt("none").settings)
     layer_file(step, 0, 0).unlink()
-    with pytest.raises(CheckpointError, match=r"layer_00.* lacks word_embeddings\.weight"):
+    with pytest.raises(CheckpointError, match=r"layer_00.* lacks the matrix word_embeddings\.weight"):
         embedding_rows(open_layers(step), step)

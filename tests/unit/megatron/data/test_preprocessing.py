@@ -12,12 +12,12 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.data import encoding, preprocessing, readers
 from megatron.data.documents import DocumentOptions
-from megatron.data.encoding import TokenizerFiles
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
 from megatron.data.indexed_writer import IndexedWriter
 from megatron.data.input_files import find_files
 from megatron.data.preprocessing import Journal, preprocess, summary
 from megatron.data.readers import START, FileCorpus
+from megatron.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from tests.support.corpora import BYTE_TOKENIZER, dataset_text, json_lines
 

@@ -5,10 +5,9 @@ import torch
 from lm_eval.api.instance import Instance
 
 from megatron.checkpoint.convert import to_hugging_face
-from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.evaluation.harness import HarnessModel, evaluate_tasks
 from megatron.inference import load_model
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import TokenizerFiles, build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import quiet

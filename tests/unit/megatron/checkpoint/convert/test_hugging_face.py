@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeo
 from kerple.positional import primary_names
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
 from megatron.checkpoint.convert.output import with_float32_angles
-from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.inference import load_model
+from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens, stock_model

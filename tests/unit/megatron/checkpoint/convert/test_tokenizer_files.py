@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, write_tokenizer
+from megatron.checkpoint.convert.tokenizer_files import write_tokenizer
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
+from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.texts import KINDS
 
