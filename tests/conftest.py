@@ -17,7 +17,7 @@ import tempfile
 import torch
 
 torch.set_num_threads(1)
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() and "SIMULATED_CUDA" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="transformers_modules_")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)

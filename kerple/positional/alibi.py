@@ -1,9 +1,9 @@
 """ALiBi: a fixed linear bias per head (arXiv 2108.12409)."""
 
-import torch
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod
+from kerple.positional.functional import DeviceConstant
 from kerple.positional.registry import register
 
 
@@ -24,11 +24,14 @@ class Alibi(PositionalMethod):
 
     def __init__(self, num_heads: int):
         super().__init__()
-        # Python floats, not a buffer: casting the model to bfloat16 would round a buffer.
-        self.slopes = alibi_slopes(num_heads)
+        self._set_slopes(alibi_slopes(num_heads))
+
+    def _set_slopes(self, slopes: tuple[float, ...]) -> None:
+        self.slopes = slopes
+        self._slopes_on = DeviceConstant(slopes)
 
     def bias(self, distance: Tensor) -> Tensor:
-        slopes = torch.tensor(self.slopes, dtype=torch.float32, device=distance.device)
+        slopes = self._slopes_on(distance.device)
         return -slopes.reshape(-1, *[1] * distance.dim()) * distance.float()
 
 
@@ -44,4 +47,4 @@ class KerplePowerOriginal(Alibi):
 
     def __init__(self, num_heads: int):
         super().__init__(num_heads)
-        self.slopes = tuple(max(slope, 0.01) for slope in self.slopes)
+        self._set_slopes(tuple(max(slope, 0.01) for slope in self.slopes))

@@ -27,6 +27,27 @@ def default_frequencies(size: int, base: float) -> tuple[float, ...]:
     return tuple(float(base) ** (-2.0 * i / size) for i in range((size + 1) // 2))
 
 
+class DeviceConstant:
+    """Python floats as a tensor on any device, cached per device.
+
+    Unlike a buffer, it keeps its dtype if the model is cast. Without the cache, every use would copy from the CPU, and
+    the host would wait for the GPU.
+    """
+
+    def __init__(self, values: Sequence[float], dtype: torch.dtype = torch.float32):
+        self.values = tuple(values)
+        self.dtype = dtype
+        self._cache: dict[torch.device, Tensor] = {}
+
+    def __call__(self, device: torch.device) -> Tensor:
+        """The values `[len(values)]` on `device`."""
+        if device not in self._cache:
+            # Autograd cannot save inference tensors, and training may reuse what an evaluation put into the cache.
+            with torch.inference_mode(False):
+                self._cache[device] = torch.tensor(self.values, dtype=self.dtype, device=device)
+        return self._cache[device]
+
+
 class Angles:
     """Cosines and sines of position * frequency, `[s, n/2]` float32 each, times `scale`.
 
@@ -51,7 +72,8 @@ class Angles:
         self.size = size
         self.base = float(base)
         self.dtype = dtype
-        self.frequencies = frequencies
+        self.frequencies = None if frequencies is None else tuple(frequencies)
+        self._frequencies_on = DeviceConstant(frequencies or (), dtype)
         self.scale = scale
         self._cache: list[tuple[Tensor, torch.device, tuple[Tensor, Tensor]]] = []
 
@@ -76,7 +98,7 @@ class Angles:
             exponents = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size
             values = 1.0 / self.base**exponents
         else:
-            values = torch.tensor(self.frequencies, dtype=self.dtype, device=positions.device)
+            values = self._frequencies_on(positions.device)
         angles = positions.to(self.dtype)[:, None] * values
         cosines, sines = ((part * self.scale).float().to(device) for part in (angles.cos(), angles.sin()))
         return cosines, sines

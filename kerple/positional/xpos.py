@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod
-from kerple.positional.functional import Angles
+from kerple.positional.functional import Angles, DeviceConstant
 from kerple.positional.registry import register
 
 # Smaller factors are set to zero: they would produce denormal numbers, which are slow on a CPU.
@@ -40,7 +40,7 @@ class XPos(PositionalMethod):
         self.angles = Angles(head_size, base)
         half = head_size // 2
         zeta = (torch.arange(half, dtype=torch.float64, device="cpu") / half + 0.4) / 1.4
-        self.log_zeta: list[float] = zeta.log().tolist()
+        self.log_zeta = DeviceConstant(zeta.log().tolist(), torch.float64)
         self._cache: list[tuple[tuple[object, ...], tuple[Tensor, Tensor]]] = []
 
     def rotate(
@@ -72,7 +72,7 @@ class XPos(PositionalMethod):
                 return factors
         # Autograd cannot save inference tensors, and training may reuse what an evaluation put into the cache.
         with torch.inference_mode(False), torch.no_grad():
-            log_zeta = torch.tensor(self.log_zeta, dtype=torch.float64, device=device) / self.scale_base
+            log_zeta = self.log_zeta(device) / self.scale_base
             middle = (queries[0] + queries[1]) / 2
             query_offsets = torch.arange(queries[0], queries[1] + 1, dtype=torch.float64, device=device) - middle
             key_offsets = middle - torch.arange(keys[0], keys[1] + 1, dtype=torch.float64, device=device)

@@ -15,7 +15,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import get_global_norm_of_tensors
 
 PATCHED_VERSION = "0.19.8"
 
@@ -27,6 +26,19 @@ def disable_shared_memory_collectives() -> None:
     created on a CPU, which requires a compiler. gloo does not.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:
+    """L2 norm of the gradients of all ranks in the model-parallel group of `mpu`: a float32 scalar on the device.
+
+    Each rank passes the gradients that no other rank of its group counts.
+    """
+    norm = torch.nn.utils.get_total_norm(gradients).float()
+    if mpu is None:
+        return norm
+    squared = norm.square().to(get_accelerator().current_device_name())
+    dist.all_reduce(squared, group=mpu.get_model_parallel_group())
+    return squared.sqrt()
 
 
 class PatchedEngine(DeepSpeedEngine):
@@ -73,11 +85,7 @@ class PatchedEngine(DeepSpeedEngine):
             )
             if not is_copy:
                 counted.append(parameter.grad)
-        norm = torch.nn.utils.get_total_norm(counted)
-        if self.mpu is not None:
-            squared = norm.float().square().to(gradients[0].device)
-            dist.all_reduce(squared, group=self.mpu.get_model_parallel_group())
-            norm = squared.sqrt()
+        norm = global_norm(counted, self.mpu)
         scale = (self.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale)
         self._global_grad_norm = norm
@@ -90,16 +98,17 @@ class PatchedPipelineEngine(PatchedEngine, PipelineEngine):
 class DeviceOnlyBF16Optimizer(BF16_Optimizer):
     """DeepSpeed's optimizer for bf16 weights with fp32 master weights, without waiting for the device.
 
-    Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not finite and to clip.
-    The device idles until the next kernels are launched. Here both happen on the device, with the same arithmetic. The
-    inner optimizer must support `found_inf`, as torch's fused optimizers do.
+    Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not finite and to clip,
+    and `get_global_norm_of_tensors` copies a constant to the device. The device idles until the next kernels are
+    launched. Here everything happens on the device. The inner optimizer must support `found_inf`, as torch's fused
+    optimizers do.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         gradients, _ = self.get_grads_for_norm()
-        norm = get_global_norm_of_tensors(gradients, mpu=self.mpu, norm_type=self.norm_type)
-        overflow = ~torch.isfinite(norm) | (norm < 0)  # DeepSpeed returns -1 for a norm that is not finite
+        norm = global_norm(gradients, self.mpu)
+        overflow = ~torch.isfinite(norm)
         self._global_grad_norm = norm.masked_fill(overflow, float("inf"))
         if self.clip_grad > 0:
             scale = (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)

@@ -1,0 +1,133 @@
+"""Every positional method on a simulated CUDA device.
+
+An operation on tensors of different devices fails as on a GPU. Once everything is cached, neither training nor
+evaluation may wait for the device or copy from pageable memory.
+"""
+
+import pytest
+import torch
+
+from kerple.attention import Span, backend_names
+from kerple.positional import build
+from megatron.config import UserError, load_config
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+from tests.support.simulated_cuda import ROOT, SimulatedCuda, move_to_cuda
+
+METHODS = sorted(path.stem for path in (ROOT / "configs/pos_emb").glob("*.yml"))
+BACKENDS = [name for name in backend_names() if name not in ("auto", "flex")]  # flex is compiled, not simulated
+# One method of each kind: the other dtypes and activation checkpointing are slow for all of them.
+KINDS = ("none", "learned", "rotary", "xpos", "alibi", "kerple_log", "kerple_power_ap_ap", "rpe", "fire", "dape_kerple")
+EVERY_METHOD = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in METHODS]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def settings_for(method: str, backend: str = "auto", *overrides: str) -> ModelSettings:
+    """The 162M recipe with two layers."""
+    files = ["small_bf16.yml", f"pos_emb/{method}.yml"]
+    config = load_config(files, ROOT / "configs", ["num-layers=2", f"attention-backend={backend}", *overrides])
+    return ModelSettings.from_config(config, 50304)
+
+
+def cuda_model(settings: ModelSettings, dtype: torch.dtype = torch.bfloat16, checkpoint_every: int = 0) -> GPT:
+    with torch.device("meta"):
+        model = GPT(settings, checkpoint_every=checkpoint_every)
+    return move_to_cuda(model, dtype)
+
+
+def supports(backend: str, method: str) -> bool:
+    try:
+        settings_for(method, backend)
+    except UserError as error:
+        if f"'{backend}'" not in str(error):
+            raise
+        return False
+    return True
+
+
+def check_training(model: GPT, device: SimulatedCuda) -> None:
+    """Two steps; the second one neither waits nor copies."""
+    tokens = torch.zeros(4, 512, dtype=torch.long, device="cuda")
+    model.train()
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        device.reset()
+        model.loss(tokens, tokens).backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == set()
+    assert device.synchronizations == []
+    assert device.blocking_copies == []
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize("method", METHODS)
+def test_training_step(method, backend):
+    if not supports(backend, method):
+        return
+    with SimulatedCuda() as device:
+        check_training(cuda_model(settings_for(method, backend)), device)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_training_step_in_other_dtypes(method, dtype):
+    with SimulatedCuda() as device:
+        check_training(cuda_model(settings_for(method), DTYPES[dtype]), device)
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_training_step_with_activation_checkpointing(method):
+    with SimulatedCuda() as device:
+        check_training(cuda_model(settings_for(method), checkpoint_every=1), device)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "learned"])  # it ends at the trained length
+def test_evaluation(method):
+    check_evaluation(method, "bf16")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("method", [name for name in KINDS if name != "learned"])
+def test_evaluation_in_other_dtypes(method, dtype):
+    check_evaluation(method, dtype)
+
+
+def check_evaluation(method: str, dtype: str) -> None:
+    """512 tokens after 15,000 in the cache, single-token decoding, windows and blocks."""
+    with SimulatedCuda() as device, torch.inference_mode():
+        model = cuda_model(settings_for(method), DTYPES[dtype]).eval()
+
+        def hidden(*arguments, **options):
+            model.hidden(*arguments, **options)
+            device.reset()
+            states = model.hidden(*arguments, **options)
+            assert (states.device.type, states.dtype) == ("cuda", DTYPES[dtype])
+            assert device.synchronizations == []
+            assert device.blocking_copies == []
+
+        def tokens(batch: int, length: int) -> torch.Tensor:
+            return torch.zeros(batch, length, dtype=torch.long, device="cuda")
+
+        cache = model.new_cache(1, 16_384)
+        model.hidden(tokens(1, 512), cache)
+        for layer in cache.layers:
+            layer.length = 15_000  # as if this many tokens had been processed
+        hidden(tokens(1, 512), cache)
+        hidden(tokens(1, 1), cache)
+        hidden(tokens(1, 2048), span=Span(window=512))
+        hidden(tokens(1, 2048), span=Span(block=512))
+
+
+def test_a_tensor_on_the_wrong_device_fails():
+    """The simulation itself."""
+    with SimulatedCuda() as device:
+        on_gpu = torch.zeros(3, device="cuda")
+        with pytest.raises(RuntimeError, match=r"on cuda and on the CPU \[\(3,\)\]"):
+            on_gpu + torch.zeros(3)
+        (on_gpu + 1).sum().item()
+        on_gpu.cpu()
+        torch.zeros(3).to("cuda")
+        assert len(device.synchronizations) == 2
+        assert len(device.blocking_copies) == 1
+        assert device.kernels["add"] == device.kernels["sum"] == 1
+        model = build("alibi", settings_for("alibi").shape())
+        assert model.bias(torch.zeros(3, device="cuda")).device.type == "cuda"
