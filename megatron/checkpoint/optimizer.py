@@ -264,8 +264,9 @@ class SavedOptimizer:
         """One tensor-parallel slice from its fragments. Pipeline stages that share a parameter wrote equal ones."""
         entries = sorted(entries, key=lambda entry: entry["start"])
         shape = torch.Size(entries[0]["shape"])
-        if entries[0][kind].numel() == shape.numel():
-            return entries[0][kind].view(shape)
+        first: Tensor = entries[0][kind]
+        if first.numel() == shape.numel():
+            return first.view(shape)
         joined, filled = torch.empty(shape.numel()), 0
         for entry in entries:
             if entry["start"] > filled:
@@ -295,7 +296,8 @@ class ReleasedOptimizer:
 
     def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
         """`read_released_optimizer` has compared the shape with the weight's."""
-        return self._entries[name][kind]
+        tensor: Tensor = self._entries[name][kind]
+        return tensor
 
 
 def read_released_optimizer(

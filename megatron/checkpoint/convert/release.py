@@ -137,7 +137,8 @@ def release_buffers(model: GPT, pos_emb: str, index: int) -> dict[str, Tensor]:
 
     def inverse_frequencies(size: int) -> Tensor:
         """base^(-2i/size), `[size / 2]`."""
-        return 1.0 / method.angles.base ** (torch.arange(0, size, 2).float() / size)
+        base: float = method.angles.base
+        return 1.0 / base ** (torch.arange(0, size, 2).float() / size)
 
     if pos_emb == "sinusoidal" and index == 0:
         return {"position_embeddings.inv_freq": inverse_frequencies(model.settings.hidden_size)}
