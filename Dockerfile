@@ -1,13 +1,13 @@
-# GPU image. apex is NVIDIA's, built from source; without it everything works, with torch's fused optimizer.
+# GPU image. NVIDIA apex is built from source. It is optional: without it, PyTorch's fused optimizer is used.
 #   docker build -t kerple-neox .
 #   docker run --gpus all --shm-size=8g -v "$PWD/data:/workspace/data" -v "$PWD/runs:/workspace/runs" -it kerple-neox
-# CUDA is the version that PyTorch's own build has: apex compares the two.
+# The CUDA version must be that of the PyTorch build: apex checks this.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${CUDA_IMAGE}
 
 ARG DEBIAN_FRONTEND=noninteractive
 ENV PIP_NO_CACHE_DIR=1 PATH=/opt/venv/bin:$PATH
-# Ubuntu keeps no older versions of its packages to pin.
+# Ubuntu removes old versions of packages, so they cannot be pinned.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends \
@@ -19,8 +19,8 @@ ARG TORCH=torch==2.13.0
 # hadolint ignore=DL3013
 RUN pip install --upgrade pip "setuptools>=77" wheel packaging ninja && pip install "${TORCH}"
 
-# Set APEX=0 to leave it out (the build takes a while). A named release, so that an image can be built again. No GPU is
-# seen while an image is built, so the ones to compile for are named: A100, A10 and RTX 30, H100, B200, RTX 50.
+# APEX=0 skips apex, which takes long to build. Its release is pinned so that builds are reproducible. No GPU is visible
+# during the build, so the architectures are listed: A100, A10 and RTX 30, H100, B200, RTX 50.
 ARG APEX=1
 ARG APEX_VERSION=25.09
 ARG MAX_JOBS=8

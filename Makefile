@@ -1,7 +1,7 @@
 # make setup       create .venv with all dependencies (does nothing if it is up to date)
-# make demo        the main job: prepare a corpus, train three small models at length 128, test them up to 2,048
+# make demo        prepare a corpus, train three small models at length 128, evaluate them up to 2,048
 # make test        all tests
-# make test-unit   unit tests only, no processes started
+# make test-unit   unit tests only; they start no processes
 # make lint        ruff and mypy
 # make bench       benchmarks on this CPU: ratios measured in one run
 # make bench-gpu   benchmarks that need an NVIDIA GPU (PYTHON=... must have PyTorch with CUDA)
@@ -38,7 +38,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# These methods have no trainable parameters, or training does not change what is drawn.
+# These methods have no trainable parameters, or training does not change their plot.
 UNTRAINED := learned none sinusoidal cope dape alibi kerple_power_original rotary sandwich xpos
 TRAINED := $(filter-out $(UNTRAINED),$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
 

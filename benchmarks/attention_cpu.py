@@ -3,8 +3,8 @@
     python benchmarks/attention_cpu.py [--threads 2] [--rounds 15] [--busy] [--only tables|dape] [--json FILE]
 
 The baseline is `F.scaled_dot_product_attention` without positions; it is causal if there are as many queries as keys.
-`materialised` keeps the whole score matrix and the bias in memory, as the original does. For DAPE-KERPLE this includes
-all values of the MLP (8 inputs, 32 hidden units and 4 outputs per pair); its peak memory is measured in a new process.
+`materialized` stores the full score and bias matrices, as the original code does. For DAPE-KERPLE this includes all
+activations of the MLP (8 inputs, 32 hidden units and 4 outputs per pair); its peak memory is measured in a new process.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from kerple.attention import attend, tables
 from kerple.positional import KerpleBiasWeight, KerpleLog, ModelShape, PositionalMethod, Rotary, build
 
 HEADS, SIZE = 4, 64
-# DAPE materialised needs tens of GiB from this length on.
-DAPE_MATERIALISED_LIMIT = 8192
+# DAPE materialized needs tens of GiB from this length on.
+DAPE_MATERIALIZED_LIMIT = 8192
 
 
 def training_alternatives(batch: int, heads: int, length: int, size: int) -> dict[str, Callable[[], None]]:
@@ -49,7 +49,7 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
         "rotary": step(lambda: attend(*rotary.rotate(query, key, positions, positions), value)),
         "kerple_log": method_step(KerpleLog(heads), "chunked"),
         "kerple_bias_wht": method_step(KerpleBiasWeight(heads), "chunked"),
-        "kerple_log, materialised": method_step(KerpleLog(heads), "reference"),
+        "kerple_log, materialized": method_step(KerpleLog(heads), "reference"),
     }
 
 
@@ -80,7 +80,7 @@ def dape_step(length: int, backend: str) -> Callable[[], None]:
 
 
 def dape_peak_memory(length: int, backend: str, threads: int) -> int:
-    """Bytes that a step allocates at most, in a new process."""
+    """Peak memory of a step in bytes, above the memory in use before it. Call it in a new process."""
     torch.set_num_threads(threads)
     dape_step(16, backend)()
     step = dape_step(length, backend)
@@ -100,9 +100,9 @@ def benchmark_dape(rounds: int, clock: Callable[[], float]) -> dict[str, list[Ti
     results: dict[str, list[Timing]] = {}
     threads = torch.get_num_threads()
     for length in (512, 2048, 8192):
-        backends = {"materialised": "reference", "chunked": "chunked"}
-        if length >= DAPE_MATERIALISED_LIMIT:
-            del backends["materialised"]
+        backends = {"materialized": "reference", "chunked": "chunked"}
+        if length >= DAPE_MATERIALIZED_LIMIT:
+            del backends["materialized"]
         title = f"DAPE-KERPLE forward + backward, {HEADS} heads of {SIZE}, length {length}"
         if len(backends) > 1:
             steps = {name: dape_step(length, backend) for name, backend in backends.items()}

@@ -1,4 +1,4 @@
-"""Attention on a GPU: the fused kernels against SDPA, FlexAttention and materialised scores.
+"""Attention on a GPU: the fused kernels against SDPA, FlexAttention and materialized scores.
 
 DAPE-KERPLE, which mixes heads for each pair, is measured as well: in chunks that are recomputed in the backward pass,
 and with all scores and MLP values in memory.
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.attention_inputs import attend_with_method, random_states
 from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialised import MATERIALISED
+from benchmarks.materialized import MATERIALIZED
 from kerple.attention import attend, dispatch, tables
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.launch import Tile
@@ -36,8 +36,8 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 HEADS, SIZE = 12, 64
-# Materialised alternatives that need more memory are skipped.
-MATERIALISED_BYTES = 60e9
+# Materialized alternatives that need more memory are skipped.
+MATERIALIZED_BYTES = 60e9
 # DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs per pair, in float32 and with their gradients.
 DAPE_PAIR_BYTES = 800
 # DAPE at larger lengths would take most of the time.
@@ -90,13 +90,13 @@ def alternatives(
             results[f"sdpa {name}, no positions"] = (sdpa, [query, key, value])
         for method in ("none", "kerple_log", "kerple_bias_wht"):
             add("flex", method)
-    if batch * HEADS * length**2 * 14 < MATERIALISED_BYTES:
+    if batch * HEADS * length**2 * 14 < MATERIALIZED_BYTES:
         for method in ("kerple_log", "kerple_bias_wht"):
-            add(MATERIALISED.name, method)
+            add(MATERIALIZED.name, method)
     if length <= DAPE_MAX_LENGTH:
         add("chunked", "dape_kerple")
-    if batch * length**2 * DAPE_PAIR_BYTES < MATERIALISED_BYTES:
-        add("reference", "dape_kerple", label="materialised")
+    if batch * length**2 * DAPE_PAIR_BYTES < MATERIALIZED_BYTES:
+        add("reference", "dape_kerple", label="materialized")
     return results
 
 
@@ -166,7 +166,7 @@ def check(bench: Bench) -> bool:
             torch.autograd.grad(attend_with_method(method, *states, "fused"), leaves, upstream) for _ in range(2)
         )
         same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    return bench.checked(passed and same, second_run_bit_equal=same)
+    return bench.record_check(passed and same, second_run_bit_equal=same)
 
 
 def tune(bench: Bench) -> None:
@@ -214,7 +214,7 @@ def tune(bench: Bench) -> None:
 
 def main() -> int:
     bench = Bench(__doc__, "attention_gpu.json")
-    dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
+    dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
     if bench.options.check and not check(bench):
         return 1
     if bench.options.tune:

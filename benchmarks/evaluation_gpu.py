@@ -16,7 +16,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialised import MATERIALISED
+from benchmarks.materialized import MATERIALIZED
 from benchmarks.models import initialized_gpt
 from benchmarks.train_step_gpu import model_settings
 from kerple.attention import dispatch
@@ -31,8 +31,8 @@ CASES = (
     ("alibi", "auto"),
     ("rpe", "auto"),
     ("rotary", "auto"),
-    ("kerple_log", "materialised"),
-    ("kerple_bias_wht", "materialised"),
+    ("kerple_log", "materialized"),
+    ("kerple_bias_wht", "materialized"),
 )
 
 
@@ -61,14 +61,14 @@ def check(bench: Bench) -> bool:
         good, error = close_enough(results[0], results[1].double(), 1e-5)
         passed &= good
         bench.attempt({"check": pos_emb}, lambda error=error: {"error": error})
-    return bench.checked(passed)
+    return bench.record_check(passed)
 
 
 def main() -> int:
     bench = Bench(__doc__, "evaluation_gpu.json")
     if bench.options.check and not check(bench):
         return 1
-    dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
+    dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
     for pos_emb, backend in CASES[: 2 if bench.dry else None]:
         model = initialized_gpt(model_settings(pos_emb, backend, bench.dry)).to(bench.device).eval()
         if not bench.dry:

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import torch
 
+if "--dry-run" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported
+
 
 class Bench:
     """A benchmark run: its options, device, time limit and results."""
@@ -23,14 +26,11 @@ class Bench:
         parser = argparse.ArgumentParser(description=description.partition("\n")[0])
         parser.add_argument("--check", action="store_true", help="compare with float64 first; stop if results differ")
         parser.add_argument("--seconds", type=float, default=200.0, help="do not start a measurement after this time")
-        parser.add_argument("--json", type=Path, default=Path("runs/bench") / output)
+        parser.add_argument("--json", type=Path, default=Path("runs/bench") / output, help="file for the results")
         parser.add_argument("--dry-run", action="store_true", help="toy sizes on a CPU; its times are meaningless")
         parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)
         self.options = parser.parse_args()
         self.dry = self.options.dry_run
-        if self.dry:
-            # Triton reads this when the kernels are defined, at the first call of the fused backend.
-            os.environ["TRITON_INTERPRET"] = "1"
         if not self.dry and not torch.cuda.is_available():
             raise SystemExit("no GPU found; --dry-run runs the benchmark at toy sizes on a CPU")
         self.device = torch.device("cpu" if self.dry else "cuda")
@@ -93,15 +93,12 @@ class Bench:
         print(json.dumps(row), flush=True)
         return row
 
-    def note(self, **values: object) -> None:
-        self.results |= values
+    def record_check(self, passed: bool, **details: object) -> bool:
+        """Write and print the result of `--check`. Returns `passed`."""
+        self.results |= {"check_passed": passed, **details}
         self._write()
-
-    def checked(self, passed: bool, **facts: object) -> bool:
-        """Write and print the result of the check before all measurements. Returns `passed`."""
-        self.note(check_passed=passed, **facts)
-        details = "".join(f"; {name.replace('_', ' ')}: {value}" for name, value in facts.items())
-        print(f"check: {'passed' if passed else 'FAILED'}{details}", flush=True)
+        suffix = "".join(f"; {name.replace('_', ' ')}: {value}" for name, value in details.items())
+        print(f"check: {'passed' if passed else 'FAILED'}{suffix}", flush=True)
         return passed
 
     def _write(self) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All GPU benchmarks, each checked against float64 first; at most about ten minutes. Results: runs/bench/*_gpu.json.
-# PyTorch and Triton are all they need. Set PYTHON to the interpreter that has them; further options go to all three
-# (--dry-run: toy sizes on a CPU).
+# All GPU benchmarks, each checked against float64 first; about ten minutes in total. Results: runs/bench/*_gpu.json.
+# They need only PyTorch and Triton. Set PYTHON to the interpreter that has them. Options are passed to all three
+# (--dry-run: tiny sizes on a CPU).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

@@ -115,25 +115,25 @@ def inner_loop(lines: list[str]) -> list[str]:
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             instructions.append(instruction[1].strip())
     jumps = [
-        (at, labels[target[1]])
-        for at, text in enumerate(instructions)
+        (source, labels[target[1]])
+        for source, text in enumerate(instructions)
         if "BRA" in text and (target := re.search(r"`\((\.L_\w+)\)", text)) and target[1] in labels
     ]
-    loops = [range(to, at + 1) for at, to in jumps if to <= at]
+    loops = [range(target, source + 1) for source, target in jumps if target <= source]
 
     def products(loop: range) -> int:
-        return sum("HGMMA" in instructions[at] for at in loop)
+        return sum("HGMMA" in instructions[index] for index in loop)
 
     most = max(map(products, loops))
     loop = min((loop for loop in loops if products(loop) == most), key=len)
     skipped = {
-        inside
-        for at, to in jumps
-        if at in loop and at < to and to in loop
-        for inside in range(at + 1, to)
-        if not any("HGMMA" in instructions[between] for between in range(at + 1, to))
+        index
+        for source, target in jumps
+        if source in loop and source < target and target in loop
+        for index in range(source + 1, target)
+        if not any("HGMMA" in instructions[between] for between in range(source + 1, target))
     }
-    return [instructions[at] for at in loop if at not in skipped]
+    return [instructions[index] for index in loop if index not in skipped]
 
 
 def count(kernel, tile: Tile, size: int, variant: tuple, matrices: int) -> dict[str, object]:

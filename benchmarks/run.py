@@ -1,8 +1,8 @@
-"""All benchmarks, one after the other; their tables on the screen, their numbers under runs/bench/.
+"""Run all CPU benchmarks: print their tables and write the results to runs/bench/.
 
     python benchmarks/run.py [--threads 2] [--rounds 15] [--busy]
 
-Exit status 1 when a limit is missed.
+The exit status is 1 if a limit is exceeded.
 """
 
 import argparse
@@ -17,8 +17,10 @@ OUTPUT = HERE.parent / "runs" / "bench"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15, help="turns that each alternative gets")
-    parser.add_argument("--busy", action="store_true", help="count CPU time on one thread, for a machine that is busy")
+    parser.add_argument("--rounds", type=int, default=15, help="measurements per alternative")
+    parser.add_argument(
+        "--busy", action="store_true", help="measure CPU time on one thread, for a machine with other load"
+    )
     options = parser.parse_args()
     threads = f"--threads={options.threads}"
     timed = [threads, f"--rounds={options.rounds}", *(["--busy"] if options.busy else [])]
@@ -30,12 +32,12 @@ def main() -> int:
         "data_preprocessing": ["--output"],
     }
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    missed = False
+    failed = False
     for name, arguments in benchmarks.items():
         command = [sys.executable, HERE / f"{name}.py", *arguments, OUTPUT / f"{name}.json"]
-        missed |= subprocess.run(command, check=False).returncode != 0
-    print(f"numbers: {OUTPUT}/*.json")
-    return 1 if missed else 0
+        failed |= subprocess.run(command, check=False).returncode != 0
+    print(f"results: {OUTPUT}/*.json")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Fair timing of alternatives: they take turns in one process, and what counts is the ratio within a turn.
+"""Timing of alternatives that run alternately in one process. The result is the ratio to the baseline within a round.
 
-A machine's speed drifts (clock, neighbours, caches); alternatives that run one after the other would be compared at
-different speeds. Every round runs each of them once, starting with another one each time, so that the drift hits all
-alike.
+A machine's speed drifts with clock frequency, other load and caches, so alternatives that run one after the other would
+be measured at different speeds. Each round runs every alternative once and starts with a different one, so the drift
+affects all of them equally.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Timing:
-    """One alternative: seconds per run, and its ratio to the baseline.
+    """The seconds per run of an alternative, and their ratio to the baseline.
 
     Attributes:
         name: of the alternative.
         median, minimum: seconds.
         ratio: median over the rounds of its time divided by the baseline's in the same round.
-        limit: the largest ratio that is good enough, or None.
+        limit: the largest accepted ratio, or None.
     """
 
     name: str
@@ -50,20 +50,20 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
-    """Time the alternatives by turns; the first one is the baseline. `synchronize` waits for a device's work.
+    """Time the alternatives alternately; the first is the baseline. `synchronize` waits for a device to finish.
 
-    On a machine that is busy with other things, one thread and `clock=time.process_time` still give a fair ratio.
+    On a machine with other load, use one thread and `clock=time.process_time`.
     """
     names = list(alternatives)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(warmup + rounds):
-        shift = turn % len(names)
+    for round_index in range(warmup + rounds):
+        shift = round_index % len(names)
         for name in names[shift:] + names[:shift]:
             synchronize()
             start = clock()
             alternatives[name]()
             synchronize()
-            if turn >= warmup:
+            if round_index >= warmup:
                 seconds[name].append(clock() - start)
     baseline = seconds[names[0]]
     return [
@@ -71,7 +71,7 @@ def compare(
             name,
             statistics.median(seconds[name]),
             min(seconds[name]),
-            statistics.median(mine / theirs for mine, theirs in zip(seconds[name], baseline, strict=True)),
+            statistics.median(time / base for time, base in zip(seconds[name], baseline, strict=True)),
             (limits or {}).get(name),
         )
         for name in names
@@ -79,13 +79,13 @@ def compare(
 
 
 def show(title: str, timings: list[Timing], console: Console | None = None) -> None:
-    """Print a table; a missed limit is marked."""
+    """Print a table; exceeded limits are marked."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("median ms", "fastest ms", f"ratio to {timings[0].name}", "limit"):
         table.add_column(heading, justify="right")
     for timing in timings:
-        limit = "" if timing.limit is None else f"{timing.limit:.2f}" + ("" if timing.passed else " missed")
+        limit = "" if timing.limit is None else f"{timing.limit:.2f}" + ("" if timing.passed else " exceeded")
         table.add_row(
             timing.name, f"{timing.median * 1e3:.2f}", f"{timing.minimum * 1e3:.2f}", f"{timing.ratio:.3f}", limit
         )
@@ -93,7 +93,7 @@ def show(title: str, timings: list[Timing], console: Console | None = None) -> N
 
 
 def hardware() -> dict[str, object]:
-    """What the numbers depend on."""
+    """The hardware and software that the times depend on."""
     return {
         "processor": _processor(),
         "threads": torch.get_num_threads(),
@@ -103,15 +103,17 @@ def hardware() -> dict[str, object]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that all benchmarks share; `apply_options` puts them into effect."""
+    """Add the options that all CPU benchmarks share. `apply_options` applies them."""
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15, help="turns that each alternative gets")
-    parser.add_argument("--busy", action="store_true", help="count CPU time on one thread, for a machine that is busy")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--rounds", type=int, default=15, help="measurements per alternative")
+    parser.add_argument(
+        "--busy", action="store_true", help="measure CPU time on one thread, for a machine with other load"
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
 
 
 def apply_options(options: argparse.Namespace) -> Callable[[], float]:
-    """Set the number of threads; the clock to time with."""
+    """Set the number of threads, and return the clock to measure with."""
     torch.set_num_threads(1 if options.busy else options.threads)
     return time.process_time if options.busy else time.perf_counter
 
@@ -127,7 +129,7 @@ def _processor() -> str:
 
 
 def write_json(path: Path, tables: dict[str, list[Timing]]) -> None:
-    """Keep the tables, by title, and the hardware they were measured on."""
+    """Write the tables, by title, and the hardware they were measured on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "hardware": hardware(),

@@ -2,9 +2,9 @@
 
     python benchmarks/train_step_gpu.py [--check] [--seconds 180] [--json FILE] [--dry-run]
 
-The model has 162M parameters (12 layers, hidden size 768, 12 heads, vocabulary 50,304). Sequence length 512, micro-
-batch 32, bfloat16 weights with float32 master weights, gradient clipping at 1.0, fused AdamW, in a plain loop that
-needs only PyTorch and Triton. Every method runs with the backend that `auto` selects. Two of them also run with
+The model has 162M parameters (12 layers, hidden size 768, 12 heads, vocabulary 50,304). Sequence length 512,
+micro-batch size 32, bfloat16 weights with float32 master weights, gradient clipping at 1.0 and fused AdamW, in a loop
+that needs only PyTorch and Triton. Every method runs with the backend that `auto` selects. Two of them also run with
 compiled blocks (`torch-compile`), and with materialized attention as in the original. The baseline is a plain GPT of
 the same size without positions. MFU counts 6 x parameters outside the input embedding + 6 x layers x hidden size x
 length per token, relative to the dense bf16 peak; recomputation is not counted.
@@ -20,12 +20,12 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialised import MATERIALISED
+from benchmarks.materialized import MATERIALIZED
 from benchmarks.models import PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
-from megatron.training.logging import count_parameters, flops_per_token, peak_flops
+from megatron.training.flops import count_parameters, flops_per_token, peak_flops
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
 COMPILED = COMPARED = ("kerple_log", "kerple_bias_wht")
@@ -45,7 +45,7 @@ def model_settings(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
 
 
 def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Mixed precision as in training: bfloat16 weights with float32 masters. No step waits for the device."""
+    """Mixed precision as in training: bfloat16 weights, float32 master weights. Never synchronizes with the GPU."""
     model.bfloat16()
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = [weight.detach().float() for weight in weights]
@@ -83,17 +83,17 @@ def check(bench: Bench) -> bool:
         results = [close_enough(actual, exact.double(), 1e-3) for actual, exact in zip(*gradients, strict=True)]
         all_passed &= all(passed for passed, _ in results)
         bench.attempt({"check": pos_emb}, lambda results=results: {"largest_error": max(error for _, error in results)})
-    return bench.checked(all_passed)
+    return bench.record_check(all_passed)
 
 
 def main() -> int:
     bench = Bench(__doc__, "train_step_gpu.json")
     if bench.options.check and not check(bench):
         return 1
-    dispatch.BACKENDS[MATERIALISED.name] = MATERIALISED
+    dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
     cases = [("plain GPT", None), *((method, "auto") for method in METHODS)]
     cases += [(method, "compiled") for method in COMPILED]
-    cases += [(method, "materialised") for method in COMPARED]
+    cases += [(method, "materialized") for method in COMPARED]
     baseline: dict[str, float] = {}
     for name, backend in cases[: 3 if bench.dry else None]:
         attention = "auto" if backend in (None, "compiled") else backend

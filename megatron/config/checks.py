@@ -1,4 +1,4 @@
-"""Checks that involve more than one key. They run before any process is started.
+"""Checks that involve more than one key. They run before any process starts.
 
 Every error shows the values and says what to change.
 """
@@ -129,7 +129,7 @@ def _check_positional_method(config: "Config") -> None:
 
 
 def _keys_that_split_the_model(config: "Config") -> list[str]:
-    """The keys, with their values, because of which a rank does not hold the whole model."""
+    """The keys, with their values, that split the model over ranks."""
     parallel, stage = config.parallel, config.optimizer.zero_stage
     keys = {
         f"pipe_parallel_size {parallel.pipe_parallel_size}": parallel.pipe_parallel_size > 1,
@@ -148,8 +148,8 @@ def _check_extrapolation(config: "Config") -> None:
         return
     for key in _keys_that_split_the_model(config):
         raise UserError(
-            f"extrapolation_lengths with {key} is not supported: it needs the whole model on each rank; remove it, and "
-            "evaluate the checkpoints with evaluate.py"
+            f"extrapolation_lengths with {key} is not supported: each rank must have the complete model; remove "
+            "extrapolation_lengths, and evaluate the checkpoints with evaluate.py"
         )
     multiple, budget = math.lcm(*lengths), training.extrapolation_budget
     if multiple > budget:
@@ -168,7 +168,9 @@ def _check_data(config: "Config") -> None:
         )
     split_shares(data.split)
     if data.weight_by_num_documents and data.train_data_paths is None:
-        raise UserError("weight_by_num_documents is for blends of datasets, but train_data_paths is not set")
+        raise UserError(
+            "weight_by_num_documents requires train_data_paths, which is not set; set it, or remove the key"
+        )
     for split in ("train", "valid", "test"):
         paths, weights = getattr(data, f"{split}_data_paths"), getattr(data, f"{split}_data_weights")
         if weights is None:

@@ -21,25 +21,25 @@ _HEADER = """# Configuration keys
 
 The keys are those of GPT-NeoX. `-` and `_` are the same in a key. A dot stands for a nested mapping:
 `optimizer.params.lr` is `"optimizer": {"params": {"lr": ...}}` in a file, and `--set optimizer.params.lr=...` on the
-command line. `.*` stands for further keys of a mapping. How files are combined: [README.md](README.md).
+command line. `.*` stands for further keys of a mapping. [README.md](README.md) explains how files are combined.
 
 In keys marked "Placeholders", `{key}` is replaced by the value of that key: `"save": "runs/{pos-emb}/{seed}"`.
 
 Every key of GPT-NeoX is supported, [ignored](#ignored) or [unsupported](#unsupported). Any other key is an error.
 """
 
-_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
+_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (Lt, "lt", "below"))
 
 
 def generate() -> str:
-    """The whole document, in Markdown."""
+    """The complete document, in Markdown."""
     lines = [_HEADER]
     for model in GROUPS.values():
         lines += [f"## {model.__doc__}", "", "| key | value | default | meaning |", "|---|---|---|---|"]
         lines += [_table_row(name, field) for name, field in model.model_fields.items()]
         lines.append("")
-    lines += ["## Ignored", "", "These keys are accepted, and a notice is printed once.", ""]
+    lines += ["## Ignored", "", "These keys are accepted but have no effect. A notice is printed once.", ""]
     keys_by_reason: dict[str, list[str]] = {}
     for key, reason in neox_compat.IGNORED.items():
         keys_by_reason.setdefault(reason, []).append(key)
@@ -48,8 +48,8 @@ def generate() -> str:
         "",
         "## Unsupported",
         "",
-        "These keys would change the result, so they are an error. Accepted are null, a mapping with `enabled: false`,",
-        "and the values given here.",
+        "These keys would change the result, so setting them is an error, except to null, to a mapping with",
+        "`enabled: false`, or to an accepted value listed here.",
         "",
         f'- `{neox_compat.ATTENTION_CONFIG}`: only dense attention is supported (`[[["global"], NUM_LAYERS]]`).',
     ]

@@ -1,11 +1,11 @@
-"""The configuration: keys from YAML files and the command line, merged, sorted into groups and validated.
+"""The configuration: keys from YAML files and the command line, merged, assigned to groups and validated.
 
 `load_config` reads files, `Config.from_flat` takes a mapping; both end in `_build`:
 
     merge      one value per key; `-` and `_` are the same, aliases are resolved, --set overrides files
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
-    sort       each value to the field that declares its place; ignored, unsupported and unknown keys
-    validate   the types of each group (pydantic), then checks of several keys (checks.py)
+    assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a notice
+    validate   the types in each group (pydantic), then combinations of keys (checks.py)
 """
 
 import copy
@@ -36,7 +36,7 @@ _MESSAGES = {
     "int_type": "must be an integer",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
-    "string_type": "must be text",
+    "string_type": "must be a string",
     "dict_type": "must be a mapping",
     "tuple_type": "must be a list",
     "too_short": "must have at least {min_length} item(s)",
@@ -44,7 +44,7 @@ _MESSAGES = {
     "missing": "is missing",
 }
 
-# Canonical top-level key -> its entry; the entry keeps the spelling and the place for messages.
+# Canonical top-level key -> its entry, which has the original spelling and place for messages.
 MergedKeys = dict[str, Entry]
 
 
@@ -99,7 +99,7 @@ class Config(BaseModel):
         return self._notices
 
 
-# Groups by name, and where their fields stand in the YAML. A path that ends in REST collects all keys of its mapping
+# Groups by name, and the paths of their fields in the YAML. A path that ends in REST collects all keys of its mapping
 # that no other field claims.
 GROUPS: dict[str, type[Group]] = {
     name: typing.cast(type[Group], field.annotation) for name, field in Config.model_fields.items()
@@ -149,7 +149,7 @@ def canonical_path(key: str) -> KeyPath:
 def _build(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Config:
     keys = _merge(entries, overrides)
     _fill_placeholders(keys)
-    values, notices = _sort(keys)
+    values, notices = _assign(keys)
     groups: dict[str, Any] = {}
     for name, model in GROUPS.items():
         try:
@@ -179,7 +179,7 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str]) -> MergedKeys:
         keys[name] = entry
 
     for entry in entries:
-        # A dot leads into a mapping on the command line only; in a file it is part of an unknown key.
+        # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
         name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
         add(name, dataclasses.replace(entry, value=copy.deepcopy(entry.value)))
     for name, entry in list(_pop_nested_aliases(keys)):
@@ -196,7 +196,7 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str]) -> MergedKeys:
 
 
 def _set_nested(values: dict[str, Any], path: KeyPath, value: Any, key: str) -> None:
-    """Set a value at a path of nested mappings, creating missing ones. Raises UserError if a parent is no mapping."""
+    """Set a value in nested mappings, creating missing ones. Raises UserError if a parent is not a mapping."""
     *parents, last = path
     for depth, name in enumerate(parents, start=1):
         if values.get(name) is None:
@@ -226,7 +226,7 @@ def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, Entry]]:
 def _fill_placeholders(keys: MergedKeys) -> None:
     """Replace each `{key}` by the value of that key, or its default.
 
-    Raises UserError if the key does not exist, has no value, or its value is not text or a number.
+    Raises UserError if the key does not exist, has no value, or its value is not a string or number.
     """
 
     def lookup(match: re.Match[str], where: str) -> str:
@@ -240,7 +240,9 @@ def _fill_placeholders(keys: MergedKeys) -> None:
         if value is None or value is PydanticUndefined:
             raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):
-            raise UserError(f"{where}: {match[0]} is {value!r}; only plain text and numbers can be filled in")
+            raise UserError(
+                f"{where}: {match[0]} is {value!r}; only strings without braces and numbers can be filled in"
+            )
         return str(value)
 
     for path, (group, name) in FIELDS.items():
@@ -250,13 +252,13 @@ def _fill_placeholders(keys: MergedKeys) -> None:
             keys[path[0]] = dataclasses.replace(entry, value=text)
 
 
-# -- sorting ----------------------------------------------------------------------------------------------------------
+# -- assigning to fields ----------------------------------------------------------------------------------------------
 
 
-def _sort(keys: MergedKeys) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _assign(keys: MergedKeys) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The values by group and field, and a notice for each key that is ignored.
 
-    Raises UserError for an unsupported key of GPT-NeoX, and for an unknown key, which it compares with the known ones.
+    Raises UserError for an unsupported key of GPT-NeoX, and for an unknown key; the message suggests similar ones.
     """
     groups: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
     notices: list[str] = []
@@ -278,7 +280,7 @@ def _sort(keys: MergedKeys) -> tuple[dict[str, dict[str, Any]], list[str]]:
             reason = neox_compat.unsupported_reason(dotted, value)
             if reason is not None:
                 raise UserError(f"{_where(path, keys)} is a GPT-NeoX key that is not supported: {reason}")
-            if dotted in neox_compat.IGNORED and value:  # false or null does not ask for anything
+            if dotted in neox_compat.IGNORED and value:  # false and null request nothing
                 notices.append(f"{_where(path, keys)} is ignored: {neox_compat.IGNORED[dotted]}")
         elif rest in FIELDS and path[-1] in (_allowed_rest(rest) or {path[-1]}):
             group, name = FIELDS[rest]
@@ -305,7 +307,7 @@ def _children(path: KeyPath) -> list[str]:
 
 
 def _allowed_rest(path: KeyPath) -> set[str]:
-    """Key names that the field at a REST path is limited to; empty if it takes any."""
+    """Key names that the field at a REST path is limited to; empty if it accepts any."""
     if path not in FIELDS:
         return set()
     group, name = FIELDS[path]
@@ -319,8 +321,8 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
             f"{_where(path, keys)} looks like a secret, and the configuration is copied into checkpoints and logs; "
             "remove it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
         )
-    # Suggest supported keys of the same mapping, or nested ones with their path (optimizer.params.betas for betas),
-    # and only then the other keys of GPT-NeoX.
+    # Suggest supported keys of the same mapping or nested in it (optimizer.params.betas for betas). If none is
+    # similar, suggest other keys of GPT-NeoX.
     supported = {name: (*path[:-1], name) for name in _children(path[:-1])}
     for known in FIELDS:
         if known[: len(path) - 1] == path[:-1] and known[-1] != REST:

@@ -208,12 +208,12 @@ IGNORED: dict[str, str] = {
     **_ignored("initial weights do not depend on the device", "use_cpu_initialization"),
     **_ignored("buffers are computed and not saved", "rotary_save_freqs_buffer"),
     **_ignored("the learning-rate schedule always follows the configuration", "override_lr_scheduler"),
-    **_ignored("gradient_clipping is used", "optimizer.params.max_grad_norm"),
-    **_ignored("fp16.enabled is used", "fp16.fp16"),
+    **_ignored("set gradient_clipping instead", "optimizer.params.max_grad_norm"),
+    **_ignored("set fp16.enabled instead", "fp16.fp16"),
     **_ignored("always enabled", "zero_allow_untested_optimizer"),
     **_ignored("the gradient norm is always logged", "log_grad_norm"),
     **_ignored("only one rank logs", "wandb_init_all_ranks"),
-    **_ignored("logs have no such label", "git_hash"),
+    **_ignored("logs do not contain it", "git_hash"),
     **_ignored("files are memory-mapped and read on demand", "mmap_warmup"),
     **_ignored(
         "there is only one implementation of activation checkpointing",
@@ -221,11 +221,17 @@ IGNORED: dict[str, str] = {
         "contiguous_checkpointing",
     ),
     **_ignored("checkpointed activations are not partitioned", "partition_activations"),
-    **_ignored("PyTorch orders the recomputation", "synchronize_each_layer"),
+    **_ignored("PyTorch's activation checkpointing needs no synchronization", "synchronize_each_layer"),
     **_ignored("DeepSpeed is always used", "deepspeed", "deepscale", "deepscale_config"),
     **_ignored("DeepSpeed's settings are derived from this configuration", "dump_state"),
     **_ignored("NCCL detects NVLink", "detect_nvlink_pairs"),
-    **_ignored("part of other kinds of models", "gmlp_attn_dim", "short_seq_prob", "onnx_safe", "scalenorm_epsilon"),
+    **_ignored(
+        "used only by model types that are not supported",
+        "gmlp_attn_dim",
+        "short_seq_prob",
+        "onnx_safe",
+        "scalenorm_epsilon",
+    ),
     **_ignored("part of num_unique_layers, which is not supported", "param_sharing_style"),
     **_ignored("part of pack_impl, which is not supported", "allow_chopped"),
     **_ignored("part of s3_path, which is not supported", "s3_chunk_size"),
@@ -323,7 +329,7 @@ def is_known(key: str) -> bool:
 def unsupported_reason(key: str, value: Any) -> str | None:
     """Why this value of a known key is not supported, or None if it is accepted."""
     if key == ATTENTION_CONFIG and value is not None:
-        # [[[type, type ...], repetitions] ...]; `flash` is an implementation of the dense one.
+        # [[[type, type ...], repetitions] ...]; `flash` is an implementation of dense attention.
         try:
             types = {type_ for types, _ in value for type_ in types}
         except (TypeError, ValueError):

@@ -1,8 +1,8 @@
 """Reading YAML configuration files, with the line of every top-level key.
 
 The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Unlike PyYAML's SafeLoader,
-`1e-4` is a float (YAML 1.1 requires 1.0e-4 and reads it as text), a date is text, and a key that appears twice in one
-mapping is an error.
+`1e-4` is a float (YAML 1.1 reads it as a string and requires 1.0e-4), a date is a string, and a key that appears twice
+in one mapping is an error.
 """
 
 import difflib
@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise UserError(f"{self.name}:{line}: key {key!r} is not text; put it in quotes")
+                raise UserError(f"{self.name}:{line}: key {key!r} is not a string; put it in quotes")
             if key in lines:
                 raise UserError(
                     f"{self.name}: key {key!r} appears twice, in lines {lines[key]} and {line}; remove one of them"
@@ -59,7 +59,7 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
-# Dates stay text: no key takes one, and JSON has none.
+# Dates remain strings: no key has a date as its value, and JSON has no dates.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
@@ -87,7 +87,7 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
 def read_file(path: Path) -> list[Entry]:
     """The top-level keys of a configuration file, in order.
 
-    Raises UserError if the file cannot be read, is not UTF-8, is not YAML, or is anything but one mapping.
+    Raises UserError if the file cannot be read, is not UTF-8 or YAML, or does not contain a mapping.
     """
     try:
         content = path.read_bytes()
@@ -142,7 +142,7 @@ def parse_override(text: str) -> tuple[str, Any]:
             loader.dispose()
     except (yaml.YAMLError, UserError) as error:
         raise UserError(
-            f"--set {text}: the value is not YAML; put quotes around text with special characters"
+            f"--set {text}: the value is not YAML; put quotes around strings with special characters"
         ) from error
 
 
@@ -152,5 +152,5 @@ def _describe(error: yaml.YAMLError) -> str:
     line = f":{mark.line + 1}" if mark else ""
     problem = " ".join(str(part) for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
     problem = problem or " ".join(str(error).split())
-    hint = " (is a comma or a bracket missing before this line, or a tab in its indentation?)" if mark else ""
+    hint = " (check for a missing comma or bracket before this line, or a tab in the indentation)" if mark else ""
     return f"{line}: not YAML: {problem}{hint}"

@@ -28,7 +28,7 @@ _SECONDS_FOR_DATA_WORKERS = 8
 
 
 class ReservedPort:
-    """A free port of this machine, which the system gives to no other process that asks for a free port.
+    """A free port on this machine. While it is reserved, the system assigns it to no other process.
 
     The socket is bound with SO_REUSEADDR but does not listen, so rank 0 can listen on the port.
     """
@@ -69,7 +69,7 @@ def runner_command(config: Config, resources: Resources, script: Path, script_op
     if launcher.master_addr is not None:
         command.append(f"--master_addr={launcher.master_addr}")
     if resources.hostfile is None:
-        # critical: the launcher's messages repeat the whole command line, and the script prints its own errors.
+        # critical: the launcher's messages repeat the full command line, and the script prints its own errors.
         command += ["--hostfile=", "--log_level=critical"]
         slots = resources.slots["localhost"]
         if resources.on_cpu:
@@ -158,7 +158,7 @@ def _stop(process: subprocess.Popen[bytes], name: str, again: bool) -> None:
 
 
 def _processes_to_signal(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The training processes of this machine, or the local processes that stand for those of other machines.
+    """The training processes on this machine, or the local processes that control those on other machines.
 
     On one machine: runner -> deepspeed.launcher.launch -> training processes. With srun and mpirun: runner -> srun,
     which forwards signals. With pdsh, the runner itself ends the remote processes (after DeepSpeed's 30 seconds).
@@ -179,7 +179,7 @@ def _processes_to_signal(process: subprocess.Popen[bytes]) -> list[psutil.Proces
 
 
 def _training_processes_survive(launcher: subprocess.Popen[bytes]) -> bool:
-    """True if processes of the launcher's session still run after the time that data workers need to end."""
+    """True if processes of the launcher's session still run after data workers have had time to exit."""
 
     def any_left() -> bool:
         for process in psutil.process_iter(["cmdline"]):

@@ -28,7 +28,7 @@ Start SCRIPT on every GPU (without a GPU: on the CPU) with DeepSpeed's launcher.
   --set key=value ...   override keys (nested ones with dots: optimizer.params.lr=1e-3); repeatable
   options of the script the first other option and everything after it (python SCRIPT.py --help lists them)
 
-All keys: configs/neox_arguments.md. The number and place of processes: the keys in its section Launcher."""
+All keys: configs/neox_arguments.md; its section Launcher has those for processes and nodes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DeepyArguments:
 
 
 def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
-    """Parse the words after `deepy.py`; None if they ask for help.
+    """Parse the words after `deepy.py`; None for -h or --help.
 
     Raises UserError if the script does not exist or no configuration file is given.
     """

@@ -1,4 +1,4 @@
-"""Where a run takes place: the hosts and slots of a hostfile, or the GPUs or CPU of this machine."""
+"""The resources of a run: the hosts and slots of a hostfile, or the GPUs or CPU of this machine."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from megatron.utils.errors import UserError
 # DeepSpeed and GPT-NeoX read this hostfile if none is given.
 DEFAULT_HOSTFILE = "/job/hostfile"
 
-# The program whose presence tells DeepSpeed that a launcher is installed.
+# The program by which DeepSpeed detects that a launcher is installed.
 PROGRAMS = {
     "pdsh": "pdsh",
     "slurm": "sinfo",
@@ -90,7 +90,7 @@ def check_launcher(config: Config, resources: Resources) -> None:
     names = [name for name, value in filters.items() if value not in (None, -1)]
     if launcher.launcher in MPI_LAUNCHERS and names:
         raise UserError(
-            f"launcher {launcher.launcher} always uses the whole hostfile; remove {', '.join(names)} "
+            f"launcher {launcher.launcher} always uses all hosts in the hostfile; remove {', '.join(names)} "
             f"and edit {resources.hostfile}"
         )
     if launcher.launcher == "slurm":
@@ -116,9 +116,11 @@ def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
     if launcher.num_nodes > len(slots):
         raise UserError(f"num_nodes is {launcher.num_nodes}, but {hostfile} lists {len(slots)} host(s)")
     if launcher.num_gpus is not None:
-        small = [host for host, host_slots in slots.items() if len(host_slots) < launcher.num_gpus]
-        if small:
-            raise UserError(f"num_gpus is {launcher.num_gpus}, but {', '.join(small)} has fewer slots in {hostfile}")
+        too_small = [host for host, host_slots in slots.items() if len(host_slots) < launcher.num_gpus]
+        if too_small:
+            raise UserError(
+                f"num_gpus is {launcher.num_gpus}, but {', '.join(too_small)} has fewer slots in {hostfile}"
+            )
     slots = apply_num_nodes_and_gpus(slots, launcher.num_nodes, launcher.num_gpus or -1)
     if not slots:
         raise UserError(f"hostfile {hostfile}: include and exclude leave no host")

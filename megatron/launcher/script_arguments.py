@@ -38,15 +38,15 @@ def parse_arguments(
 ) -> tuple[Config, argparse.Namespace]:
     """Read the command line of a script: returns the configuration and the parsed options.
 
-    Rank 0 prints which keys are ignored. If Slurm or MPI started this process, its rank is put into the environment
-    variables that torch.distributed reads.
+    Rank 0 prints which keys are ignored. If Slurm or MPI started this process, the environment variables that
+    torch.distributed reads are set from theirs.
 
     Args:
         argv: the words after the script's name; by default those of this process.
         add_options: adds the script's own options to the parser.
 
     Raises:
-        UserError: the configuration is wrong. (A wrong option ends the process with the usage and status 2.)
+        UserError: the configuration is wrong. (An invalid option prints the usage and exits with status 2.)
     """
     overrides, words = take_overrides(sys.argv[1:] if argv is None else argv)
     parser = OptionParser(description=description)

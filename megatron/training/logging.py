@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import resource
 import time
 from collections.abc import Iterator
@@ -11,14 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
-from megatron.model.gpt import positional_methods
-from megatron.model.settings import ModelSettings
 from megatron.training.distributed import Layout
+from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line
 from megatron.utils.progress import readable_time
 
@@ -27,25 +23,6 @@ if TYPE_CHECKING:
 
 # In fp16, a step that overflows is skipped and lowers the loss scale. More overflows in a row than this are an error.
 MAX_CONSECUTIVE_OVERFLOWS = 32
-
-# Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The longest match counts.
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "A10": 125e12,
-    "A40": 149.7e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-}
 
 
 class Logger:
@@ -226,61 +203,8 @@ def non_finite_loss(config: Config, when: str) -> UserError:
     )
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in FLOP/s; None if it is not known, as on a CPU."""
-    if device.type != "cuda":
-        return None
-    device_name = torch.cuda.get_device_name(device)
-    matches = [name for name in PEAK_FLOPS if re.search(rf"(?<!\w){name}(?!\w)", device_name)]
-    return PEAK_FLOPS[max(matches, key=len)] if matches else None
-
-
 def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes: allocated on the GPU, or resident set size of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def count_parameters(
-    layers: dict[int, nn.Module], settings: ModelSettings, layout: Layout | None = None
-) -> dict[str, int]:
-    """Count the parameters of the whole model, each one once however many ranks have a copy.
-
-    Returns `total`, `positional` (of the positional methods) and `outside_embedding` (without the input embedding,
-    unless it is also the output layer), from which `flops_per_token` computes. `layout`: in a distributed run.
-    """
-    positional = {id(p) for method in positional_methods(layers).values() for p in method.parameters()}
-    counts = {"total": 0, "positional": 0, "embedding": 0}
-    seen: set[int] = set()
-    for index, layer in layers.items():
-        for name, parameter in layer.named_parameters():
-            if id(parameter) in seen or getattr(parameter, "ds_pipe_replicated", False):
-                continue
-            seen.add(id(parameter))
-            numel = getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: before ZeRO 3 partitions it
-            if getattr(parameter, "tensor_model_parallel", False):
-                numel *= settings.tp.size
-            counts["total"] += numel
-            if id(parameter) in positional:
-                counts["positional"] += numel
-            elif index == 0 and name.startswith("word_embeddings"):
-                counts["embedding"] += numel
-    if layout is not None and layout.pipeline_size > 1:
-        from megatron.core import parallel_state
-
-        values = torch.tensor(list(counts.values()), device=layout.device)
-        dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
-        counts = dict(zip(counts, values.tolist(), strict=True))
-    embedding = counts.pop("embedding")
-    counts["outside_embedding"] = counts["total"] - (0 if settings.tied_embeddings else embedding)
-    return counts
-
-
-def flops_per_token(outside_embedding: int, settings: ModelSettings, seq_length: int) -> float:
-    """Floating-point operations of forward and backward pass per token, for the MFU.
-
-    6 per parameter outside the input embedding, and 6 x layers x hidden size x sequence length for causal attention.
-    Activation recomputation is not counted.
-    """
-    return 6.0 * outside_embedding + 6.0 * settings.num_layers * settings.hidden_size * seq_length

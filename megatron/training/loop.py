@@ -15,7 +15,8 @@ from megatron.data.datasets import Datasets
 from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training import distributed
 from megatron.training.engine import Engine
-from megatron.training.logging import Logger, StepLog, count_parameters, flops_per_token, non_finite_loss
+from megatron.training.flops import count_parameters, flops_per_token
+from megatron.training.logging import Logger, StepLog, non_finite_loss
 from megatron.training.optimizer import Schedule
 from megatron.training.validation import ExtrapolationCurves, Validator
 

@@ -1,4 +1,4 @@
-"""A lock file that keeps other processes out. The operating system releases it when the process dies."""
+"""An exclusive lock between processes, based on a lock file. The system releases it when the process dies."""
 
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ class Lock:
         self._lock = filelock.FileLock(str(path), timeout=0, thread_local=False)
 
     def acquire(self) -> None:
-        """Take the lock without waiting.
+        """Acquire the lock without waiting.
 
         Raises:
             UserError: another process holds the lock, or the file cannot be written.
@@ -38,7 +38,7 @@ class Lock:
             raise UserError(f"cannot write {error.filename or self._path}: {error.strerror}") from error
 
     def release(self) -> None:
-        """Remove the file and give up the lock. Does nothing if the lock is not held."""
+        """Remove the file and release the lock. Does nothing if this object does not hold the lock."""
         if self._lock.is_locked:
             # Safe while locked: filelock does not accept a file that was removed between its open() and flock().
             self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Progress display for long tasks: a bar on a terminal, a line now and then in a log; with rate and time left."""
+"""Progress display for long tasks: a bar in a terminal, periodic lines in a log; both with rate and time left."""
 
 import time
 from types import TracebackType
@@ -11,19 +11,19 @@ _REFRESH_INTERVAL = 0.1  # seconds between two refreshes of the bar
 
 
 class Progress:
-    """Shows how far a task is, on the standard error stream. A context manager.
+    """Shows the progress of a task on standard error. Use it as a context manager.
 
-    The completed share and the time left follow from `completed` and `total`. The rate counts something else if
-    needed: a corpus completes bytes on disk while its rate is in MB of text.
+    Percentage and time left are computed from `completed` and `total`. The rate can have another unit: for a corpus,
+    progress is in bytes on disk and the rate in MB of text.
 
     The bar has no refresh thread, so the process may fork while it is shown.
 
     Args:
         description: name of the task, shown first.
-        total: what `completed` will be at the end, in any unit; None if unknown.
+        total: the value of `completed` at the end, in any unit; None if unknown.
         unit: unit of the rate ("tokens" shows as "1,234 tokens/s"); empty for no rate.
         log_interval: seconds between two lines if the stream is not a terminal; None for no such lines.
-        console: where to write, if not to a console on the standard error stream.
+        console: where to write; by default, standard error.
         enabled: False shows nothing at all, for example on ranks other than 0.
     """
 
@@ -82,12 +82,12 @@ class Progress:
         self._rate_started_at = time.monotonic()
 
     def update(self, completed: float, status: str = "", amount: float | None = None) -> None:
-        """Show how far the task is, unless the last update was shown a moment ago.
+        """Update the display, at most once per refresh interval (in a terminal) or log interval.
 
         Args:
-            completed: total reached, in the unit of `total`.
+            completed: progress so far, in the unit of `total`.
             status: text shown beside the percentage.
-            amount: total reached in the unit of the rate; `completed` by default.
+            amount: progress so far, in the unit of the rate; `completed` by default.
         """
         self._completed = completed
         self._amount = completed if amount is None else amount
@@ -121,7 +121,7 @@ class Progress:
 
     @property
     def rate_text(self) -> str:
-        """For example "1,234 tokens/s"; 0.4 and other rates below 100 have one decimal."""
+        """For example "1,234 tokens/s"; rates below 100 have one decimal."""
         rate = self.rate
         return f"{rate:,.0f} {self._unit}/s" if rate >= 100 else f"{rate:.1f} {self._unit}/s"
 

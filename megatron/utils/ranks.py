@@ -80,6 +80,6 @@ def _as_user_error(error: Exception) -> UserError:
         try:
             pickle.loads(pickle.dumps(error))
             return error
-        except Exception:  # its constructor takes other arguments than the message
+        except Exception:  # not picklable: its constructor has other arguments than the message
             return UserError(str(error))
     return UserError(f"{type(error).__name__} on another rank: {first_line(error)}")

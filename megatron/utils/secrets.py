@@ -12,7 +12,7 @@ _ASSIGNMENT_OR_LOGIN = re.compile(r"(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s
 
 
 def is_secret_name(name: str) -> bool:
-    """True if a key of this name usually holds a secret: api_key, access_token, password, ..."""
+    """True if a key of this name usually contains a secret: api_key, access_token, password, ..."""
     return _NAME.search(name.lower().replace("-", "_")) is not None
 
 

@@ -60,11 +60,11 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
     return cast(dict[str, Any], field.json_schema_extra)
 
 
-# Strict(False): YAML has lists, not tuples. The items are still strict.
-# YAML reads 1.0e5 as a float, which is accepted as an integer.
+# YAML reads 1.0e5 as a float. An integral float is accepted as an integer.
 Int = Annotated[int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
+# strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
-# A single text is accepted without the brackets of a list.
+# A single string is accepted instead of a list.
 Texts = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -47,8 +47,8 @@ class ModelConfig(Group):
     )
     release_bf16_distances: bool = key(
         False,
-        """True: round the distances and biases of KERPLE and ALiBi to bfloat16, as the KERPLE release did. Distances
-        above 256 lose their last digits. Only for reproducing its numbers.""",
+        """True: round the distances and biases of KERPLE and ALiBi to bfloat16, as the KERPLE release did. Most
+        distances above 256 are not exact in bfloat16. Use it only to reproduce the release's numbers.""",
     )
     rotary_pct: float = key(1.0, "rotary: fraction of each head's dimensions that is rotated.", gt=0, le=1)
     rotary_emb_base: Int = key(10000, "rotary: base of the wavelengths.", gt=1)
@@ -74,7 +74,7 @@ class ModelConfig(Group):
     attention_backend: Annotated[Literal["auto", "reference", "sdpa", "chunked", "flex", "fused"], CaseInsensitive] = (
         key(
             "auto",
-            """How attention is computed. reference: plain PyTorch with the whole score matrix; sdpa: PyTorch's
+            """How attention is computed. reference: plain PyTorch, materializes the score matrix; sdpa: PyTorch's
             scaled_dot_product_attention; chunked: blocks of queries, memory linear in the sequence length; flex:
             PyTorch's FlexAttention; fused: this project's Triton kernels (GPU); auto: the fastest one that supports the
             positional method.""",

@@ -1,4 +1,4 @@
-"""Keys of the processes: how deepy.py starts them, how they share the model, and how many samples make a step."""
+"""Keys of parallelism, batch sizes and the launcher."""
 
 from typing import Annotated, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ class ParallelConfig(Group):
         """Pipeline stages. 0 or 1: no pipeline (ZeRO 2 and 3 require 0); 2 or more: DeepSpeed's PipelineModule.""",
         ge=0,
     )
-    model_parallel_size: Int = key(1, "Tensor parallelism: ranks that share the matrices of each layer.", ge=1)
+    model_parallel_size: Int = key(1, "Tensor parallelism: number of ranks over which each layer is split.", ge=1)
     distributed_backend: Literal["nccl", "gloo", "mpi", "ccl"] | None = key(
         None, "Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."
     )
@@ -27,11 +27,11 @@ class ParallelConfig(Group):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that hold one replica of the model together."""
+        """Number of ranks of one replica of the model."""
         return max(1, self.pipe_parallel_size) * self.model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model among `world_size` ranks. Raises UserError if the ranks cannot be divided."""
+        """Number of model replicas on `world_size` ranks. Raises UserError if the ranks cannot be divided."""
         replicas, remainder = divmod(world_size, self.ranks_per_replica)
         if replicas == 0 or remainder:
             raise UserError(
@@ -113,7 +113,7 @@ class LauncherConfig(Group):
         None, "Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Not with num_gpus or num_nodes."
     )
     exclude: str | None = key(None, "Hosts and slots not to use, in the same form. Not with num_gpus or num_nodes.")
-    num_nodes: Int = key(-1, "Number of nodes, taken from the start of the hostfile. -1: all.", ge=-1)
+    num_nodes: Int = key(-1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1)
     num_gpus: Int | None = key(
         None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1
     )

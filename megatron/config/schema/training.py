@@ -64,7 +64,7 @@ class DataConfig(Group):
         given weights. (This is GPT-NeoX's documented rule; its code also multiplies by 1 - weight.)""",
     )
     weighted_sampler_alpha: float = key(
-        1.0, "Exponent of weight_by_num_documents: below 1 favours small datasets, 0 weights all equally.", ge=0
+        1.0, "Exponent of weight_by_num_documents: below 1 favors small datasets, 0 weights all equally.", ge=0
     )
     split: str = key("969, 30, 1", "Proportions of training, validation and test documents in data_path.")
     data_impl: Literal["infer", "mmap"] = key(
@@ -165,7 +165,7 @@ class PrecisionConfig(Group):
     )
     fp16_enabled: bool = key(False, "Mixed precision in the data type fp16.type.", path="fp16.enabled")
     fp16_type: Literal["fp16", "float16", "bf16", "bfloat16"] = key(
-        "fp16", "Data type of the fp16 key: with bfloat16 it means the same as bf16.", path="fp16.type"
+        "fp16", "Data type that fp16.enabled selects; bfloat16 is equivalent to bf16.enabled.", path="fp16.type"
     )
     bf16_enabled: bool = key(False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled")
     loss_scale: float = key(0.0, "fp16: constant loss scale. 0: dynamic loss scaling.", path="fp16.loss_scale", ge=0)
@@ -231,11 +231,13 @@ class TrainingConfig(Group):
         """True: compile the blocks, except attention, with torch.compile. Needs a C++ compiler (on a GPU also Triton)
         and up to a minute at the start. Not with a pipeline, tensor parallelism or ZeRO 3.""",
     )
-    exit_interval: Int | None = key(None, "Save and exit after a step that is a multiple of this.", ge=1)
+    exit_interval: Int | None = key(None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1)
     steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)
     wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
     deepspeed_extra_args: dict[str, Any] = key(
-        {}, "Further keys of DeepSpeed's configuration, passed unchanged. Keys that other keys set are an error."
+        {},
+        """Further keys of DeepSpeed's configuration, passed unchanged. Keys derived from other keys here, such as
+        train_batch_size, are an error.""",
     )
 
     @property
@@ -250,7 +252,7 @@ class CheckpointConfig(Group):
     save: str | None = key(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
     load: str | None = key(
         None,
-        "Folder of the checkpoint to start from. If it contains none, training starts from scratch and says so.",
+        "Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch.",
         placeholders=True,
     )
     save_interval: Int | None = key(
@@ -272,7 +274,7 @@ class CheckpointConfig(Group):
     )
     async_save: bool = key(
         False,
-        """Write checkpoints in the background. Training waits only for the copy to host memory, which must have room
+        """Write checkpoints in the background. Training waits only for the copy to host memory, which needs space
         for the weights and the optimizer state.""",
     )
     fallback: bool = key(

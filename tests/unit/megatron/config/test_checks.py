@@ -86,7 +86,7 @@ from megatron.config import Config, UserError
         ({"valid-data-weights": [1.0]}, "valid_data_weights has 1 weights for 0 valid_data_paths"),
         ({"test-data-paths": ["a"], "test-data-weights": [0]}, 'test-data-weights.0": must be greater than 0, not 0'),
         ({"split": "949 50 1"}, "split '949 50 1' is not of the form TRAIN,VALID,TEST"),
-        ({"weight-by-num-documents": True, "data-path": "a"}, "weight_by_num_documents is for blends of datasets"),
+        ({"weight-by-num-documents": True, "data-path": "a"}, "weight_by_num_documents requires train_data_paths"),
         (
             {"weight-by-num-documents": True, "train-data-paths": ["a"], "train-data-weights": [1.0]},
             "weight_by_num_documents and train_data_weights are both set",

@@ -184,8 +184,8 @@ def test_placeholders(flat):
         ("runs/{sed}", r"\{sed\} is not a key"),
         ("runs/{optimizer}", r"\{optimizer\} is not a key"),
         ("runs/{train-iters}", r"\{train-iters\} has no value; set train-iters"),
-        ("runs/{no-weight-tying}", "only plain text and numbers"),
-        ("runs/{save}", "only plain text and numbers"),
+        ("runs/{no-weight-tying}", "only strings without braces and numbers"),
+        ("runs/{save}", "only strings without braces and numbers"),
     ],
 )
 def test_bad_placeholders(flat, path, message):

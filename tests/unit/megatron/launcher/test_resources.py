@@ -126,7 +126,7 @@ def test_check_launcher(hostfile, monkeypatch):
     check()
     check(launcher="openmpi")
     check(launcher="slurm", num_gpus=2)
-    with pytest.raises(UserError, match="launcher openmpi always uses the whole hostfile; remove num_gpus"):
+    with pytest.raises(UserError, match="launcher openmpi always uses all hosts in the hostfile; remove num_gpus"):
         check(launcher="openmpi", num_gpus=2)
     with pytest.raises(UserError, match="launcher slurm: slurm backend cannot select specific device ids"):
         check(launcher="slurm", include="worker-1:1@worker-2:1")

@@ -14,7 +14,7 @@ from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
-from megatron.training.logging import count_parameters
+from megatron.training.flops import count_parameters
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 from tests.support.release import METHODS, checkpoints, reference
 from tests.support.texts import PYTHON

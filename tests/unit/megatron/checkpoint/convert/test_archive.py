@@ -1,4 +1,4 @@
-"""Archives are unpacked inside their folder and nowhere else."""
+"""Archives are unpacked only inside their folder, without links and up to a size."""
 
 import io
 import stat
@@ -33,12 +33,12 @@ def write_zip(path, files=FILES, compression=zipfile.ZIP_DEFLATED):
     return path
 
 
-def refuse(path, tmp_path, message, **options):
-    """Unpacking fails and leaves nothing, neither in the folder nor beside it."""
-    before = sorted(other.name for other in tmp_path.iterdir())
+def check_rejected(path, tmp_path, message, **options):
+    """Unpacking fails and leaves nothing, neither in the folder nor next to it."""
+    before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(CheckpointError, match=message), new_folder(tmp_path / "out") as folder:
         unpack(path, folder, **options)
-    assert sorted(other.name for other in tmp_path.iterdir()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz", "tar.bz2", "tar.xz"])
@@ -56,16 +56,16 @@ def test_contents_are_unpacked(kind, tmp_path):
 
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped", "a\\..\\escaped", "C:/escaped"])
 @pytest.mark.parametrize("write", [write_zip, write_tar], ids=["zip", "tar"])
-def test_no_name_leads_out(write, name, tmp_path):
+def test_names_outside_the_folder(write, name, tmp_path):
     path = write(tmp_path / "bad.archive", {"good": b"1", name: b"2"})
-    refuse(path, tmp_path, "is outside the folder")
+    check_rejected(path, tmp_path, "is outside the folder")
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
 def test_links_and_devices_in_tar(kind, tmp_path):
     info = tarfile.TarInfo("link")
     info.type, info.linkname = kind, "../../etc/passwd"
-    refuse(write_tar(tmp_path / "bad.tar", extra=[info]), tmp_path, "'link' is a link or a device")
+    check_rejected(write_tar(tmp_path / "bad.tar", extra=[info]), tmp_path, "'link' is a link or a device")
 
 
 def test_links_in_zip(tmp_path):
@@ -74,7 +74,7 @@ def test_links_in_zip(tmp_path):
         info = zipfile.ZipInfo("link")
         info.external_attr = (stat.S_IFLNK | 0o777) << 16
         opened.writestr(info, "../outside")
-    refuse(path, tmp_path, "'link' is a link or a device")
+    check_rejected(path, tmp_path, "'link' is a link or a device")
 
 
 @pytest.mark.parametrize("write", [write_zip, lambda path: write_tar(path, mode="w:gz")], ids=["zip", "tar.gz"])
@@ -82,27 +82,27 @@ def test_bombs(write, tmp_path, monkeypatch):
     monkeypatch.setitem(FILES, "bomb", bytes(5_000_000))
     path = write(tmp_path / "bomb.archive")
     assert path.stat().st_size < 50_000
-    refuse(path, tmp_path, "unpacks to more than 1000000 bytes", max_bytes=1_000_000)
+    check_rejected(path, tmp_path, "unpacks to more than 1000000 bytes", max_bytes=1_000_000)
 
 
 def test_too_many_members(tmp_path, monkeypatch):
     monkeypatch.setattr(archive_module, "MAX_FILES", 20)
     path = write_zip(tmp_path / "many.zip", {str(number): b"" for number in range(21)})
-    refuse(path, tmp_path, "more than 20 members")
+    check_rejected(path, tmp_path, "more than 20 members")
 
 
-def test_names_that_collide(tmp_path):
+def test_colliding_names(tmp_path):
     info = tarfile.TarInfo("run/latest")
-    refuse(write_tar(tmp_path / "twice.tar", extra=[info]), tmp_path, "contains 'run/latest' twice")
+    check_rejected(write_tar(tmp_path / "twice.tar", extra=[info]), tmp_path, "contains 'run/latest' twice")
     path = write_tar(tmp_path / "both.tar", {"a": b"1", "a/b": b"2"})
-    refuse(path, tmp_path, "is both a file and a folder")
+    check_rejected(path, tmp_path, "is both a file and a folder")
 
 
 def test_damaged_and_missing_archives(tmp_path):
-    whole = write_tar(tmp_path / "whole.tar.gz", mode="w:gz").read_bytes()
-    (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
-    refuse(tmp_path / "cut.tar.gz", tmp_path, "is not a complete archive")
+    complete = write_tar(tmp_path / "whole.tar.gz", mode="w:gz").read_bytes()
+    (tmp_path / "cut.tar.gz").write_bytes(complete[: len(complete) // 2])
+    check_rejected(tmp_path / "cut.tar.gz", tmp_path, "is not a complete archive")
     (tmp_path / "text.zip").write_text("no archive")
-    refuse(tmp_path / "text.zip", tmp_path, "is not a complete archive")
-    refuse(tmp_path / "missing.zip", tmp_path, "no such file")
-    refuse(write_zip(tmp_path / "empty.zip", {}), tmp_path, "contains no files")
+    check_rejected(tmp_path / "text.zip", tmp_path, "is not a complete archive")
+    check_rejected(tmp_path / "missing.zip", tmp_path, "no such file")
+    check_rejected(write_zip(tmp_path / "empty.zip", {}), tmp_path, "contains no files")

@@ -48,10 +48,10 @@ def test_every_method(pos_emb, tmp_path):
     prompt = random_tokens(1, longest(pos_emb) - 12)
     expected = greedy(model, prompt, 12)
     for use_cache in (True, False):
-        made = theirs.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=use_cache, eos_token_id=None)
-        assert made.tolist() == expected.tolist()
+        generated = theirs.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=use_cache, eos_token_id=None)
+        assert generated.tolist() == expected.tolist()
 
-    # Saved again by transformers, and loaded from there.
+    # Saved by transformers, and loaded again.
     theirs.save_pretrained(tmp_path / "again")
     tokens = random_tokens(1, TRAIN_LENGTH)
     assert torch.equal(load(tmp_path / "again")(tokens).logits, theirs(tokens).logits)
@@ -62,7 +62,7 @@ def test_every_method(pos_emb, tmp_path):
     ["kerple_log", "kerple_power__ap", "sinusoidal", "learned", "rpe", "xpos", "fire", "dape_kerple", "dape_v2"],
 )
 @torch.no_grad()
-def test_left_padding_changes_nothing(pos_emb, tmp_path):
+def test_left_padding_does_not_change_the_result(pos_emb, tmp_path):
     model, config = make_model(pos_emb)
     to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
     theirs = load(tmp_path / "hf")
@@ -71,13 +71,13 @@ def test_left_padding_changes_nothing(pos_emb, tmp_path):
     tokens = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
     mask = torch.tensor([[0] * (width - row.shape[1]) + [1] * row.shape[1] for row in rows])
     logits = theirs(tokens, attention_mask=mask).logits
-    made = theirs.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    generated = theirs.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
     for index, row in enumerate(rows):
         assert (logits[index, -row.shape[1] :] - model(row)[0]).abs().max() < 1e-4
-        assert made[index, -row.shape[1] - 8 :].tolist() == greedy(model, row, 8)[0].tolist()
+        assert generated[index, -row.shape[1] - 8 :].tolist() == greedy(model, row, 8)[0].tolist()
 
 
-def test_padding_inside_a_text_is_refused(tmp_path):
+def test_padding_inside_a_text_is_rejected(tmp_path):
     model, config = make_model("kerple_log")
     to_hugging_face(model, config, tmp_path / "hf", report=quiet)
     mask = torch.tensor([[1, 1, 0, 1]])
@@ -137,19 +137,19 @@ def test_interpolated_rotary(options, stock, tmp_path):
     assert config.model.pos_emb_options["scaling"] == options["scaling"]
 
 
-def test_random_positions_are_not_handed_on(tmp_path):
+def test_random_positions_are_not_exported(tmp_path):
     model, config = make_model("rotary", pos_emb_options={"scaling": "random", "random_range": 256})
     with pytest.raises(CheckpointError, match="pos_emb rotary with scaling random"):
         to_hugging_face(model, config, tmp_path / "hf", report=quiet)
 
 
 @torch.no_grad()
-def test_the_release_rotary_model_is_the_same_far_beyond_its_length(tmp_path):
-    """At 2,048, where transformers' float32 angles are off: 1e-4 with ours in float32 too."""
+def test_the_released_rotary_model_far_beyond_its_training_length(tmp_path):
+    """At 2,048, where float32 angles are inaccurate, logits agree to 1e-4 if both models use them."""
     model, config = load_model(checkpoints("rotary"))
-    said = []
-    to_hugging_face(model, config, tmp_path / "hf", report=said.append)
-    assert "transformers' angles are float32" in said[-1]
+    reports = []
+    to_hugging_face(model, config, tmp_path / "hf", report=reports.append)
+    assert "transformers' angles are float32" in reports[-1]
     theirs = load(tmp_path / "hf")
     tokens = torch.randint(0, 128, (1, 2048), generator=torch.Generator().manual_seed(0))
     expected = theirs(tokens).logits
@@ -185,14 +185,14 @@ def test_labels_give_the_shifted_loss_and_gradients(tmp_path):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_model_that_came_out_wrong_is_not_written(tmp_path, monkeypatch):
+def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
     from megatron.checkpoint.convert import hugging_face
 
     def wrong(model, dtype):
         tensors = right(model, dtype)
         name = "gpt_neox.layers.1.attention.query_key_value.weight"
         heads = model.settings.num_heads
-        # The mistake of GPT-NeoX's early converters: query, key and value of all heads one after another.
+        # The mistake of GPT-NeoX's early converters: all queries, then all keys, then all values.
         tensors[name] = tensors[name].view(heads, 3, -1, 32).transpose(0, 1).reshape(tensors[name].shape).contiguous()
         return tensors
 
@@ -205,7 +205,7 @@ def test_a_model_that_came_out_wrong_is_not_written(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "hf").iterdir()] == []
 
 
-def test_a_folder_that_is_there_stays(tmp_path):
+def test_an_existing_folder_is_unchanged(tmp_path):
     model, config = make_model("alibi")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine.txt").write_text("mine")
@@ -246,7 +246,7 @@ def test_gpt_neox_models(keys, tmp_path):
 
 @torch.no_grad()
 def test_files_of_transformers_4(tmp_path):
-    """Rotary keys at the top of config.json, masks and frequencies among the weights, several files with an index."""
+    """Top-level rotary keys in config.json, masks and frequencies among the weights, several files with an index."""
     theirs = stock_model(tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     keys = json.loads(path.read_text())
@@ -259,10 +259,10 @@ def test_files_of_transformers_4(tmp_path):
         tensors[f"gpt_neox.layers.{block}.attention.rotary_emb.inv_freq"] = torch.ones(1)
     names = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": names[:10], "model-00002-of-00002.safetensors": names[10:]}
-    for part, held in parts.items():
-        save_file({name: tensors[name] for name in held}, tmp_path / "hf" / part, metadata={"format": "pt"})
+    for part, part_names in parts.items():
+        save_file({name: tensors[name] for name in part_names}, tmp_path / "hf" / part, metadata={"format": "pt"})
     (tmp_path / "hf" / "model.safetensors").unlink()
-    index = {"metadata": {}, "weight_map": {name: part for part, held in parts.items() for name in held}}
+    index = {"metadata": {}, "weight_map": {name: part for part, part_names in parts.items() for name in part_names}}
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
 
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
@@ -271,7 +271,7 @@ def test_files_of_transformers_4(tmp_path):
 
 
 @torch.no_grad()
-def test_pickled_weights_are_read_as_tensors_or_refused(tmp_path):
+def test_pytorch_bin_files_are_read_as_tensors_or_refused(tmp_path):
     theirs = stock_model(tmp_path / "hf")
     weights, pickled = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "pytorch_model.bin"
     torch.save(load_file(weights), pickled)
@@ -293,10 +293,10 @@ def test_pickled_weights_are_read_as_tensors_or_refused(tmp_path):
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log", "rpe", "learned"])
 @torch.no_grad()
-def test_what_went_out_comes_back(pos_emb, tmp_path):
+def test_exported_models_are_imported_again(pos_emb, tmp_path):
     model, config = make_model(pos_emb, gpt_j_residual=True)
     to_hugging_face(model, config, tmp_path / "hf", dtype=torch.bfloat16, report=quiet)
-    (tmp_path / "hf" / "modeling_kerple.py").write_text("raise SystemExit('the folder is not to be run')")
+    (tmp_path / "hf" / "modeling_kerple.py").write_text("raise SystemExit('this code must not run')")
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
     step = tmp_path / "ours" / "global_step0"
     state = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)
@@ -305,7 +305,7 @@ def test_what_went_out_comes_back(pos_emb, tmp_path):
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model.bfloat16().float()(tokens))
 
 
-def test_the_tokenizer_comes_along(tmp_path):
+def test_the_tokenizer_is_imported(tmp_path):
     stock_model(tmp_path / "hf")
     tokenizer = train_bpe(KINDS.values(), 400)
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))

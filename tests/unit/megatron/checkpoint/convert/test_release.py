@@ -1,4 +1,4 @@
-"""To the release's layout and from it: its own files come out of its own weights, in one piece or in shards."""
+"""The release's layout: its own weights give its own files again, with one or more tensor-parallel shards."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def layer_tensors(step) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pos_emb", METHODS)
-def test_the_releases_own_files_come_out(pos_emb, tmp_path):
+def test_released_files_are_reproduced(pos_emb, tmp_path):
     model, config = load_model(checkpoints(pos_emb))
     to_release(model, config, tmp_path / "out", iteration=300, report=quiet)
     original = layer_tensors(checkpoints(pos_emb) / "global_step300")
@@ -28,7 +28,7 @@ def test_the_releases_own_files_come_out(pos_emb, tmp_path):
     assert "layer_00-model_00-model_states.pt" in read_manifest(tmp_path / "out" / "global_step300")
     assert written.keys() == original.keys()
     for name, tensor in original.items():
-        # The release's frequencies are float32 powers; the last bit depends on who computes them.
+        # The release's frequencies are float32 powers, whose last bit depends on the implementation.
         torch.testing.assert_close(written[name], tensor, rtol=1e-6 if "inv_freq" in name else 0, atol=0)
 
 
@@ -54,18 +54,18 @@ def test_shards(pos_emb, tmp_path):
     )
     assert {tensor.dtype for tensor in shard.values()} == {torch.bfloat16}
     assert (step / "mp_rank_01_model_states.pt").is_file()
-    # From the shards back to one piece.
+    # Merge the shards again.
     back, config = load_model(tmp_path / "out")
     assert config.parallel.model_parallel_size == 1
-    to_release(back, config, tmp_path / "whole", dtype=torch.bfloat16, report=quiet)
+    to_release(back, config, tmp_path / "merged", dtype=torch.bfloat16, report=quiet)
     tokens = random_tokens(1, LONG)
     expected = model.bfloat16().float()(tokens)
     assert torch.equal(back(tokens), expected)
-    assert torch.equal(load_model(tmp_path / "whole")[0](tokens), expected)
+    assert torch.equal(load_model(tmp_path / "merged")[0](tokens), expected)
 
 
 @torch.no_grad()
-def test_aliases_and_options_take_the_releases_names(tmp_path):
+def test_aliases_and_options_get_the_releases_names(tmp_path):
     model, config = make_model("kerple_bias_wht")
     to_release(model, config, tmp_path / "alias", report=quiet)
     assert load_model(tmp_path / "alias")[1].model.pos_emb == "kerple_power_ap_ap"
@@ -78,7 +78,7 @@ def test_aliases_and_options_take_the_releases_names(tmp_path):
     assert torch.equal(loaded(tokens), model(tokens))
 
 
-def test_what_the_release_has_not_is_refused(tmp_path, monkeypatch):
+def test_unsupported_models(tmp_path, monkeypatch):
     model, config = make_model("alibi")
     with pytest.raises(CheckpointError, match="size 3 does not divide the 4 heads"):
         to_release(model, config, tmp_path / "out", tensor_parallel=3, report=quiet)

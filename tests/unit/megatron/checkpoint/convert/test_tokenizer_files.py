@@ -1,4 +1,4 @@
-"""AutoTokenizer gives the ids that this project's tokenizers give."""
+"""AutoTokenizer gives the same ids as this project's tokenizers."""
 
 import importlib.util
 from pathlib import Path
@@ -28,20 +28,20 @@ def test_ids_and_texts(kind, tmp_path):
         files = TokenizerFiles(kind, tmp_path / "own.json")
     elif kind == "GPT2BPETokenizer":
         files = TokenizerFiles(kind, GPT2 / "encoder.json", GPT2 / "vocab.bpe")
-    ours = files.build()
-    assert write_tokenizer(files, folder, 50304) == ours.eod
-    theirs = AutoTokenizer.from_pretrained(folder)
-    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.padding_side) == (ours.eod, ours.eod, "left")
+    tokenizer = files.build()
+    assert write_tokenizer(files, folder, 50304) == tokenizer.eod
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (tokenizer.eod, tokenizer.eod, "left")
     for text in KINDS.values():
         text = text.replace("<|endoftext|>", "")  # always a special token there
-        ids = ours.tokenize(text)
-        assert theirs(text)["input_ids"] == ids
+        ids = tokenizer.tokenize(text)
+        assert loaded(text)["input_ids"] == ids
         shown = text.replace("\0", "<|endoftext|>") if kind == "CharLevelTokenizer" else text
-        assert theirs.decode(ids) == shown
-    assert theirs("a<|endoftext|>")["input_ids"] == [*ours.tokenize("a"), ours.eod]
+        assert loaded.decode(ids) == shown
+    assert loaded("a<|endoftext|>")["input_ids"] == [*tokenizer.tokenize("a"), tokenizer.eod]
 
 
-def test_what_is_missing_or_does_not_fit(tmp_path):
+def test_missing_and_too_large_tokenizers(tmp_path):
     with pytest.raises(UserError, match=r"needs vocab-file.*--no-tokenizer"):
         write_tokenizer(TokenizerFiles("GPT2BPETokenizer"), tmp_path, 50304)
     with pytest.raises(CheckpointError, match="the tokenizer has 512 tokens, but the model's embedding has 128 rows"):

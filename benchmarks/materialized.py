@@ -1,4 +1,4 @@
-"""Attention with all scores in memory: from tables over distance, and as the original KERPLE code computes it.
+"""Attention that materializes all scores: with tables over distance, and as the original KERPLE code computes it.
 
 Legend: b batch, s sequence length, h heads, d head size.
 """
@@ -13,8 +13,8 @@ from kerple.positional import PositionalMethod
 from megatron.model.gpt import GPT, PositionTables
 
 
-def materialised_attention(call: AttentionCall) -> Tensor:
-    """As `kerple.attention.attend`, in the dtype of query, with all scores and probabilities in memory."""
+def materialized_attention(call: AttentionCall) -> Tensor:
+    """Like `kerple.attention.attend`, with all scores and probabilities in memory, in the dtype of the query."""
     queries, keys = range(call.offset, call.kv_len), range(call.kv_len)
     mask = call.span.mask(queries, keys, call.query.device)
     distance = pair_distances(queries, keys, mask)
@@ -26,14 +26,14 @@ def materialised_attention(call: AttentionCall) -> Tensor:
     return scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ call.value
 
 
-MATERIALISED = Backend("materialised", materialised_attention)
+MATERIALIZED = Backend("materialized", materialized_attention)
 
 
 class OriginalAttention:
-    """Attention as in the original: each layer computes bias and weight for all `[s, s]` pairs instead of looking them
-    up, and scores, their sums and probabilities are `[b, h, s, s]`. Distances are computed once.
+    """The original's attention: each layer evaluates bias and weight for all `[s, s]` pairs, without tables, and stores
+    scores, biased scores and probabilities as `[b, h, s, s]`. As in the original, distances are computed once.
 
-    Replaces a layer's `kerple.attention.Attention`, without windows, cache and dropout.
+    Replaces a layer's `kerple.attention.Attention`. Windows, KV cache and dropout are not supported.
     """
 
     def __init__(self, positional: PositionalMethod, length: int):
@@ -52,7 +52,7 @@ class OriginalAttention:
         return scores.masked_fill(self.mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
 
 
-def attend_as_the_original(model: GPT, length: int) -> GPT:
+def use_original_attention(model: GPT, length: int) -> GPT:
     """Replace the attention of all layers, for sequences of one length. Returns the model."""
     for block in model.blocks:
         layer = block.attention
@@ -61,7 +61,7 @@ def attend_as_the_original(model: GPT, length: int) -> GPT:
     return model
 
 
-def with_whole_logits(model: nn.Module) -> nn.Module:
-    """Compute the loss from all logits at once, instead of in pieces. Returns the model."""
+def use_materialized_logits(model: nn.Module) -> nn.Module:
+    """Materialize all logits for the loss, instead of chunks of them. Returns the model."""
     model.loss = lambda tokens, labels: F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
     return model

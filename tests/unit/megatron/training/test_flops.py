@@ -1,0 +1,32 @@
+"""Peak throughput and floating-point operations. Counts of whole models are tested with the model."""
+
+import pytest
+import torch
+
+from megatron.training.flops import count_parameters, flops_per_token, peak_flops
+from tests.support.language_models import small_gpt
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GeForce RTX 2080", None),
+    ],
+)
+def test_the_peak_follows_from_the_name_of_the_device(name, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == expected
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_flops_per_token_follow_the_formula():
+    model = small_gpt("kerple_log")
+    settings = model.settings
+    outside = count_parameters(model.layers(), settings)["outside_embedding"]
+    attention = 6 * settings.num_layers * settings.hidden_size * 100
+    assert flops_per_token(outside, settings, 100) == 6 * outside + attention
