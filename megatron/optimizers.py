@@ -5,7 +5,7 @@ The config schema, training and checkpoints read this module. It imports torch o
 the config must load without torch.
 
 Every state tensor has one element per element of its parameter, because ZeRO partitions parameters and optimizer state
-as flat tensors. The step count is stored apart from these tensors, see `get_step`.
+as flat tensors. The step count is stored separately, see `get_step`.
 """
 
 from __future__ import annotations

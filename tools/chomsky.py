@@ -3,7 +3,7 @@
 
 python tools/chomsky.py [--tasks ...] [--methods ...] [--seeds ...] [--output runs/chomsky]
 
-Finished experiments are not repeated, and an interrupted one resumes.
+Finished experiments are skipped, and an interrupted one resumes.
 """
 
 import sys

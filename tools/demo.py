@@ -1,9 +1,9 @@
-"""`make demo`: prepare a corpus and a tokenizer, train three small models, and test how they extrapolate.
+"""`make demo`: prepare a corpus and a tokenizer, train three small models, and evaluate how they extrapolate.
 
 python tools/demo.py [--output runs/demo] [--methods kerple_log alibi rotary] [--iterations 600]
 
-Finished steps are skipped. Every result has a file beside it with checksums of its inputs; if the inputs change, the
-step runs again.
+Finished steps are skipped. The folder of each result has a file with checksums of its inputs; if the inputs change,
+the step runs again.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def training_inputs(method: str, options: argparse.Namespace) -> dict[str, object]:
-    """Checksums of the files from which a model is trained."""
+    """Checksums of the files that determine a trained model, and its number of iterations."""
     corpus = options.data / CORPUS
     files = {
         "corpus": corpus / f"{CORPUS}_text_document.idx",

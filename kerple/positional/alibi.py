@@ -37,9 +37,9 @@ class Alibi(PositionalMethod):
 
 @register("kerple_power_original")
 class KerplePowerOriginal(Alibi):
-    """ALiBi as a case of KERPLE: the power kernel with p = 1 and a fixed at ALiBi's slopes.
+    """ALiBi as a special case of KERPLE: the power kernel with p = 1 and a fixed at ALiBi's slopes.
 
-    The KERPLE release bounds this `a` to at least 0.01, as every other scalar, so its flattest heads are steeper than
+    The KERPLE release clamps this `a`, like every scalar, to at least 0.01, so its flattest heads are steeper than
     ALiBi's.
     """
 

@@ -31,7 +31,7 @@ class TableJacobian:
     A fused kernel can accumulate the gradients of these few parameters instead of the gradient of every table entry.
 
     Attributes:
-        coefficients: float32 `[h, p]`, the parameters as used; autograd carries their gradient on.
+        coefficients: float32 `[h, p]`, the parameters after clamping; autograd propagates their gradient.
         directions: float32 `[h, p, *distance.shape]`, d table / d coefficients at the current values, without gradient.
         dense: the smallest distance at which `directions` is valid. Below it, use the table's own gradient.
     """
@@ -62,8 +62,8 @@ class PositionalMethod(nn.Module):
     Constructor arguments named like a field of `ModelShape` receive the model's sizes; the other arguments are the
     method's options. A method imports only torch and `kerple.positional`, so it works in any model.
 
-    Positions are int64 tensors on the CPU, where reading a value does not wait for a GPU. Methods create what they need
-    of them on the device of the states.
+    Positions are int64 tensors on the CPU, so reading a value does not synchronize with a GPU. Methods create derived
+    tensors on the device of queries and keys.
 
     Attributes:
         shared: one instance serves all layers. If False, every layer has its own.
@@ -71,7 +71,7 @@ class PositionalMethod(nn.Module):
         per_pair: for a method with `modify_scores`, whether the final score of a query-key pair depends only on that
             pair's positions and scores (of all heads).
         computed: names of tensors that older checkpoints store and this method computes.
-        evaluation_options: options that change no parameters, so a trained model can be evaluated with other values.
+        evaluation_options: options that do not affect the parameters, so evaluation can change them.
     """
 
     shared: bool = True
@@ -79,9 +79,9 @@ class PositionalMethod(nn.Module):
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
 
-    # The four hooks below are declared for type checkers only. `has_bias` and the others look for them on the class,
-    # and nn.Module rejects a parameter with the name of a class attribute: T5's and Learned's tables are called
-    # `weight` in checkpoints.
+    # The four hooks below are declared only for type checkers, for two reasons: `has_bias` and the others test whether
+    # a class defines them; and nn.Module rejects a parameter named like a class attribute (in checkpoints, the tables
+    # of T5 and Learned are called `weight`).
     if TYPE_CHECKING:
         segment: int
 
@@ -90,7 +90,7 @@ class PositionalMethod(nn.Module):
             raise NotImplementedError
 
         def weight(self, distance: Tensor) -> Tensor:
-            """As `bias`."""
+            """Like `bias`."""
             raise NotImplementedError
 
         def modify_scores(
@@ -128,11 +128,11 @@ class PositionalMethod(nn.Module):
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Transform query `[b, h, s, d]` and key `[b, h, t, d]` by their positions `[s]` and `[t]`; dtypes stay."""
+        """Transform query `[b, h, s, d]` and key `[b, h, t, d]` by their positions `[s]` and `[t]`; the dtypes stay."""
         return query, key
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """For `modify_scores`: values at the float32 distances `[n]`, of any shape ending in n, or None."""
+        """Values for `modify_scores` at the float32 distances `[n]`, of any shape that ends in n, or None."""
         return None
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
@@ -143,10 +143,10 @@ class PositionalMethod(nn.Module):
         return None
 
     def weight_jacobian(self, distance: Tensor) -> TableJacobian | None:
-        """As `bias_jacobian`, for the weight."""
+        """Like `bias_jacobian`, for the weight."""
         return None
 
-    # Which hooks a method has follows from its class. A method whose hooks depend on its options overrides these.
+    # By default, the class determines which hooks a method has. Methods whose hooks depend on options override these.
 
     @property
     def embeds(self) -> bool:
@@ -174,14 +174,14 @@ class PositionalMethod(nn.Module):
 
     def begin_step(self, step: int, seed: int = 0) -> None:
         """Called before each training step, with the run's seed. Random numbers that a method draws during training
-        must depend only on these two, so that all processes and a resumed run draw the same ones.
+        must depend only on these two, so that all processes and a resumed run draw the same numbers.
         """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial parameters. Their values depend only on the generator, not on dtype or device."""
 
     def statistics(self) -> dict[str, Tensor]:
-        """Values to log during training: name -> float32 `[h]`, detached, as used (within their bounds)."""
+        """Values to log during training: name -> float32 `[h]`, detached and clamped to their bounds."""
         return {}
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""DAPE: a bias adapted to the scores by a small MLP across the heads (arXiv 2405.14722).
+"""DAPE: a small MLP across the heads adapts the bias to the scores (arXiv 2405.14722).
 
 With the scaled scores A = q.k / sqrt(d), a static bias B, and an MLP f that maps the heads' values of one query-key
 pair to one number per head:
@@ -40,7 +40,7 @@ Layer = nn.Linear | nn.Conv2d
 
 
 class Adaptive(PositionalMethod):
-    """Base class of both versions of DAPE: an optional static bias, and how f's result is combined with the scores.
+    """Base class of both versions of DAPE: combines the scores, an optional static bias and the output of f.
 
     The layers of f are called `first` and `second` and have PyTorch's default initialization.
     """
@@ -101,7 +101,7 @@ class Adaptive(PositionalMethod):
     def _mlp(self, inputs: tuple[Tensor, ...], mask: Tensor) -> Tensor:
         """f of the inputs `[b, h, c, l]` and `[h, c, l]`, concatenated along the heads: `[b, h, c, l]`."""
         dtype = inputs[0].dtype
-        # Each input is multiplied by its own columns of the weight: the bias has no batch dimension to repeat it for.
+        # Each input is multiplied by its own columns of the weight, so the bias is not repeated along the batch.
         columns = self.first.weight.to(dtype).split([part.shape[-3] for part in inputs], dim=1)
         products = [self.apply_weight(weight, part, mask) for weight, part in zip(columns, inputs, strict=True)]
         hidden = sum(products[1:], start=products[0]) + _per_channel(self.first, dtype)

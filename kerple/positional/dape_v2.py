@@ -1,8 +1,8 @@
-"""DAPE V2: the bias adapts to the scores of neighbouring keys too (arXiv 2410.04798).
+"""DAPE V2: the bias adapts to the scores of neighboring keys too (arXiv 2410.04798).
 
-As `dape.py`, but the two layers of f are convolutions along the keys with kernel size 3, so f's value for a key depends
-on the scores of two keys on either side. Masked keys are set to zero before each convolution. No information from the
-future enters, and the results are the same in chunks and with a cache.
+Like `dape.py`, but the two layers of f are convolutions along the keys with kernel size 3, so f's value for a key
+depends on the scores of two keys on either side. Masked keys are set to zero before each convolution, so no information
+from the future enters, and the results are the same in chunks and with a KV cache.
 
     dape_v2_kerple, dape_v2_alibi, dape_v2_fire, dape_v2 (no bias)
 
@@ -22,7 +22,7 @@ KERNEL_SIZE = 3
 
 
 class DapeConvolution(Adaptive):
-    """Version 2: f processes the pairs of a query with neighbouring keys together."""
+    """Version 2: f processes the pairs of a query with neighboring keys together."""
 
     def layers(self, inputs: int, width: int, outputs: int) -> tuple[Layer, Layer]:
         return nn.Conv2d(inputs, width, (1, KERNEL_SIZE)), nn.Conv2d(width, outputs, (1, KERNEL_SIZE))

@@ -53,7 +53,7 @@ class Angles:
 
     The frequencies are base^(-2i/n), or the given ones. Angles are computed in float64: in float32 an angle near
     65,536 is off by up to 0.004, and casting the model would make it worse. `dtype` float32 is for comparisons with
-    models that compute them that way.
+    models that compute angles in float32.
 
     All layers use the same positions, so the latest results are cached. The cache compares positions by value, which is
     done only for positions on the CPU: on a GPU it would synchronize.
@@ -84,7 +84,7 @@ class Angles:
         for cached_positions, cached_device, result in self._cache:
             if cached_device == device and torch.equal(cached_positions, positions):
                 return result
-        # Autograd cannot save inference tensors, and training may reuse what an evaluation put into the cache.
+        # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
         with torch.inference_mode(False):
             result = self._compute(positions, device)
             self._cache = [(positions.clone(), device, result), *self._cache[: self.CACHE_SIZE - 1]]
@@ -92,7 +92,7 @@ class Angles:
 
     @torch.no_grad()
     def _compute(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device.type != "mps":  # which has no float64
+        if device.type != "mps":  # MPS has no float64
             positions = positions_on(positions, device)
         if self.frequencies is None:
             exponents = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size

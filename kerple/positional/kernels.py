@@ -43,7 +43,7 @@ class Scalar(NamedTuple):
     exponent: bool = False
 
 
-# The ranges in the authors' code; analogous ones for the kernels it does not have.
+# The initial ranges in the authors' code, and analogous ones for kernels that it does not have.
 SCALE = Scalar(1.0)
 FACTOR = Scalar(2.0)
 EXPONENT = Scalar(2.0, exponent=True)
@@ -148,21 +148,23 @@ def lemma_constant(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
     """
     gram, rounding = _gram(kernel, points)
     if not bool(is_cpd(kernel, points).all()):
-        raise ValueError("the kernel is not conditionally positive definite on these points, so no constant helps")
+        raise ValueError(
+            "the kernel is not conditionally positive definite on these points, so no constant is sufficient"
+        )
     constant = torch.zeros(gram.shape[:-2], dtype=torch.float64)
     while (too_small := ~_is_semidefinite(gram, constant, rounding)).any():
         constant = torch.where(too_small, (2 * constant).clamp(min=1.0), constant)
         if constant.max() > MAX_LEMMA_CONSTANT:
             raise ValueError(
                 f"no constant up to {MAX_LEMMA_CONSTANT:.0e} makes the kernel positive definite on these points, "
-                "although it is conditionally positive definite: it is a limit case, like -distance^2"
+                "although it is conditionally positive definite: it is a limiting case, like -distance^2"
             )
     return constant
 
 
 @torch.no_grad()
 def _gram(kernel: DistanceKernel, points: Iterable[float]) -> tuple[Tensor, Tensor]:
-    """k(|x_i - x_j|), float64 `[h, n, n]`, and a bound of the eigenvalues' rounding errors, `[h]`."""
+    """k(|x_i - x_j|), float64 `[h, n, n]`, and a bound on the rounding errors of its eigenvalues, `[h]`."""
     x = torch.as_tensor([float(point) for point in points], dtype=torch.float64)
     if len(x) < 2 or len(x.unique()) < len(x):
         raise ValueError(f"at least two points are needed, all different; got {len(x)}")

@@ -33,7 +33,7 @@ Terms = tuple[tuple[str, Term], ...]
 class Kerple(PositionalMethod):
     """Sums of kernels as bias and as logarithm of the weight. Each scalar is a parameter `[h, 1, 1]`.
 
-    `bias_terms` and `weight_terms` are the terms of the sums, each with the prefix of its parameters' names.
+    `bias_terms` and `weight_terms` are pairs of a prefix of parameter names and a term of the sum.
 
     parameters: "shared", one set for all layers as in the paper, or "per-layer". highest_exponent: the upper bound of
     exponents, at most 2, above which kernels are not CPD. Raises ValueError for other values.
@@ -95,7 +95,7 @@ class Kerple(PositionalMethod):
         return self._jacobian(self.weight_terms, distance, torch.exp)
 
     def scalar(self, name: str) -> Tensor:
-        """A parameter as used: float32 `[h]`, within its bounds."""
+        """A parameter clamped to its bounds: float32 `[h]`."""
         high = self.highest_exponent if self.scalars[name].exponent else None
         return bounded(self.get_parameter(name), MIN_SCALAR, high).flatten()
 

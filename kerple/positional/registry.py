@@ -86,7 +86,7 @@ def load_plugin(path_or_module: str | Path) -> None:
         if spec is None or spec.loader is None:
             raise ValueError(f"positional plugin {text!r}: cannot be imported")
         module = importlib.util.module_from_spec(spec)
-        # As the import system does: its classes can then be pickled and inspected.
+        # As for a normal import, so that its classes can be pickled and inspected.
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)

@@ -1,15 +1,15 @@
-"""Rotary positions (RoPE, arXiv 2104.09864) in GPT-NeoX's half-split layout, and how they extend beyond training.
+"""Rotary positions (RoPE, arXiv 2104.09864) in GPT-NeoX's half-split layout, and ways to extend the context.
 
 The option `scaling` changes the frequencies, or the positions:
 
     linear   position interpolation (arXiv 2306.15595): all frequencies divided by `factor`
     ntk      NTK-aware: base * factor^(r / (r - 2)); the highest frequency stays, the lowest is divided by `factor`
-    yarn     (arXiv 2309.00071): high frequencies stay, those with less than one turn in the trained length are divided
-             by `factor`, a linear mixture in between; the scores grow with log(factor)
+    yarn     (arXiv 2309.00071): high frequencies stay; those with less than one turn in the trained length are divided
+             by `factor`; those in between are interpolated linearly. The scores are scaled up with log(factor)
     random   randomized positions (arXiv 2305.16843): an increasing random sample from a larger range
 
-No frequency depends on the current length. With such a "dynamic" scaling, the keys in a KV cache would keep the angles
-of a shorter text.
+No frequency depends on the current length ("dynamic" scaling), because the keys in a KV cache would keep the angles for
+a shorter text.
 
 Legend: b batch, s query length, t key length, h heads, d head size, r rotated dimensions.
 """
@@ -44,7 +44,7 @@ class Rotary(PositionalMethod):
 
     The first r = `fraction` * d dimensions of each head are rotated (GPT-NeoX's rotary_pct). Any position is valid,
     including those beyond training. `scaling` and its options change no parameters, so a trained model can be evaluated
-    with others:
+    with other values:
 
         linear, ntk, yarn: factor
         yarn: trained_length (default: max_positions), beta_fast 32, beta_slow 1, attention_factor 0.1 ln(factor) + 1
@@ -132,7 +132,7 @@ class Rotary(PositionalMethod):
 
     def _random_positions(self, random: "RandomPositions", query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if not self.training:
-            return random.fixed(query), random.fixed(key)
+            return random.evaluation_positions(query), random.evaluation_positions(key)
         if not torch.equal(query, key):
             raise ValueError("in training, random positions need full sequences; to decode with a cache, call eval()")
         if self._step is None:
@@ -140,14 +140,14 @@ class Rotary(PositionalMethod):
                 "random positions are drawn for each training step: call begin_step(step) first, or eval() to use the "
                 "positions for evaluation"
             )
-        positions = random.drawn(len(query), *self._step).to(query.device)
+        positions = random.training_positions(len(query), *self._step).to(query.device)
         return positions, positions
 
 
 class _Rotate(torch.autograd.Function):
     """Rotate the first r dimensions of `[b, h, s, d]` by cosines and sines `[s, r/2]`, in at least float32.
 
-    The gradient is the rotation by the opposite angle, so the backward pass needs no tensor of the states' size.
+    The gradient is the rotation by the opposite angle, so autograd does not save the states.
     """
 
     @staticmethod
@@ -157,7 +157,7 @@ class _Rotate(torch.autograd.Function):
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
         rotated = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
         first, second = exact[..., :half], exact[..., half : 2 * half]
-        # Writing into the result takes a third of the time of adding two products, on a CPU.
+        # On a CPU, writing into the result takes a third of the time of adding two products.
         torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
         torch.mul(second, cosine, out=rotated[..., half : 2 * half]).addcmul_(first, sine)
         rotated[..., 2 * half :] = exact[..., 2 * half :]
@@ -191,7 +191,9 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
             raise ValueError(f"{name} {value!r} must be {description} >= 0")
     factor = options["factor"]
     if "factor" in valid and (factor is None or not 1 <= factor < math.inf):
-        raise ValueError(f"scaling {scaling} needs factor, the extension of the length, at least 1; got {factor}")
+        raise ValueError(
+            f"scaling {scaling} needs factor, the ratio of the new length to the trained one, at least 1; got {factor}"
+        )
 
 
 def yarn_frequencies(
@@ -222,7 +224,7 @@ class RandomPositions:
     """Maps positions 0, 1, 2 ... to an increasing random sample, without repetition, of `range` positions.
 
     Training draws a new sample for each step, which all layers, sequences, processes and recomputed activations share.
-    Evaluation uses one sample of `length` positions drawn from `seed`. A shorter text gets the beginning of it, so the
+    Evaluation uses one sample of `length` positions drawn from `seed`. A shorter text uses the beginning of it, so the
     positions of cached keys never change.
     """
 
@@ -237,15 +239,15 @@ class RandomPositions:
                 f"{self.range}; random_length must be 1 to {self.range}"
             )
 
-    def drawn(self, count: int, step: int, seed: int) -> Tensor:
-        """The sample for a training step of the run with this seed: int64 `[count]`."""
+    def training_positions(self, count: int, step: int, seed: int) -> Tensor:
+        """The sample for a training step of a run with this seed: int64 `[count]`."""
         if count > self.range:
             raise PositionsExceeded(f"{count} tokens need more positions than random_range {self.range} has")
         digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
         return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
 
-    def fixed(self, positions: Tensor) -> Tensor:
-        """For evaluation: the sample at positions `[s]`. Raises PositionsExceeded for a position >= `length`."""
+    def evaluation_positions(self, positions: Tensor) -> Tensor:
+        """The evaluation sample at positions `[s]`. Raises PositionsExceeded for a position >= `length`."""
         last = int(positions.max()) if positions.numel() else -1
         if last >= self.length:
             raise PositionsExceeded(

@@ -73,5 +73,5 @@ class T5(PositionalMethod):
         return TableJacobian(coefficients[:, None], ones, dense=self.last_start)
 
     def statistics(self) -> dict[str, Tensor]:
-        used = self.scale * self.weight.detach().float()
-        return {"bias_nearest": used[0], "bias_farthest": used[-1]}
+        biases = self.scale * self.weight.detach().float()
+        return {"bias_nearest": biases[0], "bias_farthest": biases[-1]}

@@ -64,13 +64,13 @@ class XPos(PositionalMethod):
     def _factors(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
         """The factors of queries `[s, d]` and keys `[t, d]`, float32, for positions given as (first, last).
 
-        The latest are cached, because all layers need the same ones.
+        The latest results are cached, because all layers need the same factors.
         """
         cache_key = (queries, keys, device)
         for cached_key, factors in self._cache:
             if cached_key == cache_key:
                 return factors
-        # Autograd cannot save inference tensors, and training may reuse what an evaluation put into the cache.
+        # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
         with torch.inference_mode(False), torch.no_grad():
             log_zeta = self.log_zeta(device) / self.scale_base
             middle = (queries[0] + queries[1]) / 2

@@ -1,6 +1,6 @@
 """torch.compile for the blocks' forward and backward passes in training.
 
-`compile_blocks` replaces the classes of the modules and nothing else. Parameters keep their names, so checkpoints are
+`compile_blocks` changes only the classes of the modules. Parameter names are unchanged, so checkpoints are
 interchangeable with those of an uncompiled model. All layers share one compiled graph.
 
 Legend: b batch, s tokens, e hidden size.
@@ -14,8 +14,8 @@ from megatron.model.gpt import LayerCache, PositionTables, SelfAttention, Transf
 
 
 class _UncompiledAttention(SelfAttention):
-    """Only the projections become part of the block's graph. Attention has kernels of its own, and positional methods
-    use Python that cannot be traced.
+    """Only the projections are part of the block's graph. Attention has its own kernels, and positional methods use
+    Python code that cannot be traced.
     """
 
     context = torch.compiler.disable(SelfAttention.context)

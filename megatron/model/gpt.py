@@ -1,8 +1,8 @@
 """The GPT model, from the attention layer to the loss.
 
-The model is a list of layers with GPT-NeoX's indices: 0 embedding, 1 a function, 2 ... L+1 blocks, L+2 a function, L+3
-final norm, L+4 output. `GPT` runs them as a plain sequence, `pipeline.py` as stages of DeepSpeed's pipeline. Parameter
-names are those of GPT-NeoX's checkpoints.
+The layers have GPT-NeoX's indices: 0 embedding, 2 ... L+1 blocks, L+3 final norm, L+4 output. The indices 1 and L+2 are
+functions without parameters in GPT-NeoX, and unused here. `GPT` runs the layers as a plain sequence, `pipeline.py` as
+stages of DeepSpeed's pipeline (with identities at 1 and L+2). Parameter names are those of GPT-NeoX's checkpoints.
 
 Legend: b batch, s query length, t key length, h heads of this rank, d head size, e hidden size, v padded vocabulary.
 """
@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def make_norm(settings: ModelSettings) -> nn.Module:
-    """The norm layer that the configuration names, over the hidden size."""
+    """The configured norm layer over the hidden size."""
     if settings.norm == "layernorm":
         return nn.LayerNorm(settings.hidden_size, eps=settings.norm_epsilon)
     if settings.norm == "rmsnorm":
@@ -47,7 +47,7 @@ def make_norm(settings: ModelSettings) -> nn.Module:
 
 
 class LayerCache:
-    """Keys and values of one layer, `[b, h, t, d]`, stored as attention uses them (after rotation).
+    """Keys and values of one layer, `[b, h, t, d]`, stored after rotation.
 
     The buffer is allocated for `max_length` tokens if that is given. Otherwise it doubles in size whenever it is full,
     so appending a token costs amortized constant time.
@@ -105,7 +105,7 @@ class KVCache:
 
 
 class PositionTables(NamedTuple):
-    """A positional method's tables over distance, as attention takes them; None for those the method does not have."""
+    """The tables over distance that a positional method passes to attention; None for those it does not have."""
 
     bias: Tensor | None = None
     weight: Tensor | None = None
@@ -202,7 +202,7 @@ class SelfAttention(nn.Module):
         return PositionTables(bias, weight, bias_jacobian, weight_jacobian)
 
     def _local(self, values: Tensor) -> Tensor:
-        """The rows of this rank's heads, of values `[h, ...]` of all heads that replicated parameters produce."""
+        """The rows of this rank's heads, from values `[h, ...]` of all heads, computed from replicated parameters."""
         return sum_head_gradients(values, self.tp)[self.local_heads]
 
 
@@ -281,7 +281,7 @@ class FinalNorm(nn.Module):
 
 
 class VocabularyLinear(nn.Linear):
-    """`[..., e] -> [..., v]`; with labels `[n]`, hidden states `[n, e]` to the sum of their losses.
+    """`[..., e] -> [..., v]`; with labels `[n]`: hidden states `[n, e]` -> the sum of the tokens' losses.
 
     The loss is computed inside a call of this module because ZeRO 3 gathers the weight only during that call.
     """
@@ -320,7 +320,7 @@ class Output(nn.Module):
         mask float `[b, s]`. Large logits are computed in chunks (see `loss.py`).
         """
         weight = cast(nn.Parameter, self.final_linear.weight)
-        # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its real shape.
+        # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its full shape.
         vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
         if labels.numel() * vocabulary <= chunk_elements(hidden.device, vocabulary):
             return mean_loss(self.final_linear(hidden), labels, mask, self.tp)
@@ -412,7 +412,7 @@ class GPT(nn.Module):
     def new_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
         """An empty cache for incremental decoding; allocates `max_length` tokens at once if it is given.
 
-        batch_size is not needed: the cache takes it from the first tokens.
+        batch_size is ignored: the cache has the batch size of the first tokens appended to it.
         """
         return KVCache(self.settings.num_layers, max_length)
 

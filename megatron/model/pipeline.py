@@ -40,7 +40,7 @@ class GPTPipeline(PipelineModule):
     """This rank's stage of the model.
 
     Labels are tuples (labels int64 `[b, s]`, loss mask float `[b, s]`). The loss function includes the output layer, so
-    that it can compute the logits in chunks; what DeepSpeed takes for logits are the final hidden states.
+    that it can compute the logits in chunks: the output of DeepSpeed's last stage is the final hidden states.
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class GPTPipeline(PipelineModule):
         parameter.ds_pipe_replicated = replicated  # type: ignore[attr-defined]  # DeepSpeed reads this attribute
 
     def _group_of_stages(self, stages: list[int]) -> dist.ProcessGroup | None:
-        """The process group of these stages, for the ranks with this rank's data and tensor coordinates; None if this
+        """The process group of these stages for this rank's data-parallel and tensor-parallel position; None if this
         rank is not in it.
 
         torch.distributed requires that all ranks create all groups.
         """
         own_group = None
-        for fiber in self._topo.get_axis_comm_lists("pipe"):
-            ranks = [fiber[stage] for stage in stages]
+        for pipeline_ranks in self._topo.get_axis_comm_lists("pipe"):
+            ranks = [pipeline_ranks[stage] for stage in stages]
             group = dist.new_group(ranks)
             if self.global_rank in ranks:
                 own_group = group

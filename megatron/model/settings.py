@@ -1,4 +1,4 @@
-"""The sizes and choices of one model on one rank, resolved from the configuration."""
+"""The model settings of one rank, derived from the configuration."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ ONE_RANK = TensorParallel()
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Sizes and choices of a model. Sizes are those of the full model, not of a tensor-parallel slice."""
+    """Settings of a model. Sizes are those of the full model, not of a tensor-parallel slice."""
 
     num_layers: int
     hidden_size: int

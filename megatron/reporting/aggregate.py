@@ -35,7 +35,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Setting:
-    """What has to be equal for two values to be comparable. model: (layers, hidden size). None stands for unknown."""
+    """Values are comparable if their settings are equal. model: (layers, hidden size). None: unknown."""
 
     corpus: str | None
     train_length: int | None
@@ -122,8 +122,8 @@ def measurements(
     Args:
         value: a key of the records, or a function of a record.
 
-    Raises UserError if two records with different weights have the same method, setting, length and seed: it is not
-    clear which of them to report.
+    Raises UserError if two records of different weights have the same method, setting, length and seed, because it is
+    ambiguous which one to report.
     """
     rows: dict[tuple[object, ...], tuple[object, ...]] = {}
     sources: dict[tuple[object, ...], AnyRecord] = {}

@@ -51,7 +51,7 @@ MAX_ADAPTIVE_LENGTH = 8192
 
 @dataclass(frozen=True)
 class DistanceTable:
-    """What the positional method of a checkpoint, or of one of its layers, does to the scores by distance.
+    """Bias and weight by distance of the positional method of a checkpoint, or of one of its layers.
 
     Attributes:
         label: "layer 3", or "all layers" if the layers share the method.
@@ -104,7 +104,7 @@ def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) 
 
     Args:
         model: description of the model, for the titles.
-        name: of the files.
+        name: part of the file names.
     """
     figures = []
     quantities: tuple[tuple[Literal["bias", "weight"], str], ...] = (("bias", "bias"), ("weight", "score weight"))

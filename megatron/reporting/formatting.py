@@ -19,7 +19,7 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def format_mean(values: Iterable[float], digits: int = 4) -> str:
-    """The mean of the values of all seeds, with two or more of them `mean ± standard deviation` (n - 1).
+    """The mean over the seeds; for two or more seeds, `mean ± sample standard deviation`.
 
     The standard deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2 ± 3.4.
     Without a standard deviation the mean has `digits` significant digits. NaN stands for a value that is not available

@@ -1,4 +1,4 @@
-"""The page `docs/positional-methods.md` and its pictures: what every positional method does to the scores by distance,
+"""The page `docs/positional-methods.md` and its plots: the effect of every positional method on the scores by distance,
 at initialization and after training.
 
 For methods whose result depends on more than the distance, the plots use scores and queries of zeros.
@@ -26,7 +26,7 @@ from megatron.utils.files import write_atomically
 
 NUM_DISTANCES = 1024
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pos_emb"
-MAX_HEADS = 6  # of more heads, this many are plotted, evenly spaced
+MAX_HEADS = 6  # if there are more heads, this many evenly spaced ones are plotted
 # The model of configs/demo.yml.
 SHAPE = ModelShape(num_heads=4, head_size=32, hidden_size=128, num_layers=4, max_positions=128)
 SEED = 1234
@@ -68,12 +68,12 @@ def trained_methods(folders: Sequence[str | Path]) -> dict[str, MethodOfModel]:
 
 @torch.no_grad()
 def distance_curves(method: PositionalMethod, shape: ModelShape = SHAPE) -> dict[str, Tensor]:
-    """What the method does at distances 0 to NUM_DISTANCES - 1: axis label -> float32 [heads, NUM_DISTANCES].
+    """The effect of the method at distances 0 to NUM_DISTANCES - 1: axis label -> float32 [heads, NUM_DISTANCES].
 
     - Methods that modify scores: the result for scores of 0 and a query of zeros at position NUM_DISTANCES - 1; empty
       if it is the same for all distances.
     - Methods that rotate: the dot product of a query and a key of ones, divided by the head size, `[1, NUM_DISTANCES]`.
-    - Other methods: their bias and weight, as far as they have them.
+    - Other methods: their bias and weight, if they have them.
     """
     positions = torch.arange(NUM_DISTANCES)
     last = positions[-1:]
@@ -200,20 +200,20 @@ FAMILIES = {
     "position embeddings to the token embeddings have no plot.",
     "Rotary": "Queries and keys are rotated by their positions. The plots show the dot product of a query and a key of "
     "ones, divided by the head size. It is the same for all heads.",
-    "Methods that modify the scores": "The result depends on more than the distance: on the scores of all heads, on "
-    "the query, or on its position. The plots show the result in the first layer for scores of 0 and a query of zeros "
-    "at position 1,023. For this input, the results of `cope` and `dape` are the same at all distances, so they have "
-    "no plot. At both ends of the plots of `dape_v2`, the convolution covers fewer keys.",
+    "Methods that modify the scores": "The result depends not only on the distance, but also on the scores of all "
+    "heads, the query, or its position. The plots show the result in the first layer for scores of 0 and a query of "
+    "zeros at position 1,023. For this input, the results of `cope` and `dape` are the same at all distances, so they "
+    "have no plot. At both ends of the plots of `dape_v2`, the convolution covers fewer keys.",
 }
 
 PAGE = """# Positional methods in pictures
 
 Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and the weight by distance, one line per
-head, for the model of `configs/demo.yml` (4 heads, trained at sequence length 128). The first column is at
-initialization. A second column, for methods with parameters, is after training. If a bias falls below -40, the axis
-ends at -20: attention to such keys is practically zero.
+head, for the model of `configs/demo.yml` (4 heads, trained at sequence length 128). The first column shows the method
+at initialization. If training changes it, the second column shows it after training. If a bias falls below -40, the
+axis ends at -20, because attention to such keys is practically zero.
 
-`make pictures` trains the models that are missing and writes this page. `python tools/plot_kernels.py --checkpoint DIR
-...` writes it for other checkpoints. The descriptions are the comments in `configs/pos_emb/`.
+`make pictures` trains the missing models and writes this page. `python tools/plot_kernels.py --checkpoint DIR ...`
+writes it for other checkpoints. The descriptions are the comments in `configs/pos_emb/`.
 
 """

@@ -34,7 +34,7 @@ class Sources:
         records: evaluation records.
         checkpoints: folders of further checkpoints whose biases and weights are plotted.
         benchmarks: JSON files of benchmarks/train_step.py.
-        notes: filled by the report: what it had to leave out, and why.
+        notes: filled by the report: what it omits, and why.
     """
 
     records: Sequence[AnyRecord]
@@ -207,7 +207,7 @@ def _fingerprint(record: AnyRecord) -> str | None:
 
 
 def _lead(records: Sequence[AnyRecord]) -> str:
-    """What was evaluated, in one sentence."""
+    """One sentence about what was evaluated."""
     records = [record for record in records if record["kind"] == "extrapolation"]
     if not records:
         return "Kernels and training time."

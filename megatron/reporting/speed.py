@@ -101,7 +101,7 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
                 lines.append(Row((f"{unit}, paper",), tuple(Cell(text or "") for text in texts), published=True))
         notes = [
             "Layout: KERPLE (arXiv 2205.09921), Table 4. Medians over the training logs. They are comparable only if "
-            "the runs had the same hardware to themselves."
+            "the runs used the same hardware without other load."
         ]
         if paper and any(isinstance(line, Row) and line.published for line in lines):
             notes.append(f'Rows labeled "paper": {paper.source}.')

@@ -1,5 +1,5 @@
-"""The report of evaluate.py: a table of everything that was measured, in the terminal and as Markdown, a plot of
-perplexity by length, and the losses as JSON.
+"""The report of evaluate.py: a table of all measurements in the terminal and as Markdown, a plot of perplexity by
+length, and the losses as JSON.
 """
 
 import json
@@ -35,7 +35,7 @@ PERPLEXITY = "perplexity"
 
 @dataclass(frozen=True)
 class Measure:
-    """A section of the table: a value of the records of one kind. value: a key of the records, or a function."""
+    """A section of the table: one quantity of the records of one kind. value: a key of a record, or a function."""
 
     kind: str
     value: str | Callable[[AnyRecord], float | None]
@@ -50,7 +50,7 @@ MEASURES = {
     "loss, first bin": Measure("positions", lambda record: record["losses"][0] if record["losses"] else None),
     "loss, last bin": Measure("positions", lambda record: record["losses"][-1] if record["losses"] else None),
     "resolution": Measure("resolution", "resolution"),
-    "pass keys found": Measure("passkey", "accuracy", format_percent),
+    "passkey accuracy": Measure("passkey", "accuracy", format_percent),
 }
 
 
@@ -210,7 +210,7 @@ def _label_checkpoints(records: Iterable[AnyRecord]) -> list[AnyRecord]:
 
 
 def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | None) -> list[str]:
-    """What the values are, one sentence each."""
+    """Explanations of the values, one sentence each."""
     by_kind: dict[str, list[AnyRecord]] = {}
     for record in records:
         by_kind.setdefault(record["kind"], []).append(record)
@@ -247,7 +247,7 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
         notes.append("The attention resolution (LEX) is the mean over heads, layers and texts; higher is better.")
     if "passkey" in by_kind:
         depths = ", ".join(f"{depth:g}" for depth in sorted({record["depth"] for record in by_kind["passkey"]}))
-        notes.append(f"Pass keys found: mean over depths {depths}; higher is better.")
+        notes.append(f"Passkey accuracy: mean over depths {depths}; higher is better.")
     for record in by_kind.get("effective_length", []):
         lengths = sorted(chain.from_iterable(record["effective_lengths"]))
         if lengths:

@@ -4,8 +4,8 @@ python tools/ckpts/convert.py to-hf DIR OUT        checkpoint folder -> Hugging 
 python tools/ckpts/convert.py from-hf FOLDER OUT   GPT-NeoX, Pythia or an exported model -> checkpoint folder
 python tools/ckpts/convert.py to-release DIR OUT   checkpoint folder -> the release's layout, in any number of shards
 
-DIR contains `latest`, as this project and the release write it. OUT must not exist. It appears only if the converted
-model gives the same logits (float32, to 1e-4).
+DIR contains `latest`, as this project and the release write it. OUT must not exist. It is created only if the converted
+model computes the same logits (float32, within 1e-4).
 """
 
 import sys

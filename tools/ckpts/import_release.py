@@ -1,11 +1,11 @@
-"""Unpack a released checkpoint, verify it, and describe it.
+"""Unpack a released checkpoint, verify it, and print a description.
 
 python tools/ckpts/import_release.py ARCHIVE [-o DIR] [--json]
 
-ARCHIVE is a zip or tar file (plain, gz, bz2, xz) of a folder with `latest` and global_stepN. Nothing is kept of an
-archive that is rejected: for names outside its folder, links, files that contain more than tensors and plain values,
-weights that are not finite, or sizes that differ from its configuration. An accepted checkpoint gets a manifest, so
-that later damage is detected.
+ARCHIVE is a zip or tar file (plain, gz, bz2, xz) of a folder with `latest` and global_stepN. An archive is
+rejected, and nothing of it remains on disk, if it contains paths outside its folder, links, files with anything but
+tensors and plain values, weights that are not finite, or sizes that differ from its configuration. An accepted
+checkpoint gets a manifest, so that later damage is detected.
 """
 
 import sys
@@ -68,17 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the new folder (default: the archive's name)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--sample", type=Path, metavar="FILE", help="UTF-8 text for the loss (default: a passage)")
+    parser.add_argument(
+        "--sample", type=Path, metavar="FILE", help="UTF-8 text for the loss (default: a built-in text)"
+    )
     for option in ("--vocab-file", "--merge-file"):
         parser.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
-    parser.add_argument("--max-gigabytes", type=float, default=64.0, help="largest size to unpack (default: 64)")
+    parser.add_argument(
+        "--max-gigabytes", type=float, default=64.0, help="maximum size of the unpacked archive (default: 64)"
+    )
     options = parser.parse_args(arguments)
 
     stem = options.archive.name
     for ending in (".gz", ".bz2", ".xz", ".tar", ".tgz", ".zip"):
         stem = stem.removesuffix(ending)
     output = options.output or Path(stem)
-    # Only the report goes to standard output, not the messages of libraries.
+    # Send messages of libraries to standard error: standard output contains only the report.
     with contextlib.redirect_stdout(sys.stderr), new_folder(output) as folder:
         unpack(options.archive, folder, int(options.max_gigabytes * 1024**3))
         roots = sorted(path.parent for path in folder.rglob("latest") if path.is_file())

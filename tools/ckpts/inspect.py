@@ -4,8 +4,8 @@ python tools/ckpts/inspect.py DIR [OTHER] [--iteration N] [--json]
 python tools/ckpts/inspect.py DIR --accept         write a new manifest for a checkpoint that lost it
 
 DIR contains `latest` and global_stepN, as this project or the KERPLE release writes them, or is a global_stepN itself.
-With OTHER, also show the differences of the two. Exit status: 0; 1 if a file does not match the manifest; 2 if a file
-cannot be read.
+With OTHER, also show the differences between the two. Exit status: 0; 1 if a file does not match the manifest; 2 if a
+file cannot be read.
 """
 
 import sys
@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def accept(step: Path) -> None:
-    """Write a manifest of the files now on disk. Raises CheckpointError if there is one, or a file cannot be read."""
+    """Write a manifest of the files on disk. Raises CheckpointError if there is one, or a file cannot be read."""
     if (step / MANIFEST).exists():
         damage = find_damage(step)
         state = f"which reports: {damage}" if damage else "and all files match it"
-        raise CheckpointError(f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has it, {state}")
+        raise CheckpointError(f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has one, {state}")
     for path in sorted(step.glob("*.pt")):
         load_file(path)
     write_manifest_of_folder(step, iteration_of(step))

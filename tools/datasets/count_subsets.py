@@ -1,4 +1,4 @@
-"""Count documents, tokens and bytes per token of each subset of the Pile in text files. Writes no files.
+"""Count documents, tokens and bytes per token for each Pile subset in text files. Writes no files.
 
 python tools/datasets/count_subsets.py --input 00.jsonl.zst --tokenizer-type HFTokenizer --vocab-file tokenizer.json
 """

@@ -1,4 +1,4 @@
-"""Inspect .bin/.idx files: check them completely, and show their size, document lengths and texts.
+"""Validate .bin/.idx files, and show their size, document lengths and texts.
 
 python tools/datasets/inspect_dataset.py data/github/github_text_document --histogram lengths.png
 

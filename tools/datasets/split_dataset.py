@@ -3,7 +3,7 @@
 python tools/datasets/split_dataset.py --input data/github_text_document --split 969,30,1 --output-prefix data/github
 
 writes data/github_train, data/github_valid and data/github_test. Training with the same `split` uses the same
-boundaries, so a model trained on data-path with that split has seen no document of the other parts.
+boundaries, so a model trained on data-path with that split has not seen any document of the other parts.
 """
 
 import sys

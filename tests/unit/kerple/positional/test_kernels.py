@@ -46,7 +46,7 @@ def test_the_lemma_constant_is_the_first_sufficient_power_of_two():
 
 
 def test_no_constant_exists_for_the_square_of_the_distance():
-    with pytest.raises(ValueError, match="a limit case"):
+    with pytest.raises(ValueError, match="a limiting case"):
         lemma_constant(lambda distance: -distance.square(), range(3))
 
 

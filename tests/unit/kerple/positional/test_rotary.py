@@ -210,13 +210,13 @@ def test_random_positions_in_training():
     assert torch.equal(rotated_in_step(1), rotated_in_step(1))
     assert not torch.equal(rotated_in_step(1), rotated_in_step(2))
     assert not torch.equal(rotated_in_step(1), rotated_in_step(1, seed=5))
-    drawn = torch.stack([method.random.drawn(6, step, 0) for step in range(500)])
-    assert (drawn.diff(dim=1) > 0).all()
-    assert drawn.min() == 0
-    assert drawn.max() == 49
+    positions_by_step = torch.stack([method.random.training_positions(6, step, 0) for step in range(500)])
+    assert (positions_by_step.diff(dim=1) > 0).all()
+    assert positions_by_step.min() == 0
+    assert positions_by_step.max() == 49
     # The k-th smallest of n without repetition from 0 ... L - 1 is (L + 1) k / (n + 1) - 1 on average.
     expected = torch.tensor([51 * k / 7 - 1 for k in range(1, 7)])
-    torch.testing.assert_close(drawn.float().mean(0), expected, rtol=0, atol=1.5)
+    torch.testing.assert_close(positions_by_step.float().mean(0), expected, rtol=0, atol=1.5)
     too_long = torch.ones(1, 1, 60, 8)
     with pytest.raises(PositionsExceeded, match="60 tokens need more positions than random_range 50"):
         method.rotate(too_long, too_long, torch.arange(60), torch.arange(60))

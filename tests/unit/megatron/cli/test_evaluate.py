@@ -247,7 +247,7 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
     main([*words, *keys])
     shown = capsys.readouterr().out
     assert all(
-        block in shown for block in ("bits per byte", "resolution", "pass keys found", "Effective length of kerple")
+        block in shown for block in ("bits per byte", "resolution", "passkey accuracy", "Effective length of kerple")
     )
     records = read_results(tmp_path)
     assert [(record["pos_emb"], record["length"]) for record in records if record["kind"] == "resolution"] == [

@@ -147,7 +147,7 @@ def test_lex_s_layouts():
     tables = perplexity_tables(records)
     lex = only(tables, "lex-24x1024-1024")
     assert labels(lex) == ["ALiBi", "ALiBi, paper", "xPos", "LEX", "LEX, paper"]
-    assert any("protocol of this table is not known" in note for note in lex.notes)
+    assert any("protocol of this table is unknown" in note for note in lex.notes)
     assert labels(only(tables, "lex-modes")) == ["xPos", "xPos + BCA"]
     resolutions = [
         {**losses, "kind": "resolution", "resolution": value}

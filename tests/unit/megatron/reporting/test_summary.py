@@ -175,12 +175,12 @@ def test_a_section_per_measure():
         "loss, first bin": ["5.500", "5.500", "", ""],
         "loss, last bin": ["4.250", "4.250", "", ""],
         "resolution": ["0.02000", "0.02000", "", ""],
-        "pass keys found": ["38%", "38%", "", ""],
+        "passkey accuracy": ["38%", "38%", "", ""],
     }
     assert "| **bits per byte** |  |  |  |  |\n| kerple_log | 2.309 |" in markdown(table, "#")
     for note in (
         "The loss by position was measured in 3 bins; the table shows the first and the last.",
-        "Pass keys found: mean over depths 0, 1; higher is better.",
+        "Passkey accuracy: mean over depths 0, 1; higher is better.",
         "Effective length of kerple_log over 3 heads: 5 to 20,480, median 100; 1 of them reach 20,480 or more.",
         "n/a: rotary: rotary has no bias.",
     ):
@@ -191,7 +191,7 @@ def test_means_over_seeds():
     texts = sections([*full_records(1), *full_records(2, shift=0.1)])
     assert texts["loss"][0][1] == "4.668 ± 0.071"
     assert texts["standard error"][0][1] == "0.012"
-    assert texts["pass keys found"][0][1] == "38% ± 0%"
+    assert texts["passkey accuracy"][0][1] == "38% ± 0%"
 
 
 def test_measures_without_values_have_no_section():
