@@ -30,8 +30,8 @@ def default_frequencies(size: int, base: float) -> tuple[float, ...]:
 class DeviceConstant:
     """Python floats as a tensor on any device, cached per device.
 
-    Unlike a buffer, it keeps its dtype if the model is cast. Without the cache, every use would copy from the CPU, and
-    the host would wait for the GPU.
+    Unlike a buffer, its dtype does not change if the model is cast. Without the cache, every use would copy from the
+    CPU and synchronize with the GPU.
     """
 
     def __init__(self, values: Sequence[float], dtype: torch.dtype = torch.float32):
@@ -42,7 +42,7 @@ class DeviceConstant:
     def __call__(self, device: torch.device) -> Tensor:
         """The values `[len(values)]` on `device`."""
         if device not in self._cache:
-            # Autograd cannot save inference tensors, and training may reuse what an evaluation put into the cache.
+            # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
             with torch.inference_mode(False):
                 self._cache[device] = torch.tensor(self.values, dtype=self.dtype, device=device)
         return self._cache[device]
