@@ -20,7 +20,7 @@ from megatron.checkpoint.configuration import checkpoint_config, evaluated_metho
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
-from megatron.config.command_line import OptionParser, take_overrides
+from megatron.config.command_line import OptionParser, extract_overrides
 from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.inference.loading import load_model
@@ -66,7 +66,7 @@ def parse_with_checkpoint(
         parser.set_defaults(own=False)
         extra(parser)
 
-    overrides, rest = take_overrides(words)
+    overrides, rest = extract_overrides(words)
     if not {"-h", "--help", MERGED_CONFIG_OPTION} & set(rest):
         parser = OptionParser(description=description)
         parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)

@@ -56,7 +56,7 @@ def option_name(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
 
-def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Remove every `--set key=value ...` from a command line: returns (overrides, remaining words).
 
     --set ends at the first word that is not of the form key=value, so files may follow it.

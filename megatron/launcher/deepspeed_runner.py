@@ -133,7 +133,7 @@ def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> int:
             signal.signal(number, handler)
     if status < 0:
         return 128 - status
-    # A launcher that was itself killed also exits with 0, and leaves its processes behind.
+    # A launcher that was itself killed also exits with 0, and leaves its processes running.
     if status == 0 and _training_processes_survive(process):
         print("error: DeepSpeed's launcher died before its processes; they were killed", file=sys.stderr, flush=True)
         _kill(process)

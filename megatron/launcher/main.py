@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import load_config
-from megatron.config.command_line import take_overrides
+from megatron.config.command_line import extract_overrides
 from megatron.launcher.deepspeed_runner import (
     ReservedPort,
     add_addresses,
@@ -50,7 +50,7 @@ def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
     if not words or words[0] in ("-h", "--help"):
         return None
     script, *words = words
-    overrides, words = take_overrides(words)
+    overrides, words = extract_overrides(words)
     files: list[str] = []
     config_dir = None
     while words and (not words[0].startswith("-") or words[0] in ("-d", "--conf-dir", "--conf_dir")):

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, MutableMapping, Sequence
 
 from megatron.config import Config, load_config
-from megatron.config.command_line import SET_OPTION, OptionParser, take_overrides
+from megatron.config.command_line import SET_OPTION, OptionParser, extract_overrides
 from megatron.utils.errors import UserError
 
 MERGED_CONFIG_OPTION = "--neox-config"
@@ -48,7 +48,7 @@ def parse_arguments(
     Raises:
         UserError: the configuration is wrong. (An invalid option prints the usage and exits with status 2.)
     """
-    overrides, words = take_overrides(sys.argv[1:] if argv is None else argv)
+    overrides, words = extract_overrides(sys.argv[1:] if argv is None else argv)
     parser = OptionParser(description=description)
     parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted")
     parser.add_argument("-d", "--conf-dir", metavar="DIR", help="folder of the configuration files")

@@ -133,8 +133,8 @@ def _checkpoint_figures(sources: Sources) -> tuple[list[ReportFigure], list[Repo
     """(figures of biases, weights and DAPE's scores; figures of effective lengths).
 
     They show the checkpoint with the lowest seed for each method and setting in the records, then
-    `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they are taken from the
-    records if possible.
+    `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they come from the
+    records if available.
     """
     recorded_lengths = {
         _fingerprint(record): [length for layer in record["effective_lengths"] for length in layer]

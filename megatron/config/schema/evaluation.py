@@ -29,7 +29,7 @@ class EvaluationConfig(Group):
     )
     tokens: Int | None = key(
         None,
-        "Number of tokens to score, the same ones at every length. Default: the whole validation split.",
+        "Number of tokens to score, the same ones at every length. Default: the full validation split.",
         path="eval_tokens",
         ge=1,
     )
@@ -55,4 +55,4 @@ class GenerationConfig(Group):
     prompt_end: str = key("\n", "Separator of prompts, in the interactive mode and in the prompt file.")
     sample_input_file: str | None = key(None, "File of prompts, separated by prompt_end; same as generate.py -i.")
     sample_output_file: str | None = key("samples.txt", "Output file, in JSON lines.", placeholders=True)
-    recompute: bool = key(False, "True: generate without a KV cache, computing the whole prefix for every token.")
+    recompute: bool = key(False, "True: generate without a KV cache, recomputing the full prefix for every token.")

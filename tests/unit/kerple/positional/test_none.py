@@ -9,7 +9,7 @@ from megatron.model.settings import ModelSettings
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=8)
 
 
-def test_it_uses_no_hook_and_no_parameter():
+def test_none_has_no_hooks_and_no_parameters():
     method = build("none", SHAPE)
     hooks = (
         method.embeds,

@@ -85,7 +85,7 @@ def test_half_precision_is_rounded_once():
     assert ((result.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
 
 
-def test_positions_changed_in_place_are_not_taken_from_the_cache():
+def test_positions_changed_in_place_miss_the_cache():
     method = Rotary(head_size=8)
     states = torch.randn(1, 1, 2, 8)
     positions = torch.arange(2)
@@ -202,8 +202,8 @@ def test_random_positions_in_training():
         method.begin_step(step, seed)
         query, key = method.rotate(states, states, positions, positions)
         # All layers use the same sample.
-        for again in method.rotate(states, states, positions, positions):
-            assert torch.equal(again, query)
+        for rotated in method.rotate(states, states, positions, positions):
+            assert torch.equal(rotated, query)
         assert torch.equal(query, key)
         return query
 

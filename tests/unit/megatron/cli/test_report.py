@@ -25,7 +25,7 @@ def test_report_of_several_folders(tmp_path, capsys):
     assert "<title>Mine</title>" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_refusals(tmp_path):
+def test_invalid_arguments_and_results_are_rejected(tmp_path):
     output = ["--output", str(tmp_path / "out")]
     with pytest.raises(UserError, match="nothing to report"):
         main(output)

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from megatron.config.command_line import OptionParser, option_name, run_main, take_overrides
+from megatron.config.command_line import OptionParser, extract_overrides, option_name, run_main
 from megatron.utils.errors import UserError
 
 
@@ -62,12 +62,12 @@ def test_option_name():
 )
 def test_set_requires_key_and_value(words, message):
     with pytest.raises(UserError, match=message):
-        take_overrides(words)
+        extract_overrides(words)
 
 
-def test_take_overrides():
+def test_extract_overrides():
     words = ["a", "--set", "x=1", "y=2", "b", "--lengths", "3", "--set", "z=-1", "--more"]
-    assert take_overrides(words) == (["x=1", "y=2", "z=-1"], ["a", "b", "--lengths", "3", "--more"])
+    assert extract_overrides(words) == (["x=1", "y=2", "z=-1"], ["a", "b", "--lengths", "3", "--more"])
 
 
 def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):

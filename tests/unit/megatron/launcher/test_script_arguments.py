@@ -49,9 +49,9 @@ def test_command_line_from_deepy(folder, capsys):
     config, _ = parse_arguments("a test", ["-d", str(folder), "model", "seed"])
     capsys.readouterr()
     words = ["--local_rank=1", "--neox-config", encode_config(config), "--lengths", "8"]
-    again, options = parse_arguments("a test", words, add_options=add_own_options)
-    assert again.model_dump() == config.model_dump()
-    assert again.to_flat() == config.to_flat()
+    decoded, options = parse_arguments("a test", words, add_options=add_own_options)
+    assert decoded.model_dump() == config.model_dump()
+    assert decoded.to_flat() == config.to_flat()
     assert options.lengths == [8]
     assert capsys.readouterr().out == ""
     with pytest.raises(UserError, match="is a complete configuration"):

@@ -42,7 +42,7 @@ def test_values_by_seed():
     assert values.select([setting], [Method("rpe")]).methods == [Method("rpe")]
 
 
-def test_there_may_be_no_records():
+def test_no_records_give_empty_measurements():
     values = measurements([], "extrapolation", "perplexity")
     assert (values.settings, values.methods, values.lengths, values.num_seeds) == ([], [], [], 0)
     assert values.over_depths().lengths == []

@@ -159,7 +159,7 @@ def test_lex_s_layouts():
     assert "Bold: highest value." in table.notes
 
 
-def test_method_options_and_model_sizes_are_kept_apart():
+def test_different_options_and_model_sizes_are_not_averaged():
     keys = {"protocol": "last-k@256", "corpus": "arxiv"}
     records = [record(name, 512, 4.0, **keys) for name in ("dape_kerple", "dape_kerple (variant Concat)")]
     (table,) = perplexity_tables(records)

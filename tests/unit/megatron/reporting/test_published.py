@@ -38,7 +38,7 @@ def test_size_of_kerple_s_tables():
     assert six.values == {}, "the values of Table 6 are not known"
 
 
-def test_some_values():
+def test_values_are_those_printed_in_the_papers():
     assert published("kerple-3").value("GitHub", Method("kerple_log"), 16384) == "2.75 ± 0.16"
     assert published("kerple-5").value("arxiv", Method("kerple_log3"), 8192) == "5.00 ± 0.11"
     assert published("kerple-4").value("github", Method("rpe"), None) == "0.340"

@@ -81,7 +81,7 @@ def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
     assert list(figure.figure.axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
 
 
-def test_refusals(tmp_path):
+def test_invalid_sources_are_rejected(tmp_path):
     with pytest.raises(UserError, match="there are no results to report"):
         write_report(Sources([]), tmp_path / "out")
     with pytest.raises(UserError, match="rotary_checkpoints: its positional method is not a function of the distance"):
