@@ -48,7 +48,7 @@ def test_marked_commands_run(checkout):
     assert "kerple_log" in outputs["load_model"]
     assert "all weights are finite" in outputs["runs/small"]
     released = outputs["train-iters=30"]
-    assert "global_step25: not written by this project; weights and iteration are taken" in released
+    assert "global_step25: not saved by this project; loaded weights and iteration" in released
     assert "iteration 30/30" in released
 
 
