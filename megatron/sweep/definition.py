@@ -89,7 +89,7 @@ def read_sweep(path: str | Path) -> Sweep:
             raise UserError(f"{entry.place}: unknown key {entry.key!r}; the keys of a sweep are {', '.join(KEYS)}")
         value_type = KEYS[name]
         if value_type is not None and not isinstance(entry.value, value_type):
-            expected = "a mapping" if value_type is dict else "text"
+            expected = "a mapping" if value_type is dict else "a string"
             raise UserError(f"{entry.place}: {name} must be {expected}, not {entry.value!r}")
     for name in REQUIRED_KEYS:
         if name not in entries:

@@ -34,7 +34,7 @@ def test_the_last_axis_varies_fastest(tmp_path):
         ({"axes": {"seed": [3]}}, "must be a file or a list of files, not 3"),
         ({"evaluation": [1]}, "evaluation must be a mapping"),
         ({"evaluation": {"lengths": {"a": 1}}}, "lengths must be a value or a list"),
-        ({"output": 3}, "output must be text"),
+        ({"output": 3}, "output must be a string"),
     ],
 )
 def test_errors_name_the_place(tmp_path, keys, message):
