@@ -122,8 +122,13 @@ def load_file(path: str | Path) -> Any:
 def _load(path: str | Path, allowed: list[Any], *, mmap: bool = False) -> Any:
     try:
         with torch.serialization.safe_globals(allowed):
-            # Files written by torch before 1.6 are not zip archives and cannot be mapped.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            except RuntimeError:
+                # Files written by torch before 1.6 are not zip archives and cannot be mapped.
+                if not mmap or zipfile.is_zipfile(path):
+                    raise
+                return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete") from error
     except pickle.UnpicklingError as error:

@@ -74,6 +74,12 @@ def test_kerple_needs_only_torch():
         assert packages <= allowed | standard, path
 
 
+def test_every_package_declares_its_types():
+    """`megatron` is a namespace package, so its subpackages have the markers (PEP 561)."""
+    for package in (ROOT / "kerple", *(path.parent for path in (ROOT / "megatron").glob("*/__init__.py"))):
+        assert (package / "py.typed").exists(), package
+
+
 def test_unit_tests_mirror_the_packages():
     expected = {ROOT / "tests/unit" / path.parent.relative_to(ROOT) / f"test_{path.name}" for path in SOURCES}
     orphans = [str(path.relative_to(ROOT)) for path in UNIT_TESTS if path not in expected]

@@ -1,0 +1,1 @@
+"""Training: the loop, DeepSpeed's engine and its patches, the optimizer step, and the log."""
