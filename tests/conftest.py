@@ -1,11 +1,10 @@
-"""One thread, here as in the processes that tests start: sums in another order are not equal bit for bit.
+"""Settings of all tests.
 
-Without a GPU Triton's kernels are interpreted, which Triton must be told before they are defined. And transformers
-copies the code of models that it loads into one folder for all of a user's processes: those that run tests side by side
-each get their own. Tests that interrupt a process need one that listens, also where they run in the background of a
-shell, which has its jobs ignore Ctrl-C.
-
-Files whose tests start many processes come first, so that no worker is left with one at the end.
+- One thread, as in the processes that tests start: the order of sums depends on the number of threads.
+- Without a GPU, Triton interprets its kernels. Triton reads this setting when kernels are defined.
+- transformers copies the code of models into a cache of the user. Each test process gets its own.
+- SIGINT raises KeyboardInterrupt, even if a shell started the tests in the background with SIGINT ignored.
+- Directories with slow tests run first, so that parallel workers finish at about the same time.
 """
 
 import atexit

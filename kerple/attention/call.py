@@ -20,7 +20,7 @@ Position = TypeVar("Position", int, Tensor)
 
 @dataclass(frozen=True)
 class Span:
-    """The keys that a causal query attends to: all keys up to its own position, unless one of these limits them.
+    """The keys that a causal query attends to: all keys up to its own position, unless `window` or `block` limits them.
 
     window: the last `window` keys, including its own position.
     block: positions are divided into blocks of this size, starting at position 0. A query attends to its own block and
@@ -57,7 +57,7 @@ class Span:
     def mask(self, queries: range, keys: range, device: torch.device | str) -> Tensor:
         """Bool `[queries, keys]` for ranges of positions. True = masked: the query does not attend to the key.
 
-        The mask is built on `device`. Copying it from the CPU would make the host wait for the device.
+        The mask is built on `device`. A copy from the CPU would synchronize the host with the device.
         """
         query = torch.arange(queries.start, queries.stop, device=device)[:, None]
         key = torch.arange(keys.start, keys.stop, device=device)
@@ -207,8 +207,8 @@ class Backend:
         name: its `attention-backend` name.
         run: computes a validated call that the backend supports.
         weight, modify_scores, dropout: see `Requirements`.
-        jacobians: it is faster with the tables' jacobians.
-        training_on_cpu: it computes gradients on a CPU.
+        jacobians: whether it is faster with the tables' jacobians.
+        training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
         max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
         shared_memory: (dtype, head size) -> bytes of a GPU's shared memory that a program needs; None: no requirement.

@@ -31,7 +31,7 @@ def check_backend(backend: str, requirements: Requirements) -> None:
     Raises ValueError for an unknown name and NotImplementedError for a backend that does not support them.
     """
     if backend not in backend_names():
-        raise ValueError(f"attention-backend {backend!r} is not known; choose one of {', '.join(backend_names())}")
+        raise ValueError(f"attention-backend {backend!r} is unknown; choose one of {', '.join(backend_names())}")
     if backend == "auto":
         return
     reason = BACKENDS[backend].unsupported_reason(requirements)
@@ -126,7 +126,8 @@ def _fastest_backend(requirements: Requirements, q_len: int, *, tables: bool, pl
 
 
 def _fused_is_fastest(requirements: Requirements, q_len: int) -> bool:
-    """On a CPU the kernels run in Triton's interpreter, for tests. A single query would use one row of each tile."""
+    """On a CPU the kernels only run in Triton's interpreter, for tests. A single query would use only one row of a
+    tile."""
     on_gpu = requirements.device is not None and requirements.device.type == "cuda"
     return on_gpu and q_len > 1 and BACKENDS["fused"].unsupported_reason(requirements) is None
 
@@ -199,7 +200,7 @@ class Attention:
             )
         if plain == other:
             return f"{plain} (auto: fastest on {device.type} for this method)"
-        return f"{plain}, and {other} for windows and for fewer queries than keys (auto: the fastest of each)"
+        return f"{plain}, and {other} for windows and for fewer queries than keys (auto: fastest for each)"
 
     def uses_jacobians(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         """Whether the backend is faster with the tables' jacobians, for queries `[b, h, s, d]` without dropout."""
@@ -265,7 +266,7 @@ def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str) -> 
     contexts = []
     for first in range(0, call.q_len, method.segment):
         last = min(first + method.segment, call.q_len)
-        # With blocks, this is the start of a block, so block boundaries do not move.
+        # With blocks, this is the start of a block, so block boundaries stay in place.
         first_key, end = call.span.first_key(call.offset + first), call.offset + last
         query, key = method.scale_qk(
             call.query[:, :, first:last],

@@ -11,8 +11,8 @@ from megatron.config.yaml_files import read_file
 from megatron.model.settings import ModelSettings
 from megatron.utils.errors import UserError
 
-# Keys of a checkpoint's configuration that are ignored: the first would run code chosen by the checkpoint's author, the
-# others describe how the model was trained, not what it is.
+# Ignored keys of a checkpoint's configuration. The first would run code chosen by the checkpoint's author; the others
+# concern training only.
 IGNORED_KEYS = (
     "pos_emb_module",
     "pipe_parallel_size",
@@ -23,7 +23,7 @@ IGNORED_KEYS = (
     "precision",
 )
 
-# Sizes that an evaluation must agree on if its configuration sets them.
+# Sizes that must match if the configuration of an evaluation sets them.
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 # Settings that change the model's output but not the sizes of its tensors: field of ModelSettings -> configuration key.
@@ -58,7 +58,7 @@ def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def model_differences(saved: Config, config: Config, *, evaluation: bool = False) -> list[str]:
-    """How two configurations compute different outputs from the same weights, one phrase per difference.
+    """Differences of two configurations that change the model's output for the same weights, one phrase each.
 
     evaluation: ignore options of the positional method that may be changed after training (its `evaluation_options`),
     such as rotary scaling, and compare the sizes that `config` sets.
@@ -93,7 +93,7 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
 
 
 def evaluated_method(config: Config) -> str:
-    """The positional method with its options that are not defaults: "rotary (scaling linear, factor 4)"."""
+    """The positional method with its non-default options: "rotary (scaling linear, factor 4)"."""
     model = config.model
     defaults = method_class(model.pos_emb).default_options()
     changed = [

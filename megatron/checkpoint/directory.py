@@ -159,8 +159,8 @@ def point_latest(directory: Path, tag: str) -> None:
 
 
 def clean_up(directory: Path) -> None:
-    """Remove what a killed process left behind, and restore a checkpoint that it was replacing. Call this only if no
-    other process is saving to the directory.
+    """Remove files that a killed process left behind, and restore a checkpoint that it was replacing. Call this only if
+    no other process is saving to the directory.
     """
     if not directory.is_dir():
         return
@@ -202,7 +202,7 @@ def remove_older(directory: Path, keep: int, newest: int) -> list[int]:
     """
     latest = directory / "latest"
     latest_tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-    # Checkpoints of later iterations belong to a run that was rolled back; they do not count.
+    # Ignore later checkpoints: they are from before the run was resumed at an earlier iteration.
     iterations = [iteration for iteration in saved_iterations(directory) if iteration <= newest]
     remaining = [directory / tag_for(iteration) for iteration in iterations[-keep:]]
     if all(find_damage(step, contents=False) is not None for step in remaining):
@@ -259,7 +259,7 @@ def find_damage(
     """The first file that does not match the manifest, as `FILE: what is wrong`. None for a valid checkpoint, and for
     one without a manifest that another program saved.
 
-    contents: read the files and compare checksums; otherwise compare sizes only. share: (rank, ranks), to check only
+    contents: read the files and compare checksums; if False, compare only sizes. share: (rank, ranks), to check only
     this rank's part of the files.
     """
     try:

@@ -25,7 +25,7 @@ from megatron.model.settings import ModelSettings
 
 def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any]:
     """A checkpoint as plain values: `step`, `iteration`, `manifest`, `files`, `bytes`, `parameters`, `layers`,
-    `tensor_parallel`, `dtypes`, `optimizer`, `training`, `shape`; with `settings` also `pos_emb` and `kernels`.
+    `tensor_parallel`, `dtypes`, `optimizer`, `training`, `shape`; and, if `settings` is given, `pos_emb` and `kernels`.
 
     settings: of the model, from the checkpoint's configuration. manifest: "whole", "none", or the damage. kernels: see
     `head_values`. Raises CheckpointError if a file cannot be read safely.

@@ -53,7 +53,7 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
 def layer_state(layer: nn.Module) -> dict[str, Tensor]:
     """The layer's parameters and persistent buffers, ready for torch.save, which writes a tensor's whole storage.
 
-    A tensor is the live one if it is contiguous and fills its storage, and otherwise a copy.
+    A tensor that is contiguous and fills its storage is returned itself, others are copied.
     """
     state = {}
     for name, tensor in tensors_of(layer).items():
@@ -101,7 +101,7 @@ def merge_shards(name: str, shards: Sequence[Tensor], expected: torch.Size, sour
     shapes = " + ".join(str(tuple(shard.shape)) for shard in shards)
     raise CheckpointError(
         f"{source}: {name} has shape {shapes} in the checkpoint and {tuple(expected)} in the configured model; "
-        "the configuration describes a model of another size"
+        "the configuration describes a model of a different size"
     )
 
 
@@ -126,7 +126,7 @@ def load_layers(
     """Fill the layers in place from a checkpoint of any tensor-parallel size.
 
     states: the opened files, from `open_layers`; by default they are opened here. Raises CheckpointError, before a
-    layer is changed, if its names or shapes differ.
+    layer is changed, if its names or shapes do not match.
     """
     states = open_layers(step, layers) if states is None else states
     for index, layer in layers.items():

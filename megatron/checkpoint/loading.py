@@ -60,8 +60,8 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
         settings.load, settings.iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank
     )
     check_sizes(step, ModelSettings.from_config(config, padded_vocab_size))
-    # The same weights fit several models; the checkpoint's configuration tells them apart. A method from outside must
-    # be imported from the module this run names, never from one the checkpoint names.
+    # The same weights fit several models; the checkpoint's configuration tells them apart. An external method is
+    # imported only from the module that this run names, never from one that the checkpoint names.
     overrides = {"pos_emb_module": config.model.pos_emb_module} if config.model.pos_emb_module else {}
     try:
         differences = "; ".join(model_differences(checkpoint_config(step, overrides), config))
@@ -70,7 +70,8 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
         return step
     if differences and not settings.finetune:
         raise CheckpointError(
-            f"{step}: is a checkpoint of another model: {differences}. Use the configuration it was trained with, or "
+            f"{step}: is a checkpoint of a different model: {differences}. Use the configuration it was trained with, "
+            "or "
             "set finetune to start a new run from its weights anyway"
         )
     if differences:
@@ -126,7 +127,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     if saved["global_batch"] != engine.global_batch:
         report(
             f"{step}: saved with {saved['global_batch']} samples per step, this run uses {engine.global_batch}; the "
-            "data continues at the same sample, the schedule counts steps"
+            "data continues at the same sample, the schedule at the same step"
         )
     shape = engine.shape()
     if saved["shape"] != shape:
@@ -150,9 +151,9 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         if file.is_file() and same_ranks:
             restore_random_state(load_file(file), file)
         elif file.is_file():
-            report(f"{step}: its random states belong to another parallel layout; the generators are seeded again")
+            report(f"{step}: its random states belong to a different parallel layout; the generators are reseeded")
         else:
-            report(f"{step}: has no random states for these ranks; the generators are seeded again")
+            report(f"{step}: has no random states for these ranks; the generators are reseeded")
     return state
 
 

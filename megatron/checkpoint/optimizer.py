@@ -7,9 +7,9 @@ Each rank writes the state it owns to `optimizer_rank_NNNNN.pt`:
 
 NAME is the layer index and the name in the layer's file ("2.attention.dense.weight"). A parameter that layers share has
 one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice T. The float32 tensors contain elements S
-... S+n-1 of the flattened slice: all of them, or the fragment that ZeRO assigned to this rank. Which tensors there are,
-`megatron.optimizers` defines; "master", the float32 weights, is added if the model's weights have another precision.
-Loading joins the fragments of a parameter and cuts them for the current layout.
+... S+n-1 of the flattened slice: all of them, or the fragment that ZeRO assigned to this rank. `megatron.optimizers`
+defines which tensors an optimizer has; "master", the float32 weights, is added if the model's weights have another
+precision. Loading joins the fragments of a parameter and cuts them for the current layout.
 
 Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number,
 under "optimizer" in `mp_rank_00_model_states.pt`. `read_released_optimizer` maps it to these names.
@@ -199,8 +199,8 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
         if hasattr(engine.deepspeed.optimizer, "update_lp_params"):
             engine.deepspeed.optimizer.update_lp_params()
         return
-    # A checkpoint of a float32 run has no master weights: its layer files contain the exact weights, of which the
-    # model took a rounded copy.
+    # A checkpoint of a float32 run has no master weights: its layer files contain the exact weights, which the model
+    # has rounded.
     places = {
         id(parameter): (index, name)
         for index, layer in weight_layers(engine.layers(), engine.settings).items()
@@ -329,7 +329,7 @@ def read_released_optimizer(
             shapes.setdefault(key, tensor.shape)
     numbers = state["param_groups"][0]["params"]
     if len(numbers) != len(shapes):
-        return empty, f"it has {len(numbers)} parameters, the layer files have {len(shapes)}"
+        return empty, f"it has {len(numbers)} parameters, but the layer files have {len(shapes)}"
     entries = {}
     for number, (name, shape) in zip(numbers, shapes.items(), strict=True):
         entry = state["state"].get(number, {})

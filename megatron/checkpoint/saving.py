@@ -62,7 +62,7 @@ class Checkpointer:
     """Saves to `config.checkpoint.save`. Every rank has one and calls it at the same steps."""
 
     def __init__(self, engine: TrainingEngine, config: Config, report: Callable[[str], None]):
-        """`report` prints once per run."""
+        """`report` prints a line on rank 0."""
         if config.checkpoint.save is None:
             raise ValueError("config.checkpoint.save is not set")
         self.engine, self.config, self.report = engine, config, report
@@ -98,7 +98,7 @@ class Checkpointer:
         if not self.config.checkpoint.async_save:
             self._write(files, state.iteration, unfinished)
             return
-        # Reuse the memory of the last copy: allocating new memory is what takes time.
+        # Reuse the memory of the last copy, because allocation is the slow part.
         self._host_copy = {name: to_host(value, self._host_copy.get(name)) for name, value in files}
 
         def write_in_background() -> None:
@@ -155,7 +155,7 @@ class Checkpointer:
 def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:
     """(file name, contents) of this rank's files. Every rank iterates at the same time.
 
-    Contents of type bytes are written unchanged, all others with torch.save. Tensors are the live ones, and valid only
+    Contents of type bytes are written unchanged, all others with torch.save. Tensors are not copied, and valid only
     until the next file is requested.
     """
     layout, settings = engine.layout, config.checkpoint

@@ -20,7 +20,8 @@ from megatron.model.settings import ModelSettings
 
 FORWARD_PASS_FILE = "forward_pass.pt"
 FORWARD_PASS_LENGTH = 64
-# Largest allowed difference of two logits, relative to the largest logit: other parallel layouts sum in another order.
+# Largest allowed difference of two logits, relative to the largest logit: the order of sums depends on the parallel
+# layout.
 FORWARD_PASS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 
 # Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration.
@@ -56,7 +57,7 @@ class RankLayout(Protocol):
 
 
 class TrainingEngine(Protocol):
-    """What saving and loading need of a training run; implemented by `megatron.training.engine.Engine`."""
+    """The interface of a training run for saving and loading; implemented by `megatron.training.engine.Engine`."""
 
     config: Config
     settings: ModelSettings
@@ -190,7 +191,7 @@ def restore_random_state(state: Mapping[str, Any], path: Path) -> None:
 
 
 def capture_forward_pass(engine: TrainingEngine) -> dict[str, Any] | None:
-    """Random tokens and their logits, on the one rank that saves them, and None on the others. Every rank calls it."""
+    """Random tokens and their logits, on the rank that saves them, and None on the others. A collective."""
     length = min(FORWARD_PASS_LENGTH, engine.seq_length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, engine.settings.padded_vocab_size, (1, length), generator=generator)
@@ -201,8 +202,8 @@ def capture_forward_pass(engine: TrainingEngine) -> dict[str, Any] | None:
 
 
 def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
-    """Compare the loaded model's logits with the saved ones, and return a message on the ranks that have logits. Every
-    rank calls it. Raises CheckpointError if they differ by more than rounding.
+    """Compare the loaded model's logits with the saved ones, and return a message on the ranks that have logits. A
+    collective. Raises CheckpointError if they differ by more than rounding.
     """
     path = step / FORWARD_PASS_FILE
     if not path.is_file():
@@ -222,6 +223,7 @@ def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
     if not difference <= allowed:  # also true for NaN
         raise CheckpointError(
             f"{path}: the loaded model's logits differ from the saved ones by {difference:.3g}, more than the "
-            f"{allowed:.3g} that rounding explains; the configuration is of another model, or the weights are damaged"
+            f"{allowed:.3g} that rounding explains; the configuration describes another model, or the weights are "
+            "damaged"
         )
     return f"the loaded model's logits match the saved ones (largest difference {difference:.2g})"

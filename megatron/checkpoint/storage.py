@@ -136,10 +136,10 @@ def _load(path: str | Path, allowed: list[Any], *, mmap: bool = False) -> Any:
         refused = re.search(r"GLOBAL (\S+)", str(error))
         if refused:
             raise CheckpointError(
-                f"{path}: refused, it contains {refused[1]}; only tensors and plain Python values are loaded"
+                f"{path}: refused because it contains {refused[1]}; only tensors and plain Python values are loaded"
             ) from error
         raise CheckpointError(
-            f"{path}: refused, it is damaged or contains objects other than tensors and plain Python values"
+            f"{path}: refused because it is damaged or contains objects other than tensors and plain Python values"
         ) from error
     except MemoryError:
         raise

@@ -52,8 +52,8 @@ class ExperimentSettings:
                 raise UserError(f"{name} must be above 0, not {value}")
         if self.test_longest <= self.train_longest:
             raise UserError(
-                f"test_longest ({self.test_longest}) must be above train_longest ({self.train_longest}): "
-                "the benchmark tests inputs longer than those of training"
+                f"test_longest ({self.test_longest}) must be above train_longest ({self.train_longest}): the benchmark "
+                "tests longer inputs than it trains on"
             )
         if self.hidden_size % self.num_heads:
             raise UserError(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
@@ -88,7 +88,7 @@ class Experiment:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = Encoder(
-                self.task.symbols + 1,  # and one for the positions of the answer
+                self.task.symbols + 1,  # and a placeholder for the positions of the answer
                 self.task.classes,
                 pos_emb,
                 num_layers=settings.num_layers,
@@ -205,12 +205,14 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
         content = json.loads(path.read_text())
         stored, results = dict(content["settings"]), content["results"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not contain results ({error}); remove it, or choose another --output") from error
+        raise UserError(
+            f"{path} does not contain valid results ({error}); remove it, or choose another --output"
+        ) from error
     changed = [name for name, value in asdict(settings).items() if stored.get(name) != value]
     if changed:
         changes = ", ".join(f"{name} {stored.get(name)}, not {getattr(settings, name)}" for name in changed)
         raise UserError(
-            f"{path} contains results of other settings ({changes}): use the same, or choose another --output"
+            f"{path} contains results of other settings ({changes}): use the same settings, or choose another --output"
         )
     return cast(list[Result], results)
 

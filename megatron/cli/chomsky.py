@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     missing = [key for key in requested if key not in finished]
     console = Console(soft_wrap=True)
     console.print(
-        f"{len(requested)} experiments on {device}, {len(requested) - len(missing)} of them finished earlier",
+        f"{len(requested)} experiments on {device}, {len(requested) - len(missing)} of them already finished",
         highlight=False,
     )
     for number, (task, method, seed) in enumerate(missing, start=1):
@@ -124,7 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="folder of the results (default: %(default)s)",
     )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if available)")
     group = parser.add_argument_group("training, testing and the model")
     for field in fields(ExperimentSettings):
         group.add_argument(

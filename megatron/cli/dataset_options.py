@@ -56,7 +56,7 @@ def add_input_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGrou
         nargs="+",
         default=[],
         metavar=".EXT",
-        help="read trees or tars of source files: files with these extensions, one document each (e.g. .c .h)",
+        help="read source trees (folders or tars): files with these extensions, one document each (e.g. .c .h)",
     )
     add_bad_documents_argument(parser)
 
@@ -66,5 +66,5 @@ def add_bad_documents_argument(parser: argparse.ArgumentParser | argparse._Argum
         "--bad-documents",
         choices=("fail", "skip"),
         default="fail",
-        help="fail on, or skip and count, documents that are not JSON, not UTF-8, or lack the key (default: fail)",
+        help="stop at documents that are not JSON, not UTF-8, or lack the key, or skip and count them (default: fail)",
     )

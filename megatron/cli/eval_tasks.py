@@ -41,7 +41,9 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-fewshot", type=int, metavar="N", help="examples before each question (default: set by the task)"
     )
-    group.add_argument("--limit", type=float, metavar="N", help="documents per task; below 1: a fraction of them")
+    group.add_argument(
+        "--limit", type=float, metavar="N", help="number of documents per task, or a fraction of them if below 1"
+    )
     group.add_argument("--include-path", nargs="+", metavar="DIR", help="folders with your own task files")
     group.add_argument(
         "--max-length",
@@ -53,7 +55,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
 
 
 def harness_options(config: Config, options: argparse.Namespace) -> HarnessOptions | None:
-    """The options of the command line, or else of the configuration; None without tasks. Raises UserError."""
+    """The options on the command line, or else those in the configuration; None without tasks. Raises UserError."""
     configured = config.evaluation
 
     def choose(name: str, default: Any) -> Any:
@@ -140,9 +142,9 @@ def run_harness(
 
 
 def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Print a table with a line per checkpoint, task and metric."""
+    """Print a table with a row per checkpoint, task and metric."""
     lines = [line for checkpoint in checkpoints for line in _table_lines(checkpoint)]
-    # Columns that do not distinguish lines are left out: most tasks have no filters, and most checkpoints differ in
+    # Omit columns that do not distinguish rows: most tasks have no filters, and most checkpoints differ in
     # their method.
     methods = [checkpoint["pos_emb"] for checkpoint in checkpoints]
     shown = {
@@ -158,7 +160,7 @@ def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | Non
 
 
 def _table_lines(checkpoint: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """The lines of one checkpoint, by column. The harness stores metrics under `metric,filter`."""
+    """The rows of one checkpoint, by column. The harness stores metrics under `metric,filter`."""
     for task, values in {**checkpoint["results"], **checkpoint.get("groups", {})}.items():
         for key, value in values.items():
             metric, comma, filter_name = key.partition(",")

@@ -1,4 +1,4 @@
-"""evaluate.py: the perplexity of checkpoints as a function of the text length, and further measures."""
+"""evaluate.py: measures the perplexity of checkpoints by text length, and more."""
 
 import argparse
 import contextlib
@@ -47,7 +47,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.ranks import run_on_rank_0
 
 DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training length and longer."
-MAX_LENGTH_FACTOR = 16  # the longest default length in training lengths
+MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64
 RESOLUTION_TEXTS = 8
 
@@ -82,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = options.output or config.evaluation.eval_results_prefix
     if output is None:
         if len(folders) > 1:
-            raise UserError("several checkpoints are evaluated into one report: choose its folder with --output DIR")
+            raise UserError("several checkpoints share one report: choose its folder with --output DIR")
         output = folders[0] / "evaluation"
-        print(f"the report is written to {output} (--output)", flush=True)
+        print(f"writing the report to {output} (--output)", flush=True)
     if harness is not None:
         return run_harness(harness, folders, config, options, Path(output))
     with _process_group() as (rank, world_size):
@@ -130,7 +130,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measurement.add_argument(
         "--document-aware",
         action="store_true",
-        help="use texts of the longest length from one document each, if documents are long enough",
+        help="take each text of the longest length from a single document; concatenate documents that are too short",
     )
     further = parser.add_argument_group("further measures")
     further.add_argument(
@@ -153,7 +153,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--effective-length", action="store_true", help="measure the effective length of each head (KERPLE, Figure 6)"
     )
     further.add_argument(
-        "--passkey", action="store_true", help="measure how often a number hidden in a text of each length is retrieved"
+        "--passkey",
+        action="store_true",
+        help="measure passkey retrieval: how often the model repeats a number hidden in a text of each length",
     )
     further.add_argument(
         "--passkey-depths",
@@ -172,9 +174,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--eval-results-prefix",
         metavar="DIR",
         help="folder of the report (default: eval_results_prefix, or `evaluation` in the checkpoint's folder); results "
-        "of these models that it already contains are not measured again",
+        "that it already contains for these models are not measured again",
     )
-    report.add_argument("--replace", action="store_true", help="drop results of other models from the folder")
+    report.add_argument("--replace", action="store_true", help="delete results of other models from the folder")
     report.add_argument(
         "--label",
         nargs="+",
@@ -186,7 +188,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--compare-with",
         metavar="POS_EMB",
-        help="mark with † results that this method improves on significantly (paired two-sided t-test over seeds, "
+        help="mark with † the results that POS_EMB significantly improves on (paired two-sided t-test over seeds, "
         "p < .05)",
     )
     speed = parser.add_argument_group("memory and speed")
@@ -201,7 +203,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batch-tokens",
         type=_positive,
         metavar="N",
-        help=f"tokens of short texts computed at once (default: {BATCH_TOKENS_CPU} on CPU, {BATCH_TOKENS_GPU} on GPU)",
+        help=f"tokens per batch of short texts (default: {BATCH_TOKENS_CPU} on CPU, {BATCH_TOKENS_GPU} on GPU)",
     )
     add_task_options(parser)
 
@@ -231,7 +233,7 @@ def _check(options: argparse.Namespace, train_length: int | None, *, tasks: bool
         used = [option for option, name in names.items() if getattr(options, name) != parser.get_default(name)]
         if used:
             raise UserError(
-                f"eval_tasks: {', '.join(used)}: not available with tasks; measure extrapolation in a separate run"
+                f"eval_tasks: {', '.join(used)}: cannot be combined with tasks; measure extrapolation in a separate run"
             )
     for name in ("passkey_depths", "passkey_trials"):
         if getattr(options, name) is not None and not options.passkey:
@@ -267,7 +269,7 @@ def _fraction(text: str) -> float:
 @contextlib.contextmanager
 def _process_group() -> Iterator[tuple[int, int]]:
     """(rank, world size) of this process, from the launcher's environment variables. Several ranks form a gloo process
-    group: they only exchange sums on the CPU.
+    group, because they only exchange sums on the CPU.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
@@ -294,7 +296,7 @@ class EvaluatedModel:
 def _evaluate(
     folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, rank: int, world_size: int
 ) -> None:
-    """Measure what the folder's results lack, then print and write the report."""
+    """Measure what the output folder has no results for, then print and write the report."""
     report: Callable[[str], None] = partial(print, flush=True) if rank == 0 else lambda line: None
     models = _read_models(folders, config, options)
     methods = list(dict.fromkeys(str(model.provenance.pos_emb) for model in models))
@@ -311,9 +313,7 @@ def _evaluate(
     protocols = [parse_protocol(name) for name in options.protocol]
     for protocol in protocols:
         if budget is not None and not protocol.uses_budget:
-            report(
-                f"protocol {protocol.name} scores a fixed number of segments; the number of tokens does not limit it"
-            )
+            report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
 
     # Plan everything first: invalid options should fail before anything is measured.
     text = _read_text(config, options, lengths, protocols, budget, report, quiet=rank > 0)
@@ -396,7 +396,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
                 if first_value != value and first_value == getattr(config.data, key):
                     raise UserError(
                         f"{folder}: {key} differs from the first checkpoint's ({value}, not {first_value}); give a "
-                        f"configuration, or --set {key}=..., with the data to evaluate them all on"
+                        f"configuration, or --set {key}=..., with the data to evaluate all of them on"
                     )
         settings = (options.precision, saved.model.release_bf16_distances, sorted(saved.model.pos_emb_options.items()))
         fingerprint = weights_fingerprint(step)
@@ -432,7 +432,7 @@ def _read_text(
     try:
         token_bytes = _tokenizer(config).byte_lengths()
     except UserError as error:
-        report(f"bits per byte are not measured: {error}")
+        report(f"bits per byte is not measured: {error}")
     longest = max(lengths)
     if options.document_aware:
         targets_per_row = min(protocol.size or longest for protocol in protocols)

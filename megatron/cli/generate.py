@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(EMPTY_PROMPT_END)
     else:
         if output != STANDARD_OUTPUT and not Path(output).parent.is_dir():
-            raise UserError(f"cannot write {output}: there is no folder {Path(output).parent}")
+            raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
         prompts = [""] if prompt_file is None else read_prompts(prompt_file, settings.prompt_end)
         contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     else:
         write_atomically(Path(output), lines.encode())
-        print(f"{len(records)} texts in {output}", flush=True)
+        print(f"wrote {len(records)} texts to {output}", flush=True)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tuple[str, str | None]:
-    """(text_gen_type, file of prompts); -i overrides both. The file is None for the other types."""
+    """(text_gen_type, file of prompts); -i overrides both. The file is None in other modes."""
     mode = settings.text_gen_type
     if input_file is not None:
         if mode not in (None, "input-file"):
@@ -81,7 +81,7 @@ def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tupl
     if mode is None:
         raise UserError("text_gen_type is not set: use unconditional, input-file or interactive (or give -i FILE)")
     if mode == "input-file" and settings.sample_input_file is None:
-        raise UserError("text_gen_type is input-file, but there is no file: set sample_input_file, or give -i FILE")
+        raise UserError("text_gen_type is input-file, but no file is set: set sample_input_file, or give -i FILE")
     return mode, settings.sample_input_file if mode == "input-file" else None
 
 
@@ -102,8 +102,8 @@ def read_prompts(path: str | Path, prompt_end: str) -> list[str]:
 
 
 def split_prompts(text: str, prompt_end: str) -> list[str]:
-    """The parts of a text that end with `prompt_end`, without blank ones. If `prompt_end` does not end with a newline
-    itself, a newline after it belongs to it.
+    """Split a text after each `prompt_end`, and drop blank prompts. If `prompt_end` does not end with a newline, a
+    newline that follows it is removed too.
     """
     if not prompt_end:
         raise UserError(EMPTY_PROMPT_END)
@@ -114,7 +114,7 @@ def split_prompts(text: str, prompt_end: str) -> list[str]:
 
 
 class TextGenerator:
-    """Continues texts with the configured sampling. Its records have the fields of GPT-NeoX's."""
+    """Continues texts with the configured sampling. Its records have the same fields as GPT-NeoX's."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, settings: GenerationConfig, seed: int, batch_size: int):
         self._model = model
@@ -166,7 +166,7 @@ class TextGenerator:
 
 
 def interact(generator: TextGenerator, prompt_end: str, source: IO[bytes] | None = None) -> None:
-    """Continue every prompt that is typed or piped in, until the end of the input."""
+    """Read prompts from standard input and continue each one, until the end of the input."""
     source = source or sys.stdin.buffer
     terminal = source.isatty()
     if terminal:

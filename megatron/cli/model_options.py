@@ -2,7 +2,7 @@
 
     SCRIPT a.yml b.yml ... [--checkpoint DIR] [--iteration N] [--device D] [--precision P]
 
-The checkpoint's own configuration defines the model. The YAML files say where it is, and what to do with it.
+The checkpoint's own configuration defines the model. The YAML files locate the checkpoint and configure the script.
 """
 
 import argparse
@@ -40,13 +40,13 @@ def parse_with_checkpoint(
     *,
     several: bool = False,
 ) -> tuple[Config, argparse.Namespace]:
-    """The configuration and options of a script that loads a checkpoint. Raises UserError.
+    """Parse the command line of a script that loads a checkpoint. Raises UserError.
 
     If --checkpoint is given, configuration files are optional: without them the configuration is that of the (first)
     checkpoint with --set applied, `options.own` is True, and `options.overrides` contains the values of --set.
 
-    extra: adds the script's own options. several: --checkpoint takes several folders. `options.checkpoint` is a list in
-    any case, empty if not given.
+    extra: adds the script's own options. several: --checkpoint accepts several folders. `options.checkpoint` is always
+    a list, empty if the option is not given.
     """
     words = list(sys.argv[1:] if argv is None else argv)
 
@@ -59,9 +59,12 @@ def parse_with_checkpoint(
             help="folder with `latest`; default: `load` in the configuration, or else `save`",
         )
         parser.add_argument("--iteration", type=int, help="checkpoint to load; default: the one named in `latest`")
-        parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+        parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if available")
         parser.add_argument(
-            "--precision", choices=DTYPES, default="fp32", help="of weights and computation (default: %(default)s)"
+            "--precision",
+            choices=DTYPES,
+            default="fp32",
+            help="precision of weights and computation (default: %(default)s)",
         )
         parser.set_defaults(own=False)
         extra(parser)
@@ -95,7 +98,9 @@ def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path
     for folder in folders:
         if has_checkpoint(folder) or options.iteration is not None:
             return [folder]
-    raise UserError(f"{' and '.join(map(str, folders))}: no checkpoint yet (no file `latest`); train a model first")
+    raise UserError(
+        f"{' and '.join(map(str, folders))}: contains no checkpoint (no file `latest`); train a model first"
+    )
 
 
 def _find_step(folder: str | Path, iteration: int | None, fallback: bool) -> Path:
@@ -107,22 +112,23 @@ def _find_step(folder: str | Path, iteration: int | None, fallback: bool) -> Pat
 def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Path:
     """The global_stepN directory that options and configuration select. Raises UserError if it does not exist."""
     iteration = options.iteration
-    if iteration is None and not options.own:  # in a checkpoint's own configuration it says where that run started
+    # A checkpoint's own configuration contains the iteration from which its run started: ignore that.
+    if iteration is None and not options.own:
         iteration = config.checkpoint.iteration
     return _find_step(folder, iteration, options.fallback or (config.checkpoint.fallback and not options.own))
 
 
 def saved_config(folder: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> Config:
-    """The checkpoint's configuration, with the keys that the user decides. Raises UserError if there is no checkpoint,
-    or, with `check`, if `config` describes another model.
+    """The checkpoint's configuration with the overrides of the user (see `_overrides`). Raises UserError if there is no
+    checkpoint or, with `check`, if `config` describes another model.
     """
     step = chosen_step(folder, config, options)
     return _checked_config(folder, checkpoint_config(step, _overrides(step, config, options)), config, check)
 
 
 def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> tuple[GPT, Config]:
-    """The model in a folder, in evaluation mode on the chosen device, and its `saved_config`. Raises UserError as that
-    does.
+    """The model in a folder, in evaluation mode on the chosen device, and its `saved_config`. Raises UserError like
+    `saved_config`.
     """
     step = chosen_step(folder, config, options)
     device = choose_device(options.device)
@@ -149,15 +155,15 @@ def _checked_config(folder: Path, saved: Config, config: Config, check: bool) ->
     differences = model_differences(saved, config, evaluation=True) if check else []
     if differences:
         raise UserError(
-            f"{folder}: was trained with another configuration ({'; '.join(differences)}); use that configuration, or "
-            "another checkpoint folder"
+            f"{folder}: was trained with another configuration ({'; '.join(differences)}); use that configuration or "
+            "another checkpoint"
         )
     return saved
 
 
 def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """Keys of the checkpoint's configuration to replace by the user's: RUNTIME_KEYS, and `pos_emb_options` that may be
-    changed after training. Raises UserError if --set changes an option that may not.
+    """The user's values that replace those in the checkpoint's configuration: RUNTIME_KEYS, and the `pos_emb_options`
+    that may change after training. Raises UserError if --set changes an option that may not.
     """
     flat = config.to_flat()
     overrides = {key: flat[key] for key in RUNTIME_KEYS if key in flat}
@@ -189,8 +195,8 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
 
 
 def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
-    """The tokenizer in the user's configuration, or else in the checkpoint's. `rows`: of the model's embedding. Raises
-    UserError if the tokenizer has more tokens.
+    """The tokenizer in the user's configuration, or else in the checkpoint's. rows: number of rows of the model's
+    embedding. Raises UserError if the tokenizer has more tokens.
     """
     configured = {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys()
     keys = (config if configured else saved).tokenizer
@@ -198,7 +204,7 @@ def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has only {rows} embeddings; set the "
-            "tokenizer-type, vocab-file and merge-file that it was trained with"
+            "tokenizer-type, vocab-file and merge-file that the model was trained with"
         )
     return tokenizer
 
@@ -216,7 +222,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def first_process() -> bool:
-    """Whether this is the process that does the work. It says so if a launcher started several."""
+    """Whether this is rank 0, which does all the work. Prints a note if a launcher started several processes."""
     if int(os.environ.get("RANK", "0")) > 0:
         return False
     processes = int(os.environ.get("WORLD_SIZE", "1"))

@@ -50,7 +50,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         action="append",
         default=[],
         metavar="URL[#sha256=...]",
-        help="file to download to DIR/DATASET/downloads, resuming interrupted downloads; may be repeated",
+        help="file to download to DIR/DATASET/downloads; interrupted downloads resume; may be repeated",
     )
     parser.add_argument("--hf", metavar="NAME", help="dataset of the Hugging Face hub to stream (needs `datasets`)")
     parser.add_argument("--hf-config", metavar="CONFIG", help="configuration of that dataset, if it has several")
@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "--suffixes",
         default="",
         metavar=".EXT,...",
-        help="read a tree or tar of source files: files with these extensions, one document each (e.g. .c,.h)",
+        help="read a source tree (folder or tar): files with these extensions, one document each (e.g. .c,.h)",
     )
     parser.add_argument(
         "--workers", type=int, default=default_workers(), help="number of processes (default: one per processor)"

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="*",
         type=Path,
         metavar="RESULTS",
-        help=f"folders with a {RESULTS}, the output of evaluate.py, in them or anywhere below them",
+        help=f"folders that contain {RESULTS} (written by evaluate.py), directly or in subfolders",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the report")
     parser.add_argument(
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=Path,
         default=[],
         metavar="DIR",
-        help="further checkpoints whose biases and weights are plotted, ours or released ones",
+        help="more checkpoints whose biases and weights to plot, of this project or the KERPLE release",
     )
     parser.add_argument(
         "--benchmark",
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--reference",
         metavar="POS_EMB",
-        help=f"mark methods that this one is significantly better than with † (default: {REFERENCE.pos_emb})",
+        help=f"mark with † the methods that POS_EMB significantly improves on (default: {REFERENCE.pos_emb})",
     )
     parser.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
     options = parser.parse_args(argv)

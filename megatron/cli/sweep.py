@@ -31,14 +31,14 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
         prog="sweep.py", description="Train and evaluate the unfinished runs of a sweep, and write its report."
     )
     parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
-    parser.add_argument("--dry-run", action="store_true", help="show what remains to be done, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="show the unfinished work and exit")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
     )
-    where.add_argument("--jobs", type=int, metavar="N", help="on a CPU: runs at the same time (default: 1)")
+    where.add_argument("--jobs", type=int, metavar="N", help="number of parallel runs on a CPU (default: 1)")
     parser.add_argument(
-        "--rate", type=float, metavar="TOKENS/S", help="training speed for the time estimate; default: as logged"
+        "--rate", type=float, metavar="TOKENS/S", help="training speed for the time estimate; default: the logged speed"
     )
     options = parser.parse_args(argv)
     console = Console(soft_wrap=True)
@@ -54,12 +54,12 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
         return 0
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
-    with Lock(sweep.output / ".lock", f"{sweep.output}: another sweep is running there; wait for it, or stop it"):
+    with Lock(sweep.output / ".lock", f"{sweep.output}: another sweep is using this folder; wait for it, or stop it"):
         return _run(console, root, sweep, runs, devices)
 
 
 def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> list[str]:
-    """GPU indices; on a CPU, an empty string for each run that may run at the same time."""
+    """GPU indices; on a CPU, one empty string per parallel run."""
     devices = _visible_gpus()
     if options.devices is not None:
         unknown = [device for device in options.devices if device not in devices]
@@ -68,14 +68,18 @@ def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> li
         devices = list(options.devices)
     if options.jobs is not None:
         if devices:
-            raise UserError(f"--jobs is for CPUs, but there are GPUs ({' '.join(devices)}); select them with --devices")
+            raise UserError(
+                f"--jobs is for CPUs, but this machine has GPUs ({' '.join(devices)}); select them with --devices"
+            )
         if options.jobs < 1:
             raise UserError(f"--jobs must be at least 1, not {options.jobs}")
     if not devices:
         return [""] * (options.jobs or 1)
     for run in runs:
         if run.num_gpus > len(devices):
-            raise UserError(f"run {run.name} requires {run.num_gpus} GPUs (num_gpus), but there are {len(devices)}")
+            raise UserError(
+                f"run {run.name} requires {run.num_gpus} GPUs (num_gpus), but only {len(devices)} are available"
+            )
     return devices
 
 
@@ -144,4 +148,4 @@ def _print_plan(
     else:
         estimate = "training time unknown until a run has logged its speed (or set --rate)"
     where = f"{len(devices)} GPU(s)" if on_gpu else "CPU"
-    console.print(f"{where}, {parallel_runs} run(s) at the same time: {estimate}", highlight=False)
+    console.print(f"{where}, {parallel_runs} run(s) in parallel: {estimate}", highlight=False)

@@ -19,8 +19,8 @@ _HUB_CHUNK_BYTES = 1 << 20
 class StdlibCorpus:
     """The Python sources of the running interpreter's standard library, one document per file. A `ChunkSource`.
 
-    Files are ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order its
-    parts would differ in kind (the last twentieth would be all of `xml` and `zipfile`).
+    Files are ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order
+    validation and test would consist of a few modules (the last twentieth is `xml` to `zipfile`).
 
     Attributes:
         documents: name and content of each file.

@@ -58,8 +58,8 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
         tokenizer: to check the ids, and to estimate the bytes per token if there is no manifest.
 
     Raises:
-        UserError: the files are invalid, the .bin is not the one that the manifest describes, an id is outside of the
-            vocabulary, or the data were built with another tokenizer.
+        UserError: the files are invalid, the .bin does not match the manifest, an id is outside the vocabulary, or the
+        data were built with another tokenizer.
     """
     files = open_indexed_files(prefix)
     manifest = read_manifest(prefix)
@@ -246,7 +246,7 @@ def _write_spans(
         for source, first, last in spans:
             tokens, offsets = source.map_tokens(), source.offsets()
             while first < last:
-                # As many documents as fit into a block, but at least one.
+                # Copy as many documents as fit into a block, but at least one.
                 end = int(np.searchsorted(offsets, offsets[first] + TOKEN_BLOCK, side="right")) - 1
                 end = min(max(end, first + 1), last)
                 writer.add(tokens[offsets[first] : offsets[end]].astype(writer.dtype), source.lengths[first:end])

@@ -62,7 +62,7 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     Attributes:
         name: prefix and part, for messages.
         samples_per_epoch: number of samples before the first repetition.
-        order: equal for runs that see equal samples in equal order.
+        order: identifies the samples and their order: equal for runs that see the same ones.
     """
 
     def __init__(self, dataset: GPTDataset, name: str, samples: int | None, order: str, settings: SampleSettings):
@@ -133,8 +133,8 @@ Samples = CorpusPart | BlendedParts
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run. None if not requested, if its share of the split is 0, or if the test part is
-    smaller than one sample.
+    """The datasets of a run. A dataset is None if it is not requested, if its share of the split is 0, or (test) if it
+    is smaller than one sample.
     """
 
     train: Samples | None

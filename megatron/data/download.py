@@ -20,7 +20,7 @@ from megatron.utils.progress import Progress
 
 _BLOCK = 1 << 20
 _TIMEOUT_SECONDS = 60
-_MAX_FAILURES = 6  # in a row, without receiving a byte
+_MAX_FAILURES = 6  # consecutive failures without receiving a byte
 RETRY_SECONDS = 1.0  # before the first retry; doubles with every further failure
 _CHECKSUM = re.compile(r"sha256=([0-9a-fA-F]{64})")
 
@@ -143,14 +143,14 @@ class _PartialDownload:
                 if (error.headers.get("Content-Range") or "").rpartition("/")[2] == str(start):
                     return  # complete: an earlier run was killed before renaming it
                 self.remove()
-                raise ConnectionError("the saved part is longer than the file") from error
+                raise ConnectionError("the partial download is longer than the file on the server") from error
             raise
         with response:
             if response.status != http.HTTPStatus.PARTIAL_CONTENT:
                 start = 0
             elif not (response.headers.get("Content-Range") or "").startswith(f"bytes {start}-"):
                 self.remove()
-                raise ConnectionError("the server sent another range than requested")
+                raise ConnectionError("the server sent a different range than requested")
             length = response.headers.get("Content-Length")
             total = None if length is None else start + int(length)
             free = shutil.disk_usage(self._path.parent).free

@@ -38,7 +38,7 @@ def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> None:
-    """Create `folder` with what `build(folder)` writes into it, unless it exists. Every rank must call this.
+    """Create `folder` by calling `build`, unless it exists. Every rank must call this.
 
     Rank 0 builds in a temporary folder and renames it, so a killed run leaves no incomplete folder and concurrent runs
     do not disturb each other.
@@ -57,7 +57,7 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
             try:
                 temporary.rename(folder)
             except OSError:
-                if not folder.is_dir():  # otherwise another run has finished the same folder
+                if not folder.is_dir():  # otherwise another run has created the same folder
                     raise
         except OSError as error:
             raise UserError(

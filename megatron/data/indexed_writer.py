@@ -49,7 +49,7 @@ class WrittenFiles:
 
 @dataclass(frozen=True)
 class WriterState:
-    """A state of the output that is safely on disk. `checksum` is the CRC-32 of the .bin up to there."""
+    """A state of the output that has been synced to disk. `checksum` is the CRC-32 of the .bin up to there."""
 
     documents: int = 0
     tokens: int = 0
@@ -131,7 +131,7 @@ class IndexedWriter:
         return WriterState(self.documents, self.tokens, self._checksum)
 
     def finalize(self) -> WrittenFiles:
-        """Write the .idx and read both files back. Afterwards only `publish` remains to be done.
+        """Write the .idx and read both files back. Call `publish` next.
 
         Raises:
             UserError: there are no tokens, the disk is full, the content read back differs from what was written, or an

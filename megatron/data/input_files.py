@@ -93,7 +93,8 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
     """Return the files that `inputs` name. A folder contributes every readable file below it, sorted by path.
 
     With `suffixes` the files of a folder are instead ordered by a hash of their paths: a split cuts the corpus in this
-    order, and in alphabetical order its parts would differ in kind. Symbolic links are then skipped.
+    order, and in alphabetical order validation and test would consist of a few folders. Symbolic links are then
+    skipped.
 
     Args:
         inputs: paths, or URLs that fsspec supports (s3://bucket/folder, gs://..., memory://...).

@@ -14,7 +14,7 @@ def rank_samples(
 ) -> range:
     """Return the positions, in the dataset's order, of the samples in micro-batch number `batch` of a rank.
 
-    With micro-batch size m on D ranks, rank r takes the m samples from consumed + batch*m*D + r*m on. So one step of A
+    With micro-batch size m on D ranks, rank r takes m samples, starting at consumed + batch*m*D + r*m. So one step of A
     accumulated micro-batches consumes m*D*A consecutive samples, for any m, D and A with the same global batch size.
     """
     first = consumed_samples + (batch * data_parallel_size + data_parallel_rank) * micro_batch_size
@@ -88,7 +88,7 @@ def build_loader(
 
     Returns:
         an endless iterable of {"tokens": int64 [b, s], "labels": int64 [b, s]}, with eod_mask_loss also "loss_mask":
-        float32 [b, s]. Without it all labels count.
+        float32 [b, s]. Without a loss_mask, all labels count.
 
     Raises:
         UserError: while iterating: a token id is beyond the vocabulary.

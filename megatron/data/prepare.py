@@ -74,7 +74,7 @@ class PrepareOptions:
         dataset: one of DATASETS.
         directory: DIR; the result is DIR/NAME/NAME_text_document.
         tokenizer_type: None trains a BPE of `vocab_size` ids for python_stdlib, and otherwise means GPT2BPETokenizer.
-        sources: files and folders to read, local or remote. None for python_stdlib.
+        sources: files and folders to read, local or remote. Empty for python_stdlib.
         urls: files to download and read (see `megatron.data.download`).
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
         text_key: key of the text in JSON objects, tables and datasets of the hub.
@@ -177,7 +177,10 @@ def _check_source_options(options: PrepareOptions) -> None:
     has_source = options.sources or options.urls or options.hub_name
     if options.dataset == EMBEDDED:
         if has_source or options.suffixes:
-            raise UserError(f"{EMBEDDED} is built from the running interpreter's standard library; it takes no source")
+            raise UserError(
+                f"{EMBEDDED} is built from the running interpreter's standard library; remove --from, --url, --hf and "
+                "--suffixes"
+            )
         return
     known = KNOWN_DATASETS.get(options.dataset)
     if known is None:

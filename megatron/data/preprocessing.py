@@ -233,7 +233,7 @@ class _Job:
         self.state = self._resume() or JournalState(START, 0, [OutputState() for _ in prefixes], RejectedDocuments())
 
     def _resume(self) -> JournalState | None:
-        """Load the state of an earlier run, if its files still exist and it treated bad documents the same way."""
+        """Load the state of an earlier run if its files still exist, and if it skipped nothing that is an error now."""
         state = self.journal.load()
         if state is None:
             return None
@@ -248,11 +248,13 @@ class _Job:
                 return None
             return state
         if state.rejected.bad and not self.options.skip_bad:
-            print(f"{self.name}: journal ignored: bad documents were skipped; starting from the beginning")
+            print(f"{self.name}: journal ignored: the earlier run skipped bad documents; starting from the beginning")
             return None
         outputs = zip(self.prefixes, state.outputs, strict=True)
         if not all(is_resumable(prefix, self.tokenizer.vocab_size, output.writer) for prefix, output in outputs):
-            print(f"{self.name}: journal ignored: its files are missing; starting from the beginning")
+            print(
+                f"{self.name}: journal ignored: its partial files are missing or damaged; starting from the beginning"
+            )
             return None
         print(f"{self.name}: resuming after {state.outputs[0].writer.documents:,} documents")
         return state
@@ -299,7 +301,7 @@ class _Job:
         num_docs: int | None,
         log_interval: int,
     ) -> None:
-        # Counts that run ahead of `self.state`: an interruption may come between the outputs of two keys.
+        # Counts ahead of `self.state`: an interruption may come between the outputs of two keys.
         current = copy.deepcopy(self.state)
         first_output = current.outputs[0]
         display.restart(current.bytes_read, first_output.text_bytes / 1e6)

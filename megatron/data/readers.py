@@ -46,7 +46,7 @@ class TextChunk:
         kind: "lines": complete JSON lines; "list": a JSON list of documents; "text": one document.
         first_line: number of its first line in the source, from 1.
         unit: what a line is called in messages: "line", or "row" of a table.
-        fraction_read: share of its file (0 to 1) read so far, if the reader knows better than the file position.
+        fraction_read: share of its file (0 to 1) read so far; None: derived from the file position.
     """
 
     source: str
@@ -190,7 +190,7 @@ class FileCorpus:
             while block := remainder.read(BLOCK):
                 if block.strip(b"\0"):
                     raise UserError(
-                        f"{source} continues after the end of its archive: it is damaged, or several archives are "
+                        f"{source} has data after the end of its archive: it is damaged, or several archives are "
                         "concatenated; pack it again"
                     )
 
@@ -291,7 +291,7 @@ def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterat
 
 
 def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
-    """Return a stream of the decompressed content, or `raw` itself if `suffix` is not that of a compression.
+    """Return a stream of the decompressed content, or `raw` itself if `suffix` does not name a compression.
 
     Raises:
         UserError: while reading Zstandard: the file is truncated. gzip and lzma raise exceptions of their own.

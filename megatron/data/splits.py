@@ -36,7 +36,7 @@ class Blend:
                 f"{len(self.weights)} weights for {len(self.prefixes)} data paths ({', '.join(self.prefixes)})"
             )
         if not all(np.isfinite(weight) and weight > 0 for weight in self.weights):
-            raise UserError(f"data weights must be positive numbers, but are {list(self.weights)}")
+            raise UserError(f"data weights must be positive numbers, not {list(self.weights)}")
 
     def shares(self, documents: Sequence[int]) -> list[float]:
         """Return the unnormalized weight of each corpus, given its number of documents."""

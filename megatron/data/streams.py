@@ -73,10 +73,9 @@ def document_segments(
     """Cut documents into segments of `length` tokens that never cross a document boundary, in file order.
 
     A document of n tokens gives (n - 1) // length consecutive segments, and each target is scored once. In a plain
-    stream, by contrast, most long segments consist of several short documents, which are no useful context for each
-    other.
+    stream, by contrast, most long segments consist of several short documents, which give each other no useful context.
 
-    To score the SAME tokens at shorter lengths, request the longest length and cut its rows.
+    To score the same tokens at shorter lengths, request the longest length and cut its rows.
 
     Args:
         prefix, split, part: as for `validation_stream`.

@@ -33,11 +33,11 @@ from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 
-ROLLING_WINDOW = 16  # longest window of a document in training lengths, unless max_length is set
-DEFAULT_NEW_TOKENS = 256  # for tasks that do not set max_gen_toks; the harness's own default
+ROLLING_WINDOW = 16  # longest window of a document, as a multiple of the training length, unless max_length is set
+DEFAULT_NEW_TOKENS = 256  # the harness's own default, for tasks that do not set max_gen_toks
 MAX_GENERATION_BATCH = 32
 SAMPLING = ("temperature", "top_k", "top_p")
-# The results of the harness that concern the scores and not the machine.
+# The harness's results that describe the scores, not the machine.
 RESULT_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "configs")
 
 Tokens = list[int]
@@ -59,12 +59,12 @@ def evaluate_tasks(
     """Run tasks of lm-evaluation-harness.
 
     Args:
-        tasks: names, groups, patterns or YAML files, as the harness takes them.
+        tasks: names, groups, patterns or YAML files, in any form that the harness accepts.
         train_length: in tokens. Documents are read in windows of up to `ROLLING_WINDOW` training lengths.
         num_fewshot: examples before each question; None for the task's default.
-        limit: most documents per task; below 1, a fraction of them.
+        limit: maximum number of documents per task; below 1, a fraction of them.
         include_path: folders with further task files.
-        max_length: most tokens read at once; see `HarnessModel`.
+        max_length: maximum number of tokens read at once; see `HarnessModel`.
         report: receives a line about the lengths of each type of request.
 
     Returns:
@@ -148,8 +148,8 @@ class RequestLengths:
     """Lengths of the requests of one type, in tokens.
 
     Attributes:
-        requests: their number.
-        longest: most tokens that the model read at once.
+        requests: number of requests.
+        longest: largest number of tokens that the model read at once.
         max_length: the limit.
         cut: requests that were truncated on the left or (rolling) read in more than one window.
     """
@@ -164,7 +164,8 @@ class HarnessModel(TemplateLM):
     """A model with the harness's interface: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
 
     Args:
-        max_length: most tokens read at once. As with the harness's own models, longer prompts are truncated on the left
+        max_length: maximum number of tokens read at once. As with the harness's own models, longer prompts are
+        truncated on the left
             and longer documents are read in windows. With None, prompts are never truncated, and documents are read
             in windows of at most `rolling_length`.
         report: receives a line about the lengths of each type of request; `lengths` contains the same numbers.
@@ -347,7 +348,7 @@ class HarnessModel(TemplateLM):
         longest = max(needed, default=0)
         cut = sum(length > limit for length in needed)
         self.lengths[request_type] = RequestLengths(len(needed), min(longest, limit), limit, cut)
-        effect = f"{cut:,} of them {consequence}" if cut else "none is cut"
+        effect = f"{cut:,} of them {consequence}" if cut else "all fit"
         self._report(
             f"{request_type}: {len(needed):,} requests of up to {longest:,} tokens; max_length {limit:,}: {effect}"
         )
@@ -364,7 +365,7 @@ class GenerationOptions:
     """A task's `generation_kwargs`.
 
     Attributes:
-        new_tokens: most tokens to generate.
+        new_tokens: maximum number of tokens to generate.
         until: stop sequences.
         sampling: (name, value) pairs of `SAMPLING`; empty for greedy decoding.
     """

@@ -62,6 +62,6 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
             )
         return Mode(name, Span(block=length // 2))
     raise UserError(
-        f"inference mode {name!r} is not known; choose full, window@W, blockwise or blockwise@L, where W and L are "
+        f"inference mode {name!r} is unknown; choose full, window@W, blockwise or blockwise@L, where W and L are "
         "numbers of tokens, e.g. window@512"
     )

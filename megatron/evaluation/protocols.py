@@ -62,7 +62,7 @@ class Protocol:
         Args:
             available: tokens in the stream. The first token is only context, so `available - 1` can be scored.
             lengths: segment lengths in tokens.
-            token_budget: most tokens to score at each length; None for no limit.
+            token_budget: maximum number of tokens to score at each length; None for no limit.
 
         Raises UserError if the stream is too short, or the lengths do not fit the protocol.
         """
@@ -84,7 +84,8 @@ class Protocol:
             targets = segments_of_row[0].targets
             if targets > token_budget:
                 raise UserError(
-                    f"a budget of {token_budget:,} tokens is less than the {targets:,} scored in one document"
+                    f"a budget of {token_budget:,} tokens is less than the {targets:,} scored in one document; "
+                    "increase it"
                 )
             rows = min(rows, token_budget // targets)
         return [
@@ -100,8 +101,7 @@ class NonOverlapping(Protocol):
     common multiple of the lengths within the budget and the stream.
 
     Bias: the first predictions of a segment have little context, and longer segments have fewer of them. A model that
-    ignores distant tokens therefore improves with length until that gain is used up. The windowed modes show how much
-    of a gain this is.
+    ignores distant tokens therefore improves with length too. The windowed modes show how large this gain is.
     """
 
     base_name = "non-overlapping"
@@ -119,8 +119,9 @@ class NonOverlapping(Protocol):
             raise _stream_too_short(available, longest)
         if common > limit:
             raise UserError(
-                f"lengths {', '.join(map(str, lengths))} cannot score the same tokens: they have no common multiple up "
-                f"to {limit:,} (the least one is {common:,}); choose lengths that divide the longest, or more tokens"
+                f"lengths {', '.join(map(str, lengths))} cannot score the same tokens: their least common multiple is "
+                f"{common:,}, but only {limit:,} tokens can be scored; choose lengths that divide the longest, or more "
+                "tokens"
             )
         total = limit // common * common
         return [Segments(length, range(0, total, length)) for length in lengths]
@@ -176,8 +177,8 @@ class LastK(Protocol):
         longest, shortest = max(lengths), min(lengths)
         if shortest < self.size:
             raise UserError(
-                f"protocol {self.name} scores {self.size:,} tokens of each segment, more than a length of {shortest:,} "
-                f"has; choose {self.base_name}@{shortest}, or longer lengths"
+                f"protocol {self.name} scores {self.size:,} tokens of each segment, but the shortest length is "
+                f"{shortest:,}; choose {self.base_name}@{shortest}, or longer lengths"
             )
         if longest > available - 1:
             raise _stream_too_short(available, longest)
@@ -225,7 +226,7 @@ def parse_protocol(name: str) -> Protocol:
     protocol = PROTOCOLS.get(match[1] if match else name)
     if protocol is None or (match and not protocol.default_size):
         raise UserError(
-            f"evaluation protocol {name!r} is not known; choose {', '.join(PROTOCOLS)}, or with a size "
+            f"evaluation protocol {name!r} is unknown; choose {', '.join(PROTOCOLS)}, or with a size "
             "kerple@SEGMENTS, last-k@TOKENS, sliding@STRIDE"
         )
     return protocol(int(match[2]) if match else protocol.default_size)

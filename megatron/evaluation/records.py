@@ -223,13 +223,13 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
     """The evaluation records stored in one or more folders, in file order.
 
     Args:
-        folders: a folder that contains results.jsonl, or folders of which each contains it or has subfolders that do.
+        folders: one folder or several; each contains results.jsonl itself or in subfolders.
         as_frame: return a pandas DataFrame with one row per record and one column per key. The keys of `checkpoint`
             become columns `checkpoint_path`, `checkpoint_iteration`, `checkpoint_fingerprint`, `checkpoint_layers` and
             `checkpoint_hidden_size`. Keys that a kind does not have are NaN, so select a kind first:
             `frame[frame.kind == "extrapolation"].pivot_table("perplexity", "pos_emb", "length")`.
-        strict: require a known `kind` and all its keys. With False, records written by other tools may lack keys or
-            have a kind of their own.
+        strict: require a known `kind` and all its keys. If False, accept records of other tools with missing keys or
+        other kinds.
 
     If a file has several records with the same identity (measured on other tokens or in another precision), the last
     one is returned. Raises UserError if a folder has no results or a line is not a record.
@@ -274,7 +274,7 @@ def _read_file(path: Path, strict: bool) -> list[Record]:
             ) from error
         if missing:
             raise UserError(
-                f"{path}, line {number}: the record has no {', '.join(sorted(missing))}; remove the line or the file"
+                f"{path}, line {number}: the record lacks {', '.join(sorted(missing))}; remove the line or the file"
             )
         records[key] = record
     return list(records.values())

@@ -32,7 +32,7 @@ from megatron.utils.progress import Progress
 from megatron.utils.ranks import run_on_all_ranks
 
 QUERY_CHUNK = 512
-# More does not fit into a CPU's caches; a GPU needs more to be busy.
+# Larger batches do not fit into a CPU's caches; smaller ones do not keep a GPU busy.
 BATCH_TOKENS_CPU, BATCH_TOKENS_GPU = 8192, 32768
 # For the progress bar only: attention over this many keys is assumed to cost as much as the rest of a small model.
 KEYS_PER_UNIT_COST = 4096
@@ -40,7 +40,7 @@ KEYS_PER_UNIT_COST = 4096
 
 @dataclass(frozen=True)
 class EvalContext:
-    """What all tasks of a run share: the model, how to feed it, and the ranks that take part."""
+    """What all tasks of a run share: the model, how to feed it, and the participating ranks."""
 
     model: Any
     reader: SegmentReader
@@ -264,7 +264,7 @@ def evaluate_extrapolation(
         lengths: segment lengths in tokens. Lengths that divide the longest make the best use of the text.
         modes: `full`, `window@W`, `blockwise`, `blockwise@L`; see `megatron.evaluation.modes`.
         protocols: `non-overlapping`, `kerple`, `last-k`, `sliding`; see `megatron.evaluation.protocols`.
-        token_budget: most tokens to score, the same ones at every length; None for no limit.
+        token_budget: maximum number of tokens to score, the same ones at every length; None for no limit.
         position_bins: also measure the loss by position in this many bins. These records, of kind `positions`, are
             only passed to `on_record`.
         query_chunk: queries computed at once, for a model with a KV cache.

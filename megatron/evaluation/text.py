@@ -104,7 +104,7 @@ def text_by_document(
     joined = int(np.sum(rows.documents < 0))
     if joined and not quiet:
         print(
-            f"--document-aware: {len(rows.documents) - joined:,} rows of {longest:,} tokens are from one document "
+            f"--document-aware: {len(rows.documents) - joined:,} rows of {longest:,} tokens come from one document "
             f"each, {joined:,} are concatenated short documents",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Using trained models: loading them, and generating text."""
+"""Inference: loading trained models and generating text."""
 
 from megatron.inference.generation import Generation, generate
 from megatron.inference.loading import load_model

@@ -22,7 +22,7 @@ from kerple.positional import PositionsExceeded
 
 
 class Decoder(Protocol):
-    """What evaluation and generation need of a model."""
+    """The interface of a model for evaluation and generation."""
 
     cached: bool
 
@@ -45,7 +45,7 @@ def as_decoder(model: Callable[[Tensor], Any]) -> Decoder:
     """
     if all(hasattr(model, name) for name in ("new_cache", "hidden", "logits")):
         return NativeDecoder(model)
-    transformers = sys.modules.get("transformers")  # imported already if the model is one of that library
+    transformers = sys.modules.get("transformers")  # already imported if the model is from transformers
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         return TransformersDecoder(model)
     return CallableDecoder(model)
@@ -66,8 +66,8 @@ class NativeDecoder:
 
 
 class CallableDecoder:
-    """A function of the whole text. It has no cache, and supports windows or blocks only if the callable has an
-    argument `window` or `block`, a number of tokens.
+    """A callable that needs the complete text. It has no cache, and supports windows or blocks only if the callable has
+    an argument `window` or `block`, a number of tokens.
     """
 
     cached = False

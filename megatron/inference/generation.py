@@ -1,9 +1,9 @@
 """Text generation in batches, with a KV cache or by recomputing the prefix; both give the same tokens.
 
 All rows of a batch start at position 0 and have the same number of tokens, whatever the length of their prompts: each
-step feeds one more token that all rows have, and rows whose prompt is longer take their next token from the prompt
-instead of sampling it. So there is no padding, and a row's result does not depend on the other rows. Each row samples
-from its own random stream.
+step feeds one token per row, and a row that is still within its prompt takes its next token from there instead of
+sampling it. So there is no padding, and a row's result does not depend on the other rows. Each row samples from its own
+random stream.
 
 Legend: b batch, v vocabulary.
 """
@@ -143,7 +143,7 @@ def generate(
         vocab_size: ids at and above it, which pad the vocabulary, are never sampled, and rejected in prompts.
         batch_size: largest number of rows computed at once.
         recompute: recompute the whole prefix for each token instead of using a cache.
-        ended: called with a row's new tokens after each of them; returns whether the row ends there.
+        ended: called with a row's new tokens after each token; returns True to end the row.
         on_generation: called with a prompt's index and result as soon as it is complete.
 
     Raises:
@@ -157,13 +157,16 @@ def generate(
         raise UserError(f"seed must be 0 or more, not {seed}")
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise UserError(f"prompt {index} is empty: start a text without prompt with the end-of-document token")
+            raise UserError(f"prompt {index} is empty: to generate without a prompt, pass the end-of-document token")
         invalid = min(prompt) if min(prompt) < 0 else max(prompt)
         if invalid < 0 or (vocab_size is not None and invalid >= vocab_size):
             raise UserError(f"prompt {index} contains token id {invalid}, which is outside the vocabulary")
     decoder = as_decoder(model)
     if not recompute and not hasattr(model, "new_cache"):
-        raise UserError(f"{type(model).__name__} has no KV cache of this project: generate with recompute")
+        raise UserError(
+            f"{type(model).__name__} is not a model of this project, so its KV cache cannot be used: "
+            "generate with recompute"
+        )
     stop = eod if stop_at_eod else None
     results: dict[int, Generation] = {}
     with inference(model):
@@ -192,8 +195,8 @@ class _Row:
 
 
 def _batches(prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: int) -> Iterator[list[int]]:
-    """Indices of prompts of similar length. A batch needs one step per token by which its longest prompt exceeds its
-    shortest, so that difference is limited to the number of generated tokens.
+    """Indices of prompts of similar length. A batch needs one more step per token by which its longest prompt exceeds
+    its shortest; this is limited to the number of generated tokens.
     """
     batch: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):

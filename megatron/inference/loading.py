@@ -31,9 +31,9 @@ def load_model(
         directory: contains `latest` and global_stepN, as this project or the KERPLE release writes them, of any
             tensor-parallel size.
         iteration: the checkpoint to load; default: the one `latest` names.
-        overrides: configuration keys to replace, such as {"attention_backend": "reference"}. A positional method from
-            outside needs {"pos_emb_module": ...}, because a checkpoint's configuration cannot name code to run.
-        fallback: if the checkpoint is damaged, print so and load the newest valid one.
+        overrides: configuration keys to replace, such as {"attention_backend": "reference"}. An external positional
+        method needs {"pos_emb_module": ...}, because a checkpoint's configuration cannot name code to run.
+        fallback: if the checkpoint is damaged, print a message and load the newest valid one.
 
     Raises:
         UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not have the sizes in

@@ -23,7 +23,7 @@ from typing import Any
 from megatron.config import Config, UserError, load_config
 from megatron.config.yaml_files import find_file, read_file
 
-# Key -> type of its value; None: checked where it is read.
+# Key -> type of its value; None: checked when it is used.
 KEYS: dict[str, type | None] = {
     "config_dir": str,
     "output": str,
@@ -143,7 +143,7 @@ def _parse_choice(value: Any, config_dir: Path, place: str) -> Choice:
         label = keys.pop("name", None)
         for key_value in keys.values():
             if label is None and not isinstance(key_value, str | int | float):
-                raise UserError(f"{place}: cannot name a choice after {key_value!r}; name it: {{name: ..., ...}}")
+                raise UserError(f"{place}: cannot derive a name from {key_value!r}; name it: {{name: ..., ...}}")
     else:
         files = _file_list(value, place)
         if not files:
@@ -154,7 +154,7 @@ def _parse_choice(value: Any, config_dir: Path, place: str) -> Choice:
         label = "-".join([*(Path(file).stem for file in files), *map(str, keys.values())])
     label = str(label)
     if not re.fullmatch(r"[\w.@+=-]+", label) or label.startswith("."):
-        raise UserError(f"{place}: {label!r} cannot be the name of a folder; name the choice: {{name: ..., ...}}")
+        raise UserError(f"{place}: {label!r} is not a valid folder name; name the choice: {{name: ..., ...}}")
     return Choice(label, files, keys)
 
 

@@ -1,8 +1,8 @@
 """The runs of a sweep and what remains to be done of each, derived from the files in its folder.
 
 The folder of a run contains `config.yml` (the merged configuration), `checkpoints/`, `logs/`, `output.log` (the output
-of its processes) and `evaluation/` with the results and `evaluated.json`, which records the checkpoint and the options
-they are from.
+of its processes) and `evaluation/` with the results and `evaluated.json`, which records the checkpoint and options that
+produced them.
 """
 
 import json
@@ -27,7 +27,7 @@ FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefi
 
 
 class State(Enum):
-    """What is to be done next of a run."""
+    """The next step of a run."""
 
     TRAIN = "to train"
     RESUME = "to resume"
@@ -36,7 +36,7 @@ class State(Enum):
 
 
 class Status(NamedTuple):
-    """State of a run, the iteration of its last checkpoint (0: none), and the iterations that are left to train."""
+    """State of a run, the iteration of its last checkpoint (0: none), and the number of iterations left to train."""
 
     state: State
     saved_iteration: int
@@ -75,7 +75,7 @@ class SweepRun:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the run uses on a machine that has GPUs."""
+        """Number of GPUs that the run needs on a machine with GPUs."""
         parallel = self.config.parallel
         return self.config.launcher.num_gpus or parallel.model_parallel_size * max(1, parallel.pipe_parallel_size)
 
@@ -85,7 +85,7 @@ class SweepRun:
         return step.is_dir() and find_damage(step, contents=False) is None
 
     def is_evaluated(self) -> bool:
-        """Whether there are results of the last checkpoint with the present options."""
+        """Whether there are results of the last checkpoint with the current options."""
         try:
             evaluated = json.loads((self.results / EVALUATED).read_bytes())
         except (OSError, ValueError):
@@ -136,7 +136,7 @@ class SweepRun:
         stored = {entry.key: entry.value for entry in read_file(path)}
         current = json.loads(json.dumps(self.config.to_flat()))  # with tuples as lists, as in the file
         differences = [
-            f"{key}: {stored.get(key, 'not set')} there, {current.get(key, 'not set')} here"
+            f"{key}: {stored.get(key, 'not set')} in the folder, {current.get(key, 'not set')} in the sweep"
             for key in dict.fromkeys([*stored, *current])
             if key not in FOLDER_KEYS and stored.get(key) != current.get(key)
         ]

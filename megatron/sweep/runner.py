@@ -1,7 +1,6 @@
 """Trains and evaluates the unfinished runs of a sweep in processes, on a pool of devices.
 
-If the sweep itself dies, its trainings save and exit. Those that do not are found by the next sweep, which waits for
-them.
+If the sweep itself dies, its trainings save and exit. The next sweep waits for those that are still running.
 """
 
 import ctypes
@@ -24,8 +23,8 @@ OUTPUT = "output.log"
 # Environment variable of all processes of a run: the folder of the run.
 RUN_VARIABLE = "SWEEP_RUN"
 POLL_INTERVAL = 0.2  # seconds
-REFRESH_INTERVAL = 2.0  # seconds between two looks at the training logs
-LOG_INTERVAL = 60.0  # seconds between two progress lines where there is no terminal
+REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
+LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
 
 _PR_SET_PDEATHSIG = 1
 
@@ -123,7 +122,7 @@ class Runner:
 
     Args:
         root: folder of deepy.py, train.py and evaluate.py.
-        devices: GPU indices; on a CPU, an empty string for each run that may run at the same time.
+        devices: GPU indices; on a CPU, one empty string per parallel run.
     """
 
     def __init__(self, root: Path, devices: Sequence[str], display: Display):
@@ -135,7 +134,7 @@ class Runner:
         self.failures: list[Failure] = []
 
     def run(self, runs: Sequence[SweepRun]) -> int | None:
-        """Run until every one of the unfinished `runs` has finished or failed; `failures` lists the failed ones.
+        """Train and evaluate the unfinished `runs`, until all have finished or failed; `failures` lists the latter.
 
         The first SIGINT or SIGTERM makes the trainings save and exit, and waits for them. The second one kills them.
 
@@ -218,7 +217,7 @@ class Runner:
         self._signals.append(number)
         for job in self._jobs:
             if job.process is not None and job.process.poll() is None:
-                job.process.send_signal(signal.SIGTERM)  # deepy.py kills its processes at the second one
+                job.process.send_signal(signal.SIGTERM)  # deepy.py kills its processes at the second signal
         self._display.print(
             "stopping: the runs save and exit; repeat the signal to kill them"
             if len(self._signals) == 1

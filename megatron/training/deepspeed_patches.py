@@ -31,7 +31,7 @@ def disable_shared_memory_collectives() -> None:
 def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:
     """L2 norm of the gradients of all ranks in the model-parallel group of `mpu`: a float32 scalar on the device.
 
-    Each rank passes the gradients that no other rank of its group counts.
+    Every gradient must be passed by exactly one rank of the group.
     """
     norm = torch.nn.utils.get_total_norm(gradients).float()
     if mpu is None:

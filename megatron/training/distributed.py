@@ -67,11 +67,11 @@ def initialize(config: Config) -> Layout:
     if backend == "nccl" and not on_gpu:
         backend = "gloo"
         if int(os.environ.get("RANK", "0")) == 0:
-            print("distributed-backend: nccl requires a GPU, and there is none; using gloo", flush=True)
+            print("distributed-backend: nccl requires a GPU, but none is available; using gloo", flush=True)
     if not dist.is_initialized():
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-            # A single process needs no address: it keeps the store in memory.
+            # A single process keeps the store in memory and needs no address.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
@@ -125,7 +125,7 @@ def shutdown() -> None:
 class DistributedSignalHandler:
     """Records SIGTERM and SIGINT, so that all ranks stop after the same iteration. A context manager.
 
-    A second signal ends the process at once.
+    A second signal ends the process immediately.
     """
 
     def __init__(self) -> None:

@@ -46,8 +46,8 @@ class Engine:
     def __init__(self, config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]):
         """Build and initialize the model, the optimizer and DeepSpeed's engine. `report` prints once per run.
 
-        Raises UserError if the batch sizes do not fit the layout, or if something that the configuration asks for is
-        not installed (apex, a compiler for torch.compile).
+        Raises UserError if the batch sizes do not fit the layout, or if a requirement of the configuration is not
+        installed (apex, a compiler for torch.compile).
         """
         training, model = config.training, config.model
         self.config, self.layout = config, layout
@@ -92,7 +92,7 @@ class Engine:
                 compile_blocks(self.model, layout.device)
             except RuntimeError as error:
                 raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
-            report("torch.compile: transformer blocks in training, without attention")
+            report("torch.compile: transformer blocks are compiled for training, except attention")
 
         if self.zero_stage != config.optimizer.zero_stage:
             report(
@@ -120,7 +120,7 @@ class Engine:
     # -- training and validation --------------------------------------------------------------------------------------
 
     def batches(self, dataset: Samples, consumed_samples: int) -> Iterator[Batch]:
-        """This replica's micro-batches, endlessly, after the first `consumed_samples` samples of all replicas."""
+        """An endless iterator over this replica's micro-batches, from global sample `consumed_samples` on."""
         loader = build_loader(
             dataset,
             micro_batch_size=self.micro_batch,
@@ -135,7 +135,7 @@ class Engine:
     def train_step(self, batches: Iterator[Batch], learning_rate: float, iteration: int) -> Tensor:
         """One optimizer step over `accumulation` micro-batches, after `iteration` earlier steps.
 
-        Returns the mean loss over the global batch: a scalar on the device, which is not waited for.
+        Returns the mean loss over the global batch as a scalar on the device, without waiting for it.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -255,7 +255,7 @@ class Engine:
 
 
 def _pipeline_batches(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """(tokens, (labels, loss mask)) as DeepSpeed's pipeline engine takes them."""
+    """(tokens, (labels, loss mask)) as DeepSpeed's pipeline engine expects them."""
     for batch in batches:
         mask = batch.get("loss_mask")
         if mask is None:

@@ -1,4 +1,4 @@
-"""The training log: console and log file, metrics (JSON lines, TensorBoard, Weights & Biases), a line per interval."""
+"""The training log: text on the console and in a file, metrics (JSON lines, TensorBoard, Weights & Biases)."""
 
 import contextlib
 import json
@@ -28,8 +28,8 @@ MAX_CONSECUTIVE_OVERFLOWS = 32
 class Logger:
     """Writes text and metrics of a run, on rank 0 only.
 
-    Text goes to the console and to `LOG_DIR/train.log`. Metrics go to `LOG_DIR/metrics.jsonl`, TensorBoard and Weights
-    & Biases, whichever are configured.
+    Text goes to the console and, if configured, to `LOG_DIR/train.log`. Metrics go to those of `LOG_DIR/metrics.jsonl`,
+    TensorBoard and Weights & Biases that are configured.
     """
 
     def __init__(self, config: Config, layout: Layout):
@@ -119,9 +119,9 @@ class StepLog:
         self._config, self._engine, self._logger = config, engine, logger
         self._flops_per_token = flops_per_token
         self._losses: list[torch.Tensor] = []
-        self._checked = 0  # of these losses
-        self._overflows = 0  # consecutive ones
-        self.seconds = 0.0  # of training since the last line, up to the last pause
+        self._checked = 0  # number of losses already checked
+        self._overflows = 0  # consecutive overflows
+        self.seconds = 0.0  # training time since the last line, up to the last pause
         self._started_at = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ class StepLog:
             self._started_at = time.perf_counter()
 
     def check(self, iteration: int) -> None:
-        """Raise UserError if a loss since the last check, the last one of them being of `iteration`, is not finite."""
+        """Raise UserError if a loss since the last check is not finite. `iteration` is that of the latest loss."""
         losses = self._losses[self._checked :]
         self._checked = len(self._losses)
         if not losses:
@@ -149,7 +149,7 @@ class StepLog:
                 raise non_finite_loss(self._config, f"at iteration {iteration - len(losses) + 1 + index}")
 
     def write(self, state: TrainingState, learning_rate: float) -> None:
-        """Check the losses, then write their mean since the last line and what else describes the training."""
+        """Check the losses, then write their mean since the last line, the learning rate, speed and memory."""
         self.check(state.iteration)
         with self.paused():
             engine, layout, steps = self._engine, self._engine.layout, len(self._losses)
@@ -198,7 +198,7 @@ def non_finite_loss(config: Config, when: str) -> UserError:
     folder = config.checkpoint.save
     return UserError(
         f"the loss is not finite (nan or inf) {when}; training stops without saving. "
-        + (f"The last good checkpoint is in {folder}. " if folder else "")
+        + (f"The last checkpoint is in {folder}. " if folder else "")
         + "Lower the learning rate, clip gradients (gradient_clipping), or use a wider number format"
     )
 

@@ -24,7 +24,7 @@ from megatron.training.validation import ExtrapolationCurves, Validator
 def train(config: Config) -> TrainingState:
     """Train as configured, or only validate if `train-iters` is 0. Returns the state at the end of the run.
 
-    Raises UserError for unusable input, before anything is written.
+    Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before anything is written.
     """
     layout = distributed.initialize(config)
     try:
@@ -49,7 +49,8 @@ class Trainer:
     def __init__(self, config: Config, layout: distributed.Layout, logger: Logger):
         """Build the tokenizer, the datasets and the model, and load the checkpoint.
 
-        Raises UserError for unusable input. What can be checked without the model is checked before it is built.
+        Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, if possible before the
+        model is built.
         """
         if config.schedule.train_iters is None:
             raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
@@ -69,9 +70,9 @@ class Trainer:
         checkpoint = locate_checkpoint(config, layout, vocab_size, logger.info)
         if checkpoint is None and self.last_iteration == 0:
             problem = f"load: {load} contains no checkpoint" if load else "load is not set"
-            raise UserError(f"{problem}; train-iters is 0, which evaluates a trained model")
+            raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
         if save is not None and save != load and has_checkpoint(save):
-            logger.info(f"save: {save} already contains checkpoints of another run; this run adds its own")
+            logger.info(f"save: {save} already contains checkpoints of another run; this run adds to them")
         datasets = self._build_datasets(tokenizer)
         self.curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
 
@@ -133,7 +134,7 @@ class Trainer:
         if training.eval_iters and datasets.valid is None:
             if self.last_iteration == 0:
                 raise UserError("train-iters is 0 and there are no validation documents: check data-path and split")
-            self.logger.info("there are no validation documents (see split and valid-data-paths): no validation")
+            self.logger.info("no validation: there are no validation documents (see split and valid-data-paths)")
         return datasets
 
     def train(self, signals: distributed.DistributedSignalHandler) -> bool:
@@ -166,7 +167,7 @@ class Trainer:
             if self.checkpointer is not None and (_is_due(state.iteration, save_interval) or is_last or exit_reason):
                 with log.paused():
                     log.check(state.iteration)
-                    # Weights without a finite loss must not replace a good checkpoint.
+                    # Weights whose loss is not finite must not replace a good checkpoint.
                     batch = {"tokens": self.probe[:, :-1], "labels": self.probe[:, 1:]}
                     if not math.isfinite(self.engine.validate(iter([batch]), 1)):
                         raise non_finite_loss(self.config, f"after iteration {state.iteration}")

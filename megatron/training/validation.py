@@ -56,8 +56,8 @@ class Validator:
 class ExtrapolationCurves:
     """Measures the validation loss at each of `extrapolation-lengths`, on the same tokens at every length and time.
 
-    The replicas share the text. Nothing random is drawn and no weight is changed, so the losses of the run are the same
-    with and without it. A length that the positional method does not support has no curve.
+    The replicas share the text. It uses no random numbers and changes no weights, so it does not affect training. A
+    length that the positional method does not support has no curve.
     """
 
     def __init__(self, config: Config, layout: Layout, logger: Logger):

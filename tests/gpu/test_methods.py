@@ -80,7 +80,9 @@ def test_training_step_with_activation_checkpointing(method):
         check_training(cuda_model(settings_for(method), checkpoint_every=1), device)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "learned"])  # it ends at the trained length
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if name != "learned"]
+)  # its positions end at the training length
 def test_evaluation(method):
     check_evaluation(method, "bf16")
 

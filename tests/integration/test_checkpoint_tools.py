@@ -109,7 +109,7 @@ def test_import_finetune_and_export(tmp_path, capsys):
 
 
 def test_an_imported_folder_is_evaluated_and_generates(tmp_path):
-    """from-hf, and then the two scripts on the folder that it wrote, with the tokenizer that came along."""
+    """from-hf with the tokenizer, then evaluate.py and generate.py on the result."""
     tokenizer = train_bpe(KINDS.values(), 400)
     sizes = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -141,7 +141,7 @@ def test_an_imported_folder_is_evaluated_and_generates(tmp_path):
     ]
 
 
-def test_an_error_leaves_nothing(tmp_path):
+def test_an_error_leaves_no_files(tmp_path):
     write_checkpoint(tmp_path / "ours", "alibi", "nowhere", tokenizer_type="GPT2BPETokenizer")
     with pytest.raises(UserError, match=r"needs vocab-file.*--no-tokenizer"):
         convert.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf")])
@@ -172,12 +172,12 @@ def test_a_released_archive(tmp_path, capsys):
     for length, p, a in zip(kernels["effective_length"], kernels["bias_p"], kernels["bias_a"], strict=True):
         bias = [-p * torch.tensor(1 + a * distance).log() for distance in (length - 1, length)]
         assert length == 20480 or (bias[0] >= -2 > bias[1])
-    # Its vocabulary of 128 is less than that of the tokenizer which its configuration names.
+    # The model has 128 embeddings, fewer than the tokens of the tokenizer in its configuration.
     assert "left_out" in report["sample"]
 
 
 def test_the_loss_on_a_sample(tmp_path, capsys):
-    """A checkpoint whose tokenizer is at hand: the loss is that of the text's tokens, by the definition."""
+    """If the tokenizer is available, the loss is the mean cross-entropy of the text's tokens."""
     model = write_checkpoint(tmp_path / "ours", "alibi", "nowhere")
     (tmp_path / "sample.txt").write_text(PYTHON[:300])
     archive = tmp_path / "ours.tar.gz"
@@ -204,7 +204,7 @@ def test_the_loss_on_a_sample(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("harm", ["not finite", "other size", "exploit"])
-def test_a_rejected_archive_leaves_nothing(harm, tmp_path, monkeypatch):
+def test_a_rejected_archive_leaves_no_files(harm, tmp_path, monkeypatch):
     shutil.copytree(checkpoints("alibi"), tmp_path / "source")
     step = tmp_path / "source" / "global_step300"
     path = step / "layer_03-model_00-model_states.pt"
@@ -285,7 +285,7 @@ def test_a_lost_manifest_is_reported_and_accepted(ours, tmp_path, capsys):
     status, report = run_inspect(capsys, tmp_path / "copy")
     assert status == 1
     assert "manifest.json: no such file" in report["manifest"]
-    # Of a run that saves neither optimizer nor random states, too.
+    # Also for a run that saves neither optimizer nor random states.
     for file in [*step.glob("optimizer_*"), *step.glob("random_*")]:
         file.unlink()
     assert run_inspect(capsys, tmp_path / "copy")[0] == 1

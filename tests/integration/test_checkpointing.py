@@ -147,7 +147,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(async_save, tmp_path, data_path):
 
 
 def test_logits_are_compared_with_the_checkpoint(tmp_path, data_path):
-    """An exchanged weight file has the right sizes but gives other logits."""
+    """A weight file of another checkpoint has the right sizes but gives different logits."""
     keys = {"checkpoint_validation_with_forward_pass": True, "eval_iters": 0}
     trained(tmp_path, data_path, **keys)
     step = tmp_path / "checkpoints/global_step6"
@@ -191,7 +191,7 @@ def test_files_of_an_interrupted_save_are_removed(tmp_path, data_path):
         (folder / name).mkdir(parents=True)
         (folder / name / "file.pt").write_text("half")
     trained(tmp_path, data_path, train_iters=3)
-    # The checkpoint that was to be replaced is restored.
+    # The checkpoint that was being replaced is restored.
     assert sorted(path.name for path in folder.iterdir()) == ["global_step2", "global_step3", "latest"]
 
 

@@ -1,4 +1,4 @@
-"""evaluate.py in processes of its own: through deepy.py and on two ranks."""
+"""evaluate.py in separate processes: through deepy.py and on two ranks."""
 
 import contextlib
 import io

@@ -144,7 +144,7 @@ def test_slurm(tmp_path):
     ("code", "status"),
     [
         ("sys.exit(7)", 7),
-        ("sys.exit(256 - 9)", 128 + 9),  # how DeepSpeed's launcher reports a process that SIGKILL ended
+        ("sys.exit(256 - 9)", 128 + 9),  # how DeepSpeed's launcher reports a process killed by SIGKILL
         ("os.kill(os.getpid(), 9)", 128 + 9),
     ],
 )

@@ -11,7 +11,7 @@ from tests.support.runs import metrics, start, training_settings
 
 
 def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
-    """As when Slurm is about to end a job."""
+    """Slurm sends SIGTERM before it ends a job."""
     keys = {"save_interval": None, "eval_iters": 0}
     process = start(tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, num_gpus=2, **keys))
     lines = []
@@ -27,7 +27,7 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
     (iteration,) = saved_iterations(tmp_path / "checkpoints")
     assert 5 <= iteration < 100_000
 
-    # The losses of one rank.
+    # The losses are those of one rank.
     train(Config.from_flat(training_settings(tmp_path / "one", data_path, train_iters=5, load=None, save=None, **keys)))
     losses = metrics(tmp_path)
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)

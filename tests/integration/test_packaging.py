@@ -1,4 +1,4 @@
-"""What no other test builds: the package's metadata and the image agree with the files they name."""
+"""Package metadata and Dockerfile, which no test builds: the files that they name exist."""
 
 import re
 from pathlib import Path
@@ -13,9 +13,9 @@ IMAGE = (ROOT / "Dockerfile").read_text()
 
 
 def test_requirements_of_the_package():
-    """Read as a build reads them; setuptools takes no file that includes another."""
+    """Parsed by setuptools, which rejects requirement files that include others."""
     package = apply_configuration(Distribution(), ROOT / "pyproject.toml")
-    assert {"torch", "deepspeed", "megatron-core"} <= {Requirement(one).name for one in package.install_requires}
+    assert {"torch", "deepspeed", "megatron-core"} <= {Requirement(line).name for line in package.install_requires}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name)
@@ -27,18 +27,18 @@ def test_requirement_files(path):
             assert Requirement(line).specifier
 
 
-def test_the_image_has_what_it_names():
+def test_files_in_the_dockerfile_exist_and_are_not_ignored():
     ignored = (ROOT / ".dockerignore").read_text().split()
     copied = re.findall(r"^COPY (\S+) ", IMAGE, flags=re.MULTILINE)
     assert copied == ["requirements", "."]
     assert all((ROOT / name).exists() and name not in ignored for name in copied)
     assert [name for name in re.findall(r"requirements/\S+", IMAGE) if not (ROOT / name).is_file()] == []
-    # What belongs to the image lies in none of the folders that are kept out of it.
+    # No folder that the image needs is ignored.
     assert not {"requirements", "megatron", "configs", "tools", "tests", "docs", "benchmarks"} & set(ignored)
 
 
 def test_one_version_of_torch():
     versions = set(re.findall(r"torch==([\d.]+)", IMAGE + (ROOT / "Makefile").read_text()))
     assert len(versions) == 1
-    (line,) = [one for one in (ROOT / "requirements/core.txt").read_text().splitlines() if one.startswith("torch")]
+    (line,) = [line for line in (ROOT / "requirements/core.txt").read_text().splitlines() if line.startswith("torch")]
     assert versions.pop() in Requirement(line).specifier

@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "pipeline": {"num_gpus": 2, "pipe_parallel_size": 2, "gradient_accumulation_steps": 2},
     "tensor": {"num_gpus": 2, "model_parallel_size": 2},
 }
-# Every layout is saved once and resumed once, in a layout of another kind.
+# Every layout is saved once and resumed once, in a layout with another kind of parallelism.
 RESUMED_IN = [
     ("one", "tensor"),
     ("tensor", "pipeline"),
@@ -177,7 +177,7 @@ def test_gradients_of_the_fused_kernels_with_tensor_parallelism(pos_emb, options
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline", "zero-3"])
 def test_chunked_loss_on_two_ranks(layout, ranks, trained, data_path, tmp_path):
-    """The loss in chunks, in every layout with its own way to the weight of the output layer."""
+    """The chunked loss, in every layout that accesses the output weights in a different way."""
     keys = {"padded_vocab_size": VOCABULARY, "save": None, "load": None, "no_weight_tying": layout != "pipeline"}
     trained(tmp_path / "one", "one", **keys)
     constants = {

@@ -1,4 +1,4 @@
-"""The README's commands: those marked in it are run as they stand; the configuration files of all others load."""
+"""The commands in the README: marked ones are run unchanged; for the others, the configuration files are loaded."""
 
 import os
 import re
@@ -16,7 +16,7 @@ BLOCK = re.compile(r"(<!-- these commands are run.*?-->\n)?```bash\n(.*?)```", r
 
 
 def commands(run: bool) -> list[str]:
-    """The lines of the README's shell blocks: of those that are run here, or of the others."""
+    """The lines of the README's marked shell blocks if `run`, otherwise of the other blocks."""
     blocks = BLOCK.findall((ROOT / "README.md").read_text())
     return [line for marked, text in blocks if bool(marked) == run for line in text.strip().splitlines()]
 
@@ -66,7 +66,7 @@ def test_configurations_of_the_other_commands_load():
     assert all(f"\n{target}:" in makefile for target in targets)
 
 
-def test_links_lead_somewhere():
+def test_relative_links_exist():
     for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"

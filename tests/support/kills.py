@@ -1,4 +1,5 @@
-"""Training runs that are killed with SIGKILL. Each one is a fork of this script, so that imports are paid for once.
+"""Training runs that are killed with SIGKILL. Each one is a fork of this script, so that modules are imported only
+once.
 
     python tests/support/kills.py FOLDER KILLS SEED
 

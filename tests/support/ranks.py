@@ -1,6 +1,6 @@
-"""Rank processes that train one configuration after another, so that imports are paid for once.
+"""Rank processes that train one configuration after another, so that modules are imported only once.
 
-As a script, this is one rank: it reads lines {"config": ..., "port": ..., "constants": ...} and answers each with a
+As a script, this is one rank: it reads lines {"config": ..., "port": ..., "constants": ...} and answers each with one
 line.
 """
 

@@ -48,7 +48,7 @@ class FakeProcess:
 
 
 def fake_start_process(command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> FakeProcess:
-    """In place of `megatron.sweep.runner.start_process`: write the files of a training or an evaluation.
+    """Replaces `megatron.sweep.runner.start_process`: writes the files of a training or an evaluation.
 
     By seed: the training of 13 fails, the first training of 17 fails half-way, the evaluation of 19 fails.
     """

@@ -1,9 +1,9 @@
 """The chunked backend: attention by chunks of queries in plain PyTorch operations, with exact gradients of the tables.
 
 The scores of a chunk are computed, used and discarded, and computed again in the backward pass: memory is O(chunk * t).
-Keys after a chunk's last query are skipped, which saves the causal half. On a CPU the scores of a few heads stay in the
-cache, so attention with a table is about as fast as PyTorch's own kernel without one. Sums are in a fixed order: a
-second run gives the same bits.
+Keys after a chunk's last query are skipped, which halves the work of causal attention. On a CPU the scores of a few
+heads stay in the cache, so attention with a table is about as fast as PyTorch's own kernel without one. Sums are in a
+fixed order, so repeated runs give bitwise identical results.
 
 Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: g heads, c queries, l keys.
 """
@@ -97,7 +97,7 @@ class _ChunkScores:
         if weight is not None and avoids_denormals:
             size = weight.abs()
             weight = weight.masked_fill(size < MIN_WEIGHT * size.amax(dim=1, keepdim=True), 0.0)
-        # Heads whose biases alone make such probabilities.
+        # Heads whose biases alone cause such probabilities.
         self.steep_heads: list[bool] = []
         if bias is not None and avoids_denormals:
             visible = bias[:, : plan.max_kv_len]

@@ -1,8 +1,8 @@
 """Hugging Face folders: writing a model as one, and reading one as a checkpoint of this project.
 
-Rotary models are written as a GPTNeoXForCausalLM, which transformers contains. Other models are written with their
-code: modeling files, and the sources of the positional method. GPT-NeoX, Pythia and all models written here can be
-read.
+Rotary models are written as a GPTNeoXForCausalLM, which is part of transformers. Other models are written with their
+code: modeling files, and the sources of the positional method. GPT-NeoX, Pythia and all models written by this module
+can be read.
 """
 
 import os
@@ -174,7 +174,7 @@ def from_hugging_face(
 
 
 def load_written(folder: Path, stock: bool) -> Any:
-    """The model in a folder that was written here, float32, in evaluation mode."""
+    """The model in a folder that `to_hugging_face` wrote, float32, in evaluation mode."""
     transformers = import_transformers()
     if stock:
         return transformers.GPTNeoXForCausalLM.from_pretrained(folder).float().eval()

@@ -91,7 +91,7 @@ def stock_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
 
 
 def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
-    """config.json of a model whose code is in its folder."""
+    """config.json of a self-contained model."""
     return {
         "architectures": ["KerpleForCausalLM"],
         "auto_map": {
@@ -119,7 +119,7 @@ def _common_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
 
 
 def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Our configuration keys from the config.json of GPT-NeoX, Pythia or a model written here.
+    """Our configuration keys from the config.json of GPT-NeoX, Pythia or a self-contained model.
 
     Raises CheckpointError, naming `source`, for other kinds of models and for settings this project does not support.
     """

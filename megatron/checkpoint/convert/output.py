@@ -106,7 +106,7 @@ def check_same_logits(
     listed = " and ".join(map(str, lengths))
     if not difference <= TOLERANCE:  # also true for NaN
         raise CheckpointError(
-            f"{name}: nothing was written, because the converted model is not the same: its logits differ by "
+            f"{name}: nothing was written, because the converted model's logits differ by "
             f"{difference:.2e} at length {listed}; more than {TOLERANCE:g} is not rounding"
         )
     report(f"{name}: logits compared at length {listed}, largest difference {difference:.1e}")
@@ -123,7 +123,10 @@ def check_same_rotary_logits(
     check_same_logits(with_float32_angles(ours), theirs, vocabulary, config, name, report)
     longest = compared_lengths(config)[-1]
     rounding = largest_difference(ours, theirs, vocabulary, (longest,))
-    report(f"{name}: transformers' angles are float32, not float64; effect on the logits {rounding:.1e} at {longest}")
+    report(
+        f"{name}: transformers computes angles in float32, not float64; this changes the logits by {rounding:.1e} "
+        f"at {longest}"
+    )
 
 
 def compared_lengths(config: Config) -> tuple[int, ...]:

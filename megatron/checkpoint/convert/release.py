@@ -20,7 +20,8 @@ from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 
-# Positional methods of the release's code, by its names. The registry cannot replace this list, because it has more.
+# Positional methods of the release's code, by its names. This list cannot be derived from the registry, which contains
+# more methods.
 METHODS = (
     "none",
     "learned",
@@ -62,7 +63,7 @@ PARTITION_DIM = {
 # Order of tensors in the release's files, by prefix.
 TENSOR_ORDER = ("input_layernorm", "attention.query_key_value", "attention.", "post_attention_layernorm", "mlp.")
 
-# Configuration keys that the release knows, besides those of OPTION_KEYS.
+# Configuration keys that the release supports, besides those of OPTION_KEYS.
 CONFIG_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
     *("norm", "layernorm_epsilon", "rms_norm_epsilon", "no_weight_tying", "gpt_j_residual"),
@@ -87,7 +88,8 @@ def to_release(
     """Write `model` to the new folder `output` in the release's layout, without an optimizer.
 
     Raises CheckpointError, and writes nothing, for a method or option that the release does not support, a
-    tensor-parallel size that does not divide the heads and the vocabulary, or if the written model gives other logits.
+    tensor-parallel size that does not divide the heads and the vocabulary, or if the written model gives different
+    logits.
     """
     settings = model.settings
     config_values = release_config(config, settings, tensor_parallel)

@@ -1,7 +1,7 @@
 """Python files of a self-contained model: its modeling files, and the sources of its positional method.
 
-The sources are those this process runs. Only imports within `kerple.positional` change: they become relative imports of
-`positional_NAME.py` files in the same folder. So every formula has one implementation.
+The sources are those of the modules loaded in this process. Only imports within `kerple.positional` change: they become
+relative imports of `positional_NAME.py` files in the same folder. So every formula has one implementation.
 """
 
 import ast

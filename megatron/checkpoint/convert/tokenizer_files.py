@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders: writing them, and reading them."""
+"""Writing and reading the tokenizers of Hugging Face folders."""
 
 import shutil
 from pathlib import Path

@@ -44,7 +44,7 @@ FINAL_NORM_NAMES = {
 # Layer L+4.
 OUTPUT_NAMES = {"final_linear.weight": "embed_out.weight"}
 
-# Parameters of the positional method, which only the self-contained model has. A shared method is stored once.
+# Parameters of the positional method, which only self-contained models have. A shared method is stored once.
 POSITIONAL_TARGET = "gpt_neox.positional.{method}."
 
 # Other names of the same tensors in some files, and tensors that are computed.

@@ -30,7 +30,7 @@ from megatron.evaluation.text import Text
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 
-# Scores are computed for this many queries at a time, and for at most this many pairs if that leaves enough queries.
+# Scores are computed for MAX_QUERIES queries at a time; fewer, but at least MIN_QUERIES, if that exceeds MAX_SCORES.
 MIN_QUERIES, MAX_QUERIES = 16, 256
 MAX_SCORES = 4 * 1024 * 1024
 
@@ -112,14 +112,14 @@ def plan_resolution(
 
 
 class ScoreRecorder:
-    """Stands in for the attention of one layer and sums its final scores by distance."""
+    """Replaces the attention of one layer, and sums its final scores by distance."""
 
     def __init__(self, attention: Attention):
         self._attention = attention
         self.reset()
 
     def reset(self) -> None:
-        """Drop the sums, before another batch."""
+        """Discard the sums, before another batch."""
         self._sums = torch.empty(0)
         self._counts = torch.empty(0)
 

@@ -1,4 +1,4 @@
-"""A simulated CUDA device: what a GPU would be asked to do, without a GPU.
+"""A simulated CUDA device: records what a GPU would execute, without a GPU.
 
 Tensors on `cuda` are tracked by PyTorch's FakeTensorMode (shape, dtype, device, no data); tensors on the CPU are real.
 `guard.cpp` registers the device, so it must be loaded before torch: run tests with the environment of
@@ -245,7 +245,7 @@ class SimulatedCuda(TorchDispatchMode):
 
 
 def _handle_class(device: SimulatedCuda) -> type:
-    """A class for torch.cuda's devices, streams and events: it does nothing but record what waits."""
+    """A class for torch.cuda's devices, streams and events: it only records operations that wait."""
 
     class Handle:
         def __init__(self, *arguments: Any, **options: Any):

@@ -1,1 +1,1 @@
-"""The fused backend: `launch` prepares and launches the Triton kernels of `kernels`, which it imports on first use."""
+"""The fused backend: `launch` prepares and launches the Triton kernels in `kernels`, and imports them on first use."""

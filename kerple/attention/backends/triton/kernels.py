@@ -13,8 +13,8 @@ to complete tiles; lse is inf in the padding, so that its probabilities are 0.
 
 The gradients of tables are sums of the scores' gradient along diagonals, without atomics. Square tiles at the same
 block distance k (query tile m and the key tile k tiles before it) have the same distances in the same places. So a
-program owns a block distance, adds complete tiles in registers, and writes one tile. A second kernel sums these tiles
-along their diagonals. Both orders are fixed.
+program handles one block distance, adds complete tiles in registers, and writes one tile. A second kernel sums these
+tiles along their diagonals. Both orders are fixed.
 
 Legend: b batch, h heads, s query length, t key length, d head size (SIZE; BLOCK_D is the next power of two), q tiles of
 queries, p jacobian directions, or parts of the tiles at a block distance; k block distances.
@@ -50,7 +50,7 @@ def store_rows(base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.con
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
 
 
-# Triton decides when a kernel is defined whether it is compiled or interpreted. The interpreter has no inline assembly.
+# Triton decides at a kernel's definition whether to compile or interpret it. The interpreter has no inline assembly.
 INTERPRETED = not isinstance(store_rows, triton.JITFunction)
 COMPILED = tl.constexpr(not INTERPRETED)
 

@@ -1,4 +1,4 @@
-"""The fused backend: attention in Triton kernels. Scores and probabilities are never in memory, which is O(length).
+"""The fused backend: attention in Triton kernels. Scores and probabilities are never stored, so memory is O(length).
 
 The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691), with bias and weight over distance:
 
@@ -12,10 +12,12 @@ The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691),
   KERPLE's kernels do, their gradients are sums over pairs of the scores' gradient times the table's derivative, which
   is a table as well (`TableJacobian`). The kernel for the query's gradient adds them up without more matrix products.
 - **Gradients of any table.** A sum along diagonals is awkward within a tile, but all tiles at the same block distance
-  have the same distances in the same places. A separate kernel owns block distances, recomputes scores and their
-  gradient (two matrix products in addition to the seven of the backward pass), and adds complete tiles in registers.
-  Only the result is summed along diagonals. T5's buckets need it only for distances before the last bucket.
-- **Deterministic.** Every sum has one owner and one order. Tile sizes depend only on dtype, head size and the presence
+  have the same distances in the same places. In a separate kernel, each program handles one block distance, recomputes
+  scores and their gradient (two matrix products in addition to the seven of the backward pass), and adds complete tiles
+  in registers. Only the result is summed along diagonals. T5's buckets need it only for distances before the last
+  bucket.
+- **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only on dtype, head size
+and the presence
   of a weight, never on timing.
 
 The gradient through the softmax uses the rounded result for each row's sum, as FlashAttention does. So in half
@@ -75,7 +77,7 @@ class Tiles:
 
 
 def tiles_for(dtype: torch.dtype, head_size: int, *, weight: bool) -> Tiles:
-    """Tile sizes. They depend on nothing else, so that the order of sums does not change."""
+    """Tile sizes. They depend on nothing else, so that the order of sums is fixed."""
     if dtype == torch.float32:
         square = Tile(32, 32, 4 if head_size <= 64 else 8, 1)
         return Tiles(Tile(64, 32, 8, 1) if head_size <= 64 else square, square, square, square)

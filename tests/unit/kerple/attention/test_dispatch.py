@@ -54,7 +54,7 @@ def test_the_choice_is_described(fused_available):
     plain = Attention("auto", build("rotary", SHAPE))
     biased = Attention("auto", build("kerple_log", SHAPE))
     assert plain.choice("cpu") == (
-        "sdpa, and chunked for windows and for fewer queries than keys (auto: the fastest of each)"
+        "sdpa, and chunked for windows and for fewer queries than keys (auto: fastest for each)"
     )
     assert plain.choice("cuda").startswith("sdpa, and fused for windows")
     assert biased.choice("cuda").startswith("fused (auto")
@@ -91,7 +91,7 @@ def test_a_configured_backend_runs(calls, backend):
 def test_unknown_backends_are_rejected():
     assert backend_names() == ("auto", "reference", "sdpa", "chunked", "flex", "fused")
     with pytest.raises(
-        ValueError, match="attention-backend 'flash' is not known; choose one of auto, reference, sdpa, chunked"
+        ValueError, match="attention-backend 'flash' is unknown; choose one of auto, reference, sdpa, chunked"
     ):
         Attention("flash")
 

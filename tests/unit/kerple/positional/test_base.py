@@ -1,4 +1,4 @@
-"""What holds for all positional methods: hooks and options, table derivatives, far positions."""
+"""Properties of all positional methods: hooks and options, table derivatives, far positions."""
 
 import copy
 

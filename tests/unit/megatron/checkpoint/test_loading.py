@@ -37,7 +37,7 @@ def replace_file(trained_run, tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_malicious_file_is_refused_by_name(name, replace_file, resume, tmp_path):
+def test_a_malicious_file_is_rejected_by_name(name, replace_file, resume, tmp_path):
     replace_file(name, lambda content: {**content, "extra": Exploit(tmp_path / "written")})
     with pytest.raises(CheckpointError, match=rf"{name}: refused.*exec"):
         resume()
@@ -97,7 +97,7 @@ def test_a_checkpoint_without_a_configuration_is_compared_by_size_only(trained_r
 
 def test_another_model_of_the_same_sizes(trained_run, resume, tmp_path):
     shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match="another model: gpt_j_residual False in the checkpoint, True here"):
+    with pytest.raises(CheckpointError, match="different model: gpt_j_residual False in the checkpoint, True here"):
         resume(gpt_j_residual=True)
     finetune = {"finetune": True, "checkpoint_validation_with_forward_pass": False, "save": None}
     assert resume(gpt_j_residual=True, train_iters=1, **finetune).iteration == 1

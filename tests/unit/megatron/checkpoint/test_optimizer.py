@@ -77,7 +77,7 @@ def test_a_missing_fragment_is_named(tmp_path):
         [1],
     ],
 )
-def test_malformed_entries_are_refused(entry, tmp_path):
+def test_malformed_entries_are_rejected(entry, tmp_path):
     write(tmp_path, 0, 0, w=entry)
     with pytest.raises(CheckpointError, match=r"optimizer_rank_00000\.pt: is not an optimizer file"):
         SavedOptimizer(tmp_path)
@@ -119,7 +119,7 @@ def test_the_releases_state_is_found_by_name(method):
         (lambda state: None, "has no optimizer state"),
         (lambda state: {"fp32_flat": 1}, "not that of torch's Adam"),
         (lambda state: {**state, "param_groups": state["param_groups"] * 2}, "several parameter groups"),
-        (lambda state: {**state, "param_groups": [{"params": [0, 1]}]}, "has 2 parameters, the layer files have"),
+        (lambda state: {**state, "param_groups": [{"params": [0, 1]}]}, "has 2 parameters, but the layer files have"),
         (lambda state: {**state, "state": {}}, "its parameter 0 does not have the shape of 0.word_embeddings.weight"),
     ],
 )

@@ -31,7 +31,7 @@ def draw():
 
 
 def test_random_states_continue_after_a_file(tmp_path):
-    random.gauss(0, 1)  # leaves the second number of a pair
+    random.gauss(0, 1)  # the generator keeps the second number of the pair for the next call
     torch.save(capture_random_state(), tmp_path / "random.pt")
     expected = draw()
     assert draw() != expected

@@ -30,7 +30,7 @@ def test_the_exploit_works_without_protection(tmp_path):
 
 @pytest.mark.parametrize("form", ["zip", "pickle"])
 @pytest.mark.parametrize("read", READERS)
-def test_exploits_are_refused(form, read, tmp_path):
+def test_exploits_are_rejected(form, read, tmp_path):
     path, target = tmp_path / "file.pt", tmp_path / "written"
     if form == "zip":
         torch.save({"w": torch.ones(3), "x": Exploit(target)}, path)
@@ -45,7 +45,7 @@ def test_exploits_are_refused(form, read, tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"text", b"PK\x03\x04 cut short", pickle.dumps({"x": Exploit("nowhere")}), pickle.dumps({})[:-1]]
 )
-def test_no_message_advises_to_execute_the_file(read, content, tmp_path):
+def test_no_message_recommends_executing_the_file(read, content, tmp_path):
     (tmp_path / "file.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"file\.pt: (refused|cannot be read)") as caught:
         read(tmp_path / "file.pt")

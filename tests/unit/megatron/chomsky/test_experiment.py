@@ -80,5 +80,5 @@ def test_stored_results(tmp_path):
     with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):
         read_chomsky_results(path, ExperimentSettings(**{**vars(TINY), "steps": 7}))
     path.write_text("[]")
-    with pytest.raises(UserError, match="does not contain results"):
+    with pytest.raises(UserError, match="does not contain valid results"):
         read_chomsky_results(path, TINY)

@@ -28,7 +28,7 @@ def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
     words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "dape_kerple", "--seeds", "0")
     main(arguments(tmp_path, *words))
     printed = capsys.readouterr().out
-    assert "4 experiments on cpu, 0 of them finished earlier" in printed
+    assert "4 experiments on cpu, 0 of them already finished" in printed
     assert "[4/4] binary_addition, dape_kerple, seed 0: loss " in printed
     stored = json.loads((tmp_path / "chomsky.json").read_text())
     assert [(result["task"], result["pos_emb"], result["seed"]) for result in stored["results"]] == [
@@ -39,7 +39,7 @@ def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
     assert not list((tmp_path / "unfinished").iterdir())
 
     main(arguments(tmp_path, *words))
-    assert "4 of them finished earlier" in capsys.readouterr().out
+    assert "4 of them already finished" in capsys.readouterr().out
     assert json.loads((tmp_path / "chomsky.json").read_text()) == stored
 
     with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):

@@ -59,7 +59,7 @@ def test_tasks_of_the_configuration(checkpoints, task_folder, tmp_path, capsys):
     printed = capsys.readouterr().out
     # The longest choice and its question without the last token exceed the training length, and are not truncated.
     longest = LONG + len(" longer one") - 1
-    assert f"loglikelihood: 18 requests of up to {longest} tokens; max_length {longest}: none is cut" in printed
+    assert f"loglikelihood: 18 requests of up to {longest} tokens; max_length {longest}: all fit" in printed
     assert f"generate_until: 6 requests of up to {LONG + 12} tokens" in printed
     stored = results_in(output)
     assert (stored["limit"], stored["tasks"]) == (6, list(TASKS))
@@ -154,13 +154,13 @@ def test_texts_beyond_a_position_table_are_rejected(task, checkpoints, task_fold
     ("words", "message"),
     [
         (["--num-fewshot", "3"], "--num-fewshot requires tasks; add --eval-tasks"),
-        (["--eval-tasks", "pages", "--lengths", "64"], "--lengths: not available with tasks"),
-        (["--eval-tasks", "pages", "--modes", "window@8"], "--modes: not available with tasks"),
+        (["--eval-tasks", "pages", "--lengths", "64"], "--lengths: cannot be combined with tasks"),
+        (["--eval-tasks", "pages", "--modes", "window@8"], "--modes: cannot be combined with tasks"),
         (
             ["--eval-tasks", "pages", "--protocol", "last-k@8", "--document-aware"],
-            "--protocol, --document-aware: not available",
+            "--protocol, --document-aware: cannot be combined",
         ),
-        (["--eval-tasks", "pages", "--label", "a", "--replace"], "--replace, --label: not available with tasks"),
+        (["--eval-tasks", "pages", "--label", "a", "--replace"], "--replace, --label: cannot be combined with tasks"),
         (["--eval-tasks", "pages", "--limit", "2.5"], "--limit must be a number of documents, or a fraction below 1"),
         (["--eval-tasks", "pages", "--max-length", "0"], "--max-length must be at least 1, not 0"),
         (["--eval-tasks", "pages", "--include-path", "nowhere"], "--include-path nowhere: not a folder"),

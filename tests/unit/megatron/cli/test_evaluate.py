@@ -117,7 +117,7 @@ def test_default_lengths(configuration, checkpoints, capsys):
     main([configuration()])
     output = capsys.readouterr().out
     folder = checkpoints["kerple_log"][0] / "evaluation"
-    assert f"the report is written to {folder}" in output
+    assert f"writing the report to {folder}" in output
     assert "lengths: 32 64 128 256 512" in output
     rows = rows_in(folder)
     assert [row["length"] for row in rows] == [32, 64, 128, 256, 512]
@@ -154,17 +154,17 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration, preci
     ("keys", "words", "message"),
     [
         ({"load": None}, [], 'no checkpoint to load: give --checkpoint DIR, or "load" or "save"'),
-        ({"load": "empty", "save": "unmade"}, [], "empty and unmade: no checkpoint yet"),
+        ({"load": "empty", "save": "unmade"}, [], "empty and unmade: contains no checkpoint"),
         ({}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
         ({}, ["--iteration", "5"], "no checkpoint of iteration 5; available: 4"),
         ({}, ["--lengths", "100000"], "is too short for a segment of 100,000"),
         ({}, ["--lengths", "64", "--tokens", "63"], "a budget of 63 tokens is shorter than a segment of 64"),
-        ({}, ["--modes", "full", "sliding"], "'sliding' is not known"),
+        ({}, ["--modes", "full", "sliding"], "'sliding' is unknown"),
         ({}, ["--modes", "blockwise@33"], "33 is odd"),
         (
             {"eval_tasks": ["lambada_openai"]},
             ["--lengths", "32"],
-            "eval_tasks: --lengths: not available with tasks",
+            "eval_tasks: --lengths: cannot be combined with tasks",
         ),
         (
             {},
@@ -301,7 +301,7 @@ def test_by_document(tmp_path, configuration, checkpoints, data, capsys):
     assert rows[3]["loss"] == pytest.approx(losses[:, -16:].mean().item(), abs=1e-5)
     assert "joined" not in capsys.readouterr().out
     main([*words, "--lengths", "256", "--output", str(tmp_path / "long")])
-    assert "0 rows of 256 tokens are from one document each, 15 are" in capsys.readouterr().out
+    assert "0 rows of 256 tokens come from one document each, 15 are" in capsys.readouterr().out
     with pytest.raises(UserError, match="--document-aware: protocol sliding@256 reads one stream"):
         main([*words, "sliding", "--lengths", "256", "--output", str(tmp_path / "no")])
 
@@ -356,8 +356,8 @@ def test_options_are_checked_without_a_checkpoint():
     for words, message in (
         (["--lengths", "x"], "sweep.yml: evaluation: argument --lengths: must be a positive integer"),
         (["--depth", "3"], "sweep.yml: evaluation: evaluate.py has no option depth"),
-        (["--modes", "sliding"], "'sliding' is not known"),
-        (["--protocol", "windows"], "'windows' is not known"),
+        (["--modes", "sliding"], "'sliding' is unknown"),
+        (["--protocol", "windows"], "'windows' is unknown"),
     ):
         with pytest.raises(UserError, match=message):
             check_options(words, "sweep.yml: evaluation")

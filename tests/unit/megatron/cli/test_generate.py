@@ -65,7 +65,7 @@ def test_prompts_from_a_file(tmp_path, configuration, trained, capsys):
         assert record["finished"] or record["length"] == 48  # beyond the training length of 32
         assert record["message"] is None
         assert record["duration_seconds"] > 0
-    assert "3 texts in" in capsys.readouterr().out
+    assert "wrote 3 texts to" in capsys.readouterr().out
 
 
 def test_unconditional_samples(tmp_path, configuration, trained):
@@ -190,7 +190,7 @@ def test_bad_prompt_files(tmp_path, content, message):
     [
         ({}, [], "text_gen_type is not set"),
         ({"text_gen_type": "input-file"}, [], "sample_input_file"),
-        ({"text_gen_type": "unconditional"}, ["-o", "nowhere/out.jsonl"], "there is no folder nowhere"),
+        ({"text_gen_type": "unconditional"}, ["-o", "nowhere/out.jsonl"], "folder nowhere does not exist"),
         ({"text_gen_type": "unconditional"}, ["--iteration", "9"], "no checkpoint of iteration 9; available: 4"),
         ({"text_gen_type": "unconditional"}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
         ({"text_gen_type": "unconditional", "hidden_size": 64}, [], "hidden_size 32 in the checkpoint, 64 here"),

@@ -60,7 +60,7 @@ def test_the_folder_with_a_checkpoint(run, tmp_path):
     assert checkpoint_folders(configured(load=str(tmp_path), save=str(run)), options) == [run]
     with pytest.raises(UserError, match="give --checkpoint DIR"):
         checkpoint_folders(configured(), options)
-    with pytest.raises(UserError, match="no checkpoint yet"):
+    with pytest.raises(UserError, match="contains no checkpoint"):
         checkpoint_folders(configured(save=str(tmp_path)), options)
 
 
@@ -85,7 +85,7 @@ def test_devices():
         choose_device("abacus")
 
 
-def test_only_the_first_process_works(monkeypatch, capsys):
+def test_only_rank_0_does_the_work(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert not first_process()
     monkeypatch.setenv("RANK", "0")

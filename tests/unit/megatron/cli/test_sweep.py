@@ -28,7 +28,7 @@ def test_errors_before_anything_is_started(sweep, monkeypatch):
     with pytest.raises(UserError, match=r"nowhere\.idx does not exist"):
         sweep(set={"data-path": "nowhere"})
     monkeypatch.setattr(command, "_visible_gpus", lambda: ["0", "1"])
-    with pytest.raises(UserError, match=r"run kerple_log/7 requires 4 GPUs .*there are 2"):
+    with pytest.raises(UserError, match=r"run kerple_log/7 requires 4 GPUs .*only 2 are available"):
         sweep(set={"num-gpus": 4, "train-batch-size": 8, "train_micro_batch_size_per_gpu": 2})
     with pytest.raises(UserError, match="--jobs is for CPUs"):
         sweep("--jobs", "2")
@@ -36,5 +36,8 @@ def test_errors_before_anything_is_started(sweep, monkeypatch):
 
 
 def test_only_one_sweep_runs_in_a_folder(sweep):
-    with Lock(sweep.folder / "out" / ".lock", "busy"), pytest.raises(UserError, match="another sweep is running there"):
+    with (
+        Lock(sweep.folder / "out" / ".lock", "busy"),
+        pytest.raises(UserError, match="another sweep is using this folder"),
+    ):
         sweep()

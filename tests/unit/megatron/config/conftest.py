@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture
 def flat() -> dict:
-    """The fewest keys that make a configuration, and a batch size."""
+    """A minimal configuration, with a batch size."""
     return {
         "num-layers": 2,
         "hidden-size": 32,

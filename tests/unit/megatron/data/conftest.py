@@ -19,7 +19,7 @@ VOCABULARY = 1000
 
 @pytest.fixture(scope="module", autouse=True)
 def no_fsync():
-    """Skip fsync, which is slow on a busy disk. No unit test depends on what survives a power failure."""
+    """Skip fsync, which is slow on a busy disk. No unit test simulates a power failure."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield

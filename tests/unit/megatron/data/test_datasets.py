@@ -193,10 +193,7 @@ def test_loss_mask_at_the_end_of_documents(corpus):
 # --- invalid data
 
 
-# --- data that cannot serve
-
-
-def test_no_such_data(tmp_path, settings):
+def test_missing_data(tmp_path, settings):
     with pytest.raises(UserError, match=r"no data at .*absent: .*absent.bin and .*absent.idx missing; build it with"):
         datasets_from_split(str(tmp_path / "absent"), "1", LENGTHS, ONE_EPOCH, settings)
 
@@ -251,9 +248,6 @@ def test_largest_id_of_changed_data(tmp_path, write_corpus, settings):
     with pytest.raises(UserError, match="the largest id of the vocabulary is 499"):
         datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
     assert len(os.listdir(f"{prefix}_indices")) == 1
-
-
-# --- from a configuration
 
 
 # --- from a configuration

@@ -25,9 +25,6 @@ ONE_EPOCH = (None, None, None)
 # --- sample indices
 
 
-# --- the cache of indices
-
-
 def _folders(path) -> list[str]:
     return sorted(os.listdir(path))
 

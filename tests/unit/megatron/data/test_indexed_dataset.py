@@ -64,7 +64,7 @@ def test_one_missing(pair, ending):
         open_indexed_files(pair)
 
 
-def test_prefix_with_ending(pair):
+def test_prefix_with_extension(pair):
     with pytest.raises(UserError, match=r"give the prefix without the extension: .*pair$"):
         open_indexed_files(f"{pair}.bin")
 

@@ -326,7 +326,9 @@ def test_no_resume_without_skip_bad_after_skipping(tmp_path, shared_input, small
     interrupt(shared_input, tmp_path / "out", monkeypatch, calls=150)
     with pytest.raises(UserError, match="line 57: not JSON"):
         build(shared_input, tmp_path / "out", STRICT_OPTIONS)
-    assert "journal ignored: bad documents were skipped; starting from the beginning" in capsys.readouterr().out
+    assert (
+        "journal ignored: the earlier run skipped bad documents; starting from the beginning" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("damage", ["removed", "truncated", "unreadable journal"])

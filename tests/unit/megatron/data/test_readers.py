@@ -224,7 +224,7 @@ def test_unknown_member(tmp_path):
         read_inputs(tmp_path / "a.tar")
 
 
-# Archives that mean ill: nothing is ever written, and links lead nowhere.
+# Malicious archives: nothing is written, and links are not followed.
 
 
 def test_tar_members_cannot_escape(tmp_path):
@@ -252,9 +252,6 @@ def test_tar_members_cannot_escape(tmp_path):
 
 
 # --- Parquet
-
-
-# Tables.
 
 
 def write_table(path, rows=TEXTS, **columns):
@@ -356,7 +353,7 @@ def test_tar_with_a_damaged_header(tmp_path):
 
 def test_concatenated_tars(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of({"a.jsonl": json_lines("one")}) + tar_of({"b.jsonl": json_lines("two")}))
-    with pytest.raises(UserError, match=r"a.tar continues after the end of its archive"):
+    with pytest.raises(UserError, match=r"a.tar has data after the end of its archive"):
         read_inputs(tmp_path / "a.tar")
 
 

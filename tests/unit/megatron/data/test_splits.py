@@ -69,7 +69,7 @@ def test_part_span():
     ("prefixes", "weights", "message"),
     [
         (("a", "b"), (1,), r"1 weights for 2 data paths \(a, b\)"),
-        (("a", "b"), (1, 0), r"must be positive numbers, but are \[1, 0\]"),
+        (("a", "b"), (1, 0), r"must be positive numbers, not \[1, 0\]"),
         (("a",), (float("nan"),), "must be positive numbers"),
         ((), None, "a list of data paths is empty"),
     ],

@@ -62,14 +62,14 @@ def test_ranks_share_the_segments():
             1000,
             [7, 11, 13],
             None,
-            r"7, 11, 13 cannot score the same tokens.*up to 999 \(the least one is 1,001\)",
+            r"7, 11, 13 cannot score the same tokens.*1,001, but only 999",
         ),
         ("kerple", 1000, [8], None, "the text has only 124 segments of 8 tokens; .* choose kerple@124"),
         ("kerple", 8, [8], None, "8 tokens is too short for a segment of 8"),
-        ("last-k", 9000, [128, 512], None, "more than a length of 128 has; choose last-k@128"),
+        ("last-k", 9000, [128, 512], None, "but the shortest length is 128; choose last-k@128"),
         ("last-k@8", 64, [64], None, "64 tokens is too short for a segment of 64"),
         ("last-k@8", 65, [64], 7, "a budget of 7 tokens is less than the 8 of last-k@8"),
-        ("sliding@9", 1000, [8], None, "more than a length of 8"),
+        ("sliding@9", 1000, [8], None, "but the shortest length is 8"),
     ],
 )
 def test_rejected_plans(name, available, lengths, budget, message):
@@ -83,7 +83,7 @@ def test_the_shortest_sufficient_stream():
 
 @pytest.mark.parametrize("name", ["overlapping", "last-k@0", "non-overlapping@3", "kerple@", "Sliding"])
 def test_unknown_names(name):
-    with pytest.raises(UserError, match=f"'{name}' is not known; choose non-overlapping, kerple"):
+    with pytest.raises(UserError, match=f"'{name}' is unknown; choose non-overlapping, kerple"):
         parse_protocol(name)
 
 

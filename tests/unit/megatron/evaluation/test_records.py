@@ -125,7 +125,7 @@ def test_a_second_writer_is_rejected(tmp_path):
         ("{", "line 2: not a record"),
         ("[]", "line 2: not a record"),
         (json.dumps({"kind": "strange"}), "line 2: not a record"),
-        (json.dumps({"kind": "extrapolation", "length": 3}), "line 2: the record has no .*loss"),
+        (json.dumps({"kind": "extrapolation", "length": 3}), "line 2: the record lacks .*loss"),
     ],
 )
 def test_invalid_lines(tmp_path, line, message):

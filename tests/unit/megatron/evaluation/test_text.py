@@ -87,7 +87,7 @@ def test_text_by_document(config, capsys):
     assert capsys.readouterr().out == ""
     text = text_by_document(config, 256, None)  # longer than any document
     assert len(text.documents) == 15 + 1
-    assert "0 rows of 256 tokens are from one document each, 15 are concatenated" in capsys.readouterr().out
+    assert "0 rows of 256 tokens come from one document each, 15 are concatenated" in capsys.readouterr().out
 
 
 def test_corpus_names():

@@ -1,4 +1,4 @@
-"""Generation in batches gives what each text gives alone; sampling follows its definition."""
+"""Generation in batches gives the same texts as one at a time; sampling follows its definition."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, 
 
 
 @pytest.mark.parametrize("method", primary_names())
-def test_batches_with_a_cache_give_what_each_text_alone_gives(method):
+def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
     model = small_gpt(method).double()
     expected = [one_by_one(model, prompt, row, maximum_tokens=20, **SAMPLED) for row, prompt in enumerate(PROMPTS)]
     cached = generate(model, PROMPTS, maximum_tokens=20, **SAMPLED)
@@ -58,7 +58,7 @@ def test_results_do_not_depend_on_the_batch(batch_size):
     assert [generation.tokens for generation in first] == expected[:2]
 
 
-def test_rows_of_the_same_prompt_differ_and_the_seed_decides():
+def test_rows_of_the_same_prompt_differ_and_depend_on_the_seed():
     model = small_gpt("alibi")
     runs = [
         [generation.tokens for generation in generate(model, [[4]] * 6, maximum_tokens=20, temperature=1.0, seed=seed)]
@@ -97,7 +97,7 @@ def test_the_end_of_document_token_ends_a_row():
     assert [(row.tokens, row.finished) for row in results] == [
         ([4, 5, 6, 7, 8, 9], False),
         ([8, 9], True),
-        ([11, 12, 13, 14, 15, 16], False),  # one in the prompt ends nothing
+        ([11, 12, 13, 14, 15, 16], False),  # in the prompt, it has no effect
         ([31, 32, 33, 34, 35, 36], False),
     ]
     assert all(row.message is None and row.duration_seconds > 0 for row in results)
@@ -180,7 +180,7 @@ def test_dropout_is_off_and_the_mode_is_restored():
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[1, 70]], "vocab_size": 61}, "prompt 0 contains token id 70"),
         ({"prompts": [[1], [-2]]}, "prompt 1 contains token id -2"),
-        ({"recompute": False}, "function has no KV cache of this project: generate with recompute"),
+        ({"recompute": False}, "function is not a model of this project, so its KV cache"),
     ],
 )
 def test_invalid_arguments(keywords, message):
@@ -243,7 +243,7 @@ def test_frequencies(temperature, top_k, top_p):
     assert scipy.stats.chisquare(counts[seen], expected[seen] * draws).pvalue > 1e-4
 
 
-def test_temperature_zero_takes_the_most_probable():
+def test_temperature_zero_chooses_the_most_probable():
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 1.0]])
     assert Sampling().choose(logits, [None, None]) == [1, 0]
 
@@ -253,7 +253,7 @@ def test_a_very_small_temperature_is_nearly_greedy_and_does_not_overflow():
     assert distribution(Sampling(temperature=1e-300), logits).tolist() == [[1.0, 0.0, 0.0]]
 
 
-def test_top_p_keeps_the_most_probable_token_even_when_it_alone_holds_more():
+def test_top_p_keeps_the_most_probable_token_even_if_its_probability_exceeds_top_p():
     assert distribution(Sampling(1.0, top_p=1e-9), torch.tensor([[0.0, 1.0, 0.5]])).tolist() == [[0.0, 1.0, 0.0]]
 
 

@@ -32,7 +32,7 @@ SPLIT_DIM = {
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of a released checkpoint that a test may spoil; gives (folder, its step's folder)."""
+    """A copy of a released checkpoint that a test may modify: (folder, folder of its step)."""
 
     def make(method: str = "kerple_log"):
         folder = tmp_path / method
@@ -74,7 +74,7 @@ def test_model_is_plain_trainable_torch():
 @pytest.mark.parametrize("method", ["kerple_log", "learned", "rpe"])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, tmp_path, monkeypatch):
-    """And one positional method, which the layers share, besides the one without memory that validates its options."""
+    """The layers share one positional method. Another one, on the meta device, validates its options."""
     source, config = load_model(checkpoints(method))
     to_release(source, config, tmp_path / "run", tensor_parallel=tensor_parallel, report=lambda text: None)
     opened, models, methods = [], [], []

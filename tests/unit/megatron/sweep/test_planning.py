@@ -28,7 +28,7 @@ def test_a_run_has_the_merged_configuration_and_its_own_folders(tmp_path):
     assert run.tokens_per_step == 8 * 16
 
 
-def test_runs_that_tables_cannot_tell_apart_have_labels(tmp_path):
+def test_runs_that_tables_cannot_distinguish_have_labels(tmp_path):
     methods = ["kerple_log.yml", "alibi.yml"]
     rates = [{"optimizer.params.lr": 0.1}, {"optimizer.params.lr": 0.2, "name": "fast"}]
     seeds = [{"seed": 1}, {"seed": 2}]
@@ -76,11 +76,15 @@ def test_a_run_with_a_damaged_last_checkpoint_is_not_finished(sweep):
 
 def test_a_changed_configuration_is_an_error(sweep):
     sweep()
-    with pytest.raises(UserError, match=r"kerple_log/7: contains a run with .*train_iters: 6 there, 8 here"):
+    with pytest.raises(
+        UserError,
+        match=r"kerple_log/7: contains a run with .*train_iters: 6 in the folder, 8 in the "
+        "sweep",
+    ):
         sweep(set={"train-iters": 8})
     # Before anything is run, including runs that are new in the file.
     axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 8}, {"seed": 7, "hidden-dropout": 0.1, "name": "7"}]}
-    with pytest.raises(UserError, match=r"alibi/7: .*hidden_dropout: not set there, 0.1 here"):
+    with pytest.raises(UserError, match=r"alibi/7: .*hidden_dropout: not set in the folder, 0.1 in the sweep"):
         sweep(axes=axes)
     assert not (sweep.runs / "alibi" / "8").exists()
     (sweep.runs / "alibi" / "7" / "config.yml").unlink()

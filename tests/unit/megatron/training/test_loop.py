@@ -131,7 +131,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(cause, tmp_path, data_path):
         torch.save(state, file)
         write_manifest_of_folder(file.parent, 3)
     keys = EXPLODE if cause == "learning rate" else {}
-    with pytest.raises(UserError, match=r"not finite.*iteration \d+.*last good checkpoint"):
+    with pytest.raises(UserError, match=r"not finite.*iteration \d+.*last checkpoint"):
         trained(tmp_path, data_path, train_iters=9, log_interval=100, **keys)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step3"
     assert saved_iterations(tmp_path / "checkpoints") == [3]
@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(cause, tmp_path, data_path):
 def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):
     """The loss before the update is finite, the loss of the updated weights is not."""
     trained(tmp_path, data_path, train_iters=3)
-    with pytest.raises(UserError, match=r"not finite.*last good checkpoint"):
+    with pytest.raises(UserError, match=r"not finite.*last checkpoint"):
         trained(tmp_path, data_path, save_interval=1, keep_last_n_checkpoints=1, **EXPLODE)
     assert saved_iterations(tmp_path / "checkpoints") == [3]
     trained(tmp_path, data_path)
@@ -155,8 +155,8 @@ def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):
         ({"data_path": "nowhere/text_document"}, r"nowhere/text_document.*prepare_data"),
         ({"train_iters": None}, "train-iters"),
         ({"split": "0,1,0"}, "no training documents"),
-        ({"train_iters": 0, "load": None}, "load is not set; train-iters is 0, which evaluates a trained model"),
-        ({"train_iters": 0, "load": "nowhere"}, "load: nowhere contains no checkpoint; train-iters is 0"),
+        ({"train_iters": 0, "load": None}, "load is not set; train-iters: 0 evaluates a trained model"),
+        ({"train_iters": 0, "load": "nowhere"}, "load: nowhere contains no checkpoint; train-iters: 0"),
         ({"padded_vocab_size": 128}, r"padded_vocab_size is 128.*512 tokens"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "apex": True}}}, "apex is not installed"),
     ],

@@ -119,7 +119,7 @@ def test_activation_checkpointing_gives_the_same_gradients():
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("method", TABLES)
-def test_a_second_run_gives_the_same_bits(method, window):
+def test_repeated_runs_are_bitwise_identical(method, window):
     arguments = attend_arguments(method, 2, 4, 300, 300, 16, window=window, dtype=torch.float32)
     for first, second in zip(run_attend("chunked", arguments), run_attend("chunked", arguments), strict=True):
         assert torch.equal(first, second)
@@ -365,7 +365,7 @@ def test_memory_of_modified_scores_is_linear_in_the_length(name, monkeypatch):
 
 
 def peak_memory(length: int, backend: str) -> int:
-    """The most bytes that forward and backward pass allocate at the same time."""
+    """The peak number of bytes that forward and backward pass allocate."""
     method = build("dape_kerple", SHAPE)
     leaves = [torch.randn(1, 3, length, 4, requires_grad=True) for _ in range(3)]
     table = score_table(method, length, "cpu")

@@ -33,7 +33,7 @@ def test_it_follows_the_definition(method, window):
 
 
 def test_it_has_all_scores_in_memory():
-    """So that the tests of other backends' memory would notice them."""
+    """This validates the memory tests of the other backends."""
     query, key = torch.randn(1, 2, 512, 8), torch.randn(1, 2, 4096, 8)
     with LargestStorage() as largest:
         attend(query, key, key, backend="reference")

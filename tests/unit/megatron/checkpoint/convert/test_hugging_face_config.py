@@ -1,4 +1,4 @@
-"""config.json and our configuration keys, in both directions; what is not supported is named."""
+"""config.json and our configuration keys, in both directions; errors name unsupported settings."""
 
 import pytest
 
@@ -33,7 +33,7 @@ NEOX = {
         ("kerple_log", {"bias_gelu_fusion": True, "layernorm_epsilon": 1e-3, "no_weight_tying": False}, False),
     ],
 )
-def test_configurations_come_back(pos_emb, keys, stock):
+def test_configurations_survive_a_round_trip(pos_emb, keys, stock):
     model, config = make_model(pos_emb, **keys)
     assert is_stock(config) == stock
     written = (stock_config if stock else self_contained_config)(config, model.settings)

@@ -1,4 +1,4 @@
-"""The output of a conversion: all of it or nothing, and only with the same logits."""
+"""The output of a conversion appears only if it is complete and has the same logits."""
 
 import pytest
 import torch
@@ -52,18 +52,18 @@ def test_a_checkpoint_has_a_manifest(tmp_path):
     assert "layer_00-model_01" in find_damage(step)
 
 
-def test_other_logits_are_an_error():
+def test_different_logits_are_an_error():
     model, config = make_model("alibi")
     other, _ = make_model("alibi", seed=1)
-    said = []
-    check_same_logits(model, model, VOCABULARY, config, "copy", said.append)
-    assert said == ["copy: logits compared at length 32 and 128, largest difference 0.0e+00"]
+    messages = []
+    check_same_logits(model, model, VOCABULARY, config, "copy", messages.append)
+    assert messages == ["copy: logits compared at length 32 and 128, largest difference 0.0e+00"]
     for wrong in (other, lambda tokens: model(tokens) * float("nan"), lambda tokens: model(tokens)[..., :3]):
-        with pytest.raises(CheckpointError, match=r"nothing was written.*its logits differ by"):
-            check_same_logits(model, wrong, VOCABULARY, config, "copy", said.append)
+        with pytest.raises(CheckpointError, match=r"nothing was written.*logits differ by"):
+            check_same_logits(model, wrong, VOCABULARY, config, "copy", messages.append)
 
 
-def test_lengths_beyond_the_training_length_unless_positions_end():
+def test_lengths_beyond_the_training_length_are_compared_if_supported():
     assert compared_lengths(make_model("alibi")[1]) == (32, 128)
     assert compared_lengths(make_model("learned")[1]) == (32,)
 

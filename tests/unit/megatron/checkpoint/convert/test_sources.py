@@ -27,7 +27,7 @@ def test_files_import_only_torch_transformers_and_each_other(pos_emb):
                 assert not {item.name.partition(".")[0] for item in node.names} & {"kerple", "megatron"}, name
 
 
-def test_other_imports_of_this_project_are_refused(tmp_path, monkeypatch):
+def test_other_imports_of_this_project_are_rejected(tmp_path, monkeypatch):
     source = tmp_path / "outside_method.py"
     source.write_text(
         "from kerple.positional import PositionalMethod\nfrom megatron.config import Config\n\n\n"
@@ -41,7 +41,7 @@ def test_other_imports_of_this_project_are_refused(tmp_path, monkeypatch):
         self_contained_files(outside_method.Outside)
 
 
-def test_a_method_from_outside(tmp_path, monkeypatch):
+def test_an_external_method(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     (tmp_path / "mine.py").write_text(
         "import torch\n"

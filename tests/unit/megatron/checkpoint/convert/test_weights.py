@@ -31,7 +31,7 @@ def test_every_tensor_has_a_name(pos_emb, expected):
     assert {"gpt_neox.embed_in.weight", "embed_out.weight", "gpt_neox.layers.1.mlp.dense_4h_to_h.bias"} <= names
 
 
-def test_tensors_go_out_and_come_back():
+def test_export_and_import_restore_the_tensors():
     model, other = make_model("rpe", seed=1)[0], make_model("rpe", seed=2)[0]
     tensors = hugging_face_tensors(model, torch.float32)
     fill(other, tensors, SOURCE)
@@ -61,7 +61,7 @@ def test_tied_output_weights_may_be_in_the_file():
     fill(model, {**tensors, "embed_out.weight": torch.ones(1)}, SOURCE)
 
 
-def test_synonyms_and_computed_tensors(tmp_path):
+def test_aliases_and_computed_tensors(tmp_path):
     tensors = {"lm_head.weight": torch.ones(2), "gpt_neox.layers.0.attention.masked_bias": torch.ones(1)}
     save_file(tensors, tmp_path / "model.safetensors")
     assert list(read_hugging_face(tmp_path)) == ["embed_out.weight"]

@@ -86,7 +86,7 @@ def test_half_precision(dtype):
     assert run_attend("fused", arguments)[-1].dtype == torch.float32
 
 
-def test_a_second_run_gives_the_same_bits():
+def test_repeated_runs_are_bitwise_identical():
     arguments = random_attend_arguments(2, 1, 40, 66, 16, device=DEVICE)
     for first, second in zip(run_attend("fused", arguments), run_attend("fused", arguments), strict=True):
         assert torch.equal(first, second)
