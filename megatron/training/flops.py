@@ -48,7 +48,7 @@ def peak_flops(device: torch.device) -> float | None:
 def count_parameters(
     layers: dict[int, nn.Module], settings: ModelSettings, layout: "Layout | None" = None
 ) -> dict[str, int]:
-    """Count the parameters of the whole model, each one once however many ranks have a copy.
+    """Count the parameters of the whole model. Copies on several ranks count once.
 
     Returns `total`, `positional` (of the positional methods) and `outside_embedding` (without the input embedding,
     unless it is also the output layer), from which `flops_per_token` computes. `layout`: in a distributed run.

@@ -271,7 +271,7 @@ def test_files_of_transformers_4(tmp_path):
 
 
 @torch.no_grad()
-def test_pytorch_bin_files_are_read_as_tensors_or_refused(tmp_path):
+def test_pytorch_bin_files_are_read_as_tensors_or_rejected(tmp_path):
     theirs = stock_model(tmp_path / "hf")
     weights, pickled = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "pytorch_model.bin"
     torch.save(load_file(weights), pickled)
