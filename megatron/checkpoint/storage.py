@@ -133,13 +133,13 @@ def _load(path: str | Path, allowed: list[Any], *, mmap: bool = False) -> Any:
         raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete") from error
     except pickle.UnpicklingError as error:
         # torch's own message advises weights_only=False, which would execute the file.
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        if refused:
+        rejected = re.search(r"GLOBAL (\S+)", str(error))
+        if rejected:
             raise CheckpointError(
-                f"{path}: refused because it contains {refused[1]}; only tensors and plain Python values are loaded"
+                f"{path}: rejected because it contains {rejected[1]}; only tensors and plain Python values are loaded"
             ) from error
         raise CheckpointError(
-            f"{path}: refused because it is damaged or contains objects other than tensors and plain Python values"
+            f"{path}: rejected because it is damaged or contains objects other than tensors and plain Python values"
         ) from error
     except MemoryError:
         raise

@@ -107,7 +107,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=TASKS,
         default=list(TASKS),
         metavar="TASK",
-        help=f"default: all of them ({', '.join(TASKS)})",
+        help=f"tasks to run (default: all: {', '.join(TASKS)})",
     )
     parser.add_argument(
         "--methods",
@@ -122,7 +122,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=Path("runs/chomsky"),
         metavar="DIR",
-        help="folder of the results (default: %(default)s)",
+        help="folder for the results (default: %(default)s)",
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if available)")
     group = parser.add_argument_group("training, testing and the model")

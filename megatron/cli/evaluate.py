@@ -173,7 +173,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--output",
         "--eval-results-prefix",
         metavar="DIR",
-        help="folder of the report (default: eval_results_prefix, or `evaluation` in the checkpoint's folder); results "
+        help="folder for the report (default: eval_results_prefix, or `evaluation` in the checkpoint's folder); "
+        "results "
         "that it already contains for these models are not measured again",
     )
     report.add_argument("--replace", action="store_true", help="delete results of other models from the folder")

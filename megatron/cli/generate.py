@@ -67,7 +67,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="JSON lines file, or - for stdout; default: sample_output_file"
     )
-    parser.add_argument("--batch-size", type=int, default=32, help="texts to generate at once (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="number of texts generated at once (default: %(default)s)"
+    )
 
 
 def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tuple[str, str | None]:

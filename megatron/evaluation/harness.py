@@ -216,12 +216,12 @@ class HarnessModel(TemplateLM):
         for (context_text, continuation_text), context, continuation in requests:
             if not continuation:
                 raise UserError(
-                    f"a task asks for the probability of {continuation_text!r} after {context_text[-40:]!r}, which "
-                    "adds no token; its choices must not be empty"
+                    f"a task asks for the probability of {continuation_text!r} after {context_text[-40:]!r}, but it "
+                    "adds no token; the choices of the task must not be empty"
                 )
             if len(continuation) > limit:
                 raise UserError(
-                    f"--max-length {limit}: a continuation alone has {len(continuation)} tokens; choose a larger value"
+                    f"--max-length {limit}: a continuation without its context has {len(continuation)} tokens; choose a larger value"
                 )
             pairs.append((context[-(limit + 1 - len(continuation)) :], continuation))
         self._record_lengths("loglikelihood", needed, limit, "truncated on the left")

@@ -95,7 +95,8 @@ def text_by_document(
 ) -> Text:
     """The configured validation documents as rows of `longest + 1` tokens (inputs and targets) from one document each.
 
-    Documents that are too short are concatenated into further rows. Raises UserError if no row can be filled.
+    Documents that are too short are concatenated into further rows. Raises UserError if the text is too short for a
+    single row.
     """
     prefixes, split = evaluation_corpora(config, "valid")
     if len(prefixes) > 1:

@@ -126,7 +126,7 @@ def build_tokenizer(
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Arguments of `build_tokenizer`: a tokenizer that is not built yet."""
+    """The arguments of `build_tokenizer`, to build the tokenizer later."""
 
     tokenizer_type: str
     vocab_file: str | Path | None = None

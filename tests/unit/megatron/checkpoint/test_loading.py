@@ -39,7 +39,7 @@ def replace_file(trained_run, tmp_path):
 @pytest.mark.parametrize("name", FILES)
 def test_a_malicious_file_is_rejected_by_name(name, replace_file, resume, tmp_path):
     replace_file(name, lambda content: {**content, "extra": Exploit(tmp_path / "written")})
-    with pytest.raises(CheckpointError, match=rf"{name}: refused.*exec"):
+    with pytest.raises(CheckpointError, match=rf"{name}: rejected.*exec"):
         resume()
     assert not (tmp_path / "written").exists()
 
@@ -50,7 +50,7 @@ def test_a_malicious_file_in_a_released_checkpoint(tmp_path):
     torch.save({**load_file(file), "extra": Exploit(tmp_path / "written")}, file)
     write_tokenizer(tmp_path)
     write_release_corpus(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{file.name}: refused"):
+    with pytest.raises(CheckpointError, match=f"{file.name}: rejected"):
         train(Config.from_flat(released_settings(tmp_path, tmp_path, load=str(tmp_path / "release"))))
     assert not (tmp_path / "written").exists()
 

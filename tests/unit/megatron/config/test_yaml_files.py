@@ -114,10 +114,10 @@ def test_missing_file(write, tmp_path):
 def test_unreadable_file(write, monkeypatch):
     path = write("a.yml", "{}")
 
-    def refuse(self):
+    def raise_error(self):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr("pathlib.Path.read_bytes", raise_error)
     with pytest.raises(UserError, match=r"a\.yml: cannot be read: Permission denied"):
         read_file(path)
 

@@ -34,7 +34,7 @@ _SIZES = {"micro": st.integers(1, 5), "ranks": st.integers(1, 5), "accumulation"
 @given(**_SIZES, consumed=st.integers(0, 10**12), step=st.integers(0, 50))
 def test_ranks_partition_the_samples_of_a_step(micro, ranks, accumulation, consumed, step):
     """For any shape of the global batch, a step consumes the same consecutive samples."""
-    taken = [
+    positions = [
         position
         for rank in range(ranks)
         for batch in range(step * accumulation, (step + 1) * accumulation)
@@ -43,7 +43,7 @@ def test_ranks_partition_the_samples_of_a_step(micro, ranks, accumulation, consu
         )
     ]
     size = micro * ranks * accumulation
-    assert sorted(taken) == list(range(consumed + step * size, consumed + (step + 1) * size))
+    assert sorted(positions) == list(range(consumed + step * size, consumed + (step + 1) * size))
 
 
 @given(**_SIZES, consumed=st.integers(0, 10**6), done=st.integers(0, 20), ahead=st.integers(0, 20))

@@ -119,8 +119,8 @@ def test_bytes_read_reach_the_total(tmp_path):
     for name, compression in (("a.jsonl", ""), ("b.jsonl.zst", ".zst")):
         (tmp_path / name).write_bytes(COMPRESSIONS[compression](LINES.encode()))
     corpus = FileCorpus(find_files([tmp_path]))
-    seen = [corpus.bytes_read for _ in corpus.chunks()]
-    assert seen == sorted(seen)
+    bytes_read = [corpus.bytes_read for _ in corpus.chunks()]
+    assert bytes_read == sorted(bytes_read)
     assert corpus.bytes_read == corpus.total_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
@@ -266,12 +266,12 @@ def test_parquet(tmp_path, monkeypatch):
     assert read_inputs(tmp_path / "a.parquet") == TEXTS
     assert read_inputs(tmp_path, subset="Github") == TEXTS[1::2]
     corpus = FileCorpus(find_files([tmp_path]), (), ("text",))
-    seen = [(corpus.position, corpus.bytes_read, b"embedding" in chunk.content) for chunk in corpus.chunks()]
-    assert [position.chunk for position, _, _ in seen] == list(range(1, len(seen) + 1))
-    assert sorted(read for _, read, _ in seen) == [read for _, read, _ in seen]
-    assert not any(has_other_columns for _, _, has_other_columns in seen)
+    states = [(corpus.position, corpus.bytes_read, b"embedding" in chunk.content) for chunk in corpus.chunks()]
+    assert [position.chunk for position, _, _ in states] == list(range(1, len(states) + 1))
+    assert sorted(read for _, read, _ in states) == [read for _, read, _ in states]
+    assert not any(has_other_columns for _, _, has_other_columns in states)
     rest = FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2))
-    assert list(read_texts(rest, DocumentOptions())) == TEXTS[6:] or len(seen) != 3
+    assert list(read_texts(rest, DocumentOptions())) == TEXTS[6:] or len(states) != 3
 
 
 def test_parquet_error_names_the_row(tmp_path, monkeypatch):

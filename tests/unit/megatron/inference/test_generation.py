@@ -121,12 +121,12 @@ def test_rows_that_end_early_do_not_change_the_others():
 
 
 def test_results_are_reported_when_they_are_complete():
-    seen = {}
+    reported = {}
     results = generate(
-        counting_up, [[8], [1], [9]], maximum_tokens=5, eod=10, recompute=True, on_generation=seen.__setitem__
+        counting_up, [[8], [1], [9]], maximum_tokens=5, eod=10, recompute=True, on_generation=reported.__setitem__
     )
-    assert list(seen) == [2, 0, 1]
-    assert [seen[index] for index in range(3)] == results
+    assert list(reported) == [2, 0, 1]
+    assert [reported[index] for index in range(3)] == results
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -239,8 +239,8 @@ def test_frequencies(temperature, top_k, top_p):
     counts = np.bincount(sampling.choose(logits.expand(draws, -1), generators), minlength=12)
     expected = by_definition(logits[0].double().numpy(), temperature, top_k, top_p)
     assert (counts[expected == 0] == 0).all()
-    seen = expected > 0
-    assert scipy.stats.chisquare(counts[seen], expected[seen] * draws).pvalue > 1e-4
+    possible = expected > 0
+    assert scipy.stats.chisquare(counts[possible], expected[possible] * draws).pvalue > 1e-4
 
 
 def test_temperature_zero_chooses_the_most_probable():

@@ -105,7 +105,7 @@ def test_a_malicious_layer_file(copy, tmp_path):
     folder, step = copy()
     file = step / "layer_03-model_00-model_states.pt"
     torch.save({**torch.load(file, weights_only=True), "extra": Exploit(tmp_path / "written")}, file)
-    with pytest.raises(CheckpointError, match=f"{file.name}: refused"):
+    with pytest.raises(CheckpointError, match=f"{file.name}: rejected"):
         load_model(folder)
     assert not (tmp_path / "written").exists()
 

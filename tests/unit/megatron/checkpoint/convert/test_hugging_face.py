@@ -285,7 +285,7 @@ def test_pytorch_bin_files_are_read_as_tensors_or_rejected(tmp_path):
             return (tmp_path / "owned").write_text, ("owned",)
 
     torch.save({"gpt_neox.embed_in.weight": Exploit()}, pickled)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: refused"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: rejected"):
         from_hugging_face(tmp_path / "hf", tmp_path / "theirs", with_tokenizer=False, report=quiet)
     assert not (tmp_path / "owned").exists()
     assert not (tmp_path / "theirs").exists()
