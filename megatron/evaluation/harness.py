@@ -221,7 +221,8 @@ class HarnessModel(TemplateLM):
                 )
             if len(continuation) > limit:
                 raise UserError(
-                    f"--max-length {limit}: a continuation without its context has {len(continuation)} tokens; choose a larger value"
+                    f"--max-length {limit}: a continuation without its context has {len(continuation)} tokens; choose "
+                    "a larger value"
                 )
             pairs.append((context[-(limit + 1 - len(continuation)) :], continuation))
         self._record_lengths("loglikelihood", needed, limit, "truncated on the left")
