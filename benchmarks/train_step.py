@@ -37,7 +37,7 @@ LIMITS = {"none": 1.10, "rotary": 1.10, "alibi": 1.25, "rpe": 1.25, "kerple_log"
 PLAIN = "plain PyTorch"
 AS_ORIGINAL, THIS_PROJECT = "as in the original", "this project"
 ORIGINAL_METHODS = ("kerple_log", "kerple_bias_wht")
-ORIGINAL_LIMIT = 1 / 1.5
+ORIGINAL_LIMIT = 0.8
 
 
 def bench_model(pos_emb: str, layers: int = LAYERS, backend: str = "auto", checkpoint_every: int = 0) -> GPT:
