@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 PEAK_FLOPS = {
     "A100": 312e12,
     "A10": 125e12,
+    "A10G": 70e12,
     "A40": 149.7e12,
+    "RTX A6000": 154.8e12,
+    "RTX 6000 Ada": 364.2e12,
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
@@ -28,8 +31,10 @@ PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
+    "H20": 148e12,
     "GH200": 989e12,
     "B200": 2250e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
     "V100": 125e12,
@@ -37,7 +42,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in FLOP/s; None if it is not known, as on a CPU."""
+    """Dense bf16 peak of the device in FLOP/s; None if it is unknown, as on a CPU."""
     if device.type != "cuda":
         return None
     device_name = torch.cuda.get_device_name(device)

@@ -171,7 +171,9 @@ class StepLog:
                 f"lm loss {loss:.4f}",
                 f"lr {learning_rate:.3e}",
             ]
-            grad_norm, loss_scale, device_peak = engine.grad_norm, engine.loss_scale, peak_flops(layout.device)
+            grad_norm, loss_scale = engine.grad_norm, engine.loss_scale
+            tflops = self._config.logging.peak_theoretical_tflops
+            device_peak = peak_flops(layout.device) if tflops is None else tflops * 1e12
             if grad_norm is not None:
                 values["train/grad_norm"] = grad_norm
                 texts.append(f"grad norm {grad_norm:.3f}")

@@ -287,6 +287,11 @@ class LoggingConfig(Group):
     """Logging"""
 
     log_dir: str | None = key(None, "Folder for a copy of the console output. Default: none.", placeholders=True)
+    peak_theoretical_tflops: float | None = key(
+        None,
+        "Peak of the device in TFLOP/s, for the MFU in the log. Default: the dense bf16 peak, if the GPU is known.",
+        gt=0,
+    )
     tensorboard_dir: str | None = key(None, "Folder for TensorBoard. Default: none.", placeholders=True)
     use_wandb: bool | None = key(
         None, "True: log to Weights & Biases. The API key is read from WANDB_API_KEY, never from a configuration."

@@ -12,6 +12,12 @@ from tests.support.language_models import small_gpt
     [
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA RTX A6000", 154.8e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
+        ("NVIDIA GeForce RTX 5090", 209.5e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA GH200 480GB", 989e12),

@@ -37,6 +37,22 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
                 assert secret.encode() not in handle.read(), name
 
 
+def test_the_mfu_uses_the_configured_peak(tmp_path, data_path):
+    """On a CPU there is no MFU without `peak_theoretical_tflops`."""
+    for tflops in (None, 0.5, 2.0):
+        folder = tmp_path / str(tflops)
+        train(Config.from_flat(training_settings(folder, data_path, peak_theoretical_tflops=tflops)))
+    assert metrics(tmp_path / "None", "train/mfu") == {}
+    flops_per_token = [
+        tflops
+        * 1e12
+        * metrics(tmp_path / str(tflops), "train/mfu")[6]
+        / metrics(tmp_path / str(tflops), "train/tokens_per_second")[6]
+        for tflops in (0.5, 2.0)
+    ]
+    assert flops_per_token[0] == pytest.approx(flops_per_token[1])
+
+
 def test_pauses_are_not_counted_as_training(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("megatron.training.logging.time.perf_counter", lambda: now[0])
