@@ -26,7 +26,7 @@ from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialized import MATERIALIZED
 from kerple.attention import attend, dispatch, tables
 from kerple.attention.backends.triton import launch
-from kerple.attention.backends.triton.launch import Tile
+from kerple.attention.backends.triton.tiles import Tile
 from kerple.positional import ModelShape, PositionalMethod, build
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe")

@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kerple.attention.backends.triton import kernels
-from kerple.attention.backends.triton.launch import Tile, tiles_for
+from kerple.attention.backends.triton.tiles import Gpu, Tile, tiles_for
 from megatron.utils.files import write_atomically
 
 # Pointer arguments of the kernels to bfloat16 and to float32.
@@ -161,7 +161,7 @@ def rows(sizes: list[int]) -> Iterator[dict[str, object]]:
     """A row per head size, variant and kernel."""
     for size in sizes:
         for name, (table, weight, bias_directions, weight_directions) in VARIANTS.items():
-            tiles = tiles_for(torch.bfloat16, size, weight=weight)
+            tiles = tiles_for(Gpu("sm_90", 90, 227 * 1024), torch.bfloat16, size, weight=weight)
             launched = [
                 ("forward", kernels.forward_kernel, tiles.forward, 2),
                 ("key and value", kernels.key_value_kernel, tiles.key_value, 4),

@@ -211,8 +211,7 @@ class Backend:
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
         max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
-        shared_memory: (dtype, head size) -> bytes of a GPU's shared memory that a program needs; None: no requirement.
-        unavailable_reason: why the backend cannot run on this machine's device, or None if it can.
+        unavailable_reason: why the backend cannot run such a call on its device, which is known, or None if it can.
     """
 
     name: str
@@ -225,8 +224,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = None
     max_head_size: int | None = None
     max_batch_heads: int | None = None
-    shared_memory: Callable[[torch.dtype, int], int] | None = None
-    unavailable_reason: Callable[[torch.device], str | None] = lambda device: None
+    unavailable_reason: Callable[[Requirements], str | None] = lambda requirements: None
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why this backend cannot run such a call, as the rest of a sentence about it; None if it can."""
@@ -246,20 +244,7 @@ class Backend:
             return f"supports up to {self.max_batch_heads} for batch size times heads, not {batch_heads}"
         if requirements.training and on_cpu and not self.training_on_cpu:
             return "cannot compute gradients on a CPU"
-        if requirements.device is None:
-            return None
-        reason = self.unavailable_reason(requirements.device)
-        if reason is not None or self.shared_memory is None or dtype is None or head_size is None:
-            return reason
-        if requirements.device.type == "cuda" and torch.cuda.is_available():
-            required = self.shared_memory(dtype, head_size)
-            # PyTorch's type stubs lack this attribute.
-            available: int = getattr(
-                torch.cuda.get_device_properties(requirements.device), "shared_memory_per_block_optin", required
-            )
-            if required > available:
-                return f"needs {required} bytes of shared memory for {dtype} and head size {head_size}, not {available}"
-        return None
+        return None if requirements.device is None else self.unavailable_reason(requirements)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

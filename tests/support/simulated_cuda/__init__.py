@@ -158,7 +158,15 @@ class SimulatedCuda(TorchDispatchMode):
         handle = _handle_class(self)
         for name in ("device", "Stream", "Event", "stream", "current_stream", "default_stream"):
             yield torch.cuda, name, handle
-        properties = SimpleNamespace(name="Simulated", total_memory=80 * 2**30, multi_processor_count=132)
+        major, minor = self.capability
+        properties = SimpleNamespace(
+            name="Simulated",
+            major=major,
+            minor=minor,
+            total_memory=80 * 2**30,
+            multi_processor_count=132,
+            shared_memory_per_block_optin=227 * 1024,
+        )
         yield torch.cuda, "get_device_properties", lambda *_: properties
         yield torch.cuda, "is_initialized", lambda: True
         yield torch.cuda, "set_device", lambda _: None

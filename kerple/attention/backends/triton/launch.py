@@ -16,9 +16,8 @@ The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691),
   scores and their gradient (two matrix products in addition to the seven of the backward pass), and adds complete tiles
   in registers. Only the result is summed along diagonals. T5's buckets need it only for distances before the last
   bucket.
-- **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only on dtype, head size
-and the presence
-  of a weight, never on timing.
+- **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only on the GPU, the
+  dtype, the head size and the presence of a weight (`tiles.py`), never on timing.
 
 The gradient through the softmax uses the rounded result for each row's sum, as FlashAttention does. So in half
 precision the tables' gradients are as exact as this rounding allows; they are summed in float32.
@@ -30,7 +29,7 @@ distance, or jacobian directions of a table; q tiles of queries.
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -39,7 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kerple.attention.call import AttentionCall, Backend, without_autocast
+from kerple.attention.backends.triton.tiles import ROWS, Gpu, Tile, no_tiles_reason, tiles_for
+from kerple.attention.call import AttentionCall, Backend, Requirements, without_autocast
 from kerple.positional import TableJacobian
 
 MAX_HEAD_SIZE = 128
@@ -52,57 +52,19 @@ LOG2_E = 1.0 / math.log(2.0)
 TABLE_PROGRAMS = 1056
 # Bytes of tiles to be summed along diagonals; if all heads need more, a few heads at a time are computed.
 TILES_BYTES = 128 * 1024 * 1024
-# Rows of queries are padded to a multiple of this, which is a multiple of every tile.
-ROWS = 128
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries and keys of a tile, and the warps and pipeline stages of a program."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The tile of each kernel. `tables` must be square."""
-
-    forward: Tile
-    key_value: Tile
-    query: Tile
-    tables: Tile
-
-
-def tiles_for(dtype: torch.dtype, head_size: int, *, weight: bool) -> Tiles:
-    """Tile sizes. They depend on nothing else, so that the order of sums is fixed."""
-    if dtype == torch.float32:
-        square = Tile(32, 32, 4 if head_size <= 64 else 8, 1)
-        return Tiles(Tile(64, 32, 8, 1) if head_size <= 64 else square, square, square, square)
-    if head_size <= 64:
-        warps = 8 if weight else 4
-        return Tiles(Tile(128, 64, warps, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
-    return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))
-
-
-def shared_memory(dtype: torch.dtype, head_size: int) -> int:
-    """Bytes of shared memory that the kernels need, at most, when compiled for sm_80 or sm_90."""
-    kib = (36 if head_size <= 64 else 68) if dtype == torch.float32 else (64 if head_size <= 64 else 128)
-    return kib * 1024
-
-
-def unavailable_reason(device: torch.device) -> str | None:
-    """Why the kernels cannot run on this machine's device; None if they can."""
-    kernels = _load_kernels()
+def unavailable_reason(requirements: Requirements) -> str | None:
+    """Why the kernels cannot run such a call on its device; None if they can."""
+    kernels, device = _load_kernels(), requirements.device
+    assert device is not None
     if kernels is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
         return "supports only NVIDIA GPUs"
     if device.type != "cuda" and not kernels.INTERPRETED:
         return f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for tests)"
-    return None
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return no_tiles_reason(Gpu.of(device), requirements.dtype, requirements.head_size)
 
 
 def _load_kernels() -> ModuleType | None:
@@ -248,7 +210,7 @@ class _Launcher:
         self.weight = self.query if call.weight_table is None else self._add_margins(call.weight_table)
         self.inputs = (self.query, self.key, self.value, self.bias, self.weight)
         self.table_stride = self.bias.stride(0) if has_table else 0
-        self.tiles = tiles_for(self.query.dtype, self.head_size, weight=has_weight)
+        self.tiles = tiles_for(Gpu.of(self.query.device), self.query.dtype, self.head_size, weight=has_weight)
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
         self.constants = {
             "SIZE": self.head_size,
@@ -428,6 +390,5 @@ FUSED = Backend(
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     max_head_size=MAX_HEAD_SIZE,
     max_batch_heads=MAX_GRID,
-    shared_memory=shared_memory,
     unavailable_reason=unavailable_reason,
 )

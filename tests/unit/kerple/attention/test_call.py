@@ -1,7 +1,5 @@
 """Spans, the validation of calls, and the capabilities of backends."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -105,22 +103,10 @@ def test_requirements_of_a_call():
             {"training": True, "device": torch.device("cpu")},
             "cannot compute gradients on a CPU",
         ),
-        ({"unavailable_reason": lambda device: "is broken"}, {"device": torch.device("cpu")}, "is broken"),
+        ({"unavailable_reason": lambda requirements: "is broken"}, {"device": torch.device("cpu")}, "is broken"),
     ],
 )
 def test_unsupported_requirements_have_a_reason(capabilities, requirements, reason):
     backend = Backend("test", lambda call: call.query, **capabilities)
     assert reason in backend.unsupported_reason(Requirements(**requirements))
     assert backend.unsupported_reason(Requirements()) is None
-
-
-def test_shared_memory_of_the_device_is_checked(monkeypatch):
-    backend = Backend("test", lambda call: call.query, shared_memory=lambda dtype, head_size: head_size * 1024)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    small, large = (
-        Requirements(dtype=torch.bfloat16, head_size=size, device=torch.device("cuda")) for size in (64, 128)
-    )
-    assert backend.unsupported_reason(small) is None
-    assert "needs 131072 bytes of shared memory" in backend.unsupported_reason(large)

@@ -32,7 +32,7 @@ def calls(monkeypatch):
 def fused_available(monkeypatch):
     """Act as if Triton could run everywhere."""
     monkeypatch.setattr(launch, "_load_kernels", lambda: ModuleType("kernels"))
-    available = replace(dispatch.BACKENDS["fused"], unavailable_reason=lambda device: None)
+    available = replace(dispatch.BACKENDS["fused"], unavailable_reason=lambda requirements: None)
     monkeypatch.setitem(dispatch.BACKENDS, "fused", available)
 
 

@@ -9,7 +9,6 @@ pytest.importorskip("triton")
 
 from kerple.attention import Attention, Span, attend, jacobians, tables
 from kerple.attention.backends.triton import launch
-from kerple.attention.backends.triton.launch import tiles_for
 from kerple.positional import ModelShape, TableJacobian, build, primary_names
 from tests.support.attention import (
     float64_arguments,
@@ -190,14 +189,6 @@ def test_a_single_input_may_require_a_gradient():
         result = attend(backend="fused", **leaves)
         result.backward(upstream_gradient(result))
         torch.testing.assert_close(leaves[required].grad.double(), expected[required], rtol=1e-4, atol=1e-6)
-
-
-def test_tiles_are_multiples_of_the_padding():
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for size in (8, 64, 128):
-            tiles = tiles_for(dtype, size, weight=True)
-            assert tiles.tables.queries == tiles.tables.keys
-            assert all(launch.ROWS % tile.queries == 0 for tile in vars(tiles).values())
 
 
 @pytest.mark.parametrize(
