@@ -52,6 +52,8 @@ LOG2_E = 1.0 / math.log(2.0)
 TABLE_PROGRAMS = 1056
 # Bytes of tiles to be summed along diagonals; if all heads need more, a few heads at a time are computed.
 TILES_BYTES = 128 * 1024 * 1024
+
+
 def unavailable_reason(requirements: Requirements) -> str | None:
     """Why the kernels cannot run such a call on its device; None if they can."""
     kernels, device = _load_kernels(), requirements.device
