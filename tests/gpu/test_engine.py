@@ -3,51 +3,23 @@
 from unittest.mock import patch
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.config import load_config
-from tests.support.simulated_cuda import ROOT, SimulatedCuda, move_to_cuda
+from tests.support.simulated_cuda import SimulatedCuda
+from tests.support.simulated_cuda.training import SimulatedTraining, process_group
 
 FEW_LAYERS = ("num-layers=2", "pos-emb=kerple_log")
-VOCABULARY = 1024  # initial weights are drawn on the CPU
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def process_group():
-    """One rank whose collectives do nothing."""
-    with SimulatedCuda():
-        import deepspeed
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-        deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
-    yield
-    dist.destroy_process_group()
+def ranks():
+    with process_group():
+        yield
 
 
 def third_step(recipe: str, *overrides: str) -> SimulatedCuda:
     """The records of the third training step of a recipe with two layers."""
-    from megatron.training.distributed import Layout
-    from megatron.training.engine import Engine
-
-    config = load_config([recipe], ROOT / "configs", [*FEW_LAYERS, *overrides])
-    dtype = DTYPES[config.precision.dtype]
-
-    def to_device(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
-        on_device = all(parameter.device.type == "cuda" for parameter in module.parameters())
-        return module if on_device else move_to_cuda(module, dtype)
-
-    layout = Layout(0, 1, 1, 1, 1, 0, 0, 0, torch.device("cuda"))
-    casts = {name: (lambda module: module) for name in ("bfloat16", "half", "float")}
-    with SimulatedCuda() as device, patch.multiple(torch.nn.Module, to=to_device, **casts):
-        engine = Engine(config, VOCABULARY, layout, lambda line: None)
-        tokens = torch.zeros(engine.micro_batch, config.model.seq_length, dtype=torch.long, device="cuda")
-        batches = iter(lambda: {"tokens": tokens, "labels": tokens}, None)
-        for iteration in range(3):
-            device.reset()
-            engine.train_step(batches, 1e-4, iteration)
+    with SimulatedCuda() as device:
+        SimulatedTraining(device, [recipe], *FEW_LAYERS, *overrides).third_step()
     return device
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.support.simulated_cuda.traffic import Cost, operator_cost, triton_cost
 
 GUARD_SOURCE = Path(__file__).with_name("guard.cpp")
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,6 +53,7 @@ NO_KERNEL = {
     ),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "is_same_size"),
     *("chunk", "diagonal", "view_as_real", "view_as_complex", "_has_same_storage_numel"),
+    *("_efficientzerotensor", "to"),  # `to` calls `_to_copy` if necessary
 }
 # Operations whose output size depends on data: the host waits for the device.
 DATA_DEPENDENT = ("nonzero", "masked_select", "unique", "_unique", "_unique2", "repeat_interleave.Tensor")
@@ -107,8 +111,7 @@ class SimulatedCuda(TorchDispatchMode):
         kernels: kernel launches by operator or Triton kernel name.
         synchronizations: reasons why the host waited for the device.
         blocking_copies: host-to-device copies that block the host (pageable memory or non_blocking=False).
-        bytes: bytes read and written by operations other than matrix products.
-        flops: floating point operations of matrix products.
+        allocated, peak: bytes of the tensors in the device's memory now, and at most since `reset`.
     """
 
     def __init__(self, capability: tuple[int, int] = (9, 0)):
@@ -116,6 +119,8 @@ class SimulatedCuda(TorchDispatchMode):
         self.capability = capability
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._patches = contextlib.ExitStack()
+        self._storages: dict[int, weakref.finalize] = {}
+        self.allocated = 0
         self.reset()
 
     def reset(self) -> None:
@@ -123,8 +128,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         self.synchronizations: list[str] = []
         self.blocking_copies: list[str] = []
-        self.bytes = 0
-        self.flops = 0
+        self.peak = self.allocated
 
     def __enter__(self) -> "SimulatedCuda":
         if not is_active():
@@ -181,11 +185,16 @@ class SimulatedCuda(TorchDispatchMode):
         yield JITFunction, "run", lambda kernel, *args, **options: self._launch_triton(kernel, *args, **options)
         yield torch.nn.functional, "scaled_dot_product_attention", _cuda_sdpa
 
+    def record(self, name: str, cost: Cost) -> None:
+        """Called for every operator and Triton kernel that runs on the device."""
+        self.kernels[name] += cost.launches
+
     def _launch_triton(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         for argument in (*arguments, *options.values()):
             if isinstance(argument, Tensor) and argument.device.type != "cuda":
                 raise RuntimeError(f"{kernel.fn.__name__}: pointer argument is on {argument.device}, not on cuda")
-        self.kernels[f"triton.{kernel.fn.__name__}"] += 1
+        named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+        self.record(f"triton.{kernel.fn.__name__}", triton_cost(kernel, named, grid(named) if callable(grid) else grid))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -233,23 +242,31 @@ class SimulatedCuda(TorchDispatchMode):
             args, kwargs = tree_map(to_fake, args), tree_map(to_fake, kwargs)
         with self._fake:
             result = func(*args, **kwargs)
-        self._record_kernel(func, tensors, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
+        self._track_memory(result)
+        # Collectives (c10d) have nothing to do on one rank.
+        if func.overloadpacket.__name__ not in NO_KERNEL and func.namespace not in ("prim", "c10d"):
+            self.record(func.overloadpacket.__name__, operator_cost(func, args, kwargs, result))
         return result
 
     def _record_host_copy(self, source: Tensor, non_blocking: bool) -> None:
         if not (non_blocking and source.is_pinned()):
             self.blocking_copies.append(f"{(*source.shape,)} {source.dtype} {_project_frames()}")
 
-    def _record_kernel(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        packet = func.overloadpacket.__name__
-        if packet in NO_KERNEL or func.namespace == "prim":
-            return
-        self.kernels[packet] += 1
-        if packet in ("mm", "addmm", "bmm", "baddbmm"):
-            left, right = inputs[-2:]
-            self.flops += 2 * left.numel() * right.shape[-1]
-        else:
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+    def _track_memory(self, result: Any) -> None:
+        for leaf in tree_leaves(result):
+            if not isinstance(leaf, FakeTensor) or leaf.device.type != "cuda":
+                continue
+            storage = leaf.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._storages:
+                self.allocated += size
+                self._storages[key] = weakref.finalize(storage, self._free, key, size)
+                self._storages[key].atexit = False
+        self.peak = max(self.peak, self.allocated)
+
+    def _free(self, key: int, size: int) -> None:
+        del self._storages[key]
+        self.allocated -= size
 
 
 def _handle_class(device: SimulatedCuda) -> type:

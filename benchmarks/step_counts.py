@@ -1,0 +1,248 @@
+"""Counts what a training step of both recipes does on a GPU, and the MFU that this allows. No GPU is needed.
+
+    python benchmarks/step_counts.py [--method kerple_log] [--recipe small_bf16.yml 1-3B.yml] [--json FILE]
+
+Runs three steps through `Engine` and DeepSpeed on a simulated CUDA device (needs g++) and counts the third one: kernel
+launches, host synchronizations, blocking copies, FLOPs, memory traffic and memory. Nothing is measured.
+
+Traffic: each kernel reads its inputs from memory once and writes its outputs once, see
+`tests/support/simulated_cuda/traffic.py`. The attention kernels' own traffic is in the row "attention", their products
+are in the FLOPs. Tiles on the diagonal count completely, because the kernels compute them completely.
+
+MFU bound: kernels run one after the other, and each takes as long as its FLOPs at the peak rate or its traffic at the
+peak bandwidth, whichever is longer. Launch latency, the host and communication take no time. A kernel that finds its
+inputs in the second-level cache can be faster than that. The MFU's numerator is that of the log: 6 per parameter
+outside the input embedding, plus causal attention, without recomputation.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.model import gpt
+from megatron.training.flops import PEAK_FLOPS, count_parameters, flops_per_token
+from tests.support.simulated_cuda import SimulatedCuda, environment, is_active
+from tests.support.simulated_cuda.traffic import Cost
+
+# The recipes, and what is overridden to run them on one simulated GPU.
+RECIPES: dict[str, tuple[str, ...]] = {"small_bf16.yml": (), "1-3B.yml": ("model-parallel-size=1",)}
+# Memory bandwidth in bytes/s, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, GeForce RTX 4090.
+BANDWIDTHS = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "RTX 4090": 1.008e12}
+# Fractions of peak FLOPs and of peak bandwidth for the two columns of bounds.
+EFFICIENCIES = ((1.0, 1.0), (0.7, 0.85))
+# Which part of the step a method computes, with the gradients of what it returns. Inner calls take precedence.
+PARTS: tuple[tuple[type, str, str], ...] = (
+    (gpt.Embedding, "forward", "embedding"),
+    (gpt.SelfAttention, "forward", "attention"),
+    (gpt.SelfAttention, "position_tables", "attention"),
+    (gpt.MLP, "forward", "MLP"),
+    (nn.LayerNorm, "forward", "norms"),
+    (gpt.TransformerBlock, "forward", "residuals"),
+    (gpt.FinalNorm, "forward", "loss"),
+    (gpt.Output, "loss", "loss"),
+)
+FORWARD_BACKWARD = ("embedding", "attention", "norms", "MLP", "residuals", "loss", "other")
+
+
+class Launch(NamedTuple):
+    """An operator or Triton kernel: its name, the part of the step it belongs to, and its cost."""
+
+    name: str
+    part: str
+    cost: Cost
+
+
+class StepCounter(SimulatedCuda):
+    """A simulated device that also records launches by part of the step.
+
+    Attributes:
+        launches: all of them, in order.
+        saved: bytes that the forward pass keeps for the backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self.launches: list[Launch] = []
+        self.saved = 0
+
+    def record(self, name: str, cost: Cost) -> None:
+        super().record(name, cost)
+        self.launches.append(Launch(name, self._part(), cost))
+
+    def _part(self) -> str:
+        if self._parts:
+            return self._parts[-1]
+        node = torch._C._current_autograd_node()
+        if node is None or type(node).__name__ == "AccumulateGrad":
+            return "optimizer"
+        return node.metadata.get("part", "other")
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        yield from super()._replacements()
+        for owner, name, part in PARTS:
+            yield owner, name, self._labelled(getattr(owner, name), part)
+        yield gpt.GPT, "loss", self._with_saved_bytes(gpt.GPT.loss)
+
+    def _labelled(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._parts.append(part)
+            try:
+                result = function(*arguments, **options)
+            finally:
+                self._parts.pop()
+            nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            while nodes:
+                node = nodes.pop()
+                if node is not None and "part" not in node.metadata:
+                    node.metadata["part"] = part
+                    nodes += [before for before, _ in node.next_functions]
+            return result
+
+        return call
+
+    def _with_saved_bytes(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(loss)
+        def call(*arguments: Any, **options: Any) -> Tensor:
+            before = self.allocated
+            result = loss(*arguments, **options)
+            self.saved += self.allocated - before
+            return result
+
+        return call
+
+
+def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
+    """The counts of a training step, see `main`. Requires `process_group()`."""
+    from tests.support.simulated_cuda.training import SimulatedTraining
+
+    with StepCounter() as device:
+        training = SimulatedTraining(device, files, *overrides)
+        training.third_step()
+        engine = training.engine
+        parameters = count_parameters(engine.layers(), engine.settings)
+        tokens = engine.global_batch * engine.seq_length
+        model_flops = tokens * flops_per_token(parameters["outside_embedding"], engine.settings, engine.seq_length)
+    launches = device.launches
+    kernels, traffic = Counter[str](), Counter[str]()
+    details: dict[tuple[str, str], list[int]] = {}
+    for part, name, cost in launches:
+        kernels[part] += cost.launches
+        if not cost.flops or name.startswith("triton."):
+            traffic[part] += cost.bytes
+        totals = details.setdefault((part, name), [0, 0, 0])
+        totals[:] = (total + value for total, value in zip(totals, cost, strict=True))
+    return {
+        "parameters": parameters["total"],
+        "kernels": with_totals(kernels),
+        "synchronizations": device.synchronizations,
+        "blocking copies": device.blocking_copies,
+        "bytes outside matmuls": with_totals(traffic),
+        "flops": sum(launch.cost.flops for launch in launches),
+        "model flops": model_flops,
+        "bytes saved for backward": device.saved,
+        "peak bytes": device.peak,
+        "MFU bound": {
+            name: [
+                model_flops / PEAK_FLOPS[name] / step_seconds(launches, PEAK_FLOPS[name] * flops, bandwidth * memory)
+                for flops, memory in EFFICIENCIES
+            ]
+            for name, bandwidth in BANDWIDTHS.items()
+        },
+        "details": [
+            dict(zip(("part", "name", "launches", "bytes", "flops"), (*key, *totals), strict=True))
+            for key, totals in sorted(details.items(), key=lambda item: -item[1][1])
+        ],
+    }
+
+
+def with_totals(values: Counter[str]) -> dict[str, int]:
+    """The values by part of the step, and their sums without and with the optimizer."""
+    parts = {part: values[part] for part in FORWARD_BACKWARD}
+    return {
+        **parts,
+        "forward and backward": sum(parts.values()),
+        "optimizer": values["optimizer"],
+        "total": values.total(),
+    }
+
+
+def step_seconds(launches: list[Launch], flops: float, bandwidth: float) -> float:
+    """Seconds of a step on a GPU with these rates in FLOP/s and bytes/s, one kernel after the other."""
+    return sum(max(launch.cost.flops / flops, launch.cost.bytes / bandwidth) for launch in launches)
+
+
+def rows(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The rows of a recipe's column."""
+    yield "parameters", f"{counts['parameters'] / 1e6:,.0f}M"
+    for name in ("forward and backward", "optimizer", "total"):
+        yield f"kernel launches, {name}", f"{counts['kernels'][name]:,}"
+    yield "host synchronizations", str(len(counts["synchronizations"]))
+    yield "blocking copies", str(len(counts["blocking copies"]))
+    for name, value in counts["bytes outside matmuls"].items():
+        yield f"GB outside matmuls, {name}", f"{value / 1e9:.1f}"
+    yield "TFLOPs executed", f"{counts['flops'] / 1e12:.2f}"
+    yield "TFLOPs of the model (MFU)", f"{counts['model flops'] / 1e12:.2f}"
+    yield "GiB saved for backward", f"{counts['bytes saved for backward'] / 2**30:.2f}"
+    yield "GiB peak", f"{counts['peak bytes'] / 2**30:.2f}"
+    for name, (ideal, realistic) in counts["MFU bound"].items():
+        yield f"MFU bound, {name}, at 100 % / at 70 % FLOPs and 85 % bandwidth", f"{ideal:.0%} / {realistic:.0%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--method", default="kerple_log", help="positional method (default: kerple_log)")
+    parser.add_argument(
+        "--recipe", nargs="+", default=list(RECIPES), help=f"files in configs/ (default: {' '.join(RECIPES)})"
+    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the configuration")
+    parser.add_argument("--names", action="store_true", help="also print launches and traffic by kernel")
+    parser.add_argument("--json", type=Path, help="also write the counts to this file")
+    options = parser.parse_args()
+    if not is_active():
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment())
+    from tests.support.simulated_cuda.training import process_group
+
+    with process_group():
+        results = {
+            recipe: count_step([recipe, f"pos_emb/{options.method}.yml"], *RECIPES.get(recipe, ()), *options.set)
+            for recipe in options.recipe
+        }
+    columns = {recipe: dict(rows(counts)) for recipe, counts in results.items()}
+    title = f"{options.method}, torch {torch.__version__}: counted, not measured"
+    table = Table("", *columns, title=title, title_justify="left")
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        table.add_row(name, *(column.get(name, "") for column in columns.values()))
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for recipe in options.recipe if options.names else ():
+        table = Table("part", "kernel", "launches", "GB", "TFLOPs", title=recipe, title_justify="left")
+        for row in results[recipe]["details"]:
+            numbers = f"{row['launches']:,}", f"{row['bytes'] / 1e9:.2f}", f"{row['flops'] / 1e12:.2f}"
+            table.add_row(row["part"], row["name"], *numbers)
+        console.print(table)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
