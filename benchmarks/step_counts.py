@@ -144,7 +144,7 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
     launches = device.launches
     kernels, traffic = Counter[str](), Counter[str]()
     details: dict[tuple[str, str], list[int]] = {}
-    for part, name, cost in launches:
+    for name, part, cost in launches:
         kernels[part] += cost.launches
         if not cost.flops or name.startswith("triton."):
             traffic[part] += cost.bytes
