@@ -5,6 +5,7 @@ Every error shows the values and says what to change.
 
 import difflib
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.schema import split_shares
@@ -14,70 +15,68 @@ if TYPE_CHECKING:
     from megatron.config.loader import Config
 
 
-def check_config(config: "Config") -> None:
-    """Raises UserError for keys that contradict each other."""
+def find_contradictions(config: "Config") -> Iterator[str]:
+    """One message for each contradiction between keys."""
     model, parallel = config.model, config.parallel
     if model.hidden_size % model.num_attention_heads:
-        raise UserError(
+        yield (
             f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}; "
             "every head has hidden_size / num_attention_heads dimensions"
         )
     if model.num_attention_heads % parallel.model_parallel_size:
-        raise UserError(
+        yield (
             f"num_attention_heads {model.num_attention_heads} is not divisible by model_parallel_size "
             f"{parallel.model_parallel_size}; tensor parallelism does not split heads"
         )
     if parallel.pipe_parallel_size > model.num_layers:
-        raise UserError(
+        yield (
             f"pipe_parallel_size {parallel.pipe_parallel_size} is more than num_layers {model.num_layers}; "
             "every stage needs at least one block"
         )
     if model.padded_vocab_size is not None and model.padded_vocab_size % parallel.model_parallel_size:
-        raise UserError(
+        yield (
             f"padded_vocab_size {model.padded_vocab_size} is not divisible by model_parallel_size "
             f"{parallel.model_parallel_size}; remove the key (it is computed)"
         )
-    _check_positional_method(config)
+    yield from _check_positional_method(config)
     stage = config.optimizer.zero_stage
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
-        raise UserError(
+        yield (
             f"attention_dropout {model.attention_dropout} with model_parallel_size "
             f"{parallel.model_parallel_size} is not supported: all ranks would draw the same dropout mask for their "
             "different heads; set attention_dropout to 0 (hidden_dropout is supported)"
         )
     if stage > 1 and parallel.pipe_parallel_size > 0:
-        raise UserError(
+        yield (
             f"zero_optimization.stage {stage} with pipe_parallel_size {parallel.pipe_parallel_size}: DeepSpeed's "
             "pipeline does not shard gradients and supports only ZeRO 0 and 1; use stage 1, or pipe_parallel_size 0"
         )
     if stage == 3 and parallel.model_parallel_size > 1:
-        raise UserError(
+        yield (
             f"zero_optimization.stage 3 with model_parallel_size {parallel.model_parallel_size} is not supported: "
             "tensor parallelism has already split the parameters; use stage 2 or model_parallel_size 1"
         )
     for key in _keys_that_split_the_model(config) if config.training.torch_compile else ():
-        raise UserError(
+        yield (
             f"torch_compile with {key} is not supported: its communication between ranks cannot be compiled; "
             "remove one of the two keys"
         )
-    _check_extrapolation(config)
-    _check_data(config)
+    yield from _check_extrapolation(config)
+    yield from _check_data(config)
     if config.schedule.min_lr > config.optimizer.lr:
-        raise UserError(
-            f"min_lr {config.schedule.min_lr} is more than optimizer.params.lr {config.optimizer.lr}; lower min_lr"
-        )
+        yield (f"min_lr {config.schedule.min_lr} is more than optimizer.params.lr {config.optimizer.lr}; lower min_lr")
     checkpoint, launcher = config.checkpoint, config.launcher
     for name in ("finetune", "iteration"):
         if getattr(checkpoint, name) not in (None, False) and checkpoint.load is None:
-            raise UserError(f"{name} is set, but load is not; set load to the folder of the checkpoint")
+            yield f"{name} is set, but load is not; set load to the folder of the checkpoint"
     if launcher.include is not None and launcher.exclude is not None:
-        raise UserError("include and exclude are both set; remove one of them")
+        yield "include and exclude are both set; remove one of them"
     for name in ("include", "exclude"):
         if getattr(launcher, name) is not None and (launcher.num_gpus is not None or launcher.num_nodes > 0):
-            raise UserError(f"{name} selects the GPUs; remove num_gpus and num_nodes")
+            yield f"{name} selects the GPUs; remove num_gpus and num_nodes"
 
 
-def _check_positional_method(config: "Config") -> None:
+def _check_positional_method(config: "Config") -> Iterator[str]:
     """The method exists, accepts its options and maximum length, and works with the attention backend and layout."""
     import torch  # not at the top: tools that read no configuration start faster without torch
 
@@ -89,12 +88,14 @@ def _check_positional_method(config: "Config") -> None:
         try:
             positional.load_plugin(model.pos_emb_module)
         except (ImportError, OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"pos_emb_module {model.pos_emb_module}: {error}") from error
+            yield f"pos_emb_module {model.pos_emb_module}: {error}"
+            return
     names = sorted(positional.registered_names())
     if model.pos_emb not in names:
         nearest = difflib.get_close_matches(model.pos_emb, names, n=3, cutoff=0.4)
         hint = f"nearest: {', '.join(nearest)}; known: " if nearest else "known: "
-        raise UserError(f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}')
+        yield f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}'
+        return
     shape = positional.ModelShape(
         num_heads=model.num_attention_heads,
         head_size=model.head_size,
@@ -113,16 +114,17 @@ def _check_positional_method(config: "Config") -> None:
         )
         check_backend(model.attention_backend, requirements)
     except (ValueError, NotImplementedError) as error:
-        raise UserError(f"pos_emb {model.pos_emb}: {error}") from error
+        yield f"pos_emb {model.pos_emb}: {error}"
+        return
     if method.modifies_scores and config.parallel.model_parallel_size > 1:
-        raise UserError(
+        yield (
             f"pos_emb {model.pos_emb} computes the scores of all heads together, which model_parallel_size "
             f"{config.parallel.model_parallel_size} splits over ranks; use model_parallel_size 1 (pipeline parallelism "
             "and ZeRO are supported)"
         )
     for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
         if model.pos_emb == "learned" and length is not None and length > model.max_position_embeddings:
-            raise UserError(
+            yield (
                 f"{name} {length} is more than max_position_embeddings {model.max_position_embeddings}, and pos_emb "
                 "learned has no embeddings beyond; raise max_position_embeddings or choose another pos_emb"
             )
@@ -139,46 +141,47 @@ def _keys_that_split_the_model(config: "Config") -> list[str]:
     return [key for key, splits in keys.items() if splits]
 
 
-def _check_extrapolation(config: "Config") -> None:
+def _check_extrapolation(config: "Config") -> Iterator[str]:
     training = config.training
     lengths = training.extrapolation_lengths
     if lengths is None:
         if training.extrapolation_tokens is not None:
-            raise UserError("extrapolation_tokens is set, but extrapolation_lengths is not; set both or neither")
+            yield "extrapolation_tokens is set, but extrapolation_lengths is not; set both or neither"
         return
     for key in _keys_that_split_the_model(config):
-        raise UserError(
+        yield (
             f"extrapolation_lengths with {key} is not supported: each rank must have the complete model; remove "
             "extrapolation_lengths, and evaluate the checkpoints with evaluate.py"
         )
     multiple, budget = math.lcm(*lengths), training.extrapolation_budget
     if multiple > budget:
-        raise UserError(
+        yield (
             f"extrapolation_lengths {', '.join(map(str, lengths))} must score the same tokens, so their least common "
             f"multiple, {multiple:,}, must not be more than extrapolation_tokens, {budget:,}; choose lengths that "
             "divide the longest, or raise extrapolation_tokens"
         )
 
 
-def _check_data(config: "Config") -> None:
+def _check_data(config: "Config") -> Iterator[str]:
     data = config.data
     if data.data_path is not None and data.train_data_paths is not None:
-        raise UserError(
+        yield (
             "data_path and train_data_paths are both set; use either data_path with split, or the three lists of paths"
         )
-    split_shares(data.split)
+    try:
+        split_shares(data.split)
+    except UserError as error:
+        yield str(error)
     if data.weight_by_num_documents and data.train_data_paths is None:
-        raise UserError(
-            "weight_by_num_documents requires train_data_paths, which is not set; set it, or remove the key"
-        )
+        yield ("weight_by_num_documents requires train_data_paths, which is not set; set it, or remove the key")
     for split in ("train", "valid", "test"):
         paths, weights = getattr(data, f"{split}_data_paths"), getattr(data, f"{split}_data_weights")
         if weights is None:
             continue
         if data.weight_by_num_documents:
-            raise UserError(f"weight_by_num_documents and {split}_data_weights are both set; remove one of them")
-        if paths is None or len(paths) != len(weights):
-            raise UserError(
+            yield f"weight_by_num_documents and {split}_data_weights are both set; remove one of them"
+        elif paths is None or len(paths) != len(weights):
+            yield (
                 f"{split}_data_weights has {len(weights)} weights for {len(paths or ())} {split}_data_paths; "
                 "give one weight per path"
             )

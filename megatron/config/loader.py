@@ -2,10 +2,13 @@
 
 `load_config` reads files, `Config.from_flat` takes a mapping; both end in `_build`:
 
-    merge      one value per key; `-` and `_` are the same, aliases are resolved, --set overrides files
+    merge      one value per key; `-` and `_` are the same, aliases are resolved, a later file overrides an earlier one,
+               --set overrides files
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
     assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a notice
     validate   the types in each group (pydantic), then combinations of keys (checks.py)
+
+All problems are collected and reported together.
 """
 
 import copy
@@ -19,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megatron.config import neox_compat, schema
-from megatron.config.checks import check_config
+from megatron.config.checks import find_contradictions
 from megatron.config.schema.base import REST, Group, KeyPath, field_aliases, field_path, has_placeholders
 from megatron.config.yaml_files import Entry, find_file, parse_override, read_file
 from megatron.utils.errors import UserError
@@ -95,7 +98,7 @@ class Config(BaseModel):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """One message for each key that is ignored."""
+        """One message for each key that is ignored, and for each that a later file overrides."""
         return self._notices
 
 
@@ -115,18 +118,24 @@ MAPPINGS: set[KeyPath] = {path[:depth] for path in FIELDS for depth in range(1, 
 
 
 def load_config(
-    paths: Sequence[str | Path], config_dir: str | Path | None = None, overrides: Sequence[str] = ()
+    paths: Sequence[str | Path],
+    config_dir: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    strict: bool = False,
 ) -> Config:
     """Merge YAML files and `key=value` overrides into one validated configuration.
 
     Args:
-        paths: files, in `config_dir` if given; the ending .yml may be omitted. No key may appear in two of them.
+        paths: files, in `config_dir` if given; the ending .yml may be omitted. A later file overrides the keys of an
+            earlier one; `notices` lists these keys.
         overrides: `key=value` with the value in YAML; nested keys with dots (optimizer.params.lr=1e-3).
+        strict: a key in two files is an error.
 
     Raises:
-        UserError: the message names file, line and key.
+        UserError: the message lists all problems, each with file, line and key.
     """
-    return _build((entry for path in paths for entry in read_file(find_file(path, config_dir))), overrides)
+    return _build((entry for path in paths for entry in read_file(find_file(path, config_dir))), overrides, strict)
 
 
 def check_vocabulary(config: Config, tokenizer_vocab_size: int) -> None:
@@ -146,44 +155,67 @@ def canonical_path(key: str) -> KeyPath:
     return ALIASES.get(path, path)
 
 
-def _build(entries: Iterable[Entry], overrides: Iterable[str] = ()) -> Config:
-    keys = _merge(entries, overrides)
-    _fill_placeholders(keys)
-    values, notices = _assign(keys)
+def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool = False) -> Config:
+    messages = _Messages()
+    keys = _merge(entries, overrides, strict, messages)
+    _fill_placeholders(keys, messages)
+    values = _assign(keys, messages)
     groups: dict[str, Any] = {}
     for name, model in GROUPS.items():
         try:
             groups[name] = model.model_validate(values[name])
         except ValidationError as error:
-            raise UserError(_describe(error, name, keys)) from None
-    config = Config(**groups)
+            messages.problems += _describe(error, name, keys)
+        except UserError as error:
+            messages.problems.append(str(error))
+    config = None
+    if len(groups) == len(GROUPS):
+        config = Config(**groups)
+        messages.problems += find_contradictions(config)
+    if config is None or messages.problems:
+        problems = messages.problems
+        if len(problems) > 1:
+            problems = [f"{len(problems)} problems in the configuration:", *problems]
+        raise UserError("\n  ".join(problems))
     config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
-    config._notices = tuple(notices)
-    check_config(config)
+    config._notices = tuple(messages.notices)
     return config
+
+
+@dataclasses.dataclass
+class _Messages:
+    """What there is to tell the user: problems, which make the configuration invalid, and notices."""
+
+    problems: list[str] = dataclasses.field(default_factory=list)
+    notices: list[str] = dataclasses.field(default_factory=list)
 
 
 # -- merging ----------------------------------------------------------------------------------------------------------
 
 
-def _merge(entries: Iterable[Entry], overrides: Iterable[str]) -> MergedKeys:
-    """Raises UserError if a key appears twice: in one file, in two files, or under two names."""
+def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, messages: _Messages) -> MergedKeys:
+    """One entry per key. A key that appears twice in one file is a problem, in two files only if `strict`."""
     keys: MergedKeys = {}
 
-    def add(name: str, entry: Entry) -> None:
-        if name in keys:
-            first = keys[name]
-            raise UserError(
-                f'{entry.place}: "{entry.key}" is already set, as "{first.key}" at {first.place}; remove one of them'
-            )
-        keys[name] = entry
+    def reject_duplicate(entry: Entry, first: Entry) -> None:
+        messages.problems.append(
+            f'{entry.place}: "{entry.key}" is already set, as "{first.key}" at {first.place}; remove one of them'
+        )
 
     for entry in entries:
         # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
         name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
-        add(name, dataclasses.replace(entry, value=copy.deepcopy(entry.value)))
+        if name in keys:
+            first = keys[name]
+            if strict or entry.source == first.source:
+                reject_duplicate(entry, first)
+            else:
+                messages.notices.append(f'{entry.place}: "{entry.key}" overrides "{first.key}" at {first.place}')
+        keys[name] = dataclasses.replace(entry, value=copy.deepcopy(entry.value))
     for name, entry in list(_pop_nested_aliases(keys)):
-        add(name, entry)
+        if name in keys:
+            reject_duplicate(entry, keys[name])
+        keys[name] = entry
     values = {name: entry.value for name, entry in keys.items()}
     for override in overrides:
         key, value = parse_override(override)
@@ -223,10 +255,10 @@ def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, Entry]]:
 # -- placeholders -----------------------------------------------------------------------------------------------------
 
 
-def _fill_placeholders(keys: MergedKeys) -> None:
+def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
     """Replace each `{key}` by the value of that key, or its default.
 
-    Raises UserError if the key does not exist, has no value, or its value is not a string or number.
+    It is a problem if the key does not exist, has no value, or its value is not a string or number.
     """
 
     def lookup(match: re.Match[str], where: str) -> str:
@@ -248,20 +280,23 @@ def _fill_placeholders(keys: MergedKeys) -> None:
     for path, (group, name) in FIELDS.items():
         entry = keys.get(path[0])
         if has_placeholders(GROUPS[group].model_fields[name]) and entry is not None and isinstance(entry.value, str):
-            text = re.sub(r"\{([^{}]*)\}", partial(lookup, where=_where(path, keys)), entry.value)
-            keys[path[0]] = dataclasses.replace(entry, value=text)
+            try:
+                text = re.sub(r"\{([^{}]*)\}", partial(lookup, where=_where(path, keys)), entry.value)
+                keys[path[0]] = dataclasses.replace(entry, value=text)
+            except UserError as error:
+                messages.problems.append(str(error))
 
 
 # -- assigning to fields ----------------------------------------------------------------------------------------------
 
 
-def _assign(keys: MergedKeys) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The values by group and field, and a notice for each key that is ignored.
+def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
+    """The values by group and field. Adds a notice for each key that is ignored.
 
-    Raises UserError for an unsupported key of GPT-NeoX, and for an unknown key; the message suggests similar ones.
+    An unsupported key of GPT-NeoX is a problem, and so is an unknown key; the message suggests similar ones.
     """
     groups: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
-    notices: list[str] = []
+    flat = {name: entry.value for name, entry in keys.items()}
 
     def place(path: KeyPath, value: Any) -> None:
         dotted = ".".join(path)
@@ -270,27 +305,28 @@ def _assign(keys: MergedKeys) -> tuple[dict[str, dict[str, Any]], list[str]]:
             group, name = FIELDS[path]
             groups[group][name] = value
         elif path in MAPPINGS:
-            if value is not None and not isinstance(value, dict):
-                raise UserError(
+            if isinstance(value, dict):
+                for key, child in value.items():
+                    place((*path, str(key)), child)
+            elif value is not None:
+                messages.problems.append(
                     f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not {value!r}"
                 )
-            for key, child in (value or {}).items():
-                place((*path, str(key)), child)
         elif neox_compat.is_known(dotted):
-            reason = neox_compat.unsupported_reason(dotted, value)
+            reason = neox_compat.unsupported_reason(dotted, value, flat)
             if reason is not None:
-                raise UserError(f"{_where(path, keys)} is a GPT-NeoX key that is not supported: {reason}")
-            if dotted in neox_compat.IGNORED and value:  # false and null request nothing
-                notices.append(f"{_where(path, keys)} is ignored: {neox_compat.IGNORED[dotted]}")
+                messages.problems.append(f"{_where(path, keys)} is a GPT-NeoX key that is not supported: {reason}")
+            elif dotted in neox_compat.IGNORED and value:  # false and null request nothing
+                messages.notices.append(f"{_where(path, keys)} is ignored: {neox_compat.IGNORED[dotted]}")
         elif rest in FIELDS and path[-1] in (_allowed_rest(rest) or {path[-1]}):
             group, name = FIELDS[rest]
             groups[group].setdefault(name, {})[path[-1]] = value
         else:
-            raise UserError(_describe_unknown_key(path, keys))
+            messages.problems.append(_describe_unknown_key(path, keys))
 
     for name, entry in keys.items():
         place((name,), entry.value)
-    return groups, notices
+    return groups
 
 
 def _where(path: KeyPath, keys: MergedKeys) -> str:
@@ -338,9 +374,13 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
     return f"{_where(path, keys)} is not a known key; nearest: {nearest} (all keys: configs/neox_arguments.md)"
 
 
-def _describe(error: ValidationError, group: str, keys: MergedKeys) -> str:
-    """The first problem that pydantic reports, as `FILE:LINE: "key": PROBLEM`."""
-    problem = error.errors()[0]
+def _describe(error: ValidationError, group: str, keys: MergedKeys) -> Iterator[str]:
+    """The problems that pydantic reports, each as `FILE:LINE: "key": PROBLEM`."""
+    for problem in error.errors():
+        yield _describe_problem(problem, group, keys)
+
+
+def _describe_problem(problem: ErrorDetails, group: str, keys: MergedKeys) -> str:
     field, *inside = problem["loc"]
     path = next(path for path, place in FIELDS.items() if place == (group, field))
     path = tuple(part for part in path if part != REST)

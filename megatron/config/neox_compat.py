@@ -5,6 +5,7 @@ something that works differently here, or belongs to an unsupported feature; it 
 are written with dots. Source: GPT-NeoX's configs/neox_arguments.md, of 2022 and of its public HEAD.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "gradients are averaged without an extra factor", "prescale_gradients", "sparse_gradients", off=(False,)
     ),
     **_unsupported("gradients are averaged without an extra factor", "gradient_predivide_factor", off=(1, 1.0)),
-    **_unsupported("the model casts explicitly", "fp16.auto_cast", off=(False,)),
     **_unsupported(
         "master weights are always float32",
         "fp16.fp16_master_weights_and_grads",
@@ -142,27 +142,16 @@ UNSUPPORTED: dict[str, Unsupported] = {
     **_unsupported("only language modeling is supported", "dataset_impl", off=("gpt2",)),
     **_unsupported("only language modeling is supported", "train_impl", off=("normal",)),
     # Checkpoints.
-    **_unsupported("checkpoints are saved at a constant interval", "checkpoint_scale", off=("linear",)),
-    **_unsupported("checkpoints are saved at a constant interval; see save_interval", "extra_save_iters", off=([],)),
     **_unsupported("checkpoints are saved only to folders", "s3_path"),
     **_unsupported("universal checkpoints are not supported", "load_universal", off=(False,)),
     # Logging and profiling.
-    **_unsupported("Comet is not supported; use TensorBoard or Weights & Biases", "use_comet", off=(False,)),
     **_unsupported("set tensorboard_dir", "tensorboard"),
     **_unsupported("set use_wandb and the wandb_ keys", "wandb"),
     **_unsupported("set tensorboard_dir or use_wandb", "csv_monitor"),
-    **_unsupported(
-        "not logged",
-        "log_grad_pct_zeros",
-        "log_param_norm",
-        "log_optimizer_states",
-        "log_gradient_noise_scale",
-        off=(False,),
-    ),
-    **_unsupported("use an external profiler", "memory_profiling", "profile", "profile_backward", off=(False,)),
     **_unsupported("perplexity is always per token", "char_level_ppl", off=(False,)),
     **_unsupported("logits are not written to files; use megatron.inference", "return_logits", off=(False,)),
     **_unsupported("precomputed log-probabilities are not supported", "precompute_model_name"),
+    **_unsupported("weights are not served to other processes", "serve_model_weights", off=(False,)),
     # DeepSpeed and the launcher.
     **_unsupported(
         "set inside deepspeed_extra_args",
@@ -185,7 +174,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "do_valid",
         "do_test",
         "save_iters",
-        "global_num_gpus",
         "config_files",
     ),
 }
@@ -200,10 +188,21 @@ IGNORED: dict[str, str] = {
         "layernorm_fusion",
         "rmsnorm_fusion",
         "use_flashattn_swiglu",
+        "fused_kernels_build_path",
     ),
     **_ignored("the loss is always computed in float32", "fp16_lm_cross_entropy"),
     **_ignored(
         "the softmax is always computed in float32", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"
+    ),
+    **_ignored("the model casts explicitly", "fp16.auto_cast"),
+    **_ignored("set bf16.enabled instead", "bf16.bf16"),
+    **_ignored(
+        "bfloat16 needs no loss scale",
+        "bf16.loss_scale",
+        "bf16.loss_scale_window",
+        "bf16.initial_scale_power",
+        "bf16.hysteresis",
+        "bf16.min_loss_scale",
     ),
     **_ignored("initial weights do not depend on the device", "use_cpu_initialization"),
     **_ignored("buffers are computed and not saved", "rotary_save_freqs_buffer"),
@@ -212,6 +211,34 @@ IGNORED: dict[str, str] = {
     **_ignored("set fp16.enabled instead", "fp16.fp16"),
     **_ignored("always enabled", "zero_allow_untested_optimizer"),
     **_ignored("the gradient norm is always logged", "log_grad_norm"),
+    **_ignored(
+        "not logged",
+        "log_grad_pct_zeros",
+        "log_param_norm",
+        "log_optimizer_states",
+        "log_gradient_noise_scale",
+        "gradient_noise_scale_n_batches",
+        "gradient_noise_scale_cpu_offload",
+    ),
+    **_ignored(
+        "there is no built-in profiler; use nsys or torch.profiler",
+        "profile",
+        "profile_backward",
+        "profile_step_start",
+        "profile_step_stop",
+        "memory_profiling",
+        "memory_profiling_path",
+    ),
+    **_ignored(
+        "Comet is not supported; use TensorBoard or Weights & Biases",
+        "use_comet",
+        "comet_workspace",
+        "comet_project",
+        "comet_experiment_name",
+        "comet_tags",
+        "comet_others",
+        "comet_experiment",
+    ),
     **_ignored("only one rank logs", "wandb_init_all_ranks"),
     **_ignored("logs do not contain it", "git_hash"),
     **_ignored("files are memory-mapped and read on demand", "mmap_warmup"),
@@ -223,6 +250,7 @@ IGNORED: dict[str, str] = {
     **_ignored("checkpointed activations are not partitioned", "partition_activations"),
     **_ignored("PyTorch's activation checkpointing needs no synchronization", "synchronize_each_layer"),
     **_ignored("DeepSpeed is always used", "deepspeed", "deepscale", "deepscale_config"),
+    **_ignored("num_gpus and the hostfile determine the number of processes", "global_num_gpus"),
     **_ignored("DeepSpeed's settings are derived from this configuration", "dump_state"),
     **_ignored("NCCL detects NVLink", "detect_nvlink_pairs"),
     **_ignored(
@@ -237,22 +265,8 @@ IGNORED: dict[str, str] = {
     **_ignored("part of s3_path, which is not supported", "s3_chunk_size"),
     **_ignored("part of curriculum_learning, which is not supported", "curriculum_seqlen"),
     **_ignored("part of adlr_autoresume, which is not supported", "adlr_autoresume_interval"),
-    **_ignored(
-        "part of log_gradient_noise_scale, which is not supported",
-        "gradient_noise_scale_n_batches",
-        "gradient_noise_scale_cpu_offload",
-    ),
-    **_ignored("part of memory_profiling, which is not supported", "memory_profiling_path"),
-    **_ignored("part of profile, which is not supported", "profile_step_start", "profile_step_stop"),
-    **_ignored(
-        "part of use_comet, which is not supported",
-        "comet_workspace",
-        "comet_project",
-        "comet_experiment_name",
-        "comet_tags",
-        "comet_others",
-        "comet_experiment",
-    ),
+    **_ignored("part of serve_model_weights, which is not supported", "weight_server_port"),
+    **_ignored("part of dataset_impl, which is not supported", "online_dataserver_ips", "online_dataserver_ports"),
     **_ignored(
         "part of train_impl, which is not supported",
         "dpo_fp32",
@@ -262,6 +276,10 @@ IGNORED: dict[str, str] = {
         "kto_desirable_weight",
         "kto_undesirable_weight",
         "kto_beta",
+        "kl_impl",
+        "kl_div_beta",
+        "fp32_reinforce",
+        "reinforce_leave_one_out",
     ),
     **_ignored(
         "part of use_mup, which is not supported",
@@ -294,6 +312,8 @@ IGNORED: dict[str, str] = {
     **_ignored(
         "part of moe_num_experts, which is not supported",
         "expert_interval",
+        "moe_expert_interval",
+        "moe_router_type",
         "moe_top_k",
         "use_tutel",
         "moe_loss_coeff",
@@ -315,6 +335,14 @@ IGNORED: dict[str, str] = {
 ATTENTION_CONFIG = "attention_config"
 _DENSE_ATTENTION = ("global", "flash")
 
+# Keys with a neutral value that depends on the other keys, such as num_kv_heads = num_attention_heads.
+_IS_NEUTRAL: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "intermediate_size": lambda value, keys: value == 4 * keys["hidden_size"],
+    "num_kv_heads": lambda value, keys: value == keys["num_attention_heads"],
+    # GPT-NeoX rounds the width of the MLP up to a multiple of 2 * mlp_multiple_of.
+    "mlp_multiple_of": lambda value, keys: 4 * keys["hidden_size"] % (2 * value) == 0,
+}
+
 
 def known_keys() -> list[str]:
     """All keys of this file, nested ones with dots."""
@@ -326,16 +354,45 @@ def is_known(key: str) -> bool:
     return key in UNSUPPORTED or key in IGNORED or key == ATTENTION_CONFIG
 
 
-def unsupported_reason(key: str, value: Any) -> str | None:
-    """Why this value of a known key is not supported, or None if it is accepted."""
+def unsupported_reason(key: str, value: Any, keys: Mapping[str, Any]) -> str | None:
+    """Why this value of a known key is not supported, or None if it is accepted.
+
+    keys: the values of all top-level keys, on which the neutral value of some keys depends.
+    """
     if key == ATTENTION_CONFIG and value is not None:
-        # [[[type, type ...], repetitions] ...]; `flash` is an implementation of dense attention.
-        try:
-            types = {type_ for types, _ in value for type_ in types}
-        except (TypeError, ValueError):
-            return 'expected [[["global"], NUM_LAYERS]]'
-        sparse = sorted(str(type_) for type_ in types if type_ not in _DENSE_ATTENTION)
-        return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}" if sparse else None
-    if key in UNSUPPORTED and not UNSUPPORTED[key].is_off(value):
-        return UNSUPPORTED[key].reason
-    return None
+        return _attention_reason(value, keys.get("num_layers"))
+    if key not in UNSUPPORTED or UNSUPPORTED[key].is_off(value):
+        return None
+    try:
+        if key in _IS_NEUTRAL and _IS_NEUTRAL[key](value, keys):
+            return None
+    except (KeyError, TypeError, ZeroDivisionError):
+        pass  # another key is missing or wrong, which is reported separately
+    return UNSUPPORTED[key].reason
+
+
+def _attention_reason(value: Any, num_layers: Any) -> str | None:
+    """The value is one type per layer, or [[[type, type ...], repetitions] ...]; "all" repeats a pattern for all layers.
+    `flash` is an implementation of dense attention.
+    """
+    expected = f'expected [[["global"], {num_layers or "NUM_LAYERS"}]]'
+    try:
+        types: list[str] = []
+        for item in value:
+            if isinstance(item, str):
+                types.append(item)
+            elif item[1] == "all":
+                types = item[0] * (num_layers // len(item[0]))
+                break
+            else:
+                types += item[0] * item[1]
+    except (TypeError, IndexError, ZeroDivisionError):
+        return expected
+    sparse = sorted({str(type_) for type_ in types if type_ not in _DENSE_ATTENTION})
+    if sparse:
+        return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}"
+    return (
+        None
+        if len(types) == num_layers
+        else f"it describes {len(types)} layers, but num_layers is {num_layers}; {expected}"
+    )

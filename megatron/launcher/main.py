@@ -15,7 +15,7 @@ from megatron.launcher.deepspeed_runner import (
     runner_command,
 )
 from megatron.launcher.resources import check_launcher, find_resources
-from megatron.launcher.script_arguments import print_notices
+from megatron.launcher.script_arguments import STRICT_OPTION, print_notices
 from megatron.utils.errors import UserError
 
 USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
@@ -24,7 +24,8 @@ Start SCRIPT on every GPU (without a GPU: on the CPU) with DeepSpeed's launcher.
 
   SCRIPT.py             train.py, evaluate.py, generate.py, or a script that uses megatron.launcher.script_arguments
   -d, --conf-dir DIR    folder of the configuration files
-  a.yml b.yml ...       configuration files to merge; .yml may be omitted; no key may appear in two of them
+  a.yml b.yml ...       configuration files to merge; .yml may be omitted; a later file overrides an earlier one
+  --strict              reject keys that appear in two files
   --set key=value ...   override keys (nested ones with dots: optimizer.params.lr=1e-3); repeatable
   options of the script the first other option and everything after it (python SCRIPT.py --help lists them)
 
@@ -39,6 +40,7 @@ class DeepyArguments:
     files: list[str]
     config_dir: str | None
     overrides: list[str]
+    strict: bool
     script_options: list[str]
 
 
@@ -53,10 +55,13 @@ def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
     overrides, words = extract_overrides(words)
     files: list[str] = []
     config_dir = None
-    while words and (not words[0].startswith("-") or words[0] in ("-d", "--conf-dir", "--conf_dir")):
+    strict = False
+    while words and (not words[0].startswith("-") or words[0] in ("-d", "--conf-dir", "--conf_dir", STRICT_OPTION)):
         word = words.pop(0)
         if not word.startswith("-"):
             files.append(word)
+        elif word == STRICT_OPTION:
+            strict = True
         elif words:
             config_dir = words.pop(0)
         else:
@@ -68,7 +73,7 @@ def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
         raise UserError(f"{script}: no such script; the first word after deepy.py is the script, such as train.py")
     if not files:
         raise UserError(f"no configuration files were given for {script}; they come before the options of the script")
-    return DeepyArguments(path, files, config_dir, overrides, words)
+    return DeepyArguments(path, files, config_dir, overrides, strict, words)
 
 
 def main(words: Sequence[str]) -> int:
@@ -80,7 +85,7 @@ def main(words: Sequence[str]) -> int:
     if arguments is None:
         print(USAGE)
         return 0
-    config = load_config(arguments.files, arguments.config_dir, arguments.overrides)
+    config = load_config(arguments.files, arguments.config_dir, arguments.overrides, strict=arguments.strict)
     print_notices(config)
     resources = find_resources(config)
     check_launcher(config, resources)

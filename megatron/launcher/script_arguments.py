@@ -20,6 +20,7 @@ from megatron.config.command_line import SET_OPTION, OptionParser, extract_overr
 from megatron.utils.errors import UserError
 
 MERGED_CONFIG_OPTION = "--neox-config"
+STRICT_OPTION = "--strict"
 DEFAULT_PORT = 29500
 
 # Rank, rank on this node and number of processes, as srun and the MPI launchers pass them.
@@ -38,7 +39,7 @@ def parse_arguments(
 ) -> tuple[Config, argparse.Namespace]:
     """Read the command line of a script: returns the configuration and the parsed options.
 
-    Rank 0 prints which keys are ignored. If Slurm or MPI started this process, the environment variables that
+    Rank 0 prints which keys are ignored or overridden. If Slurm or MPI started this process, the environment variables that
     torch.distributed reads are set from theirs.
 
     Args:
@@ -53,6 +54,7 @@ def parse_arguments(
     parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted")
     parser.add_argument("-d", "--conf-dir", metavar="DIR", help="folder of the configuration files")
     parser.add_argument(SET_OPTION, metavar="KEY=VALUE", help="override keys (nested ones with dots); repeatable")
+    parser.add_argument(STRICT_OPTION, action="store_true", help="reject keys that appear in two configuration files")
     parser.add_argument(MERGED_CONFIG_OPTION, help=argparse.SUPPRESS)
     parser.add_argument(
         "--fallback", action="store_true", help="if the checkpoint is damaged, load the newest intact one"
@@ -69,7 +71,7 @@ def parse_arguments(
     else:
         if not options.files:
             parser.error("no configuration files were given")
-        config = load_config(options.files, options.conf_dir, overrides)
+        config = load_config(options.files, options.conf_dir, overrides, strict=options.strict)
         if os.environ.get("RANK", "0") == "0":
             print_notices(config)
     if options.fallback:
@@ -79,7 +81,7 @@ def parse_arguments(
 
 
 def print_notices(config: Config) -> None:
-    """Print which keys of the configuration are ignored."""
+    """Print which keys of the configuration are ignored or overridden."""
     for notice in config.notices:
         print(f"note: {notice}", flush=True)
 

@@ -70,7 +70,7 @@ class Sweep:
             keys |= choice.keys
         overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON is valid YAML
         try:
-            return load_config(files, self.config_dir, overrides)
+            return load_config(files, self.config_dir, overrides, strict=True)
         except UserError as error:
             raise UserError(f"{self.path}: run {run_name(choices)}: {error}") from error
 

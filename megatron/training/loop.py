@@ -139,8 +139,10 @@ class Trainer:
 
     def train(self, signals: distributed.DistributedSignalHandler) -> bool:
         """Train to the last iteration. Returns False if a signal or `exit-interval` ended the run before it."""
-        training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        training, saves = self.config.training, self.config.checkpoint.saves
         state, log = self.state, StepLog(self.config, self.engine, self.logger, self.flops_per_token)
+        if self.checkpointer is not None and state.iteration == 0 and self.last_iteration > 0 and saves(0):
+            self.checkpointer.save(state)
         while state.iteration < self.last_iteration:
             learning_rate = self.schedule(state.iteration)
             loss = self.engine.train_step(self.train_batches, learning_rate, state.iteration)
@@ -164,7 +166,7 @@ class Trainer:
                         self.validator.validate(state)
                     if self.curves is not None:
                         self.curves.measure(self.engine, state.iteration)
-            if self.checkpointer is not None and (_is_due(state.iteration, save_interval) or is_last or exit_reason):
+            if self.checkpointer is not None and (saves(state.iteration) or is_last or exit_reason):
                 with log.paused():
                     log.check(state.iteration)
                     # Weights whose loss is not finite must not replace a good checkpoint.

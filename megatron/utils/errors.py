@@ -4,7 +4,7 @@
 class UserError(Exception):
     """Wrong user input. The message names the key, file or value, and says how to fix it.
 
-    Entry points print the message as one line and exit with status 2, without a traceback.
+    Entry points print only the message and exit with status 2, without a traceback.
     """
 
 

@@ -1,5 +1,6 @@
 """Every file under configs/ loads, and the models and hyperparameters are those of the paper."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,12 @@ def test_evaluation_as_in_the_release():
     assert (config.schedule.train_iters, config.training.seq_length_val, config.training.eval_iters) == (0, 2048, 320)
 
 
-def test_two_methods_are_an_error():
-    with pytest.raises(UserError, match=r'rotary\.yml:\d: "pos-emb" is already set, as "pos-emb" at .*alibi\.yml:2'):
-        load_config(["small_bf16", "pos_emb/alibi", "pos_emb/rotary"], CONFIGS)
+def test_the_later_of_two_methods_is_used():
+    files = ["small_bf16", "pos_emb/alibi", "pos_emb/rotary"]
+    config = load_config(files, CONFIGS)
+    assert config.model.pos_emb == "rotary"
+    assert [re.sub(r"\S*/", "", notice) for notice in config.notices] == [
+        'rotary.yml:5: "pos-emb" overrides "pos-emb" at alibi.yml:2'
+    ]
+    with pytest.raises(UserError, match=r'rotary\.yml:5: "pos-emb" is already set, as "pos-emb" at .*alibi\.yml:2'):
+        load_config(files, CONFIGS, strict=True)

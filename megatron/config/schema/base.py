@@ -64,6 +64,7 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
 Int = Annotated[int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
+Steps = Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
 # A single string is accepted instead of a list.
 Texts = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from megatron.config.schema.base import Betas, CaseInsensitive, Group, Int, Ints, Texts, Weights, key
+from megatron.config.schema.base import Betas, CaseInsensitive, Group, Int, Ints, Steps, Texts, Weights, key
 from megatron.optimizers import OPTIMIZERS, OptimizerType
 from megatron.utils.errors import UserError
 
@@ -255,12 +255,18 @@ class CheckpointConfig(Group):
         "Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch.",
         placeholders=True,
     )
-    save_interval: Int | None = key(
+    save_interval: float | None = key(
         None,
-        "Optimizer steps between checkpoints; the last step is always saved.",
+        """Optimizer steps between checkpoints; the last step is always saved. With checkpoint_scale log, the factor
+        between the steps of two checkpoints.""",
         aliases=("checkpoint_factor",),
         ge=1,
     )
+    checkpoint_scale: Literal["linear", "log"] = key(
+        "linear",
+        "linear: checkpoints at multiples of save_interval; log: at its powers, rounded down, starting with step 1.",
+    )
+    extra_save_iters: Steps = key((), "Further steps at which to save a checkpoint. 0: before the first step.")
     keep_last_n_checkpoints: Int | None = key(None, "Delete all but this many checkpoints. Default: keep all.", ge=1)
     finetune: bool = key(
         False, "Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist."
@@ -281,6 +287,28 @@ class CheckpointConfig(Group):
         False, "If the checkpoint to load is damaged, load the newest intact one instead. Same as --fallback."
     )
     iteration: Int | None = key(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
+
+    @model_validator(mode="after")
+    def _check_save_interval(self) -> "CheckpointConfig":
+        factor = self.save_interval
+        if factor is not None and self.checkpoint_scale == "linear" and not factor.is_integer():
+            raise UserError(f"save_interval {factor} must be an integer, unless checkpoint_scale is log")
+        if factor == 1 and self.checkpoint_scale == "log":
+            raise UserError("save_interval 1 with checkpoint_scale log would save only step 1; use a larger factor")
+        return self
+
+    def saves(self, iteration: int) -> bool:
+        """Whether a checkpoint is due after this number of optimizer steps (besides the one after the last step)."""
+        if iteration in self.extra_save_iters:
+            return True
+        if self.save_interval is None or iteration == 0:
+            return False
+        if self.checkpoint_scale == "linear":
+            return iteration % self.save_interval == 0
+        step = 1.0
+        while int(step) < iteration:
+            step *= self.save_interval
+        return int(step) == iteration
 
 
 class LoggingConfig(Group):

@@ -10,8 +10,9 @@ from megatron.config import Config, UserError, check_vocabulary, load_config
 MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
 
 
-def load(write, *texts, overrides=()):
-    return load_config([write(f"{index}.yml", text) for index, text in enumerate(texts)], overrides=overrides)
+def load(write, *texts, overrides=(), strict=False):
+    paths = [write(f"{index}.yml", text) for index, text in enumerate(texts)]
+    return load_config(paths, overrides=overrides, strict=strict)
 
 
 def test_defaults_of_gpt_neox(flat):
@@ -84,20 +85,69 @@ def test_files_merge(write):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "name", "value"),
     [
-        ('{"seed": 1}', '{"seed": 1}'),
-        ('{"weight-decay": 0}', '{"weight_decay": 0}'),
-        ('{"save-interval": 5}', '{"checkpoint-factor": 5}'),
-        ('{"optimizer": {"type": "Adam"}}', '{"optimizer": {"params": {"lr": 1}}}'),
-        ('{"weight-decay": 0}', '{"optimizer": {"params": {"weight_decay": 0}}}'),
+        ('{"seed": 1}', '{"seed": 2}', "seed", 2),
+        ('{"weight-decay": 0}', '{"weight_decay": 0.2}', "weight_decay", 0.2),
+        ('{"save-interval": 5}', '{"checkpoint-factor": 6}', "save_interval", 6),
+        (
+            '{"optimizer": {"type": "AdamW"}}',
+            '{"optimizer": {"params": {"lr": 1}}}',
+            "optimizer",
+            {"params": {"lr": 1}},
+        ),
     ],
 )
-def test_the_same_key_in_two_files(write, tmp_path, first, second):
-    with pytest.raises(UserError, match=r"is already set, as .*; remove one of them") as caught:
-        load(write, MODEL, first, second)
-    assert f"{tmp_path / '1.yml'}:1" in str(caught.value)
-    assert f"{tmp_path / '2.yml'}:1" in str(caught.value)
+def test_a_later_file_overrides_an_earlier_one(write, tmp_path, first, second, name, value):
+    config = load(write, MODEL, first, second)
+    assert config.to_flat()[name] == value
+    keys = [text.split('"')[1] for text in (second, first)]
+    places = [tmp_path / "2.yml", tmp_path / "1.yml"]
+    assert config.notices == (f'{places[0]}:1: "{keys[0]}" overrides "{keys[1]}" at {places[1]}:1',)
+    with pytest.raises(UserError) as caught:
+        load(write, MODEL, first, second, strict=True)
+    assert (
+        str(caught.value)
+        == f'{places[0]}:1: "{keys[0]}" is already set, as "{keys[1]}" at {places[1]}:1; remove one of them'
+    )
+
+
+def test_a_key_and_its_nested_alias_in_two_files(write):
+    with pytest.raises(UserError, match=r'"optimizer.params.weight_decay" is already set, as "weight-decay" at '):
+        load(write, MODEL, '{"weight-decay": 0}', '{"optimizer": {"params": {"weight_decay": 0}}}')
+
+
+def test_all_problems_are_reported_together(write, tmp_path):
+    text = """\
+hidden-size: 32
+num-attention-heads: 4
+seq-length: 16
+seed: a
+seed_: 1
+warmup: 2
+attention-config: [[[local], 2]]
+optimizer: Adam
+"""
+    with pytest.raises(UserError) as caught:
+        load(write, text, "save: 'runs/{sed}'")
+    lines = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+    starts = [
+        "7 problems in the configuration:",
+        '  1.yml:1: "save": {sed} is not a key',
+        '  0.yml:5: "seed_" is not a known key; nearest: seed',
+        '  0.yml:7: "attention-config" is a GPT-NeoX key that is not supported',
+        '  0.yml:8: "optimizer" must be a mapping of params, type',
+        '  0.yml, 1.yml: key "num_layers" is missing',
+        '  0.yml:6: "warmup": must be less than or equal to 1',
+        '  0.yml:4: "seed": must be an integer',
+    ]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+
+
+def test_all_contradictions_are_reported_together(flat):
+    with pytest.raises(UserError) as caught:
+        Config.from_flat({**flat, "hidden-size": 33, "min_lr": 1.0, "finetune": True})
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["3", "hidden_size", "min_lr", "finetune"]
 
 
 def test_the_same_key_with_dash_and_underscore_in_one_file(write, tmp_path):

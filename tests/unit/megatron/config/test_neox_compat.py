@@ -15,6 +15,8 @@ from megatron.config.neox_compat import (
     unsupported_reason,
 )
 
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+
 KEYS = [
     key
     for line in (Path(__file__).parents[3] / "data" / "neox_keys.txt").read_text().splitlines()
@@ -37,30 +39,39 @@ def test_every_key_of_the_tables_is_of_gpt_neox():
 
 def test_unsupported_keys():
     for key, entry in UNSUPPORTED.items():
-        assert unsupported_reason(key, "not the default") == entry.reason, key
+        assert unsupported_reason(key, "not the default", SIZES) == entry.reason, key
         for value in (None, *entry.off):
-            assert unsupported_reason(key, value) is None, (key, value)
+            assert unsupported_reason(key, value, SIZES) is None, (key, value)
     for key in IGNORED:
-        assert unsupported_reason(key, "anything") is None
+        assert unsupported_reason(key, "anything", SIZES) is None
 
 
 def test_values_that_mean_off_are_compared_by_type():
-    assert unsupported_reason("opt_pos_emb_offset", 0) is None
-    assert unsupported_reason("opt_pos_emb_offset", False) is not None
+    assert unsupported_reason("opt_pos_emb_offset", 0, SIZES) is None
+    assert unsupported_reason("opt_pos_emb_offset", False, SIZES) is not None
 
 
 def test_disabled_mappings_are_accepted():
-    assert unsupported_reason("flops_profiler", {"enabled": False, "profile_step": 1}) is None
-    assert unsupported_reason("flops_profiler", {}) is None
-    assert unsupported_reason("flops_profiler", {"enabled": True}) is not None
+    assert unsupported_reason("flops_profiler", {"enabled": False, "profile_step": 1}, SIZES) is None
+    assert unsupported_reason("flops_profiler", {}, SIZES) is None
+    assert unsupported_reason("flops_profiler", {"enabled": True}, SIZES) is not None
 
 
 @pytest.mark.parametrize(
     "value",
-    [None, [[["global"], 2]], [[["flash"], 2]], [[["global", "flash"], 1]], [[["global"], 1], [["flash"], "all"]]],
+    [
+        None,
+        [[["global"], 2]],
+        [[["flash"], 2]],
+        [[["global", "flash"], 1]],
+        [[["global"], 1], [["flash"], 1]],
+        [[["global"], "all"]],
+        [[["global", "flash"], "all"]],
+        ["global", "flash"],
+    ],
 )
 def test_dense_attention_is_accepted(value):
-    assert unsupported_reason(ATTENTION_CONFIG, value) is None
+    assert unsupported_reason(ATTENTION_CONFIG, value, SIZES) is None
 
 
 @pytest.mark.parametrize(
@@ -71,11 +82,33 @@ def test_dense_attention_is_accepted(value):
             [[["global", "sparse_fixed", "amlp"], 1]],
             "only dense attention (global, flash) is supported, not amlp, sparse_fixed",
         ),
-        ("global", 'expected [[["global"], NUM_LAYERS]]'),
+        ([[["local", "global"], "all"]], "only dense attention (global, flash) is supported, not local"),
+        ("global", "only dense attention (global, flash) is supported, not a, b, g, l, o"),
+        (2, 'expected [[["global"], 2]]'),
+        ([[["global"]]], 'expected [[["global"], 2]]'),
+        ([[["global"], 3]], 'it describes 3 layers, but num_layers is 2; expected [[["global"], 2]]'),
+        (["flash"], 'it describes 1 layers, but num_layers is 2; expected [[["global"], 2]]'),
     ],
 )
 def test_other_attention_is_unsupported(value, reason):
-    assert unsupported_reason(ATTENTION_CONFIG, value) == reason
+    assert unsupported_reason(ATTENTION_CONFIG, value, SIZES) == reason
+
+
+@pytest.mark.parametrize(
+    ("key", "neutral", "other"),
+    [
+        ("intermediate_size", (128,), (86, 256, "128")),
+        ("num_kv_heads", (4,), (1, 2)),
+        ("mlp_multiple_of", (1, 64), (128, 0)),
+        ("expansion_factor", (4, 4.0), (2,)),
+    ],
+)
+def test_sizes_of_the_default_block_are_accepted(key, neutral, other):
+    for value in neutral:
+        assert unsupported_reason(key, value, SIZES) is None
+    for value in other:
+        assert unsupported_reason(key, value, SIZES) == UNSUPPORTED[key].reason
+    assert unsupported_reason("intermediate_size", 128, {}) == UNSUPPORTED["intermediate_size"].reason
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ def test_command_line(tmp_path, monkeypatch):
     assert (arguments.script, arguments.files, arguments.config_dir) == (Path("mine.py"), ["a.yml", "b"], "configs")
     assert arguments.overrides == ["x=1", "y=2"]
     assert arguments.script_options == ["--lengths", "8", "c", "-d", "z"]
+    assert not arguments.strict
+    assert parse_command_line(["mine.py", "a", "--strict", "b"]).strict
     assert parse_command_line([]) is None
     assert parse_command_line(["--help"]) is None
     with pytest.raises(UserError, match="-d is the last word"):

@@ -67,6 +67,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(keys, tmp_path, data_path):
     assert_same_end(trained(tmp_path / "resumed", data_path, **keys), uninterrupted)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+def test_extra_checkpoints(precision, tmp_path, data_path):
+    keys = {
+        "precision": precision,
+        "save_interval": None,
+        "extra_save_iters": [0, 1],
+        "train_iters": 3,
+        "eval_iters": 0,
+    }
+    trained(tmp_path, data_path, **keys)
+    assert saved_iterations(tmp_path / "checkpoints") == [0, 1, 3]
+    copy_checkpoint(tmp_path, tmp_path / "resumed", 0)
+    trained(tmp_path / "resumed", data_path, **keys)
+    assert all(
+        torch.equal(tensor, weights(tmp_path, 3)[name]) for name, tensor in weights(tmp_path / "resumed", 3).items()
+    )
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path, data_path, capsys):
     trained(tmp_path, data_path)
     before = weights(tmp_path, 6)
