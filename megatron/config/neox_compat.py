@@ -372,8 +372,8 @@ def unsupported_reason(key: str, value: Any, keys: Mapping[str, Any]) -> str | N
 
 
 def _attention_reason(value: Any, num_layers: Any) -> str | None:
-    """The value is one type per layer, or [[[type, type ...], repetitions] ...]; "all" repeats a pattern for all layers.
-    `flash` is an implementation of dense attention.
+    """The value is one type per layer, or [[[type, type ...], repetitions] ...]; "all" repeats a pattern for all
+    layers. `flash` is an implementation of dense attention.
     """
     expected = f'expected [[["global"], {num_layers or "NUM_LAYERS"}]]'
     try:

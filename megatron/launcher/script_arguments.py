@@ -39,8 +39,8 @@ def parse_arguments(
 ) -> tuple[Config, argparse.Namespace]:
     """Read the command line of a script: returns the configuration and the parsed options.
 
-    Rank 0 prints which keys are ignored or overridden. If Slurm or MPI started this process, the environment variables that
-    torch.distributed reads are set from theirs.
+    Rank 0 prints which keys are ignored or overridden. If Slurm or MPI started this process, the environment variables
+    that torch.distributed reads are set from theirs.
 
     Args:
         argv: the words after the script's name; by default those of this process.
