@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention import Span
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.text import IntArray, Text
 from megatron.inference.decoder import Decoder
+from megatron.model import loss
+from megatron.model.settings import ONE_RANK
 
 LOGIT_POSITIONS = 1024
 
@@ -90,13 +91,12 @@ class SegmentReader:
 
 def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy `[b, s]` in nats for int64 targets `[b, s]` and hidden states `[b, s, e]`, in at least float32."""
-    flat_hidden, flat_targets = hidden.flatten(0, 1), targets.flatten()
-    losses = []
-    for start in range(0, len(flat_targets), LOGIT_POSITIONS):
-        logits = decoder.logits(flat_hidden[start : start + LOGIT_POSITIONS])
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        losses.append(F.cross_entropy(logits, flat_targets[start : start + LOGIT_POSITIONS], reduction="none"))
+    losses = [
+        loss.token_losses(decoder.logits(positions), labels, ONE_RANK)
+        for positions, labels in zip(
+            hidden.flatten(0, 1).split(LOGIT_POSITIONS), targets.flatten().split(LOGIT_POSITIONS), strict=True
+        )
+    ]
     return torch.cat(losses).view(targets.shape)
 
 

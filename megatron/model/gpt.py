@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
 from kerple.positional import PositionalMethod, TableJacobian, build, outermost
-from megatron.model.loss import chunk_elements, linear_cross_entropy, mean_loss
+from megatron.model.loss import linear_cross_entropy, mean_loss, needs_chunks
 from megatron.model.parallel import (
     column_linear,
     gather_vocabulary,
@@ -322,7 +322,7 @@ class Output(nn.Module):
         weight = cast(nn.Parameter, self.final_linear.weight)
         # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its full shape.
         vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
-        if labels.numel() * vocabulary <= chunk_elements(hidden.device, vocabulary):
+        if not needs_chunks(hidden.device, hidden.dtype, labels.numel(), vocabulary):
             return mean_loss(self.final_linear(hidden), labels, mask, self.tp)
         flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
         flat_mask = None if mask is None else mask.flatten()

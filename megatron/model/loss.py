@@ -1,14 +1,18 @@
 """Cross entropy of the next token, and a memory-saving version fused with the output projection.
 
-`linear_cross_entropy` processes a chunk of tokens at a time, so the full logits `[tokens, vocabulary]` are never in
-memory. The forward pass already computes the gradients with respect to the hidden states and the weight, so each
-chunk's logits are computed only once; the backward pass scales them. Under tensor parallelism each rank holds a slice
-of the vocabulary: the ranks sum the exponentials and the label logits of each chunk, and at the end the gradient of
-the hidden states.
+`linear_cross_entropy` processes a chunk of tokens at a time. The forward pass already computes the gradients with
+respect to the hidden states and the weight, so each chunk's logits are computed only once; the backward pass scales
+them. Under tensor parallelism each rank holds a slice of the vocabulary: the ranks merge the log-sum-exp and the label
+logit of each token, and at the end the gradient of the hidden states.
+
+On a GPU, the kernel in `loss_kernel.py` reads the logits once and overwrites them by their gradient. This is all the
+memory traffic between the matrix products, and chunks can be large. Elsewhere PyTorch operations do the same.
 
 Legend: b batch, s tokens of a sequence, n tokens, e hidden size, v vocabulary (of this rank), c tokens of a chunk.
 """
 
+import contextlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,21 +23,32 @@ from torch.autograd.function import once_differentiable
 
 from megatron.model.settings import TensorParallel
 
-# Logits of a chunk. On a CPU a chunk should fit into the caches, which is faster than all tokens at once. It needs at
-# least CPU_MIN_ROWS tokens, though, because every chunk reads the weight and updates the whole weight gradient.
+# Devices on which the kernel runs; Triton's interpreter also runs it on a CPU, slowly, for tests.
+KERNEL_DEVICES = ["cuda"]
+# Bytes of a chunk's logits for the kernel. Every chunk after the first reads and writes the weight's gradient once
+# more, so this is large: the 162M recipe (1.6 GiB of logits) has one chunk. A chunk has a multiple of 128 tokens.
+KERNEL_CHUNK_BYTES, KERNEL_ROWS = 2**31, 128
+# Logits of a chunk otherwise. On a CPU a chunk should fit into the caches, which is faster than all tokens at once. It
+# needs at least CPU_MIN_ROWS tokens, though, because every chunk reads the weight and updates its whole gradient.
 CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS, CPU_MIN_ROWS = 2**26, 2**21, 256
 
 
 def token_losses(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-    """Cross entropy of each token in nats, float32 `[b, s]`, from this rank's slice of the logits,
-    `[b, s, v / tp.size]`.
-    """
-    if tp.size == 1:
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    """Cross entropy of each token in nats, `[b, s]`, from this rank's slice of the logits, `[b, s, v / tp.size]`.
 
-    # vocab_parallel_cross_entropy overwrites its input.
-    return vocab_parallel_cross_entropy(logits.to(torch.float32, copy=True), labels)
+    float32; float64 for float64 logits on one rank.
+    """
+    if tp.size > 1:
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        # vocab_parallel_cross_entropy overwrites its input.
+        return vocab_parallel_cross_entropy(logits.to(torch.float32, copy=True), labels)
+    flat_logits, flat_labels = logits.flatten(0, -2), labels.flatten()
+    if not torch.is_grad_enabled() and _uses_kernel(logits.device, logits.dtype):
+        lse, label_logits = _statistics(flat_logits.contiguous(), flat_labels)
+        return (lse - label_logits).view_as(labels)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(flat_logits.to(dtype), flat_labels, reduction="none").view_as(labels)
 
 
 def mean_loss(logits: Tensor, labels: Tensor, mask: Tensor | None, tp: TensorParallel) -> Tensor:
@@ -44,11 +59,20 @@ def mean_loss(logits: Tensor, labels: Tensor, mask: Tensor | None, tp: TensorPar
     return (losses * mask).sum() / mask.sum().clamp(min=1.0)
 
 
-def chunk_elements(device: torch.device, vocabulary: int) -> int:
-    """Logits per chunk. If all logits are fewer than that, materializing them is as fast."""
+def needs_chunks(device: torch.device, dtype: torch.dtype, tokens: int, vocabulary: int) -> bool:
+    """Whether `linear_cross_entropy` is better than `mean_loss` of all logits, which has no overhead per chunk."""
+    return _uses_kernel(device, dtype) or tokens > chunk_rows(device, dtype, vocabulary)
+
+
+def chunk_rows(device: torch.device, dtype: torch.dtype, vocabulary: int) -> int:
+    """Tokens of a chunk."""
+    if _uses_kernel(device, dtype):
+        rows = KERNEL_CHUNK_BYTES // (vocabulary * dtype.itemsize)
+        return max(KERNEL_ROWS, rows // KERNEL_ROWS * KERNEL_ROWS)
+    elements = CHUNK_ELEMENTS
     if device.type == "cpu":
-        return min(CHUNK_ELEMENTS, max(CPU_CHUNK_ELEMENTS, CPU_MIN_ROWS * vocabulary))
-    return CHUNK_ELEMENTS
+        elements = min(elements, max(CPU_CHUNK_ELEMENTS, CPU_MIN_ROWS * vocabulary))
+    return max(1, elements // vocabulary)
 
 
 def linear_cross_entropy(
@@ -65,6 +89,8 @@ def linear_cross_entropy(
     hidden `[n, e]`, weight `[v, e]`, labels int64 `[n]`, mask float `[n]` without gradient, or None for all ones. With
     a process group, `weight` is this rank's slice of the vocabulary, which starts at token `first_token`.
     """
+    if not torch.is_grad_enabled():  # the function below would compute gradients
+        hidden, weight = hidden.detach(), weight.detach()
     return _LinearCrossEntropy.apply(hidden, weight, labels, mask, first_token, group)
 
 
@@ -80,47 +106,166 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
-        hidden_grad = torch.empty_like(hidden) if hidden_needs_grad else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight_needs_grad else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        rows = max(1, chunk_elements(hidden.device, len(weight)) // len(weight))
+        needs_grad = hidden_needs_grad or weight_needs_grad
+        cross_entropy = _kernel_cross_entropy if _uses_kernel(hidden.device, hidden.dtype) else _torch_cross_entropy
+        rows = chunk_rows(hidden.device, hidden.dtype, len(weight))
+        losses, hidden_grads = [], []
+        weight_grad: Tensor | None = None
         for start in range(0, len(hidden), rows):
-            chunk = slice(start, start + rows)
-            logits = (hidden[chunk] @ weight.T).float()
-            # A label outside this rank's slice is replaced by an arbitrary one in it, with its contribution zeroed.
-            local_labels = labels[chunk, None] - first_token
-            is_local = ((local_labels >= 0) & (local_labels < len(weight))).to(logits.dtype)
-            local_labels = local_labels.clamp(0, len(weight) - 1)
-            label_logits = logits.gather(1, local_labels) * is_local
-            max_logits = logits.amax(dim=1, keepdim=True)
-            if group is not None:
-                dist.all_reduce(label_logits, group=group)
-                dist.all_reduce(max_logits, op=dist.ReduceOp.MAX, group=group)
-            exponentials = logits.sub_(max_logits).exp_()
-            denominator = exponentials.sum(dim=1, keepdim=True)
-            if group is not None:
-                dist.all_reduce(denominator, group=group)
-            losses = (denominator.log() + max_logits - label_logits).squeeze(1)
-            total += (losses if mask is None else losses * mask[chunk]).sum()
-            if hidden_grad is None and weight_grad is None:
+            states = hidden[start : start + rows]
+            chunk_mask = None if mask is None else mask[start : start + rows]
+            chunk_losses, logits_grad = cross_entropy(
+                states @ weight.T, labels[start : start + rows], chunk_mask, first_token, group, needs_grad
+            )
+            losses.append(chunk_losses if chunk_mask is None else chunk_losses * chunk_mask)
+            if logits_grad is None:
                 continue
-            # The gradient of the logits, softmax - one_hot(label), times the mask.
-            factors = torch.ones_like(denominator) if mask is None else mask[chunk, None].to(denominator.dtype)
-            logits_grad = exponentials.mul_(factors / denominator)
-            logits_grad = logits_grad.scatter_add_(1, local_labels, -is_local * factors).to(hidden.dtype)
-            if hidden_grad is not None:
-                hidden_grad[chunk] = logits_grad @ weight
-            if weight_grad is not None:
-                weight_grad += logits_grad.T @ hidden[chunk]
+            logits_grad = logits_grad.to(hidden.dtype)
+            if hidden_needs_grad:
+                hidden_grads.append(logits_grad @ weight)
+            if weight_needs_grad:
+                weight_grad = _add_product(weight_grad, logits_grad.T, states)
+            del logits_grad  # before the next chunk's logits are allocated
+        hidden_grad = _joined(hidden_grads) if hidden_grads else None
         if group is not None and hidden_grad is not None:
             dist.all_reduce(hidden_grad, group=group)
-        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
-        return total
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.weight_dtype = weight.dtype
+        return _joined(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad, weight_grad = (
-            None if gradient is None else gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors
-        )
+        hidden_grad, weight_grad = ctx.saved_tensors
+        if hidden_grad is not None:
+            hidden_grad = _scaled(hidden_grad, upstream, hidden_grad.dtype)
+        if weight_grad is not None:
+            weight_grad = _scaled(weight_grad, upstream, ctx.weight_dtype)
         return hidden_grad, weight_grad, None, None, None, None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The concatenation of tensors; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right, float32 and in place; total is None for zeros."""
+    if left.device.type == "cuda" and left.dtype in (torch.bfloat16, torch.float16):
+        if total is None:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    product = left @ right
+    return product.float() if total is None else total.add_(product)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * factor in a dtype, computed in float32 in one kernel."""
+    # A factor without dimensions would be rounded to the gradient's dtype.
+    return torch.mul(gradient, factor.view(1), out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _merge(lse: Tensor, label_logits: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp and the label logits `[c]` of all ranks, from those of their slices of the vocabulary."""
+    maximum = lse.clone()
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([(lse - maximum).exp(), label_logits])
+    dist.all_reduce(sums, group=group)
+    return maximum + sums[0].log(), sums[1]
+
+
+def _torch_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    first_token: int,
+    group: dist.ProcessGroup | None,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The losses `[c]` of logits `[c, v]`, and the gradient of mask * loss with respect to the logits, if needed."""
+    logits = logits.float()
+    # A label outside this rank's slice is replaced by an arbitrary one in it, with its contribution zeroed.
+    local_labels = labels[:, None] - first_token
+    is_local = ((local_labels >= 0) & (local_labels < logits.shape[1])).to(logits.dtype)
+    local_labels = local_labels.clamp(0, logits.shape[1] - 1)
+    label_logits = logits.gather(1, local_labels).mul_(is_local).squeeze(1)
+    maximum = logits.amax(dim=1, keepdim=True)
+    exponentials = logits.sub_(maximum).exp_()
+    lse = exponentials.sum(dim=1).log_().add_(maximum.squeeze(1))
+    if group is not None:
+        lse, label_logits = _merge(lse, label_logits, group)
+    if not needs_grad:
+        return lse - label_logits, None
+    # softmax - one_hot(label), times the mask
+    factors = torch.ones_like(maximum) if mask is None else mask[:, None].to(maximum.dtype)
+    logits_grad = exponentials.mul_((maximum - lse[:, None]).exp_().mul_(factors))
+    return lse - label_logits, logits_grad.scatter_add_(1, local_labels, -is_local * factors)
+
+
+def _kernel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    first_token: int,
+    group: dist.ProcessGroup | None,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """As `_torch_cross_entropy`; the gradient overwrites the logits."""
+    lse, label_logits = _statistics(logits, labels, mask, first_token, gradient=needs_grad and group is None)
+    if group is not None:
+        lse, label_logits = _merge(lse, label_logits, group)
+        if needs_grad:
+            _launch(logits, labels, mask, lse, label_logits, first_token, merged=True, gradient=True)
+    return lse - label_logits, logits if needs_grad else None
+
+
+def _statistics(
+    logits: Tensor, labels: Tensor, mask: Tensor | None = None, first_token: int = 0, *, gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp and the label logits `[c]` of `[c, v]`, both float32."""
+    lse, label_logits = logits.new_empty(2, len(logits), dtype=torch.float32)
+    _launch(logits, labels, mask, lse, label_logits, first_token, merged=False, gradient=gradient)
+    return lse, label_logits
+
+
+def _launch(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    lse: Tensor,
+    label_logits: Tensor,
+    first_token: int,
+    *,
+    merged: bool,
+    gradient: bool,
+) -> None:
+    module = _load_kernel()
+    assert module is not None  # `_uses_kernel` has checked it
+    rows, vocabulary = logits.shape
+    labels, mask = labels.contiguous(), None if mask is None else mask.contiguous()
+    with torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext():
+        module.cross_entropy_kernel[(rows,)](
+            *(logits, labels, mask, lse, label_logits, vocabulary, first_token),
+            MERGED=merged,
+            GRADIENT=gradient,
+            BLOCK=module.BLOCK,
+            num_warps=module.WARPS,
+        )
+
+
+def _uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel can run: Triton supports NVIDIA GPUs from compute capability 8.0 on."""
+    if device.type not in KERNEL_DEVICES or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        return False
+    return _load_kernel() is not None
+
+
+def _load_kernel() -> ModuleType | None:
+    """Import the kernel on first use, so that nothing else needs Triton."""
+    try:
+        from megatron.model import loss_kernel
+    except ImportError:
+        return None
+    return loss_kernel

@@ -175,14 +175,19 @@ def test_gradients_of_the_fused_kernels_with_tensor_parallelism(pos_emb, options
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", "zero-3"])
-def test_chunked_loss_on_two_ranks(layout, ranks, trained, data_path, tmp_path):
-    """The chunked loss, in every layout that accesses the output weights in a different way."""
+@pytest.mark.parametrize(
+    ("layout", "kernel_devices"), [("tensor", []), ("tensor", ["cpu"]), ("pipeline", []), ("zero-3", [])]
+)
+def test_chunked_loss_on_two_ranks(layout, kernel_devices, ranks, trained, data_path, tmp_path):
+    """The chunked loss, in every layout that accesses the output weights in a different way; with slices of the
+    vocabulary also by the Triton kernel.
+    """
     keys = {"padded_vocab_size": VOCABULARY, "save": None, "load": None, "no_weight_tying": layout != "pipeline"}
     trained(tmp_path / "one", "one", **keys)
     constants = {
         "megatron.model.gpt:mean_loss": None,  # fails if it is called with the complete logits
         "megatron.model.loss:CHUNK_ELEMENTS": VOCABULARY * 5,
+        "megatron.model.loss:KERNEL_DEVICES": kernel_devices,
     }
     ranks.train(training_settings(tmp_path / "two", data_path, **{**LAYOUTS[layout], **keys}), constants)
     names = ("train/loss", "train/grad_norm", "validation/loss", "kernel/bias_p/mean")
