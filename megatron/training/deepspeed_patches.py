@@ -33,7 +33,7 @@ def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:
 
     Every gradient must be passed by exactly one rank of the group.
     """
-    norm = torch.nn.utils.get_total_norm(gradients).float()
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).float()
     if mpu is None:
         return norm
     squared = norm.square().to(get_accelerator().current_device_name())
@@ -67,6 +67,16 @@ class PatchedEngine(DeepSpeedEngine):
         with patch.object(accelerator, "is_fp16_supported", lambda: True):
             super()._do_sanity_check()
 
+    def allreduce_and_copy(
+        self, small_bucket: list[torch.Tensor], dp_group: dist.ProcessGroup, dp_world_size: float | None = None
+    ) -> None:
+        """Average gradients over the replicas, if there are several.
+
+        Upstream: with a single replica too, copies all gradients to a buffer and back.
+        """
+        if dist.get_world_size(dp_group) > 1:
+            super().allreduce_and_copy(small_bucket, dp_group, dp_world_size)
+
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
         """Clip fp32 gradients without ZeRO by the norm of the whole model, and record the norm for the log.
@@ -96,13 +106,47 @@ class PatchedPipelineEngine(PatchedEngine, PipelineEngine):
 
 
 class DeviceOnlyBF16Optimizer(BF16_Optimizer):
-    """DeepSpeed's optimizer for bf16 weights with fp32 master weights, without waiting for the device.
+    """DeepSpeed's optimizer for bf16 weights with fp32 master weights, with few kernels and without waiting for the device.
 
     Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not finite and to clip,
     and `get_global_norm_of_tensors` copies a constant to the device. The device idles until the next kernels are
-    launched. Here everything happens on the device. The inner optimizer must support `found_inf`, as torch's fused
+    launched. `update_hp_grads` launches two kernels per parameter, and the fp32 gradients are set to zero twice per
+    step. Here everything happens on the device, one call handles all parameters of a group, and the first micro-batch
+    overwrites the fp32 gradients. The inner optimizer must support `found_inf` and `grad_scale`, as torch's fused
     optimizers do.
     """
+
+    @torch.no_grad()
+    def update_hp_grads(self, clear_lp_grads: bool = False) -> None:
+        """Add the bf16 gradients of a micro-batch to the fp32 ones, and free them.
+
+        torch launches one kernel for many tensors in `_foreach_copy_`, but one kernel per tensor in `_foreach_add_`,
+        because the dtypes differ.
+        """
+        for parameters, gradients, received in zip(
+            self.bf16_groups, self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True
+        ):
+            first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                if parameter.grad is not None:
+                    total, added = later if received[index] else first
+                    total.append(gradient)
+                    added.append(parameter.grad.view(-1))
+                    parameter.grad = None
+                    parameter._hp_grad = gradient  # where the pipeline engine finds it
+                    received[index] = True
+                elif not received[index]:
+                    gradient.zero_()  # of an earlier step
+            if first[0]:
+                torch._foreach_copy_(*first)
+            if later[0]:
+                torch._foreach_add_(*later)
+
+    def clear_hp_grads(self) -> None:
+        """Forget the fp32 gradients; the next micro-batch overwrites them."""
+        for received in self.fp32_groups_has_gradients:
+            received[:] = [False] * len(received)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -111,8 +155,7 @@ class DeviceOnlyBF16Optimizer(BF16_Optimizer):
         overflow = ~torch.isfinite(norm)
         self._global_grad_norm = norm.masked_fill(overflow, float("inf"))
         if self.clip_grad > 0:
-            scale = (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(self.get_grads_for_norm(for_clipping=True), scale)
+            self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp(min=1.0)  # divides the gradients
         for master, gradient in zip(
             self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, strict=True
         ):
