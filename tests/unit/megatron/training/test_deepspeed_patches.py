@@ -5,8 +5,11 @@ import math
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.config import Config
+from megatron.training import deepspeed_patches
 from megatron.training.deepspeed_patches import PATCHED_VERSION, DeviceOnlyBF16Optimizer
 from megatron.training.engine import Engine
 from megatron.training.loop import train
@@ -45,6 +48,41 @@ def test_gradients_are_clipped_by_the_norm_in_the_log(clipping, tmp_path, data_p
     logged = list(metrics(tmp_path, "train/grad_norm").values())
     assert all(1 < norm < 100 for norm in logged)
     assert norms == pytest.approx([clipping] * 6 if clipping else logged, rel=1e-5)
+
+
+@pytest.mark.parametrize(("clipping", "tolerance"), [(0.0, 1e-7), (0.25, 1e-4)])
+def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path, data_path, monkeypatch):
+    """With gradient accumulation, and a parameter that gets no gradient in one micro-batch, then in a whole step.
+
+    Dividing by 1 / scale instead of multiplying with scale changes the last bit, which can change a rounded weight.
+    """
+    update = BF16_Optimizer.update_hp_grads, DeviceOnlyBF16Optimizer.update_hp_grads
+    calls = []
+
+    def with_missing_gradients(upstream):
+        def update_hp_grads(optimizer, **keywords):
+            calls.append(type(optimizer))
+            if len(calls) % 12 in (2, 5, 7, 8):
+                optimizer.bf16_groups[0][1].grad = None
+            update[not upstream](optimizer, **keywords)
+
+        return update_hp_grads
+
+    monkeypatch.setattr(BF16_Optimizer, "update_hp_grads", with_missing_gradients(upstream=True))
+    monkeypatch.setattr(DeviceOnlyBF16Optimizer, "update_hp_grads", with_missing_gradients(upstream=False))
+    keys = {"precision": "bfloat16", "gradient_clipping": clipping, "gradient_accumulation_steps": 2}
+    keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.02}}, "load": None}
+    train(Config.from_flat(training_settings(tmp_path / "ours", data_path, **keys)))
+    monkeypatch.setattr(deepspeed_patches, "DeviceOnlyBF16Optimizer", BF16_Optimizer)
+    train(Config.from_flat(training_settings(tmp_path / "upstream", data_path, **keys)))
+    assert calls == [DeviceOnlyBF16Optimizer] * 12 + [BF16_Optimizer] * 12
+    for name in ("train/loss", "train/grad_norm"):
+        assert metrics(tmp_path / "ours", name) == pytest.approx(metrics(tmp_path / "upstream", name), rel=tolerance, abs=0.0)
+
+
+def test_a_single_replica_does_not_copy_its_gradients(tmp_path, data_path, monkeypatch):
+    monkeypatch.setattr(DeepSpeedEngine, "allreduce_bucket", lambda *_: pytest.fail("all-reduce of one rank"))
+    train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1, save=None, load=None)))
 
 
 def test_a_bf16_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, data_path, monkeypatch, capsys):
