@@ -77,7 +77,9 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
     train(Config.from_flat(training_settings(tmp_path / "upstream", data_path, **keys)))
     assert calls == [DeviceOnlyBF16Optimizer] * 12 + [BF16_Optimizer] * 12
     for name in ("train/loss", "train/grad_norm"):
-        assert metrics(tmp_path / "ours", name) == pytest.approx(metrics(tmp_path / "upstream", name), rel=tolerance, abs=0.0)
+        assert metrics(tmp_path / "ours", name) == pytest.approx(
+            metrics(tmp_path / "upstream", name), rel=tolerance, abs=0.0
+        )
 
 
 def test_a_single_replica_does_not_copy_its_gradients(tmp_path, data_path, monkeypatch):
