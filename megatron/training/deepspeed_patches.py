@@ -106,7 +106,7 @@ class PatchedPipelineEngine(PatchedEngine, PipelineEngine):
 
 
 class DeviceOnlyBF16Optimizer(BF16_Optimizer):
-    """DeepSpeed's optimizer for bf16 weights with fp32 master weights, with few kernels and without waiting for the device.
+    """DeepSpeed's optimizer for bf16 weights with fp32 master weights, with few kernels and no wait for the device.
 
     Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not finite and to clip,
     and `get_global_norm_of_tensors` copies a constant to the device. The device idles until the next kernels are
