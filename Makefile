@@ -39,7 +39,7 @@ lint: setup
 	$(BIN)/mypy
 
 # These methods have no trainable parameters, or training does not change their plot.
-UNTRAINED := learned none sinusoidal cope dape alibi kerple_power_original rotary sandwich xpos
+UNTRAINED := learned none sinusoidal cope dape dape_rotary alibi kerple_power_original rotary sandwich xpos
 TRAINED := $(filter-out $(UNTRAINED),$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
 
 pictures: setup

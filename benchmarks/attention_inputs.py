@@ -44,7 +44,7 @@ def attend_with_method(
     if method.modifies_scores:
         table = score_table(method, length, query.device)
         return attend(
-            query, key, value, modify_scores=method.modify_scores, table=table, window=window, backend=backend
+            query, key, value, modify_scores=method.final_scores, table=table, window=window, backend=backend
         )
     bias, weight = tables(method, length, query.device)
     bias_jacobian = weight_jacobian = None

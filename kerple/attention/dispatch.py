@@ -248,7 +248,7 @@ class Attention:
             weight_table=weight_table,
             bias_jacobian=bias_jacobian,
             weight_jacobian=weight_jacobian,
-            modify_scores=positional.modify_scores if positional is not None and self.modifies_scores else None,
+            modify_scores=positional.final_scores if positional is not None and self.modifies_scores else None,
             score_table=table,
             span=Span(window, block),
             dropout_p=dropout_p,

@@ -11,8 +11,8 @@ from kerple.positional.absolute import Learned, Sinusoidal
 from kerple.positional.alibi import Alibi, KerplePowerOriginal
 from kerple.positional.base import ModelShape, PositionalMethod, PositionsExceeded, TableJacobian, outermost
 from kerple.positional.cope import Cope
-from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple
-from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple
+from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary
+from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple, DapeV2Rotary
 from kerple.positional.fire import Fire
 from kerple.positional.kernels import is_cpd, lemma_constant
 from kerple.positional.kerple import (
@@ -49,10 +49,12 @@ __all__ = [
     "DapeAlibi",
     "DapeFire",
     "DapeKerple",
+    "DapeRotary",
     "DapeV2",
     "DapeV2Alibi",
     "DapeV2Fire",
     "DapeV2Kerple",
+    "DapeV2Rotary",
     "Fire",
     "KerpleBiasWeight",
     "KerpleGaussian",

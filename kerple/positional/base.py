@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -70,12 +71,15 @@ class PositionalMethod(nn.Module):
         segment: for a method with `scale_qk`, the maximum number of queries per call.
         per_pair: for a method with `modify_scores`, whether the final score of a query-key pair depends only on that
             pair's positions and scores (of all heads).
+        lookahead: for a method with `modify_scores`, the number of masked keys after the last query that its result
+            depends on (by their existence, not their values). `final_scores` adds them.
         computed: names of tensors that older checkpoints store and this method computes.
         evaluation_options: options that do not affect the parameters, so evaluation can change them.
     """
 
     shared: bool = True
     per_pair: bool = False
+    lookahead: int = 0
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
 
@@ -108,8 +112,8 @@ class PositionalMethod(nn.Module):
             each consecutive. mask: bool `[c, l]`, True where the query must not see the key; such scores may be
             arbitrary and must not influence visible ones. table: the result of `table` for distances from 0 on.
 
-            Attention calls this for arbitrary chunks of the queries, and again in the backward pass. The result for a
-            query must not depend on the chunk.
+            Attention calls this through `final_scores`, for arbitrary chunks of the queries, and again in the backward
+            pass. The result for a query must not depend on the chunk.
             """
             raise NotImplementedError
 
@@ -134,6 +138,26 @@ class PositionalMethod(nn.Module):
     def table(self, distance: Tensor) -> Tensor | None:
         """Values for `modify_scores` at the float32 distances `[n]`, of any shape that ends in n, or None."""
         return None
+
+    def final_scores(
+        self,
+        scores: Tensor,
+        query: Tensor,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        mask: Tensor,
+        table: Tensor | None,
+    ) -> Tensor:
+        """`modify_scores`, with `lookahead` more masked keys after the last one; their scores are not returned.
+
+        So the result for a query is the same whether or not keys follow, as in decoding with a KV cache.
+        """
+        if self.lookahead:
+            following = torch.arange(self.lookahead) + key_positions[-1] + 1
+            key_positions = torch.cat((key_positions, following))
+            scores, mask = F.pad(scores, (0, self.lookahead)), F.pad(mask, (0, self.lookahead), value=True)
+        final = self.modify_scores(scores, query, query_positions, key_positions, mask, table)
+        return final[..., : final.shape[-1] - self.lookahead]
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
         """The bias's derivatives at the float32 distances `[n]`, which speed up training with fused kernels.

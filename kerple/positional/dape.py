@@ -12,15 +12,18 @@ The static bias and its parameters are per layer too.
 
     dape_kerple (kerple_c)   B = -p log(1 + a δ)
     dape_alibi (alibi_c)     B = -s_h δ
-    dape_fire (fire_c)       B = FIRE's bias
-    dape                     no bias: A + f(A)
+    dape_fire (fire_c)       B = FIRE's bias, with LeakyReLU instead of ReLU, and `mlp_width` hidden units too
+    dape (nope_c)            no bias: A + f(A)
+    dape_rotary (rope_dapev1)    the same, with rotary queries and keys
 
-The names in parentheses are those of the authors' configurations.
+The names in parentheses are those of the authors' configurations (https://github.com/chuanyang-Zheng/DAPE). Formulas
+and fixtures follow that code.
 
 Legend: b batch, h heads, c queries, l keys, n distances, w hidden units, i inputs per pair.
 """
 
 from abc import abstractmethod
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,7 @@ from kerple.positional.fire import Fire
 from kerple.positional.functional import by_pair
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
+from kerple.positional.rotary import Rotary
 
 VARIANTS = ("Concat_Residual", "Concat", "Add_Residual")
 NEGATIVE_SLOPE = 0.01  # of LeakyReLU
@@ -65,7 +69,14 @@ class Adaptive(PositionalMethod):
 
     @abstractmethod
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
-        """Apply the weight of a layer, or a part of it, to states `[..., i, c, l]`, without its bias."""
+        """Apply the weight of a layer, or a part of it, to states `[..., i, c, l]`, without its bias.
+
+        mask: bool `[c, l]`, True for pairs whose states must not influence other pairs.
+        """
+
+    def hidden_mask(self, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """The mask `[c, l]` for the hidden units."""
+        return mask
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         if self.static is not None:
@@ -86,27 +97,30 @@ class Adaptive(PositionalMethod):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
+        masks = mask, self.hidden_mask(mask, query_positions, key_positions)
         if table is not None:
             bias = by_pair(table, query_positions, key_positions).to(scores.dtype)
         elif isinstance(self.static, Fire):
             bias = self.static.pair_bias(query_positions, key_positions, scores)
         else:
-            return scores + self._mlp((scores,), mask)
+            return scores + self._mlp((scores,), masks)
         if self.variant == "Add_Residual":
             scores = scores + bias
-            return scores + self._mlp((scores,), mask)
-        adapted = scores + self._mlp((scores, bias), mask)
+            return scores + self._mlp((scores,), masks)
+        adapted = scores + self._mlp((scores, bias), masks)
         return adapted if self.variant == "Concat" else adapted + bias
 
-    def _mlp(self, inputs: tuple[Tensor, ...], mask: Tensor) -> Tensor:
-        """f of the inputs `[b, h, c, l]` and `[h, c, l]`, concatenated along the heads: `[b, h, c, l]`."""
+    def _mlp(self, inputs: tuple[Tensor, ...], masks: tuple[Tensor, Tensor]) -> Tensor:
+        """f of the inputs `[b, h, c, l]` and `[h, c, l]`, concatenated along the heads: `[b, h, c, l]`. `masks`: see
+        `apply_weight`, for each layer.
+        """
         dtype = inputs[0].dtype
         # Each input is multiplied by its own columns of the weight, so the bias is not repeated along the batch.
         columns = self.first.weight.to(dtype).split([part.shape[-3] for part in inputs], dim=1)
-        products = [self.apply_weight(weight, part, mask) for weight, part in zip(columns, inputs, strict=True)]
+        products = [self.apply_weight(weight, part, masks[0]) for weight, part in zip(columns, inputs, strict=True)]
         hidden = sum(products[1:], start=products[0]) + _per_channel(self.first, dtype)
         hidden = F.leaky_relu(hidden, NEGATIVE_SLOPE)
-        return self.apply_weight(self.second.weight.to(dtype), hidden, mask) + _per_channel(self.second, dtype)
+        return self.apply_weight(self.second.weight.to(dtype), hidden, masks[1]) + _per_channel(self.second, dtype)
 
     def statistics(self) -> dict[str, Tensor]:
         return {} if self.static is None else self.static.statistics()
@@ -131,7 +145,7 @@ class DapePerPair(Adaptive):
         return products.view(*products.shape[:-1], *states.shape[-2:])
 
 
-@register("dape")
+@register("dape", "nope_c")
 class Dape(DapePerPair):
     """A + f(A), without a static bias."""
 
@@ -155,9 +169,34 @@ class DapeAlibi(DapePerPair):
         super().__init__(num_heads, mlp_width, variant, Alibi(num_heads))
 
 
+class LeakyFire(Fire):
+    """FIRE with LeakyReLU, as in the authors' modules that combine it with DAPE."""
+
+    activation = staticmethod(partial(F.leaky_relu, negative_slope=NEGATIVE_SLOPE))
+
+
 @register("dape_fire", "fire_c")
 class DapeFire(DapePerPair):
-    """With FIRE's bias, and its option `threshold`."""
+    """With FIRE's bias, and its option `threshold`. `mlp_width` is the width of both MLPs."""
 
     def __init__(self, num_heads: int, mlp_width: int = 32, variant: str = VARIANTS[0], threshold: float = 512.0):
-        super().__init__(num_heads, mlp_width, variant, Fire(num_heads, threshold=threshold))
+        super().__init__(num_heads, mlp_width, variant, LeakyFire(num_heads, mlp_width, threshold))
+
+
+@register("dape_rotary", "rope_dapev1")
+class DapeRotary(DapePerPair):
+    """A + f(A) without a static bias, where A are the scores of rotary queries and keys.
+
+    Options `fraction` and `base`: see `Rotary`.
+    """
+
+    def __init__(
+        self, num_heads: int, head_size: int, mlp_width: int = 32, fraction: float = 1.0, base: float = 10_000.0
+    ):
+        super().__init__(num_heads, mlp_width, VARIANTS[0], None)
+        self.rotary = Rotary(head_size, fraction=fraction, base=base)
+
+    def rotate(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.rotary.rotate(query, key, query_positions, key_positions)

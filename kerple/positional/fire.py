@@ -11,6 +11,7 @@ Legend: b batch, h heads, c queries, l keys, w hidden units.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import PositionalMethod, draw_layer
@@ -27,6 +28,7 @@ class Fire(PositionalMethod):
 
     shared = False
     per_pair = True
+    activation = staticmethod(F.relu)
 
     def __init__(self, num_heads: int, mlp_width: int = 32, threshold: float = 512.0):
         super().__init__()
@@ -57,7 +59,7 @@ class Fire(PositionalMethod):
         relative = (c * distance).abs().log1p() / normalizer[:, None]
         first, second = self.first, self.second
         hidden = first.weight.to(like.dtype) * relative.flatten() + first.bias.to(like.dtype)[:, None]
-        bias = second.weight.to(like.dtype) @ hidden.relu() + second.bias.to(like.dtype)[:, None]
+        bias = second.weight.to(like.dtype) @ self.activation(hidden) + second.bias.to(like.dtype)[:, None]
         return bias.view(-1, *relative.shape)
 
     def modify_scores(

@@ -22,7 +22,7 @@ class Projection(nn.Linear):
         return F.linear(states, self.weight.to(states.dtype))
 
 
-@register("transformer_xl")
+@register("transformer_xl", "xl_bias")
 class TransformerXL(PositionalMethod):
     """Parameters per layer: `content_bias` (u) and `position_bias` (v) `[h, 1, d]`, and `relative.weight` (W)
     `[h d, e]`, all drawn from N(0, `init_std`^2).

@@ -271,7 +271,7 @@ def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
     static = table.flip(-1).float() if table is not None else None
     if isinstance(method.static, Fire):
         static = method.static.pair_bias(positions[-1:], positions, scores)[:, 0]
-    modified = method.modify_scores(scores.clone(), query[None, :, -1:], positions[-1:], positions, mask, table)
+    modified = method.final_scores(scores.clone(), query[None, :, -1:], positions[-1:], positions, mask, table)
     adapted = modified[0, :, 0] - scores[0, :, 0]
     if static is not None and method.variant != "Concat":
         adapted = adapted - static

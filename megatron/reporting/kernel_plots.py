@@ -83,7 +83,7 @@ def distance_curves(method: PositionalMethod, shape: ModelShape = SHAPE) -> dict
         scores = torch.zeros(1, shape.num_heads, 1, NUM_DISTANCES)
         mask = torch.zeros(1, NUM_DISTANCES, dtype=torch.bool)
         table = score_table(method, NUM_DISTANCES, "cpu")
-        modified = method.modify_scores(scores, query, last, positions, mask, table)[0, :, 0].flip(-1)
+        modified = method.final_scores(scores, query, last, positions, mask, table)[0, :, 0].flip(-1)
         return {"modified score of 0": modified} if modified.std(dim=1).any() else {}
     if method.rotates:
         ones = torch.ones(1, 1, NUM_DISTANCES, shape.head_size)
@@ -202,8 +202,8 @@ FAMILIES = {
     "ones, divided by the head size. It is the same for all heads.",
     "Methods that modify the scores": "The result depends not only on the distance, but also on the scores of all "
     "heads, the query, or its position. The plots show the result in the first layer for scores of 0 and a query of "
-    "zeros at position 1,023. For this input, the results of `cope` and `dape` are the same at all distances, so they "
-    "have no plot. At both ends of the plots of `dape_v2`, the convolution covers fewer keys.",
+    "zeros at position 1,023. For this input, the results of `cope`, `dape` and `dape_rotary` are the same at all "
+    "distances, so they have no plot. At both ends of the plots of `dape_v2`, the convolution covers fewer keys.",
 }
 
 PAGE = """# Positional methods in pictures

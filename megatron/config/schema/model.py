@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
+from kerple.positional.registry import canonical_name
 from megatron.config.schema.base import CaseInsensitive, Group, Int, key
 from megatron.utils.errors import UserError
 
@@ -52,6 +53,18 @@ class ModelConfig(Group):
     )
     rotary_pct: float = key(1.0, "rotary: fraction of each head's dimensions that is rotated.", gt=0, le=1)
     rotary_emb_base: Int = key(10000, "rotary: base of the wavelengths.", gt=1)
+    mlp_width: Int | None = key(
+        None, "DAPE and FIRE: hidden units of their MLPs. Default: the method's default, 32.", ge=1
+    )
+    dapev2_kernel: Int | None = key(
+        None, "DAPE V2: width of the convolutions, an odd number. Default: the method's default, 3.", ge=1
+    )
+    noise_seq_length: Int | None = key(
+        None,
+        """FIRE: twice the initial threshold, as in DAPE's configurations. Default: the method's default threshold, 512
+        (pos_emb_options: {threshold: ...}).""",
+        ge=2,
+    )
     rpe_num_buckets: Int = key(32, "rpe (T5): number of distance buckets.", ge=2)
     rpe_max_distance: Int = key(128, "rpe (T5): distance, in tokens, from which all keys share the last bucket.", ge=2)
     activation: Literal["gelu", "relu", "silu"] = key("gelu", "Activation of the MLP.")
@@ -106,12 +119,20 @@ class ModelConfig(Group):
 
     @property
     def positional_options(self) -> dict[str, Any]:
-        """Options of the positional method: GPT-NeoX's rotary and rpe keys, then pos_emb_options."""
-        neox_options: dict[str, dict[str, Any]] = {
-            "rotary": {"fraction": self.rotary_pct, "base": self.rotary_emb_base},
-            "rpe": {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance},
-        }
-        return {**neox_options.get(self.pos_emb, {}), **self.pos_emb_options}
+        """Options of the positional method: the keys of GPT-NeoX and DAPE for it, then pos_emb_options."""
+        method = canonical_name(self.pos_emb)
+        options: dict[str, Any] = {}
+        if method in ("rotary", "dape_rotary", "dape_v2_rotary"):
+            options |= {"fraction": self.rotary_pct, "base": self.rotary_emb_base}
+        if method == "rpe":
+            options |= {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance}
+        if method == "fire" or method.startswith("dape"):
+            options["mlp_width"] = self.mlp_width
+        if method.startswith("dape_v2"):
+            options["kernel_size"] = self.dapev2_kernel
+        if method in ("fire", "dape_fire", "dape_v2_fire") and self.noise_seq_length is not None:
+            options["threshold"] = self.noise_seq_length // 2
+        return {**{name: value for name, value in options.items() if value is not None}, **self.pos_emb_options}
 
     @property
     def head_size(self) -> int:

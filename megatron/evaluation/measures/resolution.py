@@ -170,7 +170,7 @@ class ScoreRecorder:
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and method.modifies_scores:
-                scores = method.modify_scores(scores, queries, query_positions, key_positions, mask, table)
+                scores = method.final_scores(scores, queries, query_positions, key_positions, mask, table)
             # All unmasked pairs have a distance below `max_kv_len`, as do the tables.
             distances = min(end - begin, max_kv_len)
             sums = sum_by_distance(scores.masked_fill(mask, 0.0))[..., :distances]

@@ -157,11 +157,11 @@ def modified_scores(
 ) -> Tensor:
     """The method's final scores `[b, h, c, l]`; with padding row by row, because the rows' positions differ."""
     if padding is None:
-        return method.modify_scores(scores, query, query_positions, key_positions, mask[0, 0], table)
+        return method.final_scores(scores, query, query_positions, key_positions, mask[0, 0], table)
     rows = zip(scores.split(1), query.split(1), mask[:, 0], padding.starts, strict=True)
     return torch.cat(
         [
-            method.modify_scores(row_scores, row_query, query_positions - start, key_positions - start, row_mask, table)
+            method.final_scores(row_scores, row_query, query_positions - start, key_positions - start, row_mask, table)
             for row_scores, row_query, row_mask, start in rows
         ]
     )

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from kerple.positional import Dape, DapeAlibi, DapeFire, DapeKerple, ModelShape, build
+from kerple.positional import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary, ModelShape, Rotary, build
 from tests.support.attention import assert_is_formula
+from tests.support.dape_release import load_release
 from tests.unit.kerple.positional.test_fire import fire_bias
 
 HEADS, SIZE = 3, 4
@@ -28,7 +29,7 @@ def static_bias(method, length: int) -> torch.Tensor:
         return -p * torch.log1p(a * distance)
     if isinstance(method, DapeAlibi):
         return -torch.tensor([[[2**-4]], [[2**-8]], [[2**-2]]], dtype=torch.float64) * distance
-    return fire_bias(method.static, length)
+    return fire_bias(method.static, length, lambda x: torch.where(x > 0, x, 0.01 * x))
 
 
 def formula(method):
@@ -63,6 +64,32 @@ def test_values_and_gradients(cls, variant):
     torch.manual_seed(0)
     method = (cls(HEADS) if variant is None else cls(HEADS, variant=variant)).double()
     assert_is_formula(method, formula(method), HEADS, SIZE, atol=3e-6 if cls is DapeKerple else 1e-10)
+
+
+@pytest.mark.parametrize("name", ["dape", "dape_kerple", "dape_alibi", "dape_fire", "fire"])
+def test_released_module(name):
+    """The final scores that the authors' module computes from the same parameters and scores."""
+    method, scores, final = load_release(name)
+    position = torch.arange(scores.shape[-1])
+    mask = position > position[:, None]
+    table = method.table(position.float())
+    actual = method.modify_scores(scores, None, position, position, mask, table)
+    torch.testing.assert_close(actual.masked_fill(mask, 0.0), final, rtol=0, atol=1e-5)
+
+
+def test_rotary_scores():
+    """`dape_rotary` is `dape` on the scores of rotated queries and keys."""
+    torch.manual_seed(0)
+    method = DapeRotary(HEADS, SIZE, fraction=0.5, base=100.0).double()
+    rotary = Rotary(SIZE, fraction=0.5, base=100.0)
+
+    def scores(query, key, visible):
+        position = torch.arange(key.shape[2])
+        query, key = rotary.rotate(query, key, position, position)
+        products = query @ key.transpose(-1, -2) / math.sqrt(SIZE)
+        return products + mlp(method, products.movedim(1, -1)).movedim(-1, 1)
+
+    assert_is_formula(method, scores, HEADS, SIZE)
 
 
 def test_both_inputs_of_the_mlp_get_gradients():

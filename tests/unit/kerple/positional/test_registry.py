@@ -50,6 +50,14 @@ METHODS = {
     "dape_v2_kerple": ("DapeV2Kerple", {"modifies_scores"}),
     "dape_v2_alibi": ("DapeV2Alibi", {"modifies_scores"}),
     "dape_v2_fire": ("DapeV2Fire", {"modifies_scores"}),
+    "nope_c": ("Dape", {"modifies_scores"}),
+    "dape_rotary": ("DapeRotary", {"rotates", "modifies_scores"}),
+    "rope_dapev1": ("DapeRotary", {"rotates", "modifies_scores"}),
+    "dape_v2_rotary": ("DapeV2Rotary", {"rotates", "modifies_scores"}),
+    "rope_dapev2": ("DapeV2Rotary", {"rotates", "modifies_scores"}),
+    "kerple_dapev2": ("DapeV2Kerple", {"modifies_scores"}),
+    "alibi_dapev2": ("DapeV2Alibi", {"modifies_scores"}),
+    "fire_dapev2": ("DapeV2Fire", {"modifies_scores"}),
 }
 
 

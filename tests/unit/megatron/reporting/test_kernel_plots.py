@@ -31,7 +31,7 @@ def test_page(tmp_path, monkeypatch):
     pictures = {path.stem: float(path.read_text()) for path in (tmp_path / "pictures").iterdir()}
     assert set(paths) == {tmp_path / "page.md", *(tmp_path / "pictures").iterdir()}
     assert set(re.findall(r"\(pictures/(\w+)\.png\)", page)) == set(pictures)
-    assert set(primary_names()) - set(pictures) == {"none", "learned", "sinusoidal", "cope", "dape"}
+    assert set(primary_names()) - set(pictures) == {"none", "learned", "sinusoidal", "cope", "dape", "dape_rotary"}
     names = re.findall(r"^### (\w+)$", page, flags=re.MULTILINE)
     assert sorted(names) == list(primary_names())
     assert names.index("kerple") < names.index("alibi") < names.index("rotary") < names.index("dape_kerple")
