@@ -43,9 +43,7 @@ def attend_with_method(
     length = key.shape[2] if window is None else min(key.shape[2], window)
     if method.modifies_scores:
         table = score_table(method, length, query.device)
-        return attend(
-            query, key, value, modify_scores=method.final_scores, table=table, window=window, backend=backend
-        )
+        return attend(query, key, value, modify_scores=method.final_scores, table=table, window=window, backend=backend)
     bias, weight = tables(method, length, query.device)
     bias_jacobian = weight_jacobian = None
     if backend == "fused" and torch.is_grad_enabled():
