@@ -9,12 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kerple.attention import self_check
 from kerple.attention.backends.chunked import CHUNKED
 from kerple.attention.backends.flex import FLEX
 from kerple.attention.backends.reference import REFERENCE
 from kerple.attention.backends.sdpa import SDPA
 from kerple.attention.backends.triton.launch import FUSED
 from kerple.attention.call import FULL, AttentionCall, Backend, ModifyScores, Requirements, Span, without_autocast
+from kerple.attention.tables import jacobians, tables
 from kerple.positional import PositionalMethod, TableJacobian
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)}
@@ -34,10 +36,16 @@ def check_backend(backend: str, requirements: Requirements) -> None:
         raise ValueError(f"attention-backend {backend!r} is unknown; choose one of {', '.join(backend_names())}")
     if backend == "auto":
         return
-    reason = BACKENDS[backend].unsupported_reason(requirements)
+    reason = _unsupported_reason(backend, requirements)
     if reason is not None:
-        supported = [name for name, known in BACKENDS.items() if known.unsupported_reason(requirements) is None]
+        supported = [name for name in BACKENDS if _unsupported_reason(name, requirements) is None]
         raise NotImplementedError(f"attention-backend {backend!r} {reason}; use auto, or one of {', '.join(supported)}")
+
+
+def _unsupported_reason(backend: str, requirements: Requirements) -> str | None:
+    """As `Backend.unsupported_reason`, also for kernels that failed their self-check."""
+    reason = BACKENDS[backend].unsupported_reason(requirements)
+    return self_check.failure(requirements) if reason is None and backend == "fused" else reason
 
 
 def attend(
@@ -102,12 +110,28 @@ def _run(call: AttentionCall, backend: str) -> Tensor:
         # All keys are in the first two blocks, so every query attends to all keys up to its own position.
         call = replace(call, span=FULL)
     requirements = call.requirements
-    if backend == "auto":
-        plain = call.span == FULL and call.q_len == call.kv_len
-        backend = _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
-    check_backend(backend, requirements)
+    chosen = _choose(call, requirements, backend)
+    check_backend(chosen, requirements)
+    if chosen == "fused":
+        verdict = _check_fused(call)
+        if verdict is not None:
+            self_check.announce(verdict)
+            chosen = _choose(call, requirements, backend)
+            check_backend(chosen, requirements)
     with without_autocast(call.query.device):
-        return BACKENDS[backend].run(call)
+        return BACKENDS[chosen].run(call)
+
+
+def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> str:
+    """The backend itself, or the fastest for `auto`."""
+    if backend != "auto":
+        return backend
+    plain = call.span == FULL and call.q_len == call.kv_len
+    return _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
+
+
+def _check_fused(call: AttentionCall, name: str = "") -> self_check.Verdict | None:
+    return self_check.ensure_checked(call, BACKENDS["fused"], BACKENDS["chunked"], name=name)
 
 
 def _fastest_backend(requirements: Requirements, q_len: int, *, tables: bool, plain: bool) -> str:
@@ -129,7 +153,7 @@ def _fused_is_fastest(requirements: Requirements, q_len: int) -> bool:
     """On a CPU the kernels only run in Triton's interpreter, for tests. A single query would use only one row of a
     tile."""
     on_gpu = requirements.device is not None and requirements.device.type == "cuda"
-    return on_gpu and q_len > 1 and BACKENDS["fused"].unsupported_reason(requirements) is None
+    return on_gpu and q_len > 1 and _unsupported_reason("fused", requirements) is None
 
 
 def _run_blockwise(call: AttentionCall, block: int, backend: str) -> Tensor:
@@ -183,21 +207,55 @@ class Attention:
             )
         check_backend(backend, Requirements(weight=self.has_weight, modify_scores=self.modifies_scores))
 
-    def choice(self, device: torch.device | str) -> str:
+    def check_kernels(
+        self, device: torch.device, dtype: torch.dtype, heads: int, head_size: int, *, training: bool
+    ) -> list[self_check.Verdict]:
+        """Check the fused kernels that this method needs on a device (see `self_check`), if they would run there.
+
+        Otherwise the first call does so. training: for complete sequences with gradients; otherwise for fewer queries
+        than keys without gradients, with and without a window. Returns the verdicts that were new to this process.
+        """
+        length = self_check.KV_LEN
+        verdicts = []
+        with torch.inference_mode(False), torch.set_grad_enabled(training):
+            states = torch.empty(1, heads, length, head_size, dtype=dtype, device=device, requires_grad=training)
+            for window in (None,) if training else (None, length // 2):
+                call = AttentionCall(
+                    query=states if training else states[:, :, 1:],
+                    key=states,
+                    value=states,
+                    scale=head_size**-0.5,
+                    span=Span(window=window),
+                )
+                if self.positional is not None:
+                    bias, weight = tables(self.positional, length, device)
+                    call = replace(call, bias_table=bias, weight_table=weight)
+                if self.positional is not None and training:
+                    bias_jacobian, weight_jacobian = jacobians(self.positional, length, device)
+                    call = replace(call, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian)
+                requirements = replace(call.requirements, modify_scores=self.modifies_scores)
+                if _choose(call, requirements, self.backend) == "fused":
+                    verdict = _check_fused(call, "" if self.positional is None else type(self.positional).__name__)
+                    verdicts += [] if verdict is None else [verdict]
+        return verdicts
+
+    def choice(self, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_size: int = 64) -> str:
         """The backend that runs on a device, and why, for a log."""
         if self.backend != "auto":
             return f"{self.backend} (as configured)"
         if self.modifies_scores:
             return "chunked (auto: the only memory-efficient backend for a method with modify_scores)"
         device = torch.device(device)
-        usual = Requirements(weight=self.has_weight, device=device, dtype=torch.bfloat16, head_size=64)
-        tables = self.has_bias or self.has_weight
-        plain, other = (_fastest_backend(usual, 2, tables=tables, plain=plain) for plain in (True, False))
+        usual = Requirements(weight=self.has_weight, device=device, dtype=dtype, head_size=head_size)
+        has_tables = self.has_bias or self.has_weight
+        plain, other = (_fastest_backend(usual, 2, tables=has_tables, plain=plain) for plain in (True, False))
         if plain == other == "fused":
             return (
                 "fused (auto: fastest on cuda for this method; chunked for calls that fused does not support: "
                 "attention dropout, float64, head sizes above 128, single-token decoding)"
             )
+        if self_check.failure(usual) is not None:
+            return f"{plain} (auto: the fused kernels failed their self-check)"
         if plain == other:
             return f"{plain} (auto: fastest on {device.type} for this method)"
         return f"{plain}, and {other} for windows and for fewer queries than keys (auto: fastest for each)"

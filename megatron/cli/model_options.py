@@ -26,6 +26,7 @@ from megatron.config.yaml_files import parse_override
 from megatron.inference.loading import load_model
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, parse_arguments
 from megatron.model.gpt import GPT
+from megatron.model.kernel_check import check_kernels
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.errors import UserError, first_line
 
@@ -131,20 +132,24 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
     `saved_config`.
     """
     step = chosen_step(folder, config, options)
-    device = choose_device(options.device)
+    device, dtype = choose_device(options.device), DTYPES[options.precision]
     model, saved = load_model(
         folder,
         iteration=iteration_of(step),
         device=device,
-        dtype=DTYPES[options.precision],
+        dtype=dtype,
         overrides=_overrides(step, config, options),
     )
     _checked_config(folder, saved, config, check)
-    if os.environ.get("RANK", "0") == "0":
-        attention: Any = model.blocks[0].attention.attention
+    is_first = os.environ.get("RANK", "0") == "0"
+    report = partial(print, file=sys.stderr, flush=True) if is_first else lambda line: None
+    check_kernels(model, device, dtype, training=False, report=report)
+    if is_first:
+        layer: Any = model.blocks[0].attention
         print(
             f"loaded {step}: {evaluated_method(saved)}, {saved.model.num_layers} layers of hidden size "
-            f"{saved.model.hidden_size}, {options.precision} on {device}, attention {attention.choice(device)}",
+            f"{saved.model.hidden_size}, {options.precision} on {device}, "
+            f"attention {layer.attention.choice(device, dtype, layer.head_size)}",
             file=sys.stderr,
             flush=True,
         )

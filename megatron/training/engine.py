@@ -15,11 +15,13 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
+from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.data import build_loader
 from megatron.data.datasets import Samples
 from megatron.model.gpt import GPT, SelfAttention, positional_methods
 from megatron.model.initialization import initialize
+from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
@@ -85,6 +87,7 @@ class Engine:
         self.model.to(layout.device)
         if isinstance(self.model, GPTPipeline):
             self.model.synchronize_shared()
+        check_kernels(self.model, layout.device, DTYPES[config.precision.dtype], training=True, report=report)
         if training.torch_compile:
             from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow
 
@@ -250,7 +253,8 @@ class Engine:
         """The attention backend and why it was chosen; empty for a pipeline stage without transformer blocks."""
         for module in self.model.modules():
             if isinstance(module, SelfAttention):
-                return module.attention.choice(self.layout.device)
+                dtype = DTYPES[self.config.precision.dtype]
+                return module.attention.choice(self.layout.device, dtype, module.head_size)
         return ""
 
 

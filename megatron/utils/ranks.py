@@ -72,7 +72,7 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
 
 
 def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _as_user_error(error: Exception) -> UserError:

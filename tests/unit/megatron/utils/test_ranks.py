@@ -36,7 +36,7 @@ def as_rank(monkeypatch):
 
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: sent["rank"])
-    monkeypatch.setattr(ranks.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(ranks.dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(ranks.dist, "all_gather_object", all_gather)
     return lambda rank: sent.__setitem__("rank", rank)

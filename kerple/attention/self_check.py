@@ -1,0 +1,400 @@
+"""The self-check of the fused kernels: before their first use on a GPU, they are compared with the chunked backend.
+
+A compiler or driver can break a kernel on one GPU and not on another. So a small call, with the same kind of tables,
+dtype and head size as the real one, runs on the device with both backends, and its results and gradients are compared.
+It covers partial tiles, fewer queries than keys and, if the real call has one, a window. The verdict is saved in
+`cache_folder()` for this GPU, driver, torch, Triton and source code of the kernels, so each installation checks once.
+
+After a failure, `dispatch` does not choose the kernels in this process for the same dtype and head size.
+
+Legend: b batch, s query length, t key length, h heads, d head size, p coefficients per head, n distances.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kerple.attention.call import FULL, AttentionCall, Backend, Requirements, Span, without_autocast
+from kerple.positional import TableJacobian
+
+# Sizes of the small call. Triton compiles other kernels for sizes that are not multiples of 16; these are multiples, as
+# in training, but not of a tile.
+BATCH, Q_LEN, KV_LEN, WINDOW = 2, 160, 208, 96
+# Largest relative error of a result or gradient, in the 2-norm, from inputs rounded to the dtype.
+MAX_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DEVICE_TYPE = "cuda"  # tests set it to "cpu", where Triton's interpreter runs the kernels
+HOW_TO_REPORT = "to report it, run `python -m kerple.doctor` and open an issue with its output"
+
+
+class Variant(NamedTuple):
+    """What determines the kernels of a call, besides the device.
+
+    directions: coefficients per head that have a jacobian, of bias and weight.
+    """
+
+    dtype: torch.dtype
+    head_size: int
+    bias: bool
+    weight: bool
+    directions: tuple[int, int]
+    window: bool
+    gradients: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> "Variant":
+        gradients = call.requirements.training
+        bias, weight = (
+            0 if jacobian is None or not gradients else jacobian.coefficients.shape[1]
+            for jacobian in (call.bias_jacobian, call.weight_jacobian)
+        )
+        return cls(
+            dtype=call.query.dtype,
+            head_size=call.query.shape[3],
+            bias=call.bias_table is not None,
+            weight=call.weight_table is not None,
+            directions=(bias, weight),
+            window=call.max_kv_len < call.kv_len,
+            gradients=gradients,
+        )
+
+    def __str__(self) -> str:
+        parts = [str(self.dtype).removeprefix("torch."), f"head size {self.head_size}"]
+        return ", ".join(parts + [name for name in ("bias", "weight", "window", "gradients") if getattr(self, name)])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a check.
+
+    Attributes:
+        subject: what was checked, and where.
+        errors: relative error of each result and gradient; empty if the kernels raised an exception.
+        failure: what is wrong, or None.
+        seconds: duration of the check; None if an earlier process saved the verdict.
+    """
+
+    subject: str
+    errors: dict[str, float]
+    failure: str | None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        if self.failure is not None:
+            return (
+                f"self-check of the fused attention kernels FAILED ({self.subject}): {self.failure}; attention-backend "
+                f"auto uses chunked or sdpa instead, which is slower; {HOW_TO_REPORT}"
+            )
+        duration = "saved verdict" if self.seconds is None else f"{self.seconds:.1f} s, once per installation"
+        return (
+            f"self-check of the fused attention kernels passed ({self.subject}): largest relative error "
+            f"{max(self.errors.values()):.1e} ({duration})"
+        )
+
+    @property
+    def is_news(self) -> bool:
+        """Whether a log should mention it: a failure, or a check that this process ran."""
+        return self.failure is not None or self.seconds is not None
+
+
+# The state of this process: the variants that passed, and the failures by dtype and head size.
+_passed: set[tuple[torch.device, Variant]] = set()
+_failures: dict[tuple[torch.dtype, int], str] = {}
+
+
+def failure(requirements: Requirements) -> str | None:
+    """Why the fused kernels must not run such a call, as the rest of a sentence about them; None if they may."""
+    if not _failures or requirements.device is None or requirements.device.type != DEVICE_TYPE:
+        return None
+    for (dtype, head_size), reason in _failures.items():
+        if requirements.dtype in (dtype, None) and requirements.head_size in (head_size, None):
+            return f"failed its self-check: {reason}; {HOW_TO_REPORT}"
+    return None
+
+
+def reject(dtype: torch.dtype, head_size: int, reason: str) -> None:
+    """Exclude the fused kernels for a dtype and head size in this process, as after a failed check."""
+    _failures[dtype, head_size] = reason
+
+
+def ensure_checked(
+    call: AttentionCall, fused: Backend, baseline: Backend, *, name: str = "", again: bool = False
+) -> Verdict | None:
+    """Check the kernels that a validated call needs, unless this process or a saved verdict already did.
+
+    A check waits for the GPU. Nothing is checked while torch.compile traces the call or a CUDA graph is captured.
+
+    Args:
+        fused, baseline: the backend to check, and the one to compare it with.
+        name: of the positional method, for the message and for its own saved verdict.
+        again: ignore earlier verdicts.
+
+    Returns the verdict; None if nothing was checked. Raises RuntimeError if the kernels made the GPU unusable.
+    """
+    device = call.query.device
+    if torch.compiler.is_compiling() or device.type != DEVICE_TYPE:
+        return None
+    variant = Variant.of(call)
+    if not again and ((device, variant) in _passed or (variant.dtype, variant.head_size) in _failures):
+        return None
+    # Tensors of other classes, such as FakeTensor, have no values that could be compared.
+    if type(call.query) not in (Tensor, nn.Parameter) or (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    ):
+        return None
+    key = {"environment": environment(device), "method": name, "variant": list(map(str, variant))}
+    subject = ", ".join(part for part in (device_name(device), name, str(variant)) if part)
+    verdict = None if again else _load(key, subject)
+    if verdict is None:
+        verdict = _check(call, fused, baseline, subject, variant.gradients)
+        _save(key, verdict)
+    if verdict.failure is not None:
+        reject(variant.dtype, variant.head_size, f"{verdict.failure} ({subject})")
+        _require_usable(device, verdict)
+    else:
+        forward = variant._replace(directions=(0, 0), gradients=False)
+        _passed.update({(device, variant), (device, forward)})
+    return verdict
+
+
+def announce(verdict: Verdict) -> None:
+    """Print a verdict that a log should mention; a success only on rank 0."""
+    if verdict.failure is not None or (verdict.is_news and os.environ.get("RANK", "0") == "0"):
+        print(verdict, file=sys.stderr, flush=True)
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def relative_errors(call: AttentionCall, backend: Backend, baseline: Backend, *, gradients: bool) -> dict[str, float]:
+    """Run a call with a backend, and in float64 with the baseline. Result or gradient -> relative error in the 2-norm.
+
+    Gradients are those of query, key, value, tables and coefficients of jacobians.
+    """
+    with torch.set_grad_enabled(gradients), without_autocast(call.query.device):
+        actual = _results(call, backend, call.query.dtype)
+        expected = _results(call, baseline, torch.float64)
+        jacobians = {"bias": call.bias_jacobian, "weight": call.weight_jacobian}
+        errors = {}
+        for name, result in actual.items():
+            exact = expected[name]
+            norm = exact.norm()
+            which, _, what = name.partition("_")
+            jacobian = jacobians.get(which)
+            if jacobian is not None and what == "table":  # it has a gradient only below `dense`
+                result, exact = result[:, : jacobian.dense], exact[:, : jacobian.dense]
+                norm = exact.norm()
+            elif jacobian is not None:
+                # A sum over distances whose terms may cancel: relative to at least a tenth of the sum of their sizes.
+                terms = jacobian.directions.double() * expected[f"{which}_table"][:, None]
+                norm = torch.maximum(norm, 0.1 * terms.abs().sum(dim=2).norm())
+            errors[name] = ((result.double() - exact).norm() / norm.clamp(min=1e-30)).item()
+        return errors
+
+
+def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The context, and the gradients if they are enabled, by the name of their tensor."""
+    wide = torch.promote_types(dtype, torch.float32)
+    leaves = {name: getattr(call, name).detach().to(dtype).requires_grad_() for name in ("query", "key", "value")}
+    arguments: dict[str, Any] = dict(leaves)
+    replaced = []
+    for name, table, jacobian in (
+        ("bias", call.bias_table, call.bias_jacobian),
+        ("weight", call.weight_table, call.weight_jacobian),
+    ):
+        if table is None:
+            continue
+        table = leaves[f"{name}_table"] = table.detach().to(wide).requires_grad_()
+        if jacobian is not None:
+            coefficients = jacobian.coefficients.detach().to(wide).requires_grad_()
+            leaves[f"{name}_coefficients"] = coefficients
+            directions = jacobian.directions.detach().to(wide)
+            # The same values, but with a gradient for the coefficients, for backends that do not use the jacobian.
+            table = table + ((coefficients - coefficients.detach())[..., None] * directions).sum(dim=1)
+            arguments[f"{name}_jacobian"] = replace(jacobian, coefficients=coefficients, directions=directions)
+            replaced.append(f"{name}_table")
+        arguments[f"{name}_table"] = table
+    context = backend.run(replace(call, **arguments))
+    results = {"result": context.detach()}
+    if torch.is_grad_enabled():
+        upstream = _random(1, *context.shape).to(call.query).to(context)
+        grads = torch.autograd.grad(context, list(leaves.values()), upstream, allow_unused=True)
+        for name, grad in zip(leaves, grads, strict=True):
+            # With a jacobian, a backend need not compute the gradient of the table.
+            if grad is not None:
+                results[name] = grad
+            elif name not in replaced:
+                raise RuntimeError(f"{backend.name} computes no gradient of {name}")
+    return results
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    """Normal random numbers on the CPU, the same on every machine."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
+def small_call(call: AttentionCall) -> AttentionCall:
+    """A call of BATCH, Q_LEN and KV_LEN that needs the same kernels: random states, and the call's tables.
+
+    Random numbers are added to the tables, so that each distance and head has its own value.
+    """
+    heads, head_size = call.query.shape[1], call.query.shape[3]
+
+    def states(seed: int, length: int) -> Tensor:
+        # The memory layout of a model: heads are inside positions.
+        return _random(seed, BATCH, length, heads, head_size).to(call.query).transpose(1, 2)
+
+    def resized(table: Tensor) -> Tensor:
+        """The entries at distances 0 ... KV_LEN-1; beyond the table, its last one."""
+        table = table.detach()[..., :KV_LEN]
+        return torch.cat([table, table[..., -1:].expand(*table.shape[:-1], KV_LEN - table.shape[-1])], dim=-1)
+
+    def table(seed: int, values: Tensor | None) -> Tensor | None:
+        return None if values is None else resized(values) + 0.3 * _random(seed, heads, KV_LEN).to(values)
+
+    def jacobian(values: TableJacobian | None) -> TableJacobian | None:
+        return None if values is None else replace(values, directions=resized(values.directions))
+
+    return replace(
+        call,
+        query=states(2, Q_LEN),
+        key=states(3, KV_LEN),
+        value=states(4, KV_LEN),
+        bias_table=table(5, call.bias_table),
+        weight_table=table(6, call.weight_table),
+        bias_jacobian=jacobian(call.bias_jacobian),
+        weight_jacobian=jacobian(call.weight_jacobian),
+        span=Span(window=WINDOW) if call.max_kv_len < call.kv_len else FULL,
+        dropout_p=0.0,
+    ).validate()
+
+
+def _check(call: AttentionCall, fused: Backend, baseline: Backend, subject: str, gradients: bool) -> Verdict:
+    started = time.perf_counter()
+    errors: dict[str, float] = {}
+    problem = None
+    try:
+        with torch.inference_mode(False):
+            errors = relative_errors(small_call(call), fused, baseline, gradients=gradients)
+        problem = wrong_result(errors, call.query.dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a kernel that does not compile, or that the GPU rejects
+        problem = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    return Verdict(subject, errors, problem, time.perf_counter() - started)
+
+
+def wrong_result(errors: dict[str, float], dtype: torch.dtype) -> str | None:
+    """The first error that is not at most MAX_ERROR, as a sentence; None if there is none."""
+    for name, error in errors.items():
+        if not error <= MAX_ERROR[dtype]:  # also for NaN
+            what = "the result" if name == "result" else f"the gradient of {name.replace('_', ' ')}"
+            return f"{what} has a relative error of {error:.1e}, more than {MAX_ERROR[dtype]:.0e}"
+    return None
+
+
+def _require_usable(device: torch.device, verdict: Verdict) -> None:
+    """After some errors, such as an illegal memory access, a process cannot use its GPU any more."""
+    if device.type == "cuda" and not verdict.errors:
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{verdict}. This process cannot use the GPU any more. Start it again: the verdict is saved (if the "
+                "cache folder is writable; otherwise set attention-backend to chunked)"
+            ) from error
+
+
+# -- saved verdicts ---------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """`kerple/self_check` in $XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kerple" / "self_check"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def environment(device: torch.device) -> dict[str, str | None]:
+    """What a verdict depends on, besides the call."""
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    return {
+        "device": device_name(device),
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", None),
+        "source": _source_hash(),
+    }
+
+
+@functools.cache
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver; None if there is none."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        found = None
+    if found is not None:
+        return found[0]
+    # Without that file, as in WSL: the CUDA version that the driver supports.
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(version()) if version is not None and torch.cuda.is_available() else None
+
+
+@functools.cache
+def _source_hash() -> str:
+    """SHA-256 of the kernels' source code and of this module's."""
+    here = Path(__file__).resolve()
+    digest = hashlib.sha256(here.read_bytes())
+    for path in sorted((here.parent / "backends" / "triton").glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _path(key: dict[str, Any]) -> Path:
+    return cache_folder() / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
+
+
+def _load(key: dict[str, Any], subject: str) -> Verdict | None:
+    try:
+        saved = json.loads(_path(key).read_text())
+        return Verdict(subject, saved["errors"], saved["failure"]) if saved["key"] == key else None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # missing or damaged: check again
+        return None
+
+
+def _save(key: dict[str, Any], verdict: Verdict) -> None:
+    try:
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
+            json.dump({"key": key, "errors": verdict.errors, "failure": verdict.failure}, file, indent=1)
+        os.replace(file.name, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        _warn_unwritable(str(error))
+
+
+@functools.cache
+def _warn_unwritable(reason: str) -> None:
+    warnings.warn(
+        f"the verdict of the self-check cannot be saved ({reason}), so every process repeats it; set XDG_CACHE_HOME to "
+        "a writable folder",
+        stacklevel=2,
+    )

@@ -1,0 +1,51 @@
+"""The self-check of the fused attention kernels for a model, on all ranks (see `kerple.attention.self_check`)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from kerple.attention import self_check
+from megatron.model.gpt import SelfAttention
+from megatron.utils.errors import UserError
+from megatron.utils.ranks import run_on_all_ranks
+
+
+def check_kernels(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, *, training: bool, report: Callable[[str], None]
+) -> None:
+    """Check the fused kernels that the model needs, on every rank's device. A collective.
+
+    If the check fails on any rank, no rank uses the kernels. A pipeline stage without transformer blocks checks
+    nothing, but takes part.
+
+    Args:
+        model: its positional method is on `device`.
+        dtype: of queries, keys and values.
+        training: for training steps; otherwise for evaluation and generation.
+        report: prints one line, which may differ between ranks; nothing is printed if all verdicts are known and good.
+
+    Raises UserError if the check fails and the configured backend is fused.
+    """
+    layer = next((module for module in model.modules() if isinstance(module, SelfAttention)), None)
+
+    def check() -> list[self_check.Verdict]:
+        if layer is None:
+            return []
+        heads = (layer.local_heads.stop - layer.local_heads.start) * layer.tp.size
+        # Dropout needs another backend, so only validation runs the kernels.
+        with_gradients = training and not layer.dropout
+        return layer.attention.check_kernels(device, dtype, heads, layer.head_size, training=with_gradients)
+
+    verdicts = [verdict for rank in run_on_all_ranks(check) for verdict in rank]
+    failed = next((verdict for verdict in verdicts if verdict.failure is not None), None)
+    news = failed or next((verdict for verdict in verdicts if verdict.is_news), None)
+    if news is not None:
+        report(str(news))
+    if failed is not None and layer is not None:
+        self_check.reject(dtype, layer.head_size, f"{failed.failure} ({failed.subject})")
+        if layer.attention.backend == "fused":
+            raise UserError(
+                f"attention-backend fused: the kernels failed their self-check ({failed.subject}): {failed.failure}; "
+                f"use auto, which chooses another backend; {self_check.HOW_TO_REPORT}"
+            )

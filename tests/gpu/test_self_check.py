@@ -1,0 +1,45 @@
+"""The self-check on a simulated CUDA device: no tensor is on the wrong device. Simulated tensors have no values, so
+nothing is compared.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kerple.attention import dispatch, self_check
+from kerple.attention.self_check import relative_errors, small_call
+from kerple.positional import ModelShape, build
+from tests.support.simulated_cuda import SimulatedCuda, move_to_cuda
+
+SHAPE = ModelShape(num_heads=4, head_size=64, hidden_size=256, num_layers=1, max_positions=512)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap", "rpe"])
+def test_the_comparison(method, dtype, monkeypatch):
+    """Training, and a window with fewer queries than keys."""
+    calls = []
+    monkeypatch.setattr(self_check, "ensure_checked", lambda call, *_, **__: calls.append(call))
+    with SimulatedCuda() as device:
+        attention = dispatch.Attention("auto", move_to_cuda(build(method, SHAPE), None))
+        for training in (True, False):
+            attention.check_kernels(torch.device("cuda"), dtype, 4, 64, training=training)
+        assert [call.span.window is None for call in calls] == [True, True, False]
+        for call, gradients in zip(calls, (True, False, False), strict=True):
+            device.reset()
+            call = small_call(replace(call, query=call.query.detach()))
+            errors = relative_errors(
+                call, dispatch.BACKENDS["fused"], dispatch.BACKENDS["chunked"], gradients=gradients
+            )
+            assert set(errors) >= {"result", "query", "key", "value"} if gradients else set(errors) == {"result"}
+            assert device.kernels["triton.forward_kernel"] == 1
+            assert device.kernels["triton.query_kernel"] == gradients
+
+
+def test_simulated_tensors_are_not_checked():
+    with SimulatedCuda() as device:
+        method = move_to_cuda(build("kerple_log", SHAPE), None)
+        attention = dispatch.Attention("fused", method)
+        assert attention.check_kernels(torch.device("cuda"), torch.bfloat16, 4, 64, training=True) == []
+        assert device.kernels["triton.forward_kernel"] == 0

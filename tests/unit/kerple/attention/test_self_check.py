@@ -1,0 +1,341 @@
+"""The self-check, with the CPU in the place of a GPU: Triton's interpreter, or stubs, are the kernels to check."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from kerple.attention import Attention, Requirements, Span, attend, dispatch, self_check, tables
+from kerple.attention.backends.chunked import chunked_attention
+from kerple.attention.backends.triton import launch
+from kerple.attention.call import AttentionCall, Backend
+from kerple.attention.self_check import Verdict
+from kerple.positional import ModelShape, build
+
+CPU = torch.device("cpu")
+SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=64)
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch, tmp_path):
+    """Makes a new process, whose cache folder is empty, and whose CPU is checked like a GPU. Returns a function that
+    makes another one with the same cache folder.
+    """
+    monkeypatch.setattr(self_check, "DEVICE_TYPE", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, size in {"BATCH": 1, "Q_LEN": 21, "KV_LEN": 40, "WINDOW": 12}.items():
+        monkeypatch.setattr(self_check, name, size)
+    monkeypatch.setattr(
+        dispatch,
+        "_fused_is_fastest",
+        lambda requirements, q_len: dispatch._unsupported_reason("fused", requirements) is None,
+    )
+
+    def start() -> None:
+        monkeypatch.setattr(self_check, "_passed", set())
+        monkeypatch.setattr(self_check, "_failures", {})
+        self_check._warn_unwritable.cache_clear()
+
+    start()
+    return start
+
+
+class TripledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states):
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+def chunked_with(call: AttentionCall, **changes: object) -> torch.Tensor:
+    return chunked_attention(replace(call, **changes))
+
+
+# What a broken kernel might compute, and the message.
+BROKEN = {
+    "result": (lambda call: chunked_attention(call) * 1.01, "the result has a relative error of 1.0e-02"),
+    "nan": (lambda call: chunked_attention(call) * float("nan"), "the result has a relative error of nan"),
+    "table": (
+        lambda call: chunked_with(call, bias_table=call.bias_table.roll(1, dims=1)),
+        "the result has a relative error",
+    ),
+    "window": (
+        lambda call: chunked_with(call, span=Span(call.max_kv_len - 1)),
+        "the result has a relative error",
+    ),
+    "key": (
+        lambda call: chunked_with(call, key=TripledGradient.apply(call.key)),
+        "the gradient of key has a relative error of 2.0e+00",
+    ),
+    "bias": (
+        lambda call: chunked_with(call, bias_table=TripledGradient.apply(call.bias_table)),
+        "the gradient of bias table has a relative error of 2.0e+00",
+    ),
+    "no gradient": (
+        lambda call: chunked_with(call, value=call.value.detach()),
+        "RuntimeError: fused computes no gradient of value",
+    ),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Returns a function that replaces the kernels, and the number of their calls."""
+
+    def install(run) -> list[int]:
+        calls = []
+
+        def counted(call: AttentionCall) -> torch.Tensor:
+            calls.append(call.q_len)
+            return run(call)
+
+        monkeypatch.setitem(dispatch.BACKENDS, "fused", Backend("fused", counted, dropout=False, jacobians=True))
+        return calls
+
+    return install
+
+
+def check(method: str = "kerple_log", backend: str = "auto", *, training: bool = True) -> list[Verdict]:
+    attention = Attention(backend, build(method, SHAPE))
+    return attention.check_kernels(CPU, torch.float32, 2, 16, training=training)
+
+
+def random_call(backend: str = "auto") -> torch.Tensor:
+    """Kerple-log on 8 of 10 positions, as a user calls it."""
+    torch.manual_seed(0)
+    method = build("kerple_log", SHAPE)
+    states = torch.randn(1, 2, 10, 16, generator=torch.Generator().manual_seed(0))
+    return Attention(backend, method)(states[:, :, 2:], states, states, bias_table=tables(method, 10, CPU)[0])
+
+
+@pytest.mark.parametrize("method", ["none", "alibi", "kerple_log", "kerple_power__ap", "kerple_power_ap_ap", "rpe"])
+def test_the_kernels_pass(method):
+    """In the interpreter, with tables and with jacobians, and with one that is only valid from some distance on."""
+    verdicts = check(method, "fused") + check(method, "fused", training=False)
+    assert [verdict.failure for verdict in verdicts] == [None, None]  # a window is another verdict
+    gradients = {"query", "key", "value"} | ({"bias_coefficients"} if method == "kerple_log" else set())
+    assert {"result", *gradients} <= set(verdicts[0].errors)
+    assert set(verdicts[-1].errors) == {"result"}
+    assert str(verdicts[0]).startswith("self-check of the fused attention kernels passed (cpu, ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_chunked_is_within_the_limits_of_half_precision(dtype, kernels):
+    """The limits allow several times the rounding of inputs and results."""
+    kernels(chunked_attention)
+    for method in ("alibi", "kerple_power_ap_ap", "rpe"):
+        (verdict,) = Attention("fused", build(method, SHAPE)).check_kernels(CPU, dtype, 2, 16, training=True)
+        assert max(verdict.errors.values()) < self_check.MAX_ERROR[dtype] / 4
+
+
+def test_broken_kernels_of_the_interpreter_fail(monkeypatch):
+    monkeypatch.setattr(launch, "LOG2_E", 1.44)  # 0.2 % too small
+    (verdict,) = check(backend="fused")
+    assert verdict.failure.startswith("the result has a relative error of")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_kernels_fail(name, kernels):
+    run, message = BROKEN[name]
+    kernels(run)
+    (verdict,) = check("alibi")
+    assert verdict.failure.startswith(message)
+
+
+def test_wrong_gradients_of_coefficients_fail(kernels):
+    """By a backend that uses the jacobian instead of the gradient of the table."""
+
+    def run(call: AttentionCall) -> torch.Tensor:
+        jacobian = call.bias_jacobian
+        steps = 1.1 * (jacobian.coefficients - jacobian.coefficients.detach())
+        table = call.bias_table.detach() + (steps[..., None] * jacobian.directions).sum(dim=1)
+        return chunked_with(call, bias_table=table)
+
+    kernels(run)
+    (verdict,) = check("kerple_log")
+    assert verdict.failure.startswith("the gradient of bias coefficients has a relative error of")
+
+
+def test_auto_uses_another_backend_after_a_failure(kernels, capsys):
+    calls = kernels(BROKEN["result"][0])
+    result = random_call()
+    assert torch.equal(result, random_call("chunked"))
+    assert calls == [self_check.Q_LEN]
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "FAILED (cpu, float32, head size 16, bias, gradients): the result has a relative error of 1.0e-02" in message
+    assert "auto uses chunked or sdpa instead" in message
+    assert "run `python -m kerple.doctor` and open an issue" in message
+    random_call()
+    assert len(calls) == 1
+    assert capsys.readouterr().err == ""
+    attention = Attention("auto", build("kerple_log", SHAPE))
+    assert attention.choice(CPU, torch.float32, 16) == "chunked (auto: the fused kernels failed their self-check)"
+
+
+def test_a_configured_backend_fails(kernels):
+    calls = kernels(BROKEN["result"][0])
+    for _ in range(2):
+        with pytest.raises(
+            NotImplementedError, match=r"'fused' failed its self-check: the result .* run `python -m kerple.doctor`"
+        ):
+            random_call("fused")
+    assert len(calls) == 1
+
+
+def test_a_failure_excludes_its_dtype_and_head_size(kernels):
+    kernels(BROKEN["result"][0])
+    check()
+    float32 = Requirements(dtype=torch.float32, head_size=16, device=CPU)
+    assert self_check.failure(float32) is not None
+    assert self_check.failure(replace(float32, dtype=None)) is not None
+    assert self_check.failure(replace(float32, dtype=torch.bfloat16)) is None
+    assert self_check.failure(replace(float32, head_size=32)) is None
+    assert self_check.failure(replace(float32, device=None)) is None
+
+
+def test_the_first_call_checks(kernels, capsys):
+    """Also of `attend`, which knows no method, without gradients and in inference mode; tables may be short."""
+    calls = kernels(chunked_attention)
+    states = torch.randn(1, 2, 10, 16)
+    bias = torch.zeros(2, 10, requires_grad=True)
+    with torch.inference_mode():
+        for _ in range(2):
+            attend(states, states, states, bias_table=bias)
+    assert calls == [self_check.Q_LEN, 10, 10]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "passed (cpu, float32, head size 16, bias): largest relative error" in line  # no gradients
+
+
+def test_gradients_and_windows_are_checked_on_their_own(kernels):
+    assert kernels(chunked_attention) is not None
+    states = torch.randn(1, 2, 30, 16)
+
+    def verdict(**changes: object) -> Verdict | None:
+        call = AttentionCall(query=states, key=states, value=states, scale=0.25, bias_table=torch.zeros(2, 30))
+        call = replace(call, **changes)
+        return self_check.ensure_checked(call, dispatch.BACKENDS["fused"], dispatch.BACKENDS["chunked"])
+
+    assert verdict(query=states.clone().requires_grad_()) is not None
+    assert verdict() is None  # the same forward kernel
+    assert verdict(span=Span(window=30)) is None
+    assert verdict(span=Span(window=3)) is not None
+    assert verdict(bias_table=None) is not None
+
+
+def test_verdicts_are_saved(kernels, new_process, tmp_path):
+    calls = kernels(chunked_attention)
+    (verdict,) = check()
+    assert verdict.is_news
+    assert check() == []
+    assert len(calls) == 1
+    new_process()
+    (saved,) = check()
+    assert saved == replace(verdict, seconds=None)
+    assert not saved.is_news
+    assert len(calls) == 1
+    (path,) = (tmp_path / "kerple/self_check").iterdir()
+    key = json.loads(path.read_text())["key"]
+    assert set(key["environment"]) == {"device", "driver", "cuda", "torch", "triton", "source"}
+    assert key["method"] == "KerpleLog"
+
+
+def test_saved_failures_are_repeated_to_the_user(kernels, new_process, capsys):
+    kernels(BROKEN["result"][0])
+    random_call()
+    message = capsys.readouterr().err
+    calls = kernels(chunked_attention)
+    new_process()
+    random_call()
+    assert capsys.readouterr().err == message
+    assert calls == []
+
+
+@pytest.mark.parametrize("changed", ["driver", "torch", "source"])
+def test_another_environment_is_checked_again(kernels, new_process, monkeypatch, changed):
+    calls = kernels(chunked_attention)
+    check()
+    new_process()
+    environment = self_check.environment(CPU) | {changed: "other"}
+    monkeypatch.setattr(self_check, "environment", lambda device: environment)
+    check()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"key": 1, "errors": {}, "failure": null}'])
+def test_a_damaged_verdict_is_ignored(kernels, new_process, tmp_path, content):
+    kernels(chunked_attention)
+    check()
+    (path,) = (tmp_path / "kerple/self_check").iterdir()
+    path.write_text(content)
+    new_process()
+    (verdict,) = check()
+    assert verdict.is_news
+
+
+def test_an_unwritable_cache_folder_is_a_warning(kernels, monkeypatch, tmp_path):
+    kernels(chunked_attention)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match=r"cannot be saved .* set XDG_CACHE_HOME to a writable folder"):
+        verdicts = check()
+    with warnings.catch_warnings():  # only once
+        warnings.simplefilter("error")
+        verdicts += check("kerple_power_ap_ap")
+    assert [verdict.failure for verdict in verdicts] == [None, None]
+
+
+def test_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert self_check.cache_folder() == tmp_path / ".cache/kerple/self_check"
+
+
+def test_nothing_is_checked_without_values_or_while_compiling(kernels, monkeypatch):
+    calls = kernels(lambda call: torch.zeros_like(call.query))
+    with FakeTensorMode():
+        random_call("fused")
+    assert calls == [8]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    random_call("fused")
+    assert calls == [8, 8]
+
+
+def test_other_backends_and_devices_are_not_checked(kernels, monkeypatch):
+    kernels(chunked_attention)
+    assert check(backend="chunked") == []
+    assert check("dape_kerple") == []
+    assert check("none") == []  # sdpa
+    assert len(check("none", training=False)) == 2
+    monkeypatch.setattr(self_check, "DEVICE_TYPE", "cuda")
+    assert check("alibi") == []
+
+
+def test_an_unusable_gpu_is_an_error(monkeypatch):
+    def synchronize(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    verdict = Verdict("NVIDIA H100, bfloat16", {}, "RuntimeError: CUDA error")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    self_check._require_usable(torch.device("cuda"), verdict)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(RuntimeError, match=r"cannot use the GPU any more\. Start it again"):
+        self_check._require_usable(torch.device("cuda"), verdict)
+
+
+def test_the_random_numbers_of_training_do_not_change(kernels):
+    kernels(chunked_attention)
+    attention = Attention("fused", build("kerple_log", SHAPE))
+    torch.manual_seed(0)
+    assert attention.check_kernels(CPU, torch.float32, 2, 16, training=True)
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(3))

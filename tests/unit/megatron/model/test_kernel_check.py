@@ -1,0 +1,84 @@
+"""Which verdict all ranks use, what is reported, and what fails. The verdicts themselves are those of
+`kerple.attention.self_check`.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from kerple.attention import Attention, Requirements, self_check
+from kerple.attention.self_check import Verdict
+from megatron.config import UserError
+from megatron.model import kernel_check
+from megatron.model.kernel_check import check_kernels
+from tests.support.language_models import small_gpt
+
+DEVICE = torch.device("cuda")
+PASSED = Verdict("A100", {"result": 1e-3}, None, 1.0)
+SAVED = Verdict("A100", {"result": 1e-3}, None)
+FAILED = Verdict("H100", {"result": 0.5}, "the result is wrong", 1.0)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Returns a function that sets this rank's verdicts and those of another rank, and the arguments of its checks."""
+    monkeypatch.setattr(self_check, "_failures", {})
+
+    def install(own: list[Verdict], other: list[Verdict]) -> list[tuple]:
+        checks = []
+
+        def check(attention, device, dtype, heads, head_size, *, training):
+            checks.append((device, dtype, heads, head_size, training))
+            return own
+
+        monkeypatch.setattr(Attention, "check_kernels", check)
+        monkeypatch.setattr(kernel_check, "run_on_all_ranks", lambda function: [function(), other])
+        return checks
+
+    return install
+
+
+def run(model: nn.Module, *, training: bool = True) -> list[str]:
+    lines: list[str] = []
+    check_kernels(model, DEVICE, torch.bfloat16, training=training, report=lines.append)
+    return lines
+
+
+def is_rejected() -> bool:
+    return self_check.failure(Requirements(dtype=torch.bfloat16, head_size=8, device=DEVICE)) is not None
+
+
+def test_a_new_verdict_is_reported_once(ranks):
+    ranks([PASSED], [PASSED])
+    assert run(small_gpt("kerple_log")) == [str(PASSED)]
+    ranks([SAVED], [SAVED])
+    assert run(small_gpt("kerple_log")) == []
+    assert not is_rejected()
+
+
+@pytest.mark.parametrize(("own", "other"), [([FAILED], [PASSED]), ([PASSED], [FAILED]), ([], [FAILED])])
+def test_a_failure_on_any_rank_counts_on_all(ranks, own, other):
+    ranks(own, other)
+    assert run(small_gpt("kerple_log")) == [str(FAILED)]
+    assert is_rejected()
+
+
+def test_the_configured_backend_fails_on_all_ranks(ranks):
+    ranks([PASSED], [FAILED])
+    with pytest.raises(UserError, match=r"fused: the kernels failed their self-check \(H100\): the result is wrong"):
+        run(small_gpt("kerple_log", attention_backend="fused"))
+
+
+def test_a_stage_without_blocks_takes_part(ranks):
+    checks = ranks([], [FAILED])
+    assert run(nn.Linear(2, 2)) == [str(FAILED)]
+    assert checks == []
+
+
+@pytest.mark.parametrize(
+    ("dropout", "training", "with_gradients"), [(0.0, True, True), (0.1, True, False), (0.0, False, False)]
+)
+def test_what_is_checked(ranks, dropout, training, with_gradients):
+    checks = ranks([], [])
+    run(small_gpt("kerple_log", attention_dropout=dropout), training=training)
+    assert checks == [(DEVICE, torch.bfloat16, 4, 8, with_gradients)]
