@@ -14,7 +14,7 @@ from kerple.attention.backends.chunked import CHUNKED
 from kerple.attention.backends.flex import FLEX
 from kerple.attention.backends.reference import REFERENCE
 from kerple.attention.backends.sdpa import SDPA
-from kerple.attention.backends.triton.launch import FUSED
+from kerple.attention.backends.triton.operator import FUSED
 from kerple.attention.call import FULL, AttentionCall, Backend, ModifyScores, Requirements, Span, without_autocast
 from kerple.attention.tables import jacobians, tables
 from kerple.positional import PositionalMethod, TableJacobian
@@ -259,6 +259,19 @@ class Attention:
         if plain == other:
             return f"{plain} (auto: fastest on {device.type} for this method)"
         return f"{plain}, and {other} for windows and for fewer queries than keys (auto: fastest for each)"
+
+    def training_backend(self, device: torch.device, head_size: int, dropout: bool) -> str:
+        """The backend for a training step, in a dtype that it supports."""
+        if self.backend != "auto":
+            return self.backend
+        requirements = Requirements(
+            weight=self.has_weight,
+            modify_scores=self.modifies_scores,
+            dropout=dropout,
+            device=device,
+            head_size=head_size,
+        )
+        return _fastest_backend(requirements, 2, tables=self.has_bias or self.has_weight, plain=True)
 
     def uses_jacobians(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         """Whether the backend is faster with the tables' jacobians, for queries `[b, h, s, d]` without dropout."""

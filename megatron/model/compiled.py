@@ -1,7 +1,8 @@
 """torch.compile for the blocks' forward and backward passes in training.
 
-`compile_blocks` changes only the classes of the modules. Parameter names are unchanged, so checkpoints are
-interchangeable with those of an uncompiled model. All layers share one compiled graph.
+Attention is part of the graph where it can be traced (`is_traceable`): the fused backend is an operator of
+torch.library. `compile_blocks` changes only the classes of the modules. Parameter names are unchanged, so checkpoints
+are interchangeable with those of an uncompiled model. All layers share one compiled graph.
 
 Legend: b batch, s tokens, e hidden size.
 """
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from kerple.attention import FULL, Span
 from megatron.model.gpt import LayerCache, PositionTables, SelfAttention, TransformerBlock
 
+# Backends without a graph break. `chunked` is a loop in Python.
+TRACEABLE = ("fused", "sdpa", "reference")
+
 
 class _UncompiledAttention(SelfAttention):
-    """Only the projections are part of the block's graph. Attention has its own kernels, and positional methods use
-    Python code that cannot be traced.
-    """
+    """Only the projections are part of the block's graph."""
 
     context = torch.compiler.disable(SelfAttention.context)
 
@@ -38,8 +40,9 @@ class _CompiledBlock(TransformerBlock):
         return super().forward(hidden, cache, span, tables)
 
 
-def compile_blocks(model: nn.Module, device: torch.device) -> None:
-    """Compile the model's blocks for this device, at their first call in training.
+def compile_blocks(model: nn.Module, device: torch.device) -> bool:
+    """Compile the model's blocks for this device, at their first call in training. Returns whether this includes
+    attention.
 
     Raises RuntimeError if torch.compile does not work on this machine.
     """
@@ -51,6 +54,20 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
             f"torch.compile does not work on this machine ({reason}); it needs a C++ compiler (CXX, or g++) and "
             "Python's headers, and on a GPU also Triton"
         ) from error
-    for module in model.modules():
-        if isinstance(module, TransformerBlock):
-            module.__class__, module.attention.__class__ = _CompiledBlock, _UncompiledAttention
+    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    traceable = is_traceable(blocks[0].attention, device)
+    for block in blocks:
+        block.__class__ = _CompiledBlock
+        if not traceable:
+            block.attention.__class__ = _UncompiledAttention
+    return traceable
+
+
+def is_traceable(layer: SelfAttention, device: torch.device) -> bool:
+    """Whether a block has no graph break in attention. Rotary methods compare positions with those of their cached
+    tables, and methods with `modify_scores` checkpoint chunks of the scores: neither can be traced.
+    """
+    method = getattr(layer, "rpe", None)
+    if method is not None and (method.rotates or method.modifies_scores):
+        return False
+    return layer.attention.training_backend(device, layer.head_size, layer.dropout > 0) in TRACEABLE

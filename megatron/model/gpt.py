@@ -9,11 +9,12 @@ Legend: b batch, s query length, t key length, h heads of this rank, d head size
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
@@ -114,6 +115,34 @@ class PositionTables(NamedTuple):
     scores: Tensor | None = None  # for the method's `modify_scores`
 
 
+class _SplitHeads(torch.autograd.Function):
+    """`[b, s, 3 h d]` -> query, key and value `[b, h, s, d]`.
+
+    GPT-NeoX groups the rows of query_key_value by head: each head's query, key and value are adjacent. The backward
+    pass copies nothing if attention wrote the gradients in this layout.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, head_size: int) -> tuple[Tensor, ...]:
+        states = qkv.view(*qkv.shape[:2], -1, 3, head_size)
+        return states.permute(3, 0, 2, 1, 4).unbind()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        query = grads[0]
+        batch, heads, length, head_size = query.shape
+        row = 3 * heads * head_size
+        if not torch.compiler.is_compiling() and all(
+            grad.stride() == (length * row, 3 * head_size, row, 1)
+            and grad.untyped_storage()._cdata == query.untyped_storage()._cdata
+            and grad.storage_offset() == query.storage_offset() + index * head_size
+            for index, grad in enumerate(grads)
+        ):
+            return query.as_strided((batch, length, row), (length * row, row, 1)), None
+        return torch.stack([grad.transpose(1, 2) for grad in grads], dim=3).view(batch, length, row), None
+
+
 class SelfAttention(nn.Module):
     """Causal self-attention with a positional method."""
 
@@ -145,9 +174,7 @@ class SelfAttention(nn.Module):
     def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
         """The heads' outputs, `[b, s, 3 h d] -> [b, s, h d]`. `compiled.py` excludes this part from compilation."""
         batch, length, _ = qkv.shape
-        # GPT-NeoX groups the rows of query_key_value by head: each head's query, key and value are adjacent.
-        qkv = qkv.view(batch, length, -1, 3, self.head_size)
-        query, key, value = (part.squeeze(3).transpose(1, 2) for part in qkv.split(1, dim=3))
+        query, key, value = _SplitHeads.apply(qkv, self.head_size)
         if self.rotates:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + length, device="cpu")

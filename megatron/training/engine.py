@@ -92,10 +92,10 @@ class Engine:
             from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow
 
             try:
-                compile_blocks(self.model, layout.device)
+                whole = compile_blocks(self.model, layout.device)
             except RuntimeError as error:
                 raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
-            report("torch.compile: transformer blocks are compiled for training, except attention")
+            report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
 
         if self.zero_stage != config.optimizer.zero_stage:
             report(

@@ -228,8 +228,9 @@ class TrainingConfig(Group):
     checkpoint_num_layers: Int = key(1, "Blocks per checkpointed chunk.", ge=1)
     torch_compile: bool = key(
         False,
-        """True: compile the blocks, except attention, with torch.compile. Needs a C++ compiler (on a GPU also Triton)
-        and up to a minute at the start. Not with a pipeline, tensor parallelism or ZeRO 3.""",
+        """True: compile the blocks with torch.compile, including attention if its backend is fused or sdpa and the
+        positional method does not rotate queries and keys. Needs a C++ compiler (on a GPU also Triton) and up to a
+        minute at the start. Not with a pipeline, tensor parallelism or ZeRO 3.""",
     )
     exit_interval: Int | None = key(None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1)
     steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)

@@ -29,24 +29,19 @@ distance, or jacobian directions of a table; q tiles of queries.
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kerple.attention.backends.triton.tiles import ROWS, Gpu, Tile, no_tiles_reason, tiles_for
-from kerple.attention.call import AttentionCall, Backend, Requirements, without_autocast
-from kerple.positional import TableJacobian
+from kerple.attention.call import Requirements, Span
 
 MAX_HEAD_SIZE = 128
 # CUDA's limit for the second and third dimension of a grid.
 MAX_GRID = 65_535
-# The number of directions, of bias and weight together, that `query_kernel` adds up.
-MAX_DIRECTIONS = 4
 LOG2_E = 1.0 / math.log(2.0)
 # Programs that keep a GPU busy while they add up tiles: a few for each of its multiprocessors.
 TABLE_PROGRAMS = 1056
@@ -78,138 +73,43 @@ def _load_kernels() -> ModuleType | None:
     return kernels
 
 
-def fused_attention(call: AttentionCall) -> Tensor:
-    """As `attend`."""
-    bias = _differentiable_table(call.bias_table, call.bias_jacobian)
-    weight = _differentiable_table(call.weight_table, call.weight_jacobian)
-    if sum(table.directions.shape[1] for table in (bias, weight) if table.directions is not None) > MAX_DIRECTIONS:
-        bias, weight = _DifferentiableTable(call.bias_table), _DifferentiableTable(call.weight_table)
-    context: Tensor = _FusedAttention.apply(
-        call,
-        (bias.directions, weight.directions),
-        (bias.dense, weight.dense),
-        call.query,
-        call.key,
-        call.value,
-        bias.table,
-        weight.table,
-        bias.coefficients,
-        weight.coefficients,
-    )
-    return context
+def empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
+    """The context `[b, h, s, d]`, in memory `[b, s, h, d]` as a model needs it; and lse, float32 `[b, h, s]`."""
+    batch, heads, s, head_size = query.shape
+    context = query.new_empty(batch, s, heads, head_size).transpose(1, 2)
+    return context, query.new_empty(batch, heads, s, dtype=torch.float32)
 
 
-class _DifferentiableTable(NamedTuple):
-    """A table `[h, length]`, and how its gradient is computed.
+class Launcher:
+    """Prepares the tables of a call and launches its kernels."""
 
-    The gradient of the table itself is computed for distances below `dense` (None: all), and that of the coefficients
-    `[h, p]` by the directions `[h, p, length]`.
-    """
-
-    table: Tensor | None
-    coefficients: Tensor | None = None
-    directions: Tensor | None = None
-    dense: int | None = None
-
-
-def _differentiable_table(table: Tensor | None, jacobian: TableJacobian | None) -> _DifferentiableTable:
-    if table is None or jacobian is None or not torch.is_grad_enabled() or not jacobian.coefficients.requires_grad:
-        return _DifferentiableTable(table)
-    if not jacobian.dense:
-        return _DifferentiableTable(table.detach(), jacobian.coefficients, jacobian.directions, jacobian.dense)
-    directions = F.pad(jacobian.directions[..., jacobian.dense :], (jacobian.dense, 0))
-    return _DifferentiableTable(table, jacobian.coefficients, directions, jacobian.dense)
-
-
-class _FusedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: AttentionCall,
-        directions: tuple[Tensor | None, Tensor | None],
-        dense: tuple[int | None, int | None],
+    def __init__(
+        self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         bias_table: Tensor | None,
         weight_table: Tensor | None,
-        bias_coefficients: Tensor | None,
-        weight_coefficients: Tensor | None,
-    ) -> Tensor:
-        query, key, value = (_with_contiguous_rows(states) for states in (query, key, value))
-        context, lse = _Launcher(replace(call, query=query, key=key, value=value)).forward()
-        ctx.save_for_backward(query, key, value, bias_table, weight_table, *directions, context, lse)
-        ctx.dense, ctx.span, ctx.scale = dense, call.span, call.scale
-        return context
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias_table, weight_table, bias_directions, weight_directions, context, lse = (
-            ctx.saved_tensors
-        )
-        needs_query, needs_key, needs_value, *needs_tables = ctx.needs_input_grad[3:8]
-        needs_coefficients = ctx.needs_input_grad[8:10]
-        launcher = _Launcher(
-            AttentionCall(
-                query=query,
-                key=key,
-                value=value,
-                scale=ctx.scale,
-                bias_table=bias_table,
-                weight_table=weight_table,
-                span=ctx.span,
-            )
-        )
-        grad_query = grad_key = grad_value = grad_bias = grad_weight = None
-        grad_coefficients: Sequence[Tensor | None] = (None, None)
-        with without_autocast(query.device):
-            grad_context = _with_contiguous_rows(grad_context)
-            row_stats = launcher.row_stats(context, grad_context, lse)
-            if needs_query or any(needs_coefficients):
-                grad_query, *grad_coefficients = launcher.query_gradient(
-                    grad_context,
-                    row_stats,
-                    bias_directions if needs_coefficients[0] else None,
-                    weight_directions if needs_coefficients[1] else None,
-                )
-            if needs_key or needs_value:
-                grad_key, grad_value = launcher.key_value_gradients(grad_context, row_stats)
-            if all(needs_tables) and ctx.dense[0] == ctx.dense[1]:
-                grad_bias, grad_weight = launcher.table_gradients(grad_context, row_stats, True, True, ctx.dense[0])
-            else:
-                if needs_tables[0]:
-                    grad_bias, _ = launcher.table_gradients(grad_context, row_stats, True, False, ctx.dense[0])
-                if needs_tables[1]:
-                    _, grad_weight = launcher.table_gradients(grad_context, row_stats, False, True, ctx.dense[1])
-        return None, None, None, grad_query, grad_key, grad_value, grad_bias, grad_weight, *grad_coefficients
-
-
-def _with_contiguous_rows(states: Tensor) -> Tensor:
-    """The kernels require the elements of a row to be contiguous."""
-    return states if states.stride(-1) == 1 else states.contiguous()
-
-
-class _Launcher:
-    """Prepares the tables of a call and launches its kernels."""
-
-    def __init__(self, call: AttentionCall):
+        scale: float,
+        window: int | None,
+    ):
         kernels = _load_kernels()
         assert kernels is not None  # `unavailable_reason` has checked it
         self.kernels = kernels
-        self.query, self.key, self.value = call.query, call.key, call.value
-        self.batch, self.heads, self.s, self.head_size = call.query.shape
-        self.t, self.max_kv_len, self.scale = call.kv_len, call.max_kv_len, call.scale
-        self.bias_table, self.weight_table = call.bias_table, call.weight_table
-        has_weight = call.weight_table is not None
+        self.query, self.key, self.value = query, key, value
+        self.batch, self.heads, self.s, self.head_size = query.shape
+        self.t, self.scale = key.shape[2], scale
+        self.max_kv_len = Span(window).max_kv_len(self.t)
+        self.bias_table, self.weight_table = bias_table, weight_table
+        has_weight = weight_table is not None
         # Without a table, the mask is added before the scale; a scale that is not positive would not keep its -inf.
-        has_table = call.has_tables or self.scale <= 0.0
-        bias = call.bias_table
+        has_table = bias_table is not None or has_weight or self.scale <= 0.0
+        bias = bias_table
         if bias is None:
             bias = self.query.new_zeros(self.heads if has_table else 1, self.max_kv_len, dtype=torch.float32)
         self.bias = self._add_margins(bias, LOG2_E, -math.inf)
         # Without a weight, the kernels get a pointer that they do not read.
-        self.weight = self.query if call.weight_table is None else self._add_margins(call.weight_table)
+        self.weight = self.query if weight_table is None else self._add_margins(weight_table)
         self.inputs = (self.query, self.key, self.value, self.bias, self.weight)
         self.table_stride = self.bias.stride(0) if has_table else 0
         self.tiles = tiles_for(Gpu.of(self.query.device), self.query.dtype, self.head_size, weight=has_weight)
@@ -234,12 +134,9 @@ class _Launcher:
             kernel[grid](*arguments, **options)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The context `[b, h, s, d]`, in memory `[b, s, h, d]` as a model needs it; and lse, the log2 of the softmax's
-        denominators, float32 `[b, h, s]`.
-        """
+        """The context `[b, h, s, d]`, and lse, the log2 of the softmax's denominators, float32 `[b, h, s]`."""
         tile = self.tiles.forward
-        context = self.query.new_empty(self.batch, self.s, self.heads, self.head_size).transpose(1, 2)
-        lse = self.query.new_empty(self.batch, self.heads, self.s, dtype=torch.float32)
+        context, lse = empty_outputs(self.query)
         self._launch(
             self.kernels.forward_kernel,
             (-(-self.s // tile.queries), self.batch * self.heads),
@@ -269,9 +166,17 @@ class _Launcher:
         return row_stats
 
     def query_gradient(
-        self, grad_context: Tensor, row_stats: Tensor, bias_directions: Tensor | None, weight_directions: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradients of query, and of the coefficients `[h, p]` whose directions `[h, p, length]` are not None."""
+        self,
+        grad_context: Tensor,
+        row_stats: Tensor,
+        bias_directions: Tensor | None,
+        weight_directions: Tensor | None,
+        *,
+        out: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Write the query's gradient to `out`. Return the gradients of the coefficients `[h, p]` whose directions
+        `[h, p, length]` are not None.
+        """
         tile = self.tiles.query
         tiles = -(-self.s // tile.queries)
         counts = [0 if part is None else part.shape[1] for part in (bias_directions, weight_directions)]
@@ -280,12 +185,11 @@ class _Launcher:
         if sum(counts):
             parts = [part[..., : self.max_kv_len] for part in (bias_directions, weight_directions) if part is not None]
             directions = self._add_margins(torch.cat(parts, dim=1).transpose(0, 1)).contiguous()
-        grad_query = torch.empty_like(self.query)
         self._launch(
             self.kernels.query_kernel,
             (tiles, self.batch * self.heads),
-            *(*self.inputs, grad_context, row_stats, directions, grad_query, sums),
-            *_strides(self.query, self.key, self.value, grad_context, grad_query),
+            *(*self.inputs, grad_context, row_stats, directions, out, sums),
+            *_strides(self.query, self.key, self.value, grad_context, out),
             *(self.table_stride, row_stats.stride(1), directions.stride(0), self.heads, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
             BIAS_DIRECTIONS=counts[0],
@@ -296,26 +200,24 @@ class _Launcher:
         )
         grad_bias, grad_weight = sums.sum(dim=(1, 3)).T.split(counts, dim=1)
         return (
-            grad_query,
             None if bias_directions is None else grad_bias.to(bias_directions.dtype),
             None if weight_directions is None else (grad_weight * self.scale).to(weight_directions.dtype),
         )
 
-    def key_value_gradients(self, grad_context: Tensor, row_stats: Tensor) -> tuple[Tensor, Tensor]:
+    def key_value_gradients(self, grad_context: Tensor, row_stats: Tensor, *, out: tuple[Tensor, Tensor]) -> None:
+        """Write the gradients of key and value to `out`."""
         tile = self.tiles.key_value
-        grad_key, grad_value = torch.empty_like(self.key), torch.empty_like(self.value)
         self._launch(
             self.kernels.key_value_kernel,
             (-(-self.t // tile.keys), self.batch * self.heads),
-            *(*self.inputs, grad_context, row_stats, grad_key, grad_value),
-            *_strides(self.query, self.key, self.value, grad_context, grad_key, grad_value),
+            *(*self.inputs, grad_context, row_stats, *out),
+            *_strides(self.query, self.key, self.value, grad_context, *out),
             *(self.table_stride, row_stats.stride(1), self.heads, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
             **self.constants,
             **self.flags,
             **_tile_options(tile),
         )
-        return grad_key, grad_value
 
     def table_gradients(
         self, grad_context: Tensor, row_stats: Tensor, needs_bias: bool, needs_weight: bool, dense: int | None
@@ -382,15 +284,3 @@ def _tile_options(tile: Tile) -> dict[str, int]:
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-
-
-FUSED = Backend(
-    "fused",
-    fused_attention,
-    dropout=False,
-    jacobians=True,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    max_head_size=MAX_HEAD_SIZE,
-    max_batch_heads=MAX_GRID,
-    unavailable_reason=unavailable_reason,
-)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.model.compiled import compile_blocks
+from megatron.model.compiled import compile_blocks, is_traceable
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
@@ -56,6 +56,34 @@ def test_recomputed_blocks_use_the_same_dropout_masks():
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for actual, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "backend"),
+    [("none", "sdpa"), ("kerple_log", "sdpa"), ("kerple_log", "fused"), ("kerple_bias_wht", "fused"), ("rpe", "fused")],
+)
+def test_a_block_is_one_graph(pos_emb, backend):
+    """With attention, in the forward and backward pass: `fullgraph=True` fails at a graph break."""
+    if backend == "fused":
+        pytest.importorskip("triton")
+    model = small_model(pos_emb, 0, attention_backend=backend)
+    block = model.blocks[0].train()
+    assert is_traceable(block.attention, torch.device("cpu"))
+    hidden = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    results = []
+    for function in (block, torch.compile(block, fullgraph=True, dynamic=False, backend="aot_eager")):
+        torch._dynamo.reset()  # graphs of other tests count towards the limit of recompilations
+        output = function(hidden, tables=model.shared_tables(hidden, 32))
+        inputs = [hidden, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
+        results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_attention_that_cannot_be_traced():
+    for keys in ({"pos_emb": "rotary"}, {"pos_emb": "fire"}, {"pos_emb": "kerple_log", "attention_backend": "chunked"}):
+        layer = small_model(checkpoint_every=0, **keys).blocks[0].attention
+        assert not is_traceable(layer, torch.device("cpu"))
 
 
 def test_evaluation_compiles_nothing():

@@ -32,18 +32,18 @@ def jacobian_arguments(method, length: int) -> dict[str, TableJacobian | None]:
 def requested(monkeypatch) -> list[tuple[bool, int | None]]:
     """(whether coefficients have gradients, `dense` of a table's gradient or 0) for each backward pass."""
     requests: list[tuple[bool, int | None]] = []
-    query_gradient, table_gradients = launch._Launcher.query_gradient, launch._Launcher.table_gradients
+    query_gradient, table_gradients = launch.Launcher.query_gradient, launch.Launcher.table_gradients
 
-    def record_query(launcher, grad_context, row_stats, *directions):
+    def record_query(launcher, grad_context, row_stats, *directions, out):
         requests.append((any(part is not None for part in directions), 0))
-        return query_gradient(launcher, grad_context, row_stats, *directions)
+        return query_gradient(launcher, grad_context, row_stats, *directions, out=out)
 
     def record_tables(launcher, grad_context, row_stats, needs_bias, needs_weight, dense):
         requests[-1] = (requests[-1][0], dense)
         return table_gradients(launcher, grad_context, row_stats, needs_bias, needs_weight, dense)
 
-    monkeypatch.setattr(launch._Launcher, "query_gradient", record_query)
-    monkeypatch.setattr(launch._Launcher, "table_gradients", record_tables)
+    monkeypatch.setattr(launch.Launcher, "query_gradient", record_query)
+    monkeypatch.setattr(launch.Launcher, "table_gradients", record_tables)
     return requests
 
 
