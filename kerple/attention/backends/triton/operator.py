@@ -173,11 +173,12 @@ def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[T
     if grad_context is None:
         return (None,) * 13
     needs_grad = ctx.needs_input_grad
-    query, key = ctx.saved_tensors[:2]
-    grads = _attention_backward(grad_context, *ctx.saved_tensors, *needs_grad[3:5], *ctx.constants)
-    states = grads[0].unbind() if _is_packed(query, key) else grads[:3]
-    rest = iter(grads[1 if _is_packed(query, key) else 3 :])
-    is_computed = (*needs_grad[3:5], *(directions is not None for directions in ctx.saved_tensors[5:7]))
+    saved = ctx.saved_tensors  # may be read only once if activations are recomputed
+    grads = _attention_backward(grad_context, *saved, *needs_grad[3:5], *ctx.constants)
+    packed = _is_packed(*saved[:2])
+    states = grads[0].unbind() if packed else grads[:3]
+    rest = iter(grads[1 if packed else 3 :])
+    is_computed = (*needs_grad[3:5], *(directions is not None for directions in saved[5:7]))
     return *states, *(next(rest) if computed else None for computed in is_computed), *(None,) * 6
 
 
