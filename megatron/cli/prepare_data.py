@@ -13,12 +13,20 @@ from megatron.tokenizer import TOKENIZER_TYPES
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
+    downloaded = [name for name, known in KNOWN_DATASETS.items() if known.url is not None]
     sources = " ".join(f"{name}: {known.sources}." for name, known in KNOWN_DATASETS.items())
     parser = OptionParser(
-        description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] DATASET",
-        epilog=f"{EMBEDDED} needs no --from: it is built from the sources of Python's standard library. {sources}",
+        description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] [DATASET]",
+        epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built from the sources of "
+        f"Python's standard library. {sources}",
     )
-    parser.add_argument("dataset", metavar="DATASET", help=f"one of {', '.join(DATASETS)}")
+    parser.add_argument(
+        "dataset",
+        metavar="DATASET",
+        nargs="?",
+        default="enwik8",
+        help=f"one of {', '.join(DATASETS)} (default: enwik8)",
+    )
     parser.add_argument(
         "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="output folder (default: %(default)s)"
     )
@@ -28,7 +36,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         metavar="TOKENIZER",
         help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer, for {EMBEDDED} a BPE trained on it",
     )
-    parser.add_argument("-v", "--vocab-file", help="tokenizer.json, or GPT-2's vocabulary (JSON)")
+    parser.add_argument(
+        "-v",
+        "--vocab-file",
+        "--vocab",
+        help="tokenizer.json, or GPT-2's vocabulary (JSON; without -v and -m, downloaded to DIR/gpt2-vocab.json)",
+    )
     parser.add_argument("-m", "--merge-file", help="GPT-2's BPE merges")
     parser.add_argument(
         "--vocab-size",

@@ -24,15 +24,17 @@ EMBEDDED = "python_stdlib"
 
 @dataclass(frozen=True)
 class KnownDataset:
-    """A dataset whose files the user provides.
+    """A dataset of text files.
 
     Attributes:
         subset: its meta.pile_set_name in shards of the Pile; None keeps all documents.
         sources: where to get its files, for messages.
+        url: downloaded if the user names no source.
     """
 
     subset: str | None
     sources: str
+    url: str | None = None
 
 
 # The key of the texts in this project's recipes and in GPT-NeoX. It is part of the name of the output.
@@ -48,8 +50,9 @@ _HOSTS_GONE = "the Pile's own download hosts no longer exist"
 KNOWN_DATASETS = {
     "openwebtext2": KnownDataset(
         "OpenWebText2",
-        "segyges/OpenWebText2 on the Hugging Face hub as jsonl.zst.tar (pass the file's URL to --url, or the "
-        "downloaded file to --from); or " + _PILE_SHARDS.format(subset="OpenWebText2"),
+        "segyges/OpenWebText2 on the Hugging Face hub as jsonl.zst.tar; or "
+        + _PILE_SHARDS.format(subset="OpenWebText2"),
+        "https://huggingface.co/datasets/segyges/OpenWebText2/resolve/main/openwebtext2.jsonl.zst.tar",
     ),
     "github": KnownDataset(
         "Github",
@@ -58,9 +61,24 @@ KNOWN_DATASETS = {
     ),
     "arxiv": KnownDataset("ArXiv", f"{_PILE_SHARDS.format(subset='ArXiv')}; {_HOSTS_GONE}"),
     "pile": KnownDataset(None, f"shards of the Pile (jsonl.zst), all subsets; {_HOSTS_GONE}"),
-    "enwik8": KnownDataset(None, "enwik8 or enwik8.zip from the Large Text Compression Benchmark"),
+    "pile_subset": KnownDataset(
+        None,
+        f"the first shard of the Pile, 00.jsonl.zst; {_HOSTS_GONE}",
+        "https://the-eye.eu/public/AI/pile/train/00.jsonl.zst",
+    ),
+    "enwik8": KnownDataset(
+        None,
+        "enwik8 or enwik8.zip from the Large Text Compression Benchmark",
+        "http://mattmahoney.net/dc/enwik8.zip",
+    ),
 }
 DATASETS = (EMBEDDED, *KNOWN_DATASETS)
+
+# GPT-2's vocabulary and merges, which GPT-NeoX downloads to DIR if no files are given.
+GPT2_FILES = (
+    "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json",
+    "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-merges.txt",
+)
 
 # Increase this when the preparation steps change, so that existing datasets are rebuilt.
 _RECIPE_VERSION = 1
@@ -74,8 +92,9 @@ class PrepareOptions:
         dataset: one of DATASETS.
         directory: DIR; the result is DIR/NAME/NAME_text_document.
         tokenizer_type: None trains a BPE of `vocab_size` ids for python_stdlib, and otherwise means GPT2BPETokenizer.
+        vocab_file, merge_file: if both are None, GPT2BPETokenizer's files are downloaded to `directory`.
         sources: files and folders to read, local or remote. Empty for python_stdlib.
-        urls: files to download and read (see `megatron.data.download`).
+        urls: files to download and read (see `megatron.data.download`). Without any source, the dataset's own.
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
         text_key: key of the text in JSON objects, tables and datasets of the hub.
         suffixes: read a tree of source files: files with these extensions, each as one document.
@@ -121,12 +140,11 @@ def prepare(options: PrepareOptions) -> Path:
         tokenizer_files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
         recipe["trained_vocab_size"] = options.vocab_size
     else:
-        tokenizer_files = TokenizerFiles(
-            options.tokenizer_type or "GPT2BPETokenizer", options.vocab_file, options.merge_file
-        )
+        tokenizer_files = _given_tokenizer(options)
         tokenizer = tokenizer_files.build()
         recipe |= {"tokenizer": tokenizer.name, "tokenizer_fingerprint": tokenizer.fingerprint}
-    source = _open_source(options)
+    urls = _urls(options)
+    source = _open_source(options, urls)
     recipe["corpus"] = source.identity()
     reason = _rebuild_reason(recipe, prefix, tokenizer_files, options.skip_bad)
     if reason is None and not options.rebuild:
@@ -158,7 +176,7 @@ def prepare(options: PrepareOptions) -> Path:
                 ftfy=options.ftfy,
                 skip_bad=options.skip_bad,
             ),
-            inputs=[*options.sources, *map(redact_url, options.urls), *hub] or [EMBEDDED],
+            inputs=[*options.sources, *map(redact_url, urls), *hub] or [EMBEDDED],
             names=(_TEXT,),
             workers=options.workers,
         )
@@ -174,7 +192,7 @@ def default_workers() -> int:
 
 def _check_source_options(options: PrepareOptions) -> None:
     """Reject missing and conflicting sources before anything is downloaded or built."""
-    has_source = options.sources or options.urls or options.hub_name
+    has_source = _has_source(options)
     if options.dataset == EMBEDDED:
         if has_source or options.suffixes:
             raise UserError(
@@ -185,7 +203,7 @@ def _check_source_options(options: PrepareOptions) -> None:
     known = KNOWN_DATASETS.get(options.dataset)
     if known is None:
         raise UserError(f"unknown dataset {options.dataset!r}; known: {', '.join(DATASETS)}")
-    if not has_source:
+    if not has_source and known.url is None:
         raise UserError(
             f"{options.dataset} needs a source: pass {_SOURCE_OPTIONS}. It is available as: {known.sources}. To "
             "prepare any other text, use tools/datasets/preprocess_data.py"
@@ -194,13 +212,43 @@ def _check_source_options(options: PrepareOptions) -> None:
         raise UserError("--hf cannot be combined with --from, --url or --suffixes")
 
 
-def _open_source(options: PrepareOptions) -> ChunkSource:
+def _has_source(options: PrepareOptions) -> bool:
+    return bool(options.sources or options.urls or options.hub_name)
+
+
+def _urls(options: PrepareOptions) -> tuple[str, ...]:
+    """The files to download: the given URLs, or the dataset's own if there is no source at all."""
+    known = KNOWN_DATASETS.get(options.dataset)
+    if _has_source(options) or known is None or known.url is None:
+        return options.urls
+    return (known.url,)
+
+
+def _given_tokenizer(options: PrepareOptions) -> TokenizerFiles:
+    """The tokenizer that the options name, after downloading GPT-2's files if they are needed and none are given."""
+    tokenizer_type, files = options.tokenizer_type or "GPT2BPETokenizer", (options.vocab_file, options.merge_file)
+    if tokenizer_type == "GPT2BPETokenizer" and files == (None, None):
+        try:
+            vocab_file, merge_file = (str(download(url, options.directory)) for url in GPT2_FILES)
+        except UserError as error:
+            raise UserError(f"{error} (--vocab-file and --merge-file name local files instead)") from error
+        files = (vocab_file, merge_file)
+    return TokenizerFiles(tokenizer_type, *files)
+
+
+def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     columns = (options.text_key, "meta")
     if options.dataset == EMBEDDED:
         return StdlibCorpus()
     if options.hub_name is not None:
         return HubCorpus(options.hub_name, options.hub_config, options.hub_split, columns)
-    downloads = [download(url, options.directory / options.dataset / "downloads") for url in options.urls]
+    try:
+        downloads = [download(url, options.directory / options.dataset / "downloads") for url in urls]
+    except UserError as error:
+        if urls == options.urls:
+            raise
+        sources = KNOWN_DATASETS[options.dataset].sources
+        raise UserError(f"{error}. To name another source, pass {_SOURCE_OPTIONS}. Known: {sources}") from error
     if len(set(downloads)) < len(downloads):
         raise UserError("two of the URLs have the same file name; download these files separately and pass --from")
     return FileCorpus(find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns)

@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line
 
 # The library needs about 100 bytes of memory per token of the text it encodes, so longer texts are encoded in pieces.
 _MAX_CHARACTERS = 1 << 20
@@ -120,6 +120,54 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             )
         fingerprint = hashlib.sha256(vocab_content + b"\0" + merges_content).hexdigest()
         super().__init__(_byte_level_tokenizer(model), vocab[END_OF_DOCUMENT], fingerprint, splittable=True)
+
+
+class HFGPT2Tokenizer(_LibraryTokenizer):
+    """GPT-2's tokenizer as in the transformers library, with the additional token `<|padding|>`.
+
+    Unlike GPT2BPETokenizer, it recognizes special tokens in a text.
+
+    Args:
+        source: a folder with tokenizer.json or with vocab.json and merges.txt, the path of a tokenizer.json, or a name
+            on the Hugging Face hub.
+
+    Raises:
+        UserError: there is no such tokenizer, or it cannot be read or downloaded.
+    """
+
+    name = "HFGPT2Tokenizer"
+
+    def __init__(self, source: str | Path):
+        tokenizer = read_gpt2_tokenizer(source)
+        fingerprint = hashlib.sha256(tokenizer.to_str().encode("utf-8")).hexdigest()
+        super().__init__(tokenizer, tokenizer.token_to_id(END_OF_DOCUMENT), fingerprint, _is_splittable(tokenizer))
+
+
+def read_gpt2_tokenizer(source: str | Path) -> tokenizers.Tokenizer:
+    """The library's tokenizer of an HFGPT2Tokenizer. Raises UserError."""
+    path = Path(source)
+    try:
+        if (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file():
+            model = tokenizers.models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
+            tokenizer = _byte_level_tokenizer(model)
+        elif path.exists():
+            tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+        else:
+            import huggingface_hub  # a dependency of tokenizers; needed only for downloads
+
+            tokenizer = tokenizers.Tokenizer.from_file(huggingface_hub.hf_hub_download(str(source), "tokenizer.json"))
+    except Exception as error:  # the libraries raise many types, tokenizers also bare Exception
+        problem = (
+            "" if path.exists() else " is not a file or folder, and cannot be downloaded from the Hugging Face hub"
+        )
+        raise UserError(
+            f"vocab-file {source}{problem}: {first_line(error)}; HFGPT2Tokenizer needs a folder with tokenizer.json or "
+            "with vocab.json and merges.txt, or a name on the hub such as gpt2"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.add_special_tokens([END_OF_DOCUMENT, "<|padding|>"])
+    return tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> tokenizers.Tokenizer:

@@ -17,11 +17,10 @@ if TYPE_CHECKING:  # building a tokenizer needs no configuration
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
-TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "CharLevelTokenizer")
+TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer")
 
 # GPT-NeoX's other types: why each is unsupported, and the alternative.
 _UNSUPPORTED_TYPES = {
-    "HFGPT2Tokenizer": "it is GPT-2's vocabulary under another name; use GPT2BPETokenizer with its two files",
     "SPMTokenizer": "SentencePiece models cannot be read; convert the model to a tokenizer.json and use HFTokenizer",
     "TiktokenTokenizer": "tiktoken downloads vocabularies at run time; use a tokenizer.json with HFTokenizer",
     "HFLlamaTokenizer": "use the model's tokenizer.json with HFTokenizer",
@@ -98,8 +97,9 @@ def build_tokenizer(
 
     Args:
         tokenizer_type: "HFTokenizer" (`vocab_file` is a tokenizer.json), "GPT2BPETokenizer" (`vocab_file` is GPT-2's
-            encoder.json / vocab.json, `merge_file` its vocab.bpe / merges.txt) or "CharLevelTokenizer" (UTF-8 bytes,
-            no files).
+            encoder.json / vocab.json, `merge_file` its vocab.bpe / merges.txt), "HFGPT2Tokenizer" (`vocab_file` is a
+            folder, a tokenizer.json or a name on the Hugging Face hub, "gpt2" by default) or "CharLevelTokenizer"
+            (UTF-8 bytes, no files).
 
     Raises:
         UserError: the type is unknown or unsupported, a file is missing, unreadable or inconsistent, or the vocabulary
@@ -119,6 +119,10 @@ def build_tokenizer(
             _required_file(vocab_file, tokenizer_type, "vocab-file", f"GPT-2's encoder.json (vocab.json){hint}"),
             _required_file(merge_file, tokenizer_type, "merge-file", f"GPT-2's vocab.bpe (merges.txt){hint}"),
         )
+    if tokenizer_type == "HFGPT2Tokenizer":
+        from megatron.tokenizer.hugging_face import HFGPT2Tokenizer
+
+        return HFGPT2Tokenizer(vocab_file or "gpt2")
     if tokenizer_type == "CharLevelTokenizer":
         return CharLevelTokenizer()
     raise UserError(f"unknown tokenizer-type {tokenizer_type!r}; supported: {', '.join(TOKENIZER_TYPES)}")

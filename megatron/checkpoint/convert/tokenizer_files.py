@@ -7,6 +7,7 @@ import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerFiles
+from megatron.tokenizer.hugging_face import read_gpt2_tokenizer
 from megatron.utils.errors import UserError
 
 # The character that represents byte 0 in GPT-2's byte-level alphabet.
@@ -31,6 +32,8 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> int
     elif files.tokenizer_type == "GPT2BPETokenizer":
         converted = _byte_level(tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file)))
         converted.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    elif files.tokenizer_type == "HFGPT2Tokenizer":
+        converted = read_gpt2_tokenizer(files.vocab_file or "gpt2")
     else:
         converted = _character_level()
     converted.save(str(folder / "tokenizer.json"))

