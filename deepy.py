@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Start a script on every GPU, or on the CPU, with DeepSpeed's launcher: `python deepy.py --help`"""
 
 import sys

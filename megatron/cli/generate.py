@@ -63,9 +63,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-i", "--input", metavar="FILE", help="file of prompts; default: sample_input_file")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="JSON lines file, or - for stdout; default: sample_output_file"
+        "-i", "--input", "--sample-input-file", metavar="FILE", help="file of prompts; default: sample_input_file"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        "--sample-output-file",
+        metavar="FILE",
+        help="JSON lines file, or - for stdout; default: sample_output_file",
     )
     parser.add_argument(
         "--batch-size", type=int, default=32, help="number of texts generated at once (default: %(default)s)"

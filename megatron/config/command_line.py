@@ -1,9 +1,10 @@
-"""Command lines of the entry points and tools: option parser, `--set`, errors as one line.
+"""Command lines of the entry points and tools: option parser, options that set keys, errors as one line.
 
 SCRIPT [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,14 @@ from typing import Any
 from megatron.utils.errors import UserError
 
 SET_OPTION = "--set"
+# GPT-NeoX's options that set a key: option -> key.
+KEY_OPTIONS = {
+    "--hostfile": "hostfile",
+    "-H": "hostfile",
+    "--wandb-group": "wandb_group",
+    "--wandb-team": "wandb_team",
+    "--wandb-run-name": "wandb_run_name",
+}
 EXIT_STATUS_OF_USER_ERROR = 2
 
 
@@ -56,17 +65,32 @@ def option_name(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
 
-def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Remove every `--set key=value ...` from a command line: returns (overrides, remaining words).
+def add_key_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `extract_overrides` removes, for the help text."""
+    parser.add_argument(SET_OPTION, metavar="KEY=VALUE", help="override keys (nested ones with dots); repeatable")
+    for key in dict.fromkeys(KEY_OPTIONS.values()):
+        names = sorted(name for name in KEY_OPTIONS if KEY_OPTIONS[name] == key)
+        parser.add_argument(*names, metavar="VALUE", help=f"same as --set {key}=VALUE")
 
-    --set ends at the first word that is not of the form key=value, so files may follow it.
-    Raises UserError if --set is not followed by key=value.
+
+def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Remove every `--set key=value ...` and every `KEY_OPTIONS` option from a command line.
+
+    Returns (overrides of the form key=value, remaining words). --set ends at the first word that is not of the form
+    key=value, so files may follow it. Raises UserError if an option is not followed by its value.
     """
     overrides: list[str] = []
     rest: list[str] = []
     queue = list(words)
     while queue:
         word = queue.pop(0)
+        option, equals, value = word.partition("=")
+        key = KEY_OPTIONS.get(_with_dashes(option))
+        if key is not None:
+            if not equals and not queue:
+                raise UserError(f"{word} is the last word; it must be followed by the value of {key}")
+            overrides.append(f"{key}={json.dumps(value if equals else queue.pop(0))}")
+            continue
         if word != SET_OPTION:
             rest.append(word)
             continue

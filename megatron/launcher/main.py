@@ -22,11 +22,14 @@ USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=
 
 Start SCRIPT on every GPU (without a GPU: on the CPU) with DeepSpeed's launcher.
 
-  SCRIPT.py             train.py, evaluate.py, generate.py, or a script that uses megatron.launcher.script_arguments
+  SCRIPT.py             train.py, evaluate.py (or eval.py), generate.py, or a script that uses
+                        megatron.launcher.script_arguments
   -d, --conf-dir DIR    folder of the configuration files
   a.yml b.yml ...       configuration files to merge; .yml may be omitted; a later file overrides an earlier one
   --strict              reject keys that appear in two files
   --set key=value ...   override keys (nested ones with dots: optimizer.params.lr=1e-3); repeatable
+  -H, --hostfile FILE, --wandb-group NAME, --wandb-team NAME, --wandb-run-name NAME
+                        the same as --set hostfile=FILE, wandb_group=NAME ...
   options of the script the first other option and everything after it (python SCRIPT.py --help lists them)
 
 All keys: configs/neox_arguments.md; its section Launcher has those for processes and nodes."""

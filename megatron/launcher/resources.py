@@ -58,6 +58,11 @@ def find_resources(config: Config) -> Resources:
     hostfile = launcher.hostfile
     if hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
         hostfile = DEFAULT_HOSTFILE
+    needs_hostfile = launcher.num_nodes > 1 or launcher.force_multi or launcher.launcher != "pdsh"
+    if hostfile is not None and not needs_hostfile and not Path(hostfile).exists():
+        # GPT-NeoX's configs name "/mock_path".
+        print(f"deepy: hostfile {hostfile} does not exist; using only this machine, as GPT-NeoX does", flush=True)
+        hostfile = None
     if hostfile is not None:
         return _resources_of_hostfile(config, hostfile)
     if launcher.num_nodes > 1:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, MutableMapping, Sequence
 
 from megatron.config import Config, load_config
-from megatron.config.command_line import SET_OPTION, OptionParser, extract_overrides
+from megatron.config.command_line import OptionParser, add_key_options, extract_overrides
 from megatron.utils.errors import UserError
 
 MERGED_CONFIG_OPTION = "--neox-config"
@@ -53,7 +53,7 @@ def parse_arguments(
     parser = OptionParser(description=description)
     parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted")
     parser.add_argument("-d", "--conf-dir", metavar="DIR", help="folder of the configuration files")
-    parser.add_argument(SET_OPTION, metavar="KEY=VALUE", help="override keys (nested ones with dots); repeatable")
+    add_key_options(parser)
     parser.add_argument(STRICT_OPTION, action="store_true", help="reject keys that appear in two configuration files")
     parser.add_argument(MERGED_CONFIG_OPTION, help=argparse.SUPPRESS)
     parser.add_argument(

@@ -15,7 +15,7 @@ from megatron.config.command_line import OptionParser
 
 ROOT = Path(__file__).parents[2]
 TOOLS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").rglob("*.py"))
-SCRIPTS = ["train.py", "evaluate.py", "generate.py", "prepare_data.py", *TOOLS]
+SCRIPTS = ["train.py", "evaluate.py", "eval.py", "generate.py", "prepare_data.py", *TOOLS]
 
 
 @pytest.fixture

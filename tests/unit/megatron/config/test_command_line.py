@@ -3,6 +3,7 @@ import argparse
 import pytest
 
 from megatron.config.command_line import OptionParser, extract_overrides, option_name, run_main
+from megatron.config.yaml_files import parse_override
 from megatron.utils.errors import UserError
 
 
@@ -58,9 +59,10 @@ def test_option_name():
         (["--set"], "is the last word"),
         (["--set", "-d", "x"], "followed by '-d'"),
         (["--set", "a.yml"], "followed by 'a.yml'"),
+        (["--wandb_group"], "--wandb_group is the last word; it must be followed by the value of wandb_group"),
     ],
 )
-def test_set_requires_key_and_value(words, message):
+def test_options_that_set_keys_require_values(words, message):
     with pytest.raises(UserError, match=message):
         extract_overrides(words)
 
@@ -68,6 +70,14 @@ def test_set_requires_key_and_value(words, message):
 def test_extract_overrides():
     words = ["a", "--set", "x=1", "y=2", "b", "--lengths", "3", "--set", "z=-1", "--more"]
     assert extract_overrides(words) == (["x=1", "y=2", "z=-1"], ["a", "b", "--lengths", "3", "--more"])
+
+
+def test_key_options_of_gpt_neox():
+    words = ["a", "--wandb_group", "5", "--set", "x=1", "-H", "-file", "--wandb-team=b=c", "--iteration", "3"]
+    overrides, rest = extract_overrides(words)
+    assert overrides == ['wandb_group="5"', "x=1", 'hostfile="-file"', 'wandb_team="b=c"']
+    assert rest == ["a", "--iteration", "3"]
+    assert [parse_override(text)[1] for text in overrides] == ["5", 1, "-file", "b=c"]
 
 
 def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):

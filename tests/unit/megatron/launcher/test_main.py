@@ -20,6 +20,10 @@ def test_command_line(tmp_path, monkeypatch):
     assert (arguments.script, arguments.files, arguments.config_dir) == (Path("mine.py"), ["a.yml", "b"], "configs")
     assert arguments.overrides == ["x=1", "y=2"]
     assert arguments.script_options == ["--lengths", "8", "c", "-d", "z"]
+    words = ["mine.py", "a", "--wandb_group", "12", "--wandb-team=t", "-H", "hosts", "b", "--eval_tasks", "piqa"]
+    arguments_of_neox = parse_command_line(words)
+    assert arguments_of_neox.overrides == ['wandb_group="12"', 'wandb_team="t"', 'hostfile="hosts"']
+    assert (arguments_of_neox.files, arguments_of_neox.script_options) == (["a", "b"], ["--eval_tasks", "piqa"])
     assert not arguments.strict
     assert parse_command_line(["mine.py", "a", "--strict", "b"]).strict
     assert parse_command_line([]) is None
@@ -55,7 +59,7 @@ def test_folder_of_the_configuration_files(option):
         ),
         (["script.py", "model", "--set", "num-layer=3"], r'--set: "num-layer" is not a known key; nearest: num_layers'),
         (["script.py", "model", "--set", "num_nodes=2"], "num_nodes 2 needs a hostfile"),
-        (["script.py", "model", "--set", "hostfile=nowhere"], "hostfile nowhere: no such file"),
+        (["script.py", "model", "--set", "hostfile=nowhere", "num_nodes=2"], "hostfile nowhere: no such file"),
     ],
 )
 def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, words, message):

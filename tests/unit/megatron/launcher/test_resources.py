@@ -60,6 +60,15 @@ def test_this_machine_with_gpus(gpus):
             find_resources(make_config(**keys))
 
 
+def test_a_missing_hostfile_means_this_machine(gpus, capsys):
+    gpus(2)
+    assert find_resources(make_config(hostfile="/mock_path")).slots == {"localhost": [0, 1]}
+    assert capsys.readouterr().out.startswith("deepy: hostfile /mock_path does not exist; using only this machine")
+    for keys in ({"num_nodes": 2}, {"force_multi": True}, {"launcher": "slurm"}):
+        with pytest.raises(UserError, match="hostfile /mock_path: no such file"):
+            find_resources(make_config(hostfile="/mock_path", **keys))
+
+
 def test_visible_devices_are_respected(gpus):
     gpus(2, visible="2,5")
     assert find_resources(make_config()).slots == {"localhost": [2, 5]}
