@@ -1,0 +1,165 @@
+"""bfloat16 without a GPU: exact products in Triton's interpreter, and bounds of the rounding errors.
+
+**Arithmetic.** A product of two bfloat16 numbers is exact in float32, so a matrix product of bfloat16 matrices is one of
+float32 matrices with the same values. Triton's interpreter multiplies the bits as integers and truncates when it
+converts to bfloat16; `interpreted_bfloat16` corrects both. With it, the interpreter computes what a GPU does, except
+for the order of float32 sums and the last bits of exponentials.
+
+**Bounds.** Let u = 2^-8 be the unit roundoff of bfloat16 (8 significant bits, round to nearest), and e = 2^-23 that of a
+float32 sum (twice that of round to nearest, because tensor cores truncate). A float32 sum of n terms has an error of at
+most n e times the sum of their absolute values, in any order (Higham, Accuracy and Stability of Numerical Algorithms,
+section 4.2). The inputs are bfloat16 numbers and exact. With |.| elementwise, the kernels round as follows:
+
+- Scores S = scale w (q.k) + bias are float32. Their error is at most (d + 8) e (scale |w| |q|.|k| + |bias| + |lse|),
+  and each computed probability has at most the relative error `t`: this, that of exp2 (4 e, and 4 e more for each tile
+  of keys whose maximum changes), and that of the row sum of n keys (n e).
+- The context is the sum of P v with P rounded to bfloat16, divided by the row sum, rounded:
+  E(O) = (u + t) |P| |V| + u |O|.
+- delta = O.dO uses the rounded context: E(delta) = E(O).|dO| + d e |O|.|dO|. The gradient of the scores,
+  G = P (dP - delta) with dP = dO V^T, is float32: E(G) = P (E(delta) + d e |dO||V|^T) + t |G|.
+- The gradients of query, key and value are products with G or P rounded to bfloat16, rounded:
+  E(dQ) = scale (|w| E(G) + (u + n e) |w G|) |K| + u |dQ|, in the same way dK, and E(dV) = (u + t) P^T |dO| + u |dV|.
+- The gradients of tables are float32 sums of G, or of scale (q.k) G, over the pairs at a distance. They are not rounded
+  to bfloat16: their error is the sum of E(G), and n e times the sum of |G|.
+
+All terms of second order are included by factors 1 + u. The chunked backend computes in float32 and rounds only its
+results. So its bounds are the same with u = 0 in all terms except the last rounding.
+
+The loss rounds the logits z, their gradient g = m (softmax(z) - one_hot), and its results: with
+E(z) = u |z| + d e |H| |W|^T and E(lse) = p.E(z), the loss of a token has the error E(z)[label] + E(lse), and
+E(g) = m p (E(z) + E(lse)) + u |g|, E(dH) = E(g) |W| + 2 u |dH| (rounded before and after the upstream gradient is known), E(dW) = E(g)^T |H| + u |dW|.
+
+Legend: b batch, s query length, t key length, h heads, d head size or hidden size, n tokens, v vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kerple.attention import Span
+
+BFLOAT16_UNIT, FLOAT32_UNIT = 2.0**-8, 2.0**-23
+
+
+@contextmanager
+def interpreted_bfloat16() -> Iterator[None]:
+    """Make Triton's interpreter multiply bfloat16 numbers, and round to bfloat16, as a GPU does."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot, cast_impl = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def as_float32(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot(builder: Any, left: TensorHandle, right: TensorHandle, *options: Any) -> TensorHandle:
+        return create_dot(builder, as_float32(left), as_float32(right), *options)
+
+    def cast(builder: Any, source: TensorHandle, target: Any) -> TensorHandle:
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            rounded = torch.tensor(source.data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+            return TensorHandle(rounded, tl.bfloat16)
+        return cast_impl(builder, source, target)
+
+    with patch.object(InterpreterBuilder, "create_dot", dot), patch.object(InterpreterBuilder, "cast_impl", cast):
+        yield
+
+
+def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -> list[Tensor]:
+    """Bounds of the absolute errors of `run_attend`'s results, elementwise: context, and the gradients of query, key,
+    value and tables, each in the shape of the result.
+
+    Args:
+        arguments: as for `attend`; query, key, value and upstream gradient `[b, h, s or t, d]` are bfloat16 numbers.
+        unit: u of the terms other than the last rounding: BFLOAT16_UNIT for the kernels, 0 for the chunked backend.
+    """
+    query, key, value = (arguments[name].detach().double() for name in ("query", "key", "value"))
+    upstream = upstream.double()
+    batch, heads, s, d = query.shape
+    t, scale = key.shape[2], d**-0.5
+    mask = Span(arguments["window"]).mask(range(t - s, t), range(t), query.device)
+    distance = (torch.arange(t - s, t)[:, None] - torch.arange(t)).masked_fill(mask, 0)
+
+    def by_pair(table: Tensor | None, default: float) -> Tensor:
+        if table is None:
+            return torch.full((1, 1, 1), default, dtype=torch.float64)
+        return table.detach().double()[:, distance]
+
+    bias, weight = by_pair(arguments["bias_table"], 0.0), by_pair(arguments["weight_table"], 1.0)
+    products = scale * query @ key.transpose(2, 3)
+    absolute_products = scale * query.abs() @ key.abs().transpose(2, 3)
+    scores = (weight * products + bias).masked_fill(mask, float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
+    probabilities = scores.softmax(-1)
+    context = probabilities @ value
+    grad_probabilities = upstream @ value.transpose(2, 3)
+    delta = (upstream * context).sum(-1, keepdim=True)
+    grad_scores = probabilities * (grad_probabilities - delta)
+
+    e, u = FLOAT32_UNIT, unit
+    score_error = (d + 8) * e * (weight.abs() * absolute_products + bias.abs() + lse.abs())
+    tau = 4 * (score_error.masked_fill(mask, 0.0).amax() + (t + 4 * -(-t // 16)) * e)
+    rho = u + tau * (1 + u)
+
+    def rounded(exact: Tensor, error: Tensor, last_unit: float = BFLOAT16_UNIT) -> Tensor:
+        return error + last_unit * (exact.abs() + error)
+
+    context_error = rho * (probabilities @ value.abs())
+    delta_error = (rounded(context, context_error, u) * upstream.abs()).sum(-1, keepdim=True)
+    delta_error = delta_error + (t + d) * e * (context.abs() * upstream.abs()).sum(-1, keepdim=True)
+    grad_probabilities_error = d * e * (upstream.abs() @ value.abs().transpose(2, 3))
+    grad_scores_error = (1 + tau) * probabilities * (delta_error + grad_probabilities_error) + tau * grad_scores.abs()
+
+    weighted = weight * grad_scores
+    weighted_error = (1 + u) * weight.abs() * grad_scores_error + (u + (s + t) * e) * weighted.abs()
+    grad_query, grad_key = scale * weighted @ key, scale * weighted.transpose(2, 3) @ query
+    grad_value = probabilities.transpose(2, 3) @ upstream
+    bounds = [
+        rounded(context, context_error),
+        rounded(grad_query, scale * weighted_error @ key.abs()),
+        rounded(grad_key, scale * weighted_error.transpose(2, 3) @ query.abs()),
+        rounded(grad_value, rho * (probabilities.transpose(2, 3) @ upstream.abs())),
+    ]
+    for name, factor, factor_error in (
+        ("bias_table", torch.ones(()), torch.zeros(())),
+        ("weight_table", products.abs(), d * e * absolute_products),
+    ):
+        table = arguments[name]
+        if table is None:
+            continue
+        by_pair_error = grad_scores_error * (factor + factor_error)
+        by_pair_error = by_pair_error + grad_scores.abs() * (factor_error + batch * s * e * factor)
+        summed = torch.zeros(table.shape, dtype=torch.float64)
+        visible = ~mask
+        summed.index_add_(1, distance[visible], by_pair_error.sum(0).expand(heads, s, t)[:, visible])
+        bounds.append(summed)
+    return bounds
+
+
+def loss_bounds(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> list[Tensor]:
+    """Bounds of the absolute errors of the sum of mask * cross entropy, and of its gradients with respect to hidden
+    states `[n, d]` and weight `[v, d]`, which are bfloat16 numbers."""
+    hidden, weight, mask = hidden.detach().double(), weight.detach().double(), mask.double()[:, None]
+    e, u, size = FLOAT32_UNIT, BFLOAT16_UNIT, hidden.shape[1]
+    logits = hidden @ weight.T
+    logits_error = u * logits.abs() + (1 + u) * size * e * (hidden.abs() @ weight.abs().T)
+    probabilities = logits.softmax(-1)
+    # The mean value theorem: the softmax between exact and rounded logits is at most exp(2 max error) as large.
+    lse_error = (probabilities * logits_error).sum(-1, keepdim=True) * (2 * logits_error.amax()).exp()
+    label_error = logits_error.gather(1, labels[:, None])
+    float32_error = (len(labels) + len(weight)) * e * (logits.abs().amax() + 1)
+    loss_error = (mask * (lse_error + label_error + float32_error)).sum()
+    one_hot = torch.nn.functional.one_hot(labels, len(weight))
+    grad = mask * (probabilities - one_hot)
+    grad_error = mask * probabilities * (logits_error + lse_error + float32_error).expm1()
+    grad_error = grad_error + u * (grad.abs() + grad_error)
+    hidden_error = (1 + 3 * u) * (grad_error + len(weight) * e * grad.abs()) @ weight.abs()
+    weight_error = (1 + u) * (grad_error + len(labels) * e * grad.abs()).T @ hidden.abs()
+    return [loss_error, hidden_error + u * (2 + u) * (grad @ weight).abs(), weight_error + u * (grad.T @ hidden).abs()]
