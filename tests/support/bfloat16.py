@@ -1,14 +1,14 @@
 """bfloat16 without a GPU: exact products in Triton's interpreter, and bounds of the rounding errors.
 
-**Arithmetic.** A product of two bfloat16 numbers is exact in float32, so a matrix product of bfloat16 matrices is one of
-float32 matrices with the same values. Triton's interpreter multiplies the bits as integers and truncates when it
+**Arithmetic.** A product of two bfloat16 numbers is exact in float32, so a matrix product of bfloat16 matrices is one
+of float32 matrices with the same values. Triton's interpreter multiplies the bits as integers and truncates when it
 converts to bfloat16; `interpreted_bfloat16` corrects both. With it, the interpreter computes what a GPU does, except
 for the order of float32 sums and the last bits of exponentials.
 
-**Bounds.** Let u = 2^-8 be the unit roundoff of bfloat16 (8 significant bits, round to nearest), and e = 2^-23 that of a
-float32 sum (twice that of round to nearest, because tensor cores truncate). A float32 sum of n terms has an error of at
-most n e times the sum of their absolute values, in any order (Higham, Accuracy and Stability of Numerical Algorithms,
-section 4.2). The inputs are bfloat16 numbers and exact. With |.| elementwise, the kernels round as follows:
+**Bounds.** Let u = 2^-8 be the unit roundoff of bfloat16 (8 significant bits, round to nearest), and e = 2^-23 that of
+a float32 sum (twice that of round to nearest, because tensor cores truncate). A float32 sum of n terms has an error of
+at most n e times the sum of their absolute values, in any order (Higham, Accuracy and Stability of Numerical
+Algorithms, section 4.2). The inputs are bfloat16 numbers and exact. With |.| elementwise, the kernels round as follows:
 
 - Scores S = scale w (q.k) + bias are float32. Their error is at most (d + 8) e (scale |w| |q|.|k| + |bias| + |lse|),
   and each computed probability has at most the relative error `t`: this, that of exp2 (4 e, and 4 e more for each tile
@@ -25,9 +25,11 @@ section 4.2). The inputs are bfloat16 numbers and exact. With |.| elementwise, t
 All terms of second order are included by factors 1 + u. The chunked backend computes in float32 and rounds only its
 results. So its bounds are the same with u = 0 in all terms except the last rounding.
 
-The loss rounds the logits z, their gradient g = m (softmax(z) - one_hot), and its results: with
-E(z) = u |z| + d e |H| |W|^T and E(lse) = p.E(z), the loss of a token has the error E(z)[label] + E(lse), and
-E(g) = m p (E(z) + E(lse)) + u |g|, E(dH) = E(g) |W| + 2 u |dH| (rounded before and after the upstream gradient is known), E(dW) = E(g)^T |H| + u |dW|.
+The loss rounds the logits z = H W^T, their gradient g = m (softmax(z) - one_hot), and the gradients of H and W, that of
+H before and after it is multiplied by the upstream gradient:
+
+- E(z) = u |z| + d e |H| |W|^T and E(lse) = p.E(z), so the loss of a token has the error E(z)[label] + E(lse).
+- E(g) = m p (E(z) + E(lse)) + u |g|, E(dH) = E(g) |W| + 2 u |dH|, and E(dW) = E(g)^T |H| + u |dW|.
 
 Legend: b batch, s query length, t key length, h heads, d head size or hidden size, n tokens, v vocabulary.
 """
