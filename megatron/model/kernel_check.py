@@ -1,4 +1,4 @@
-"""The self-check of the fused attention kernels for a model, on all ranks (see `kerple.attention.self_check`)."""
+"""The self-check of the kernels of attention and loss for a model, on all ranks (see `kerple.attention.self_check`)."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from kerple.attention import self_check
+from megatron.model import loss
 from megatron.model.gpt import SelfAttention
 from megatron.utils.errors import UserError
 from megatron.utils.ranks import run_on_all_ranks
@@ -14,10 +15,11 @@ from megatron.utils.ranks import run_on_all_ranks
 def check_kernels(
     model: nn.Module, device: torch.device, dtype: torch.dtype, *, training: bool, report: Callable[[str], None]
 ) -> None:
-    """Check the fused kernels that the model needs, on every rank's device. A collective.
+    """Check the fused attention kernels that the model needs, and the kernel of the loss, on every rank's device. A
+    collective.
 
-    If the check fails on any rank, no rank uses the kernels. A pipeline stage without transformer blocks checks
-    nothing, but takes part.
+    If a check fails on any rank, no rank uses these kernels. A pipeline stage without transformer blocks checks
+    only the loss.
 
     Args:
         model: its positional method is on `device`.
@@ -37,7 +39,15 @@ def check_kernels(
         with_gradients = training and not layer.dropout
         return layer.attention.check_kernels(device, dtype, heads, layer.head_size, training=with_gradients)
 
-    verdicts = [verdict for rank in run_on_all_ranks(check) for verdict in rank]
+    results = run_on_all_ranks(lambda: (check(), loss.kernel_failure(device, dtype)))
+    loss_failure = next((failure for _, failure in results if failure is not None), None)
+    if loss_failure is not None:
+        loss.reject_kernel(device)
+        report(
+            f"self-check of the loss kernel FAILED: {loss_failure}; PyTorch's operations compute the loss instead, "
+            f"which is slower; {self_check.HOW_TO_REPORT}"
+        )
+    verdicts = [verdict for rank, _ in results for verdict in rank]
     failed = next((verdict for verdict in verdicts if verdict.failure is not None), None)
     news = failed or next((verdict for verdict in verdicts if verdict.is_news), None)
     if news is not None:

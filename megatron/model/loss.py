@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kerple.attention.self_check import MAX_ERROR
 from megatron.model.settings import TensorParallel
 
 # Devices on which the kernel runs; Triton's interpreter also runs it on a CPU, slowly, for tests.
@@ -260,6 +261,38 @@ def _uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         return False
     return _load_kernel() is not None
+
+
+def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Compare the kernel with PyTorch's operations. Returns why the kernel must not be used on a device; None if it may
+    be, or is not used there anyway. Waits for the device.
+    """
+    if not _uses_kernel(device, dtype):
+        return None
+    rows = torch.arange(8, device="cpu")
+    logits = torch.randn(8, 9200, generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
+    labels, mask = (1000 * rows).to(device), (rows / 4).to(device)
+    if type(logits) is not Tensor:  # a FakeTensor has no values
+        return None
+    try:
+        actual = _kernel_cross_entropy(logits.clone(), labels, mask, 0, None, True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a kernel that does not compile, or that the GPU rejects
+        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    expected = _torch_cross_entropy(logits, labels, mask, 0, None, True)
+    for name, result, exact in zip(("losses have", "gradient has"), actual, expected, strict=True):
+        assert result is not None
+        assert exact is not None
+        error = ((result.float() - exact).norm() / exact.norm()).item()
+        if not error <= MAX_ERROR[dtype]:  # also for NaN
+            return f"the {name} a relative error of {error:.1e}, more than {MAX_ERROR[dtype]:.0e}"
+    return None
+
+
+def reject_kernel(device: torch.device) -> None:
+    """Do not use the kernel on this type of device in this process."""
+    KERNEL_DEVICES.remove(device.type)
 
 
 def _load_kernel() -> ModuleType | None:

@@ -1,5 +1,5 @@
 """Which verdict all ranks use, what is reported, and what fails. The verdicts themselves are those of
-`kerple.attention.self_check`.
+`kerple.attention.self_check` and `megatron.model.loss`.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from torch import nn
 from kerple.attention import Attention, Requirements, self_check
 from kerple.attention.self_check import Verdict
 from megatron.config import UserError
-from megatron.model import kernel_check
+from megatron.model import kernel_check, loss
 from megatron.model.kernel_check import check_kernels
 from tests.support.language_models import small_gpt
 
@@ -23,8 +23,9 @@ FAILED = Verdict("H100", {"result": 0.5}, "the result is wrong", 1.0)
 def ranks(monkeypatch):
     """Returns a function that sets this rank's verdicts and those of another rank, and the arguments of its checks."""
     monkeypatch.setattr(self_check, "_failures", {})
+    monkeypatch.setattr(loss, "KERNEL_DEVICES", ["cuda"])
 
-    def install(own: list[Verdict], other: list[Verdict]) -> list[tuple]:
+    def install(own: list[Verdict], other: list[Verdict], other_loss: str | None = None) -> list[tuple]:
         checks = []
 
         def check(attention, device, dtype, heads, head_size, *, training):
@@ -32,7 +33,8 @@ def ranks(monkeypatch):
             return own
 
         monkeypatch.setattr(Attention, "check_kernels", check)
-        monkeypatch.setattr(kernel_check, "run_on_all_ranks", lambda function: [function(), other])
+        monkeypatch.setattr(loss, "kernel_failure", lambda device, dtype: None)
+        monkeypatch.setattr(kernel_check, "run_on_all_ranks", lambda function: [function(), (other, other_loss)])
         return checks
 
     return install
@@ -61,6 +63,14 @@ def test_a_failure_on_any_rank_counts_on_all(ranks, own, other):
     ranks(own, other)
     assert run(small_gpt("kerple_log")) == [str(FAILED)]
     assert is_rejected()
+
+
+def test_a_failure_of_the_loss_kernel_on_any_rank_counts_on_all(ranks):
+    ranks([SAVED], [SAVED], "the gradient has a relative error of 1.0")
+    (line,) = run(small_gpt("kerple_log"))
+    assert line.startswith("self-check of the loss kernel FAILED: the gradient has")
+    assert loss.KERNEL_DEVICES == []
+    assert not is_rejected()
 
 
 def test_the_configured_backend_fails_on_all_ranks(ranks):

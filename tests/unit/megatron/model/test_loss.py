@@ -2,6 +2,8 @@
 model uses it.
 """
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from megatron.model import gpt, loss
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
-from megatron.model.loss import chunk_rows, linear_cross_entropy, token_losses
+from megatron.model.loss import chunk_rows, kernel_failure, linear_cross_entropy, token_losses
 from megatron.model.settings import ONE_RANK, ModelSettings
 
 
@@ -103,6 +105,27 @@ def test_the_kernel_s_chunks_are_multiples_of_a_tile(kernel):
     device = torch.device("cpu")
     assert chunk_rows(device, torch.bfloat16, 50304) == 21248 > 32 * 512
     assert chunk_rows(device, torch.float32, 10**9) == loss.KERNEL_ROWS
+
+
+def test_the_self_check_passes(kernel):
+    assert kernel_failure(torch.device("cpu"), torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        (lambda *_, **__: None, "the (losses have|gradient has) a relative error of"),
+        (lambda *_, **__: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_the_self_check_fails(launch, message, kernel, monkeypatch):
+    """A kernel that does nothing, and one that raises."""
+    monkeypatch.setattr(loss, "_launch", launch)
+    failure = kernel_failure(torch.device("cpu"), torch.float32)
+    assert re.match(message, failure)
+    loss.reject_kernel(torch.device("cpu"))
+    assert kernel_failure(torch.device("cpu"), torch.float32) is None
+    linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]), None)
 
 
 @pytest.mark.parametrize("tied", [False, True])
