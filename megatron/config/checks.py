@@ -23,6 +23,8 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}; "
             "every head has hidden_size / num_attention_heads dimensions"
         )
+    else:
+        yield from _check_positional_method(config)
     if model.num_attention_heads % parallel.model_parallel_size:
         yield (
             f"num_attention_heads {model.num_attention_heads} is not divisible by model_parallel_size "
@@ -38,7 +40,6 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             f"padded_vocab_size {model.padded_vocab_size} is not divisible by model_parallel_size "
             f"{parallel.model_parallel_size}; remove the key (it is computed)"
         )
-    yield from _check_positional_method(config)
     stage = config.optimizer.zero_stage
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
         yield (

@@ -107,7 +107,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     **_unsupported("set lr_decay_style, lr_decay_iters, warmup and min_lr", "scheduler"),
     **_unsupported("apex amp is not supported; use fp16 or bf16", "amp"),
-    **_unsupported("set fp32_allreduce", "communication_data_type", "data_types"),
+    **_unsupported("set fp32_allreduce", "communication_data_type"),
+    **_unsupported("gradients are accumulated in float32 only with bfloat16 and ZeRO 0 or 1", "data_types"),
     **_unsupported(
         "gradients are averaged without an extra factor", "prescale_gradients", "sparse_gradients", off=(False,)
     ),
@@ -339,6 +340,11 @@ _DENSE_ATTENTION = ("global", "flash")
 _IS_NEUTRAL: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "intermediate_size": lambda value, keys: value == 4 * keys["hidden_size"],
     "num_kv_heads": lambda value, keys: value == keys["num_attention_heads"],
+    "data_types": lambda value, keys: (
+        value == {"grad_accum_dtype": "fp32"}
+        and (keys.get("precision") == "bfloat16" or keys["bf16"]["enabled"] is True)
+        and keys["zero_optimization"]["stage"] <= 1
+    ),
     # GPT-NeoX rounds the width of the MLP up to a multiple of 2 * mlp_multiple_of.
     "mlp_multiple_of": lambda value, keys: 4 * keys["hidden_size"] % (2 * value) == 0,
 }

@@ -16,6 +16,22 @@ SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_po
 SEEDS = sorted(path.stem for path in (CONFIGS / "seeds").glob("*.yml"))
 
 
+# GPT-NeoX's configurations: layers, hidden size, heads, learning rate.
+NEOX_SIZES = {
+    "19M": (6, 512, 8, 1e-3),
+    "49M": (10, 640, 10, 8e-4),
+    "125M": (12, 768, 12, 6e-4),
+    "350M": (24, 1024, 16, 3e-4),
+    "760M": (24, 1536, 16, 2.5e-4),
+    "800M": (16, 2048, 8, 2.5e-4),
+    "2-7B": (32, 2560, 32, 1.6e-4),
+    "6-7B": (32, 4096, 32, 1.2e-4),
+    "13B": (40, 5120, 40, 1e-4),
+    "20B": (44, 6144, 64, 9.7e-5),
+    "175B": (96, 12288, 96, 6e-5),
+}
+
+
 def test_every_method_dataset_and_seed_has_a_file():
     assert set(RELEASE) <= set(METHODS)
     assert set(DATASETS) >= {"openwebtext2", "github", "arxiv"}
@@ -53,7 +69,7 @@ def test_every_run_has_its_own_folder():
 
 
 def test_no_other_files():
-    known = {"small_bf16", "1-3B", "demo", "local_setup"}
+    known = {"small_bf16", "1-3B", "demo", "local_setup", "text_generation", *NEOX_SIZES}
     assert {path.stem for path in CONFIGS.glob("*.yml")} == known
     assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == {"pos_emb", "datasets", "seeds", "sweeps"}
 
@@ -96,3 +112,19 @@ def test_the_later_of_two_methods_is_used():
     ]
     with pytest.raises(UserError, match=r'rotary\.yml:5: "pos-emb" is already set, as "pos-emb" at .*alibi\.yml:2'):
         load_config(files, CONFIGS, strict=True)
+
+
+@pytest.mark.parametrize("name", NEOX_SIZES)
+def test_configurations_of_gpt_neox(name):
+    *sizes, lr = NEOX_SIZES[name]
+    config = load_config([name, "local_setup", "text_generation"], CONFIGS)
+    assert config.notices == ()
+    model, schedule = config.model, config.schedule
+    assert [model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length] == [*sizes, 2048]
+    assert (config.optimizer.lr, schedule.min_lr, schedule.lr_decay_style) == (lr, pytest.approx(lr / 10), "cosine")
+    assert (model.pos_emb, model.init_method, model.output_layer_init_method) == ("rotary", "small_init", "wang_init")
+    assert (config.precision.dtype, config.optimizer.zero_stage) == ("fp16", 1)
+    assert (config.data.data_path, config.generation.num_samples) == ("data/enwik8/enwik8_text_document", 10)
+    with_kerple = load_config([name, "pos_emb/kerple_log", "datasets/python_stdlib"], CONFIGS)
+    assert with_kerple.model.pos_emb == "kerple_log"
+    assert len(with_kerple.notices) == 1

@@ -108,6 +108,10 @@ def test_sizes_of_the_default_block_are_accepted(key, neutral, other):
         assert unsupported_reason(key, value, SIZES) is None
     for value in other:
         assert unsupported_reason(key, value, SIZES) == UNSUPPORTED[key].reason
+    fp32 = {"grad_accum_dtype": "fp32"}
+    for stage, precision, accepted in ((1, "bfloat16", True), (2, "bfloat16", False), (1, "fp16", False)):
+        keys = {"precision": precision, "zero_optimization": {"stage": stage}}
+        assert (unsupported_reason("data_types", fp32, keys) is None) == accepted
     assert unsupported_reason("intermediate_size", 128, {}) == UNSUPPORTED["intermediate_size"].reason
 
 

@@ -1,0 +1,83 @@
+"""Convert a checkpoint to Hugging Face, with GPT-NeoX's command line; `convert.py to-hf` is this project's own.
+
+python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step1000 --config_file my.yml \
+    --output_dir hf_model --precision auto --architecture neox
+
+The model is that of the checkpoint's own configuration; --config_file may set the tokenizer's files, and must not
+describe another model.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Replaces this script's folder, where inspect.py would shadow the standard library's module.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    import check_megatron  # noqa: F401
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.checkpoint.configuration import model_differences
+from megatron.checkpoint.convert import to_hugging_face
+from megatron.checkpoint.directory import STEP
+from megatron.checkpoint.layers import DTYPES
+from megatron.config import Config, UserError
+from megatron.config.command_line import OptionParser, run_main
+from megatron.config.yaml_files import read_file
+from megatron.inference import load_model
+from megatron.tokenizer import TokenizerFiles
+
+ARCHITECTURES = ("neox", "mistral", "llama")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises UserError if the conversion is not possible."""
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input-dir", type=Path, required=True, help="the checkpoint, .../global_stepN")
+    parser.add_argument("--config-file", type=Path, required=True, help="configuration of the model (YAML)")
+    parser.add_argument("--output-dir", type=Path, required=True, help="the new folder")
+    parser.add_argument(
+        "--precision",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="dtype of the weights; auto: the precision that the model was trained with (default)",
+    )
+    parser.add_argument(
+        "--architecture", choices=ARCHITECTURES, default="neox", help="only neox is supported (default)"
+    )
+    parser.add_argument("--no-save-tokenizer", action="store_true", help="convert only the model")
+    parser.add_argument(
+        "--vocab-is-hf-tokenizer", action="store_true", help="vocab-file is a folder with a tokenizer.json"
+    )
+    options = parser.parse_args(arguments)
+    match = STEP.fullmatch(options.input_dir.name)
+    if match is None:
+        raise UserError(f"--input_dir {options.input_dir}: is not a folder global_stepN; name the folder of one step")
+    if options.architecture != "neox":
+        raise UserError(
+            f"--architecture {options.architecture} is not supported: models here are GPT-NeoX's; choose neox"
+        )
+    model, saved = load_model(options.input_dir.parent, int(match[1]))
+    config = _with_keys_of(options.config_file, saved)
+    tokenizer = None
+    if not options.no_save_tokenizer:
+        tokenizer = TokenizerFiles.of(config)
+        if options.vocab_is_hf_tokenizer:
+            tokenizer = TokenizerFiles("HFTokenizer", Path(tokenizer.vocab_file or ".") / "tokenizer.json")
+    precision = config.precision.dtype if options.precision == "auto" else options.precision
+    to_hugging_face(model, config, options.output_dir, tokenizer=tokenizer, dtype=DTYPES[precision])
+    print(f"wrote {options.output_dir}")
+
+
+def _with_keys_of(path: Path, saved: Config) -> Config:
+    """The checkpoint's configuration with the keys of a file. Raises UserError if the file describes another model."""
+    config = saved.updated(**{entry.key: entry.value for entry in read_file(path)})
+    differences = model_differences(saved, config, evaluation=True)
+    if differences:
+        raise UserError(f"--config_file {path} describes another model than the checkpoint: {'; '.join(differences)}")
+    return config
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
