@@ -130,8 +130,8 @@ def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> st
     return _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
 
 
-def _check_fused(call: AttentionCall, name: str = "") -> self_check.Verdict | None:
-    return self_check.ensure_checked(call, BACKENDS["fused"], BACKENDS["chunked"], name=name)
+def _check_fused(call: AttentionCall, name: str = "", again: bool = False) -> self_check.Verdict | None:
+    return self_check.ensure_checked(call, BACKENDS["fused"], BACKENDS["chunked"], name=name, again=again)
 
 
 def _fastest_backend(requirements: Requirements, q_len: int, *, tables: bool, plain: bool) -> str:
@@ -208,12 +208,20 @@ class Attention:
         check_backend(backend, Requirements(weight=self.has_weight, modify_scores=self.modifies_scores))
 
     def check_kernels(
-        self, device: torch.device, dtype: torch.dtype, heads: int, head_size: int, *, training: bool
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: int,
+        head_size: int,
+        *,
+        training: bool,
+        again: bool = False,
     ) -> list[self_check.Verdict]:
         """Check the fused kernels that this method needs on a device (see `self_check`), if they would run there.
 
         Otherwise the first call does so. training: for complete sequences with gradients; otherwise for fewer queries
-        than keys without gradients, with and without a window. Returns the verdicts that were new to this process.
+        than keys without gradients, with and without a window. again: ignore earlier verdicts. Returns the verdicts
+        that were new to this process.
         """
         length = self_check.KV_LEN
         verdicts = []
@@ -235,7 +243,9 @@ class Attention:
                     call = replace(call, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian)
                 requirements = replace(call.requirements, modify_scores=self.modifies_scores)
                 if _choose(call, requirements, self.backend) == "fused":
-                    verdict = _check_fused(call, "" if self.positional is None else type(self.positional).__name__)
+                    verdict = _check_fused(
+                        call, "" if self.positional is None else type(self.positional).__name__, again
+                    )
                     verdicts += [] if verdict is None else [verdict]
         return verdicts
 

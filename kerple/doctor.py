@@ -1,0 +1,235 @@
+"""Check attention on this machine, and print what a bug report needs.
+
+    python -m kerple.doctor [--head-size D ...] [--json FILE]
+
+On a GPU, every positional method is checked in float32, float16 and bfloat16, results and gradients: the fused kernels
+by their self-check (`kerple.attention.self_check`), whose verdicts are saved, and the chunked backend for methods that
+they do not support. Without a GPU, the chunked and sdpa backends are checked. The exit status is 1 if a check fails.
+The output contains no environment variables, paths or host names.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from kerple.attention import Attention, Requirements, score_table, self_check, tables
+from kerple.attention.call import AttentionCall
+from kerple.attention.dispatch import BACKENDS
+from kerple.attention.self_check import HOW_TO_REPORT, KV_LEN, relative_errors, small_call, wrong_result
+from kerple.positional import ModelShape, PositionalMethod, build, primary_names
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEADS = 4
+PACKAGES = ("kerple-neox", "torch", "triton", "deepspeed", "megatron-core")
+
+
+@dataclass(frozen=True)
+class Check:
+    """The check of one method in one dtype.
+
+    Attributes:
+        backends: what was compared with the reference, or with the chunked backend for fused.
+        errors: largest relative errors of the result and each gradient.
+        failure: what is wrong, or None.
+        unsupported: why fused does not support the method here, or None.
+    """
+
+    device: str
+    method: str
+    dtype: str
+    head_size: int
+    backends: list[str]
+    errors: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+    unsupported: str | None = None
+
+    def cell(self, note: str) -> str:
+        error = f"{max(self.errors.values()):.1e}" if self.failure is None else "FAILED"
+        return f"{'+'.join(self.backends)} {error}{note}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kerple.doctor", description=__doc__.partition("\n")[0])
+    parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a file")
+    options = parser.parse_args(argv)
+    machine = describe_machine()
+    for title, lines in machine.items():
+        print(title)
+        for name, value in lines.items():
+            print(f"  {name:<14} {value}")
+    devices = _devices()
+    if devices == [torch.device("cpu")]:
+        print(
+            "\nThere is no GPU that torch can use: the fused kernels are not checked, only chunked and sdpa on the CPU."
+        )
+    checks = []
+    for device in devices:
+        for head_size in options.head_size:
+            started = time.perf_counter()
+            rows = [[check_method(name, device, dtype, head_size) for dtype in DTYPES] for name in primary_names()]
+            checks += [check for row in rows for check in row]
+            print_table(rows)
+            print(f"({time.perf_counter() - started:.0f} s)")
+    failed = sum(check.failure is not None for check in checks)
+    if options.json is not None:
+        result = {"machine": machine, "checks": [asdict(check) for check in checks], "passed": not failed}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(
+        f"\n{failed} of {len(checks)} checks FAILED; {HOW_TO_REPORT}"
+        if failed
+        else f"\nall {len(checks)} checks passed"
+    )
+    return 1 if failed else 0
+
+
+def _devices() -> list[torch.device]:
+    """The first GPU of each kind; the CPU if there is no GPU."""
+    if not torch.cuda.is_available():
+        return [torch.device("cpu")]
+    kinds: dict[str, torch.device] = {}
+    for index in range(torch.cuda.device_count()):
+        kinds.setdefault(torch.cuda.get_device_name(index), torch.device("cuda", index))
+    return list(kinds.values())
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def describe_machine() -> dict[str, dict[str, str]]:
+    """Section -> name -> value: versions and GPUs."""
+    versions = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    source = self_check.environment(torch.device("cpu"))["source"] or ""
+    versions["kernels"] = f"{source[:12]} (hash of their source code)"
+    versions["CUDA"] = torch.version.cuda or "torch is built without CUDA"
+    versions["driver"] = self_check.driver_version() or "not found"
+    versions["NCCL"] = _nccl_version()
+    return {"versions": versions, "GPUs": _describe_gpus()}
+
+
+def _nccl_version() -> str:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return "torch is built without NCCL"
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _describe_gpus() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built without CUDA
+            return {"none": str(error).splitlines()[0]}
+        return {"none": "no GPU"}
+    gpus = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        gpus[f"cuda:{index}"] = (
+            f"{properties.name}, sm_{properties.major}{properties.minor}, "
+            f"{properties.multi_processor_count} multiprocessors, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        )
+    return gpus
+
+
+# -- the checks -------------------------------------------------------------------------------------------------------
+
+
+def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Check:
+    """Check the backends that `auto` can choose for a method on a device."""
+    method = build(name, ModelShape(HEADS, head_size, HEADS * head_size, 2, KV_LEN)).to(device)
+    requirements = Requirements(
+        weight=method.has_weight,
+        modify_scores=method.modifies_scores,
+        training=True,
+        dtype=dtype,
+        head_size=head_size,
+        batch_heads=HEADS,
+        device=device,
+    )
+    unsupported = BACKENDS["fused"].unsupported_reason(requirements)
+    backends = ["fused"] if unsupported is None and device.type == self_check.DEVICE_TYPE else ["chunked"]
+    if backends == ["chunked"] and device.type == "cpu" and BACKENDS["sdpa"].unsupported_reason(requirements) is None:
+        backends.append("sdpa")
+    kind = str(dtype).removeprefix("torch.")
+    check = Check(self_check.device_name(device), name, kind, head_size, backends, unsupported=unsupported)
+    try:
+        if backends == ["fused"]:
+            return _check_fused(check, method, device, dtype)
+        call = _small_call(method, device, dtype, head_size)
+        errors: dict[str, float] = {}
+        for backend in backends:
+            errors = _largest(errors, relative_errors(call, BACKENDS[backend], BACKENDS["reference"], gradients=True))
+        return replace(check, errors=errors, failure=wrong_result(errors, dtype))
+    except Exception as error:  # what is wrong with this method must not hide the results of the others
+        return replace(check, failure=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+
+
+def _check_fused(check: Check, method: PositionalMethod, device: torch.device, dtype: torch.dtype) -> Check:
+    attention = Attention("fused", method)
+    for training in (True, False):
+        for verdict in attention.check_kernels(device, dtype, HEADS, check.head_size, training=training, again=True):
+            errors, failure = _largest(check.errors, verdict.errors), check.failure or verdict.failure
+            check = replace(check, errors=errors, failure=failure)
+    return check
+
+
+def _largest(errors: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    return {what: max(errors.get(what, 0.0), others.get(what, 0.0)) for what in {**errors, **others}}
+
+
+def _small_call(method: PositionalMethod, device: torch.device, dtype: torch.dtype, head_size: int) -> AttentionCall:
+    """A call with the method's tables, and with queries and keys after its `rotate`."""
+    states = torch.empty(1, HEADS, KV_LEN, head_size, dtype=dtype, device=device)
+    bias, weight = tables(method, KV_LEN, device)
+    call = AttentionCall(
+        query=states, key=states, value=states, scale=head_size**-0.5, bias_table=bias, weight_table=weight
+    )
+    call = small_call(call)
+    if method.modifies_scores:
+        table = score_table(method, KV_LEN, device)
+        call = replace(call, modify_scores=method.final_scores, score_table=table)
+    key_positions = torch.arange(call.kv_len)
+    with torch.no_grad():
+        query, key = method.rotate(call.query, call.key, key_positions[call.offset :], key_positions)
+    return replace(call, query=query, key=key)
+
+
+def print_table(rows: list[list[Check]]) -> None:
+    """Print a row per method and a column per dtype, and notes about failures and about what fused does not support."""
+    first = rows[0][0]
+    print(
+        f"\nattention on {first.device}, head size {first.head_size}: backend, and largest relative error of the result"
+    )
+    print("and the gradients of query, key, value and tables\n")
+    notes: dict[str, int] = {}
+
+    def cell(check: Check) -> str:
+        text = check.failure
+        if text is None and check.unsupported is not None and check.device != "cpu":
+            text = f"fused {check.unsupported}"
+        return check.cell("" if text is None else f" [{notes.setdefault(text, len(notes) + 1)}]")
+
+    lines = [["method", *(check.dtype for check in rows[0])]]
+    lines += [[row[0].method, *map(cell, row)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    for text, number in notes.items():
+        print(f"[{number}] {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

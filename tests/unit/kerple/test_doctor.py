@@ -1,0 +1,115 @@
+"""The doctor: what it prints without a GPU, and the checks of a GPU with the CPU in its place."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kerple import doctor
+from kerple.attention import dispatch, self_check
+from kerple.attention.backends.chunked import chunked_attention
+from kerple.attention.call import Backend
+
+CPU = torch.device("cpu")
+METHODS = ("none", "rotary", "kerple_log", "kerple_power__ap", "dape_v2_kerple")
+
+
+@pytest.fixture(autouse=True)
+def few_methods(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "primary_names", lambda: METHODS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch):
+    """Returns a function that makes the CPU a GPU with these fused kernels."""
+
+    def install(run) -> None:
+        monkeypatch.setattr(self_check, "DEVICE_TYPE", "cpu")
+        monkeypatch.setattr(self_check, "device_name", lambda device: "NVIDIA Test")
+        monkeypatch.setattr(self_check, "_passed", set())
+        monkeypatch.setattr(self_check, "_failures", {})
+        fused = Backend("fused", run, dropout=False, jacobians=True)
+        monkeypatch.setitem(dispatch.BACKENDS, "fused", fused)
+
+    return install
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    path = tmp_path / "doctor.json"
+    assert doctor.main(["--json", str(path), "--head-size", "16"]) == 0
+    output = capsys.readouterr().out
+    for expected in ("There is no GPU", f"torch          {torch.__version__}", "triton", "deepspeed", "NCCL", "driver"):
+        assert expected in output
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.split()[:1]}
+    assert rows["method"] == ["float32", "float16", "bfloat16"]
+    assert rows["kerple_log"][::2] == ["chunked+sdpa"] * 3
+    assert rows["dape_v2_kerple"][::2] == ["chunked"] * 3
+    assert "all 15 checks passed" in output
+    assert "secret-token" not in output + path.read_text()
+    assert os.environ["HOME"] not in output
+    result = json.loads(path.read_text())
+    assert result["passed"] is True
+    assert len(result["checks"]) == 15
+    assert result["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_a_gpu_whose_kernels_work(cpu_as_gpu):
+    cpu_as_gpu(chunked_attention)
+    check = doctor.check_method("kerple_log", CPU, torch.bfloat16, 16)
+    assert (check.device, check.backends, check.failure, check.unsupported) == ("NVIDIA Test", ["fused"], None, None)
+    assert {"result", "query", "bias_coefficients"} <= set(check.errors)
+    saved = sorted(self_check.cache_folder().iterdir())
+    assert len(saved) == 3  # training; evaluation with and without a window
+    # It checks again, in spite of the verdicts.
+    cpu_as_gpu(lambda call: chunked_attention(call) * 2)
+    assert doctor.check_method("kerple_log", CPU, torch.bfloat16, 16).failure is not None
+    assert sorted(self_check.cache_folder().iterdir()) == saved
+
+
+def test_a_gpu_whose_kernels_are_wrong(cpu_as_gpu, capsys):
+    """Each method is checked, whatever the others' results."""
+
+    def run(call):
+        if call.query.dtype == torch.float16:
+            raise RuntimeError("PassManager::run failed\nmore")
+        return chunked_attention(call) * (2 if call.weight_table is not None else 1)
+
+    cpu_as_gpu(run)
+    assert doctor.main(["--head-size", "16"]) == 1
+    output = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in output.splitlines() if line.split()[:1]}
+    assert rows["kerple_log"].count("FAILED") == 1
+    assert rows["kerple_power__ap"].count("FAILED") == 3
+    assert rows["dape_v2_kerple"].count("FAILED") == 0
+    assert "RuntimeError: PassManager::run failed\n" in output
+    assert "the result has a relative error of 1.0e+00" in output
+    assert "6 of 15 checks FAILED; to report it, run `python -m kerple.doctor`" in output
+
+
+def test_notes_say_why_fused_is_not_used(capsys):
+    check = doctor.Check("NVIDIA Test", "dape", "float32", 64, ["chunked"], {"result": 1e-7}, None, "does not do that")
+    doctor.print_table([[check, check]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["dape    chunked 1.0e-07 [1]  chunked 1.0e-07 [1]", "[1] fused does not do that"]
+
+
+def test_gpus(monkeypatch):
+    """One of each kind is checked; all are listed."""
+    names = ["NVIDIA H100", "NVIDIA A100", "NVIDIA H100"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(name=names[index], major=9, minor=0, multi_processor_count=132),
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (79 * 2**30, 80 * 2**30))
+    assert doctor._devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    gpus = doctor._describe_gpus()
+    assert gpus["cuda:2"] == "NVIDIA H100, sm_90, 132 multiprocessors, 79.0 of 80.0 GiB free"
