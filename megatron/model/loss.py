@@ -284,9 +284,9 @@ def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
     for name, result, exact in zip(("losses have", "gradient has"), actual, expected, strict=True):
         assert result is not None
         assert exact is not None
-        error = ((result.float() - exact).norm() / exact.norm()).item()
-        if not error <= MAX_ERROR[dtype]:  # also for NaN
-            return f"the {name} a relative error of {error:.1e}, more than {MAX_ERROR[dtype]:.0e}"
+        relative = ((result.float() - exact).norm() / exact.norm()).item()
+        if not relative <= MAX_ERROR[dtype]:  # also for NaN
+            return f"the {name} a relative error of {relative:.1e}, more than {MAX_ERROR[dtype]:.0e}"
     return None
 
 
