@@ -59,8 +59,10 @@ class Span:
 
         The mask is built on `device`. A copy from the CPU would synchronize the host with the device.
         """
-        query = torch.arange(queries.start, queries.stop, device=device)[:, None]
-        key = torch.arange(keys.start, keys.stop, device=device)
+        start = min(queries.start, keys.start)
+        positions = torch.arange(start, max(queries.stop, keys.stop), device=device)
+        query = positions[queries.start - start : queries.stop - start, None]
+        key = positions[keys.start - start : keys.stop - start]
         mask = key > query
         return mask if self == FULL else mask | (key < self.first_key(query))
 

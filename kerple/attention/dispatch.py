@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kerple.attention import self_check
-from kerple.attention.backends.chunked import CHUNKED
+from kerple.attention.backends.chunked import CHUNKED, modify_budget
 from kerple.attention.backends.flex import FLEX
 from kerple.attention.backends.reference import REFERENCE
 from kerple.attention.backends.sdpa import SDPA
@@ -251,11 +251,15 @@ class Attention:
 
     def choice(self, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_size: int = 64) -> str:
         """The backend that runs on a device, and why, for a log."""
-        if self.backend != "auto":
-            return f"{self.backend} (as configured)"
-        if self.modifies_scores:
-            return "chunked (auto: the only memory-efficient backend for a method with modify_scores)"
         device = torch.device(device)
+        on_gpu = device.type == "cuda" and torch.cuda.is_available()
+        chunks = ""
+        if self.modifies_scores and on_gpu and self.backend in ("auto", "chunked"):
+            chunks = f", in chunks of at most {modify_budget(device) / 2**20:,.0f} MiB of scores on this GPU"
+        if self.backend != "auto":
+            return f"{self.backend} (as configured){chunks}"
+        if self.modifies_scores:
+            return f"chunked (auto: the only memory-efficient backend for a method with modify_scores){chunks}"
         usual = Requirements(weight=self.has_weight, device=device, dtype=dtype, head_size=head_size)
         has_tables = self.has_bias or self.has_weight
         plain, other = (_fastest_backend(usual, 2, tables=has_tables, plain=plain) for plain in (True, False))

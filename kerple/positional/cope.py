@@ -47,7 +47,7 @@ class Cope(PositionalMethod):
         gates = scores.sigmoid().masked_fill(mask, 0.0)
         # Summing backwards from the query keeps the small sums exact; the large ones are clamped anyway.
         positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.pos_emb.shape[1] - 1)
-        below, above = positions.detach().floor(), positions.detach().ceil()
+        below, above = positions.detach().long(), positions.detach().ceil().long()
         products = query.to(scores.dtype) @ self.pos_emb.to(scores.dtype)
-        low, high = products.gather(-1, below.long()), products.gather(-1, above.long())
+        low, high = products.gather(-1, below), products.gather(-1, above)
         return scores + torch.lerp(low, high, positions - below)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from kerple.positional.alibi import Alibi
 from kerple.positional.base import PositionalMethod, draw_layer
 from kerple.positional.fire import Fire
-from kerple.positional.functional import by_pair
+from kerple.positional.functional import by_pair, cast_together
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
 from kerple.positional.rotary import Rotary
@@ -98,38 +98,34 @@ class Adaptive(PositionalMethod):
         table: Tensor | None,
     ) -> Tensor:
         masks = mask, self.hidden_mask(mask, query_positions, key_positions)
+        bias = None
         if table is not None:
             bias = by_pair(table, query_positions, key_positions).to(scores.dtype)
         elif isinstance(self.static, Fire):
             bias = self.static.pair_bias(query_positions, key_positions, scores)
-        else:
-            return scores + self._mlp((scores,), masks)
-        if self.variant == "Add_Residual":
-            scores = scores + bias
-            return scores + self._mlp((scores,), masks)
-        adapted = scores + self._mlp((scores, bias), masks)
-        return adapted if self.variant == "Concat" else adapted + bias
+        if bias is not None and self.variant == "Add_Residual":
+            scores, bias = scores + bias, None
+        return self._adapted(scores, bias, masks)
 
-    def _mlp(self, inputs: tuple[Tensor, ...], masks: tuple[Tensor, Tensor]) -> Tensor:
-        """f of the inputs `[b, h, c, l]` and `[h, c, l]`, concatenated along the heads: `[b, h, c, l]`. `masks`: see
-        `apply_weight`, for each layer.
+    def _adapted(self, scores: Tensor, bias: Tensor | None, masks: tuple[Tensor, Tensor]) -> Tensor:
+        """scores + f(scores, bias), and in the variant Concat_Residual + bias, of `[b, h, c, l]` and `[h, c, l]`.
+        `masks`: see `apply_weight`, for each layer.
         """
-        dtype = inputs[0].dtype
-        # Each input is multiplied by its own columns of the weight, so the bias is not repeated along the batch.
-        columns = self.first.weight.to(dtype).split([part.shape[-3] for part in inputs], dim=1)
-        products = [self.apply_weight(weight, part, masks[0]) for weight, part in zip(columns, inputs, strict=True)]
-        hidden = sum(products[1:], start=products[0]) + _per_channel(self.first, dtype)
-        hidden = F.leaky_relu(hidden, NEGATIVE_SLOPE)
-        return self.apply_weight(self.second.weight.to(dtype), hidden, masks[1]) + _per_channel(self.second, dtype)
+        parameters = [part for layer in (self.first, self.second) for part in layer.parameters()]
+        weight_1, offset_1, weight_2, offset_2 = cast_together(parameters, scores.dtype)
+        offset_1, offset_2 = offset_1[:, None, None], offset_2[:, None, None]
+        if bias is not None:
+            # The bias is multiplied by its own columns of the weight, so it is not repeated along the batch.
+            weight_1, of_bias = weight_1.split([scores.shape[-3], bias.shape[-3]], dim=1)
+            offset_1 = self.apply_weight(of_bias, bias, masks[0]) + offset_1
+            if self.variant == "Concat_Residual":
+                offset_2 = bias + offset_2
+        # In place, because the hidden units are the largest tensors. In-place operations on a view would cost copies.
+        hidden = F.leaky_relu_(self.apply_weight(weight_1, scores, masks[0]) + offset_1, NEGATIVE_SLOPE)
+        return (self.apply_weight(weight_2, hidden, masks[1]) + scores).add_(offset_2)
 
     def statistics(self) -> dict[str, Tensor]:
         return {} if self.static is None else self.static.statistics()
-
-
-def _per_channel(layer: Layer, dtype: torch.dtype) -> Tensor:
-    """The layer's bias, `[outputs, 1, 1]`."""
-    assert layer.bias is not None
-    return layer.bias.to(dtype)[:, None, None]
 
 
 class DapePerPair(Adaptive):
@@ -141,7 +137,11 @@ class DapePerPair(Adaptive):
         return nn.Linear(inputs, width), nn.Linear(width, outputs)
 
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
-        products = weight @ states.flatten(-2)
+        # `@` would copy the states to fold the batch into one product.
+        batched = states.dim() == 4
+        products = (
+            torch.bmm(weight.expand(len(states), -1, -1), states.flatten(2)) if batched else weight @ states.flatten(1)
+        )
         return products.view(*products.shape[:-1], *states.shape[-2:])
 
 

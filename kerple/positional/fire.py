@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import PositionalMethod, draw_layer
-from kerple.positional.functional import positions_on
+from kerple.positional.functional import cast_together, positions_on
 from kerple.positional.registry import register
 
 INITIAL_C, INITIAL_M = 0.1, 1.0
@@ -53,13 +53,15 @@ class Fire(PositionalMethod):
         query, key = (
             positions_on(positions, like.device, like.dtype) for positions in (query_positions, key_positions)
         )
-        c, m = self.c.to(like.dtype), self.m.to(like.dtype)
-        distance = query[:, None] - key
-        normalizer = (c * torch.maximum(query, (m * self.threshold).abs())).abs().log1p() + EPSILON
-        relative = (c * distance).abs().log1p() / normalizer[:, None]
         first, second = self.first, self.second
-        hidden = first.weight.to(like.dtype) * relative.flatten() + first.bias.to(like.dtype)[:, None]
-        bias = second.weight.to(like.dtype) @ self.activation(hidden) + second.bias.to(like.dtype)[:, None]
+        first_weight, second_weight, first_bias, second_bias, c, m = cast_together(
+            (first.weight, second.weight, first.bias, second.bias, self.c, self.m), like.dtype
+        )
+        distance = (query[:, None] - key).abs_()
+        normalizer = (c.abs() * torch.maximum(query, m.abs() * self.threshold)).log1p() + EPSILON
+        relative = (c.abs() * distance).log1p() / normalizer[:, None]
+        hidden = self.activation(torch.addcmul(first_bias[:, None], first_weight, relative.flatten()))
+        bias = second_weight @ hidden + second_bias[:, None]
         return bias.view(-1, *relative.shape)
 
     def modify_scores(

@@ -22,6 +22,15 @@ def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = t
     return positions.to(device, dtype)
 
 
+def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The tensors in another dtype. Several small ones take two kernels, instead of one each."""
+    if all(tensor.dtype == dtype for tensor in tensors):
+        return tensors
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).to(dtype)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def default_frequencies(size: int, base: float) -> tuple[float, ...]:
     """base^(-2i/size) for i = 0 ... size/2 - 1."""
     return tuple(float(base) ** (-2.0 * i / size) for i in range((size + 1) // 2))

@@ -27,9 +27,11 @@ from kerple.attention.call import AttentionCall, Backend, without_autocast
 # into denormal numbers, with which a CPU multiplies thirty times slower.
 MIN_SCORE = -40.0
 MIN_WEIGHT = 1e-10
-# For methods with modify_scores: queries per chunk, and the bytes of scores per chunk that choose between the limits.
-MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128
-MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 64 * 1024 * 1024
+# For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk needs about ten
+# times as many bytes as its scores. Larger chunks launch fewer kernels, but compute more masked scores.
+MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 512 * 1024 * 1024
+MODIFY_DEVICE_SHARE = 48  # at most this part of a GPU's memory
+MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum is for CPUs
 
 
 def chunked_attention(call: AttentionCall) -> Tensor:
@@ -43,11 +45,22 @@ def chunked_attention(call: AttentionCall) -> Tensor:
     return context
 
 
+def modify_budget(device: torch.device) -> int:
+    """Bytes of scores per chunk, for methods with `modify_scores`."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
+    return MODIFY_CPU_BYTES if device.type == "cpu" else MODIFY_DEVICE_BYTES
+
+
 def _attend_with_modified_scores(call: AttentionCall) -> Tensor:
     """Attention for a method with `modify_scores`, which may mix heads and keys: autograd recomputes each chunk."""
-    budget = MODIFY_CPU_BYTES if call.query.device.type == "cpu" else MODIFY_DEVICE_BYTES
     row_bytes = 4 * call.query.shape[0] * call.query.shape[1] * call.kv_len
-    rows = max(MODIFY_MIN_ROWS, min(MODIFY_MAX_ROWS, budget // row_bytes))
+    rows = max(MODIFY_MIN_ROWS, modify_budget(call.query.device) // row_bytes)
+    if call.query.device.type == "cpu":
+        rows = min(rows, MODIFY_MAX_ROWS)
+    else:
+        rows = -(-call.q_len // -(-call.q_len // rows))  # chunks of equal size
     contexts = []
     for first in range(0, call.q_len, rows):
         last = min(first + rows, call.q_len)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kerple.positional.functional import Angles, by_distance, by_pair, default_frequencies, positions_on
+from kerple.positional.functional import Angles, by_distance, by_pair, cast_together, default_frequencies, positions_on
 
 
 def test_angles_are_exact_at_far_positions():
@@ -57,3 +57,14 @@ def test_by_pair_looks_up_the_distance_of_every_pair(queries, keys):
     # The line that the pairs are views of: from the farthest distance to the nearest.
     line = by_distance(table, query_positions, key_positions)
     assert torch.equal(line[:, : len(key_positions)], values[:, -1])
+
+
+def test_tensors_are_cast_together():
+    tensors = [torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True), torch.ones(1, requires_grad=True)]
+    results = cast_together(tensors, torch.float64)
+    for tensor, result in zip(tensors, results, strict=True):
+        assert torch.equal(result, tensor.double())
+    (results[0].sum() + 3 * results[1].sum()).backward()
+    assert [tensor.grad.unique().tolist() for tensor in tensors] == [[1.0], [3.0]]
+    same = [torch.ones(2), torch.ones(1)]
+    assert cast_together(same, torch.float32) is same

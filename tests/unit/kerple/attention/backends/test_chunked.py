@@ -1,5 +1,7 @@
 """The chunked backend against the reference in float64: tables, modify_scores, precision, dropout and memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -284,7 +286,7 @@ class Transfers(TorchDispatchMode):
 def test_modified_scores_never_wait_for_the_device(name, monkeypatch):
     """On the meta device, from which no value can be read; in both passes."""
     monkeypatch.setattr(chunked, "MODIFY_MIN_ROWS", 8)
-    monkeypatch.setattr(chunked, "MODIFY_MAX_ROWS", 8)
+    monkeypatch.setattr(chunked, "MODIFY_DEVICE_BYTES", 1)
     method = make_method(name).to("meta")
     table = score_table(method, 30, "meta")
     leaves = [torch.randn(1, 3, 30, 4, device="meta", requires_grad=True) for _ in range(3)]
@@ -362,6 +364,17 @@ def test_memory_of_modified_scores_is_linear_in_the_length(name, monkeypatch):
         with LargestStorage() as largest:
             Attention("auto", method)(query, key, value, table=table)
     assert largest.elements <= 36 * 16 * 16_384
+
+
+@pytest.mark.parametrize(("memory_gib", "mib"), [(80, 512), (24, 512), (12, 256)])
+def test_chunks_of_modified_scores_fit_the_gpu(memory_gib, mib, monkeypatch):
+    properties = SimpleNamespace(total_memory=memory_gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert chunked.modify_budget(torch.device("cuda")) == mib * 2**20
+    choice = Attention("auto", make_method("fire")).choice("cuda")
+    assert choice.endswith(f"modify_scores), in chunks of at most {mib} MiB of scores on this GPU")
+    assert "MiB" not in Attention("auto", make_method("fire")).choice("cpu")
 
 
 def peak_memory(length: int, backend: str) -> int:

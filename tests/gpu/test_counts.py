@@ -1,0 +1,37 @@
+"""Kernel launches and memory of a training step, counted on a simulated CUDA device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gpu.test_methods import cuda_model, settings_for
+from tests.support.simulated_cuda import SimulatedCuda
+
+
+def kernels_and_memory(method: str, layers: int, batch: int = 32, length: int = 512) -> tuple[int, int]:
+    """Kernel launches and peak bytes of a forward and backward pass of the 162M recipe's model."""
+    with SimulatedCuda() as device:
+        model = cuda_model(replace(settings_for(method), num_layers=layers, padded_vocab_size=128)).train()
+        tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
+        model.loss(tokens, tokens).backward()  # fills caches
+        model.zero_grad(set_to_none=True)
+        device.reset()
+        model.loss(tokens, tokens).backward()
+    return device.kernels.total(), device.peak
+
+
+@pytest.mark.parametrize(
+    "method", ["dape", "dape_kerple", "dape_alibi", "dape_v2_kerple", "fire", "cope", "transformer_xl"]
+)
+def test_methods_with_modify_scores_launch_few_kernels(method):
+    """Per layer, at the recipe's shape. DAPE with FIRE's bias computes two methods."""
+    one, two = (kernels_and_memory(method, layers)[0] for layers in (1, 2))
+    assert two - one <= 150
+
+
+@pytest.mark.parametrize("method", ["dape_kerple", "cope"])
+def test_chunks_keep_memory_linear(method):
+    """With as many tokens, a longer text needs no more memory."""
+    short, long = (kernels_and_memory(method, 1, batch, length)[1] for batch, length in ((32, 512), (4, 4096)))
+    assert long <= 1.3 * short
