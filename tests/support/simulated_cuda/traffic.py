@@ -8,6 +8,7 @@ look up elements by index read only these.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
@@ -62,7 +63,8 @@ def operator_cost(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any],
     """The cost of a PyTorch operator with these arguments and this result."""
     name = func._schema.name.partition("::")[2]
     formula = flop_registry.get(func.overloadpacket)
-    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    shaped = [arg for arg in args if not isinstance(arg, torch.dtype)]  # the formulas do not know out_dtype
+    flops = 0 if formula is None else int(formula(*shaped, **kwargs, out_val=result))
     traffic = sum(_operator_traffic(func, name, args, kwargs, result))
     if name.startswith(("_foreach_", "_fused_adam")):
         return Cost(_foreach_launches(name, args, result), traffic, flops)
