@@ -222,6 +222,8 @@ class Attention:
         Otherwise the first call does so. training: for complete sequences with gradients; otherwise for fewer queries
         than keys without gradients, with and without a window. again: ignore earlier verdicts. Returns the verdicts
         that were new to this process.
+
+        Raises NotImplementedError if the configured backend does not support such calls on the device.
         """
         length = self_check.KV_LEN
         verdicts = []
@@ -242,7 +244,9 @@ class Attention:
                     bias_jacobian, weight_jacobian = jacobians(self.positional, length, device)
                     call = replace(call, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian)
                 requirements = replace(call.requirements, modify_scores=self.modifies_scores)
-                if _choose(call, requirements, self.backend) == "fused":
+                chosen = _choose(call, requirements, self.backend)
+                check_backend(chosen, requirements)
+                if chosen == "fused":
                     verdict = _check_fused(
                         call, "" if self.positional is None else type(self.positional).__name__, again
                     )
@@ -270,6 +274,9 @@ class Attention:
             )
         if self_check.failure(usual) is not None:
             return f"{plain} (auto: the fused kernels failed their self-check)"
+        reason = _unsupported_reason("fused", usual)
+        if has_tables and device.type == "cuda" and reason is not None:
+            return f"{plain} (auto: fused {reason})"
         if plain == other:
             return f"{plain} (auto: fastest on {device.type} for this method)"
         return f"{plain}, and {other} for windows and for fewer queries than keys (auto: fastest for each)"

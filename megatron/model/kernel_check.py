@@ -27,7 +27,7 @@ def check_kernels(
         training: for training steps; otherwise for evaluation and generation.
         report: prints one line, which may differ between ranks; nothing is printed if all verdicts are known and good.
 
-    Raises UserError if the check fails and the configured backend is fused.
+    Raises UserError if the configured backend does not support the device, or if it is fused and the check fails.
     """
     layer = next((module for module in model.modules() if isinstance(module, SelfAttention)), None)
 
@@ -37,7 +37,10 @@ def check_kernels(
         heads = (layer.local_heads.stop - layer.local_heads.start) * layer.tp.size
         # Dropout needs another backend, so only validation runs the kernels.
         with_gradients = training and not layer.dropout
-        return layer.attention.check_kernels(device, dtype, heads, layer.head_size, training=with_gradients)
+        try:
+            return layer.attention.check_kernels(device, dtype, heads, layer.head_size, training=with_gradients)
+        except NotImplementedError as error:
+            raise UserError(str(error)) from None
 
     results = run_on_all_ranks(lambda: (check(), loss.kernel_failure(device, dtype)))
     loss_failure = next((failure for _, failure in results if failure is not None), None)

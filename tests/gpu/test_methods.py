@@ -11,6 +11,7 @@ from kerple.attention import Span, backend_names
 from kerple.positional import build
 from megatron.config import UserError, load_config
 from megatron.model.gpt import GPT
+from megatron.model.kernel_check import check_kernels
 from megatron.model.settings import ModelSettings
 from tests.support.simulated_cuda import ROOT, SimulatedCuda, move_to_cuda
 
@@ -117,6 +118,17 @@ def check_evaluation(method: str, dtype: str) -> None:
         hidden(tokens(1, 1), cache)
         hidden(tokens(1, 2048), span=Span(window=512))
         hidden(tokens(1, 2048), span=Span(block=512))
+
+
+def test_a_gpu_without_fused_kernels():
+    """`auto` uses another backend; `fused` is an error before the first step."""
+    with SimulatedCuda(capability=(7, 0)) as device:
+        hidden = cuda_model(settings_for("kerple_log")).hidden(torch.zeros(4, 512, dtype=torch.long, device="cuda"))
+        hidden.sum().backward()
+        assert device.kernels["forward_kernel"] == 0
+        model = cuda_model(settings_for("kerple_log", "fused"))
+        with pytest.raises(UserError, match="'fused' needs compute capability 8.0 .* but Simulated has 7.0"):
+            check_kernels(model, torch.device("cuda"), torch.bfloat16, training=True, report=print)
 
 
 def test_a_tensor_on_the_wrong_device_fails():

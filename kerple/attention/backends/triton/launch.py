@@ -56,7 +56,7 @@ def unavailable_reason(requirements: Requirements) -> str | None:
     if kernels is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
-        return "supports only NVIDIA GPUs"
+        return "supports only NVIDIA GPUs, and this PyTorch is built for AMD GPUs (ROCm)"
     if device.type != "cuda" and not kernels.INTERPRETED:
         return f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for tests)"
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -102,8 +102,9 @@ class Launcher:
         self.max_kv_len = Span(window).max_kv_len(self.t)
         self.bias_table, self.weight_table = bias_table, weight_table
         has_weight = weight_table is not None
+        self.tiles = tiles_for(Gpu.of(query.device), query.dtype, self.head_size, weight=has_weight)
         # Without a table, the mask is added before the scale; a scale that is not positive would not keep its -inf.
-        has_table = bias_table is not None or has_weight or self.scale <= 0.0
+        has_table = bias_table is not None or has_weight or self.scale <= 0.0 or not self.tiles.skip_mask
         bias = bias_table
         if bias is None:
             bias = self.query.new_zeros(self.heads if has_table else 1, self.max_kv_len, dtype=torch.float32)
@@ -112,7 +113,6 @@ class Launcher:
         self.weight = self.query if weight_table is None else self._add_margins(weight_table)
         self.inputs = (self.query, self.key, self.value, self.bias, self.weight)
         self.table_stride = self.bias.stride(0) if has_table else 0
-        self.tiles = tiles_for(Gpu.of(self.query.device), self.query.dtype, self.head_size, weight=has_weight)
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
         self.constants = {
             "SIZE": self.head_size,

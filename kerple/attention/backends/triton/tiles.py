@@ -1,4 +1,24 @@
-"""Tile sizes of the fused kernels, by GPU."""
+"""Tile sizes of the fused kernels, by GPU.
+
+They follow from counts in compiled machine code (`benchmarks/kernel_counts.py --arch`), not from measurements: per GPU,
+the tile with the fewest cycles of the busiest unit (instructions, tensor cores, exponentials or shared memory) among
+those that fit into shared memory and spill no registers. Three kinds of matrix instructions make the difference:
+
+- **mma.sync** (sm_80 to sm_89, sm_120, sm_121): operands and sums are in registers, so there are 16 rows of queries (or
+  keys) per warp and eight warps; with four, most kernels spill. The tensor cores are slower than on the other GPUs, so
+  they are the limit at almost any tile size: a forward pass over 8,192 pairs with head size 64 issues instructions for
+  850 cycles on sm_120, and its matrix products take 2,048. One program occupies a multiprocessor, hence double
+  buffering (3 stages) where it fits. At head size 128 the kernel for keys and values loads shared memory for
+  5,120 cycles with 128 queries (112 KiB: sm_80), and for 7,168 with 64 (72 KiB), where the alternatives spill 16 to 192
+  bytes per thread. Without a table, a branch around the lookup of the mask would change the layout of scores through
+  shared memory (up to 656 bytes spilled), so these GPUs look up a table of zeros.
+- **wgmma** (sm_90): operands are in shared memory.
+- **tcgen05** (sm_100, sm_103, sm_110): sums are in tensor memory, which leaves registers for larger tiles. The matrix
+  products are short (256 cycles of a forward pass at head size 64), and instructions are the limit. Tiles of 64 queries
+  and 128 keys save 30 % of them at head size 128; they need 161 KiB.
+
+float32 is computed without tensor cores and is the same everywhere.
+"""
 
 from dataclasses import dataclass
 
@@ -20,12 +40,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tile of each kernel. `tables` must be square."""
+    """The tile of each kernel. `tables` must be square.
+
+    Attributes:
+        kib: KiB of shared memory that any of the kernels needs, at most.
+        skip_mask: without tables, tiles without masked pairs skip the lookup of the mask; otherwise the kernels look up
+            a table of zeros.
+    """
 
     forward: Tile
     key_value: Tile
     query: Tile
     tables: Tile
+    kib: int
+    skip_mask: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,26 +83,43 @@ class Gpu:
 
 def no_tiles_reason(gpu: Gpu, dtype: torch.dtype | None, head_size: int | None) -> str | None:
     """Why the kernels cannot run on a GPU, as the rest of a sentence; None if they can."""
+    if gpu.architecture < 80:
+        capability = f"{gpu.architecture // 10}.{gpu.architecture % 10}"
+        return f"needs compute capability 8.0 or higher (Ampere), but {gpu.name} has {capability}"
     if dtype is None or head_size is None:
         return None
-    required = shared_memory(dtype, head_size)
-    if required > gpu.shared_memory:
-        return f"needs {required} bytes of shared memory for {dtype} and head size {head_size}, not {gpu.shared_memory}"
+    kib = tiles_for(gpu, dtype, head_size, weight=True).kib
+    if kib * 1024 > gpu.shared_memory:
+        available = gpu.shared_memory // 1024
+        return f"needs {kib} KiB of shared memory for {dtype} and head size {head_size}; {gpu.name} has {available}"
     return None
 
 
 def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool) -> Tiles:
-    """Tile sizes. They depend on nothing else, so that the order of sums is fixed."""
+    """The tiles for a GPU; an unknown architecture gets those of mma.sync, which need the least shared memory.
+
+    They depend on nothing else, so that the order of sums is fixed. They may not fit: see `no_tiles_reason`.
+    """
+    small = head_size <= 64
+    major = gpu.architecture // 10
     if dtype == torch.float32:
-        square = Tile(32, 32, 4 if head_size <= 64 else 8, 1)
-        return Tiles(Tile(64, 32, 8, 1) if head_size <= 64 else square, square, square, square)
-    if head_size <= 64:
-        warps = 8 if weight else 4
-        return Tiles(Tile(128, 64, warps, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
-    return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))
-
-
-def shared_memory(dtype: torch.dtype, head_size: int) -> int:
-    """Bytes of shared memory that the kernels need, at most, when compiled for sm_80 or sm_90."""
-    kib = (36 if head_size <= 64 else 68) if dtype == torch.float32 else (64 if head_size <= 64 else 128)
-    return kib * 1024
+        square = Tile(32, 32, 4 if small else 8, 1)
+        forward = Tile(64, 32, 8, 1) if small else square
+        return Tiles(forward, square, square, square, kib=36 if small else 68, skip_mask=False)
+    if major == 9 and small:
+        forward = Tile(128, 64, 8 if weight else 4, 3)
+        return Tiles(forward, Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), kib=64)
+    if major == 9:
+        return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=128)
+    if major in (10, 11) and small:
+        tables = Tile(64, 64, 8 if weight else 4, 2)
+        return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), tables, kib=81)
+    if major in (10, 11):
+        return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=161)
+    if small:
+        query, tables = Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
+        return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), query, tables, kib=64, skip_mask=False)
+    large = gpu.shared_memory >= 112 * 1024
+    key_value = Tile(128 if large else 64, 64, 8, 2)
+    query, tables = Tile(128, 32, 8, 3), Tile(64, 64, 8, 2)
+    return Tiles(Tile(128, 64, 8, 3), key_value, query, tables, kib=112 if large else 96, skip_mask=False)

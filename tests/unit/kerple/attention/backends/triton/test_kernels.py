@@ -57,7 +57,7 @@ def test_any_length_and_window(s, t, window):
 def test_long_sequences(length, window, monkeypatch):
     queries = length
     if DEVICE == "cpu":  # fewer and larger tiles for the interpreter, and only the last queries
-        monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(*[Tile(128, 128, 4, 1)] * 4))
+        monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(*[Tile(128, 128, 4, 1)] * 4, kib=0))
         queries = 257
     assert_same_as_reference(1, 1, queries, length, 16, window=window, tolerance=1e-5)
 
@@ -65,7 +65,7 @@ def test_long_sequences(length, window, monkeypatch):
 @pytest.mark.parametrize("tile", [Tile(16, 32, 4, 1), Tile(64, 16, 4, 1)])
 def test_results_do_not_depend_on_tiles(tile, monkeypatch):
     square = Tile(16, 16, 4, 1)
-    monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(tile, tile, tile, square))
+    monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(tile, tile, tile, square, kib=0))
     # One head at a time, and the tiles of a block distance in several parts.
     monkeypatch.setattr(launch, "TILES_BYTES", 1)
     monkeypatch.setattr(launch, "TABLE_PROGRAMS", 40)

@@ -1,4 +1,4 @@
-"""The choice of tiles for each GPU, and which GPUs are rejected."""
+"""The choice of tiles for each GPU, and which GPUs are rejected. tests/integration compiles the kernels with them."""
 
 from types import SimpleNamespace
 
@@ -7,33 +7,103 @@ import torch
 
 pytest.importorskip("triton")
 
+from kerple.attention import Attention, Requirements, attend, check_backend
 from kerple.attention.backends.triton import kernels, tiles
-from kerple.attention.backends.triton.tiles import Gpu, tiles_for
-from kerple.attention.call import Requirements
-from kerple.attention.dispatch import BACKENDS
+from kerple.attention.backends.triton.tiles import Gpu, no_tiles_reason, tiles_for
+from kerple.positional import ModelShape, build
 
-GPUS = [Gpu("Hopper", 90, 227 * 1024)]
+A100, H100 = Gpu("A100", 80, 163 * 1024), Gpu("H100", 90, 227 * 1024)
+RTX_3090, RTX_4090, RTX_5090 = (Gpu(f"RTX {name}", sm, 99 * 1024) for name, sm in ((3090, 86), (4090, 89), (5090, 120)))
+B200 = Gpu("B200", 100, 227 * 1024)
+GPUS = [A100, RTX_3090, RTX_4090, H100, B200, RTX_5090]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def gpu_of_this_machine(monkeypatch):
+    """A function that makes PyTorch report a GPU."""
+
+    def report(gpu: Gpu) -> None:
+        properties = SimpleNamespace(
+            name=gpu.name,
+            major=gpu.architecture // 10,
+            minor=gpu.architecture % 10,
+            shared_memory_per_block_optin=gpu.shared_memory,
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    return report
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_suit_the_kernels(gpu, dtype):
     for size in (8, 64, 128):
+        assert no_tiles_reason(gpu, dtype, size) is None
         for weight in (False, True):
             chosen = tiles_for(gpu, dtype, size, weight=weight)
+            assert chosen.kib * 1024 <= gpu.shared_memory
             assert chosen.tables.queries == chosen.tables.keys
-            for tile in vars(chosen).values():
+            for tile in (chosen.forward, chosen.key_value, chosen.query, chosen.tables):
                 assert tile.queries + tile.keys <= kernels.MARGIN
                 assert tiles.ROWS % tile.queries == 0
 
 
-def test_shared_memory_of_the_device_is_checked(monkeypatch):
+def test_shared_memory_does_not_depend_on_the_weight():
+    """`no_tiles_reason` does not know whether there is one."""
+    for gpu in GPUS:
+        for dtype in DTYPES:
+            for size in (64, 128):
+                assert len({tiles_for(gpu, dtype, size, weight=weight).kib for weight in (False, True)}) == 1
+
+
+def test_later_architectures_get_the_tiles_of_their_generation():
+    """B300, Thor, DGX Spark and Orin; an unknown generation gets those that need the least shared memory."""
+    for architecture, known in ((103, B200), (110, B200), (121, RTX_5090), (87, A100), (130, RTX_5090)):
+        gpu = Gpu("new", architecture, known.shared_memory)
+        for size in (64, 128):
+            expected = tiles_for(known, torch.bfloat16, size, weight=True)
+            assert tiles_for(gpu, torch.bfloat16, size, weight=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reason"),
+    [
+        (
+            Gpu("Tesla V100", 70, 96 * 1024),
+            r"needs compute capability 8.0 or higher \(Ampere\), but Tesla V100 has 7.0",
+        ),
+        (
+            Gpu("Future", 100, 99 * 1024),
+            "needs 161 KiB of shared memory for torch.bfloat16 and head size 128; Future has 99",
+        ),
+    ],
+)
+def test_gpus_without_tiles_are_rejected_by_name(gpu, reason, gpu_of_this_machine, monkeypatch):
+    """`auto` chooses another backend and says why. tests/gpu trains on such a GPU."""
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(name="RTX 4090", major=8, minor=9, shared_memory_per_block_optin=99 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    small, large = (
-        Requirements(dtype=torch.bfloat16, head_size=size, device=torch.device("cuda")) for size in (64, 128)
-    )
-    assert BACKENDS["fused"].unsupported_reason(small) is None
-    assert "needs 131072 bytes of shared memory" in BACKENDS["fused"].unsupported_reason(large)
+    gpu_of_this_machine(gpu)
+    method = build("alibi", ModelShape(num_heads=2, head_size=128, hidden_size=256, num_layers=1, max_positions=8))
+    assert Attention("auto", method).choice("cuda", torch.bfloat16, 128).startswith("chunked (auto: fused needs ")
+    requirements = Requirements(device=torch.device("cuda"), dtype=torch.bfloat16, head_size=128)
+    with pytest.raises(NotImplementedError, match=f"attention-backend 'fused' {reason}; use auto, or one of reference"):
+        check_backend("fused", requirements)
+
+
+def test_the_gpu_is_read_from_the_device(gpu_of_this_machine):
+    gpu_of_this_machine(RTX_4090)
+    assert Gpu.of(torch.device("cuda")) == RTX_4090
+    assert Gpu.of(torch.device("cpu")).architecture == 90
+
+
+def test_a_table_of_zeros_replaces_the_branch_around_the_mask(monkeypatch):
+    """On GPUs where the branch would be slower: the same results."""
+    torch.manual_seed(0)
+    states = [torch.randn(1, 2, length, 16) for length in (20, 40, 40)]
+    results = []
+    for gpu in (H100, RTX_4090):
+        monkeypatch.setattr(Gpu, "of", classmethod(lambda cls, device, gpu=gpu: gpu))
+        results.append(attend(*[s.half() for s in states], window=17, backend="fused"))
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(results[1].float(), attend(*states, window=17, backend="reference"), rtol=2e-3, atol=2e-3)
