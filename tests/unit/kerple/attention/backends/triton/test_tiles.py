@@ -106,4 +106,6 @@ def test_a_table_of_zeros_replaces_the_branch_around_the_mask(monkeypatch):
         monkeypatch.setattr(Gpu, "of", classmethod(lambda cls, device, gpu=gpu: gpu))
         results.append(attend(*[s.half() for s in states], window=17, backend="fused"))
     torch.testing.assert_close(*results)
-    torch.testing.assert_close(results[1].float(), attend(*states, window=17, backend="reference"), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        results[1].float(), attend(*states, window=17, backend="reference"), rtol=2e-3, atol=2e-3
+    )
