@@ -9,7 +9,7 @@ import pkgutil
 
 from kerple.positional.absolute import Learned, Sinusoidal
 from kerple.positional.alibi import Alibi, KerplePowerOriginal
-from kerple.positional.base import ModelShape, PositionalMethod, PositionsExceeded, TableJacobian, outermost
+from kerple.positional.base import ModelShape, PositionalMethod, PositionsExceeded, TableJacobian, outermost, project
 from kerple.positional.cope import Cope
 from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary
 from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple, DapeV2Rotary
@@ -84,6 +84,7 @@ __all__ = [
     "method_class",
     "outermost",
     "primary_names",
+    "project",
     "register",
     "registered_names",
 ]

@@ -204,6 +204,13 @@ class PositionalMethod(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial parameters. Their values depend only on the generator, not on dtype or device."""
 
+    def bounds(self) -> dict[str, tuple[float, float | None]]:
+        """Name -> (lowest, highest value) of the method's own parameters that have bounds; None: no upper bound.
+
+        Training keeps them within their bounds by `project`. Read them through `bounded`.
+        """
+        return {}
+
     def statistics(self) -> dict[str, Tensor]:
         """Values to log during training: name -> float32 `[h]`, detached and clamped to their bounds."""
         return {}
@@ -261,10 +268,24 @@ def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, Position
         yield from outermost(child, f"{name}.{child_name}" if name else child_name)
 
 
+@torch.no_grad()
+def project(module: nn.Module) -> None:
+    """Clamp the parameters of all positional methods in a module to their bounds, in place.
+
+    Call it after each optimizer step. The authors' code does the same at the start of each forward pass. Without it,
+    a parameter drifts beyond its bound, where it has no effect, and needs as many steps to return.
+    """
+    for method in module.modules():
+        if isinstance(method, PositionalMethod):
+            for name, (low, high) in method.bounds().items():
+                method.get_parameter(name).clamp_(low, high)
+
+
 def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:
     """The parameter clamped to its bounds, float32, with a gradient as if there were no clamp.
 
-    A clamp's gradient is zero beyond the bound, so a parameter that crossed it could never return.
+    A clamp's gradient is zero beyond the bound, so a parameter that crossed it could never return. `project` keeps the
+    parameter itself within the bounds during training, but loaded weights and rounding to bf16 can exceed them.
     """
     raw = parameter.float()
     # raw - raw.detach() is exactly zero, so the value is exactly the clamped one.

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from kerple.positional.base import PositionalMethod, TableJacobian, bounded, draw
+from kerple.positional.base import PositionalMethod, TableJacobian, bounded, draw, project
 from kerple.positional.kernels import KERNELS, MAX_EXPONENT, MIN_SCALAR, Scalar, Term, parse_sum
 from kerple.positional.registry import register
 
@@ -71,6 +71,13 @@ class Kerple(PositionalMethod):
         for name, scalar in self.scalars.items():
             high = min(scalar.init_max, self.highest_exponent) if scalar.exponent else scalar.init_max
             draw(self.get_parameter(name), "uniform", 0.0, high, generator)
+        project(self)
+
+    def bounds(self) -> dict[str, tuple[float, float | None]]:
+        return {
+            name: (MIN_SCALAR, self.highest_exponent if scalar.exponent else None)
+            for name, scalar in self.scalars.items()
+        }
 
     @property
     def has_bias(self) -> bool:
@@ -96,8 +103,7 @@ class Kerple(PositionalMethod):
 
     def scalar(self, name: str) -> Tensor:
         """A parameter clamped to its bounds: float32 `[h]`."""
-        high = self.highest_exponent if self.scalars[name].exponent else None
-        return bounded(self.get_parameter(name), MIN_SCALAR, high).flatten()
+        return bounded(self.get_parameter(name), *self.bounds()[name]).flatten()
 
     def statistics(self) -> dict[str, Tensor]:
         return {name: self.scalar(name).detach() for name in self.scalars}

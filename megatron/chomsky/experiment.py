@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kerple.positional import project
 from megatron.chomsky.encoder import Encoder
 from megatron.chomsky.tasks import TASKS
 from megatron.utils.errors import UserError
@@ -118,6 +119,7 @@ class Experiment:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
+            project(self.model)
             self.step += 1
             if self.step % 10 == 0 or self.step == self.settings.steps:
                 report(self.step, loss.item())

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
+from kerple.positional import project
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.data import build_loader
@@ -28,7 +29,7 @@ from megatron.model.settings import ModelSettings
 from megatron.training.deepspeed_config import deepspeed_dict
 from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine
 from megatron.training.distributed import Layout
-from megatron.training.optimizer import configure_optimizer
+from megatron.training.optimizer import configure_optimizer, project_masters
 
 Batch = dict[str, Tensor]  # tokens and labels int64 [b, s], and optionally loss_mask float32 [b, s]
 
@@ -199,6 +200,11 @@ class Engine:
             dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
             value /= self.layout.data_size
         return value
+
+    def project(self) -> None:
+        """Clamp parameters to their bounds, which a checkpoint may exceed. Under ZeRO 3, the first step does this."""
+        project(self.model)
+        project_masters(self.deepspeed.optimizer)
 
     def refresh_masters(self) -> None:
         """Copy the weights into the optimizer's fp32 master weights, after a checkpoint was loaded."""

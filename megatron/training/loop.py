@@ -85,6 +85,7 @@ class Trainer:
             f"{config.precision.dtype}"
         )
         self.state = load_checkpoint(self.engine, config, checkpoint, logger.info)
+        self.engine.project()
 
         data_order = self.state.data_order if datasets.train is None else datasets.train.order
         if self.state.data_order and self.state.consumed_samples and data_order != self.state.data_order:

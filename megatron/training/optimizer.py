@@ -23,11 +23,27 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
     settings = config.optimizer
     params: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     params.update(settings.params.items())
-    return build_optimizer(settings.type, parameter_groups(model, settings.weight_decay), params)
+    optimizer, description = build_optimizer(settings.type, parameter_groups(model, settings.weight_decay), params)
+    optimizer.register_step_post_hook(lambda stepped, *_: project_masters(stepped))
+    return optimizer, description
+
+
+@torch.no_grad()
+def project_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Clamp the tensors of parameter groups with bounds.
+
+    DeepSpeed's ZeRO and bf16 optimizers replace the parameters of each group by the flat fp32 master weights of this
+    rank, call the optimizer's step, and copy the master weights to the model.
+    """
+    for group in optimizer.param_groups:
+        if "bounds" in group:
+            for parameter in group["params"]:
+                parameter.clamp_(*group["bounds"])
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters into a group with weight decay and a group without it.
+    """Split the trainable parameters into a group with weight decay, a group without it, and one for each pair of
+    bounds that positional parameters have ("bounds"; they have no weight decay).
 
     Norms, biases and positional parameters have no weight decay: it would pull the parameters of a kernel towards the
     limits of their range. The weight matrices of a method's linear and convolution layers (DAPE, FIRE) have it, like
@@ -39,13 +55,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         for module in method.modules():
             if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
                 exempt.discard(id(module.weight))
-    decay: list[nn.Parameter] = []
-    no_decay: list[nn.Parameter] = []
+    bounds = {id(method.get_parameter(name)): limits for method in methods for name, limits in method.bounds().items()}
+    decay: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    no_decay: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    within: dict[tuple[float, float | None], dict[str, Any]] = {}
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            (no_decay if id(parameter) in exempt or parameter.dim() < 2 else decay).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+        if not parameter.requires_grad:
+            continue
+        limits = bounds.get(id(parameter))
+        if limits is not None:
+            group = within.setdefault(limits, {"params": [], "weight_decay": 0.0, "bounds": limits})
+        else:
+            group = no_decay if id(parameter) in exempt or parameter.dim() < 2 else decay
+        group["params"].append(parameter)
+    return [group for group in (decay, no_decay, *within.values()) if group["params"]]
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ class SquareRoot(PositionalMethod):
     def statistics(self):
         return {"slope": bounded(self.slope.detach(), self.floor).flatten()}
 
+    def bounds(self):
+        return {"slope": (self.floor, None)}
+
     def bias(self, distance):
         slope = bounded(self.slope, self.floor).reshape(-1, *[1] * distance.dim())
         return -slope * distance.sqrt()

@@ -149,6 +149,20 @@ def test_parameters_on_two_stages_stay_equal(trained, tmp_path):
     assert not any("final_linear" in name for name in after)
 
 
+@pytest.mark.parametrize(("layout", "precision"), [("pipeline", "fp32"), ("tensor", "bfloat16"), ("zero-2", "bfloat16")])
+def test_parameters_stay_within_their_bounds(layout, precision, trained, tmp_path):
+    """On every rank, with steps of 0.8: the weights, and the fragments of the fp32 master weights."""
+    keys = {"pos_emb": "kerple_power", "precision": precision, "optimizer": {"type": "Adam", "params": {"lr": 0.8}}}
+    trained(tmp_path, layout, **keys, warmup=0.0, train_iters=4, save_interval=4)
+    for name, high in (("bias_a", float("inf")), ("bias_p", 2.0)):
+        values = [tensor for key, tensor in weights(tmp_path, 4).items() if key.endswith(f"attention.rpe.{name}")]
+        for file in (tmp_path / "checkpoints/global_step4").glob("optimizer_rank_*.pt"):
+            entry = torch.load(file, weights_only=True)["parameters"].get(f"positional.{name}", {})
+            values += [entry["master"]] if "master" in entry else []
+        assert len(values) >= 2
+        assert all(((value >= 0.01 - 1e-9) & (value <= high)).all() for value in values)
+
+
 @pytest.mark.parametrize(
     ("pos_emb", "options", "parameter"),
     [("kerple_log", {}, "bias_a"), ("rpe", {"num_buckets": 8, "max_distance": 20}, "weight")],

@@ -116,6 +116,24 @@ def test_every_method_resumes_and_is_saved_in_our_layout(method, corpus, tmp_pat
     assert list(metrics(tmp_path)) == [301, 302, 303]
 
 
+def test_parameters_beyond_their_bounds_are_clamped_before_the_first_step(corpus, tmp_path):
+    """As by the release. Released checkpoints contain such values."""
+    release = tmp_path / "release"
+    shutil.copytree(checkpoints("kerple_log"), release)
+    for file in (release / "global_step300").glob("layer_*.pt"):
+        layer = torch.load(file, weights_only=True)
+        if "attention.rpe.bias_a" in layer:
+            layer["attention.rpe.bias_a"].fill_(-1.0)
+            torch.save(layer, file)
+    folder = tmp_path / "checkpoints"
+    keys = {"load": str(release), "save": str(folder), "no_load_optim": True, "train_iters": 301}
+    train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
+    after = weights(tmp_path, 301)["layer_02-model_00-model_states.pt/attention.rpe.bias_a"].flatten()
+    # The first step of Adam is the learning rate times the gradient's sign.
+    assert all(min(abs(value - 0.01), abs(value - 0.015)) < 1e-6 for value in after.tolist())
+    assert after.max() > 0.014
+
+
 def test_finetuning_loads_only_the_weights(corpus, tmp_path, capsys):
     train(Config.from_flat(released_settings(tmp_path, corpus, finetune=True, train_iters=2)))
     assert "finetune: weights from" in capsys.readouterr().out

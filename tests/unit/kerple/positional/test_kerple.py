@@ -16,6 +16,7 @@ from kerple.positional import (
     KerpleWeight,
     is_cpd,
     lemma_constant,
+    project,
 )
 
 DISTANCES = np.array([0, 1, 2, 3, 17, 128, 511, 512, 2047, 65_535, 65_536], dtype=np.float64)
@@ -177,7 +178,7 @@ def test_parameters_have_the_names_shapes_and_distributions_of_the_release(cls, 
     )
     for name, high in ranges.items():
         values = getattr(method, name).detach()
-        assert 0 <= values.min() < 0.01 * high
+        assert values.min() == np.float32(0.01)
         assert 0.99 * high < values.max() < high
         assert values.mean() == pytest.approx(high / 2, rel=0.05)
 
@@ -213,6 +214,54 @@ def test_effective_length_is_where_the_bias_falls_below_minus_two():
     assert method.effective_length(limit=1000).tolist() == [7, 4, 1000]
     with pytest.raises(ValueError, match="KerpleWeight has no bias"):
         KerpleWeight(3).effective_length()
+
+
+# The kernels in torch, for the rule of the release: each forward pass first clamps the data of the parameters.
+LOG1P, EXP = torch.log1p, torch.exp
+TORCH_FORMULAS = {
+    KerpleLog: lambda d, p: [-p["bias_p"] * LOG1P(p["bias_a"] * d)],
+    KerpleLog3: lambda d, p: [-p["bias_r1"] * LOG1P(p["bias_r2"] * d ** p["bias_r3"])],
+    KerplePower: lambda d, p: [-p["bias_a"] * d ** p["bias_p"]],
+    KerpleGaussian: lambda d, p: [p["bias_r1"] * EXP(-p["bias_r2"] * d**2)],
+    KerpleGaussian3: lambda d, p: [p["bias_r1"] * EXP(-p["bias_r2"] * d ** p["bias_r3"])],
+    KerpleSquareWeight: lambda d, p: [EXP(-p["wei_r1"] * d**2)],
+    KerpleWeight: lambda d, p: [EXP(-p["wei_a"] * d ** p["wei_p"])],
+    KerpleBiasWeight: lambda d, p: [-p["bias_a"] * d ** p["bias_p"], EXP(-p["wei_a"] * d ** p["wei_p"])],
+}
+UPPER_BOUNDS = {"bias_p": (KerplePower, KerpleBiasWeight), "wei_p": (KerpleWeight, KerpleBiasWeight)}
+UPPER_BOUNDS |= {"bias_r3": (KerpleLog3, KerpleGaussian3)}
+
+
+@pytest.mark.parametrize("cls", TORCH_FORMULAS)
+def test_projected_training_follows_the_rule_of_the_release(cls):
+    """300 Adam steps that push every parameter up and down, so that it meets its bounds and must leave them again."""
+    torch.manual_seed(0)
+    method = cls(num_heads=4)
+    released = {name: parameter.detach().clone().requires_grad_() for name, parameter in method.named_parameters()}
+    ours, theirs = (torch.optim.Adam(list(group), lr=0.05) for group in (method.parameters(), released.values()))
+    distance = torch.tensor([1.5, 2.0])
+    met: dict[str, set[float]] = {name: set() for name in released}
+    for step in range(300):
+        for name, parameter in released.items():
+            has_upper_bound = cls in UPPER_BOUNDS.get(name, ())
+            parameter.data = parameter.data.clamp(min=0.01, max=2 if has_upper_bound else None)
+            met[name].update(parameter.flatten().tolist())
+            torch.testing.assert_close(method.get_parameter(name), parameter, rtol=1e-5, atol=1e-5)
+        hooks = [
+            hook for hook, is_used in ((method.bias, method.has_bias), (method.weight, method.has_weight)) if is_used
+        ]
+        direction = -1 if 60 <= step < 200 else 1
+        for optimizer, tables in (
+            (ours, [hook(distance) for hook in hooks]),
+            (theirs, TORCH_FORMULAS[cls](distance, released)),
+        ):
+            optimizer.zero_grad()
+            (-direction * sum(table.abs().log().sum() for table in tables)).backward()
+            optimizer.step()
+        project(method)
+    for name, values in met.items():
+        assert min(values) == np.float32(0.01), name
+        assert (max(values) == 2) == (cls in UPPER_BOUNDS.get(name, ())), name
 
 
 def test_the_upper_bound_of_exponents():
