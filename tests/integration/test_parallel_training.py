@@ -149,7 +149,9 @@ def test_parameters_on_two_stages_stay_equal(trained, tmp_path):
     assert not any("final_linear" in name for name in after)
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("pipeline", "fp32"), ("tensor", "bfloat16"), ("zero-2", "bfloat16")])
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("pipeline", "fp32"), ("tensor", "bfloat16"), ("zero-2", "bfloat16")]
+)
 def test_parameters_stay_within_their_bounds(layout, precision, trained, tmp_path):
     """On every rank, with steps of 0.8: the weights, and the fragments of the fp32 master weights."""
     keys = {"pos_emb": "kerple_power", "precision": precision, "optimizer": {"type": "Adam", "params": {"lr": 0.8}}}
