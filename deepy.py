@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Start a script on every GPU, or on the CPU, with DeepSpeed's launcher: `python deepy.py --help`"""
+"""Start a script on every GPU of one or more machines, or on the CPU: `python deepy.py --help`"""
 
 import sys
 

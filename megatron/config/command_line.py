@@ -6,11 +6,13 @@ SCRIPT [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
 import argparse
 import json
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line
 
 SET_OPTION = "--set"
 # GPT-NeoX's options that set a key: option -> key.
@@ -22,6 +24,11 @@ KEY_OPTIONS = {
     "--wandb-run-name": "wandb_run_name",
 }
 EXIT_STATUS_OF_USER_ERROR = 2
+EXIT_STATUS_OF_LOST_CONNECTION = 3
+# In the messages of gloo and NCCL after another rank has ended.
+_LOST_CONNECTION = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection reset|closed the connection", re.I
+)
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -104,7 +111,9 @@ def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run_main(main: Callable[[], int | None]) -> int:
-    """Run an entry point and return its exit status. A UserError is printed as one line, with status 2."""
+    """Run an entry point and return its exit status. A UserError is printed as one line, with status 2; so is the error
+    of a rank that lost the connection to another one, with status 3.
+    """
     try:
         return main() or 0
     except UserError as error:
@@ -112,3 +121,11 @@ def run_main(main: Callable[[], int | None]) -> int:
         prefix = "error" if rank == "0" else f"error on rank {rank}"
         print(f"{prefix}: {error}", file=sys.stderr, flush=True)
         return EXIT_STATUS_OF_USER_ERROR
+    except RuntimeError as error:
+        if "RANK" not in os.environ or _LOST_CONNECTION.search(str(error)) is None:
+            raise
+        text = (
+            f"rank {os.environ['RANK']} on {socket.gethostname()} stops: another rank has ended; its messages say why"
+        )
+        print(f"{text} ({first_line(error).partition('. ')[0]})", file=sys.stderr, flush=True)
+        return EXIT_STATUS_OF_LOST_CONNECTION

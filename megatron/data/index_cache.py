@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, get_index_cache_path, parse_s3_path
 from megatron.data.indexed_dataset import IndexedFiles, is_remote, open_indexed_files, validate_index
 from megatron.utils.errors import UserError, first_line
-from megatron.utils.ranks import run_on_rank_0
+from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 T = TypeVar("T")
 
@@ -41,13 +41,13 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
     """Create `folder` by calling `build`, unless it exists. Every rank must call this.
 
     Rank 0 builds in a temporary folder and renames it, so a killed run leaves no incomplete folder and concurrent runs
-    do not disturb each other.
+    do not disturb each other. If the folder is on a local disk, the first rank of every other machine builds it too.
 
     Raises:
-        UserError: the folder cannot be written, or is not visible on another machine.
+        UserError: the folder cannot be written.
     """
 
-    def build_on_rank_0() -> None:
+    def build_here() -> None:
         if folder.is_dir():
             return
         temporary = folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-{os.getpid()}")
@@ -67,11 +67,8 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    run_on_rank_0(build_on_rank_0)
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder}, built by rank 0, is not visible on this machine; set data-cache-path to a shared folder"
-        )
+    run_on_rank_0(build_here)
+    run_on_all_ranks(lambda: build_here() if os.environ.get("LOCAL_RANK", "0") == "0" else None)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
     """Open and validate the pair at `prefix`, local or on S3. Every rank must call this: rank 0 downloads the .idx.
 
     Args:
-        cache_path: `data-cache-path`, a folder that all ranks can read. Required for data on S3.
+        cache_path: `data-cache-path`. Required for data on S3.
 
     Raises:
         UserError: the files are invalid (see `open_indexed_files`), the store is not S3, boto3 is not installed,
@@ -97,7 +94,7 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
         raise UserError(f"data-path {prefix}: training reads only local files and s3://; download the .bin and .idx")
     if not cache_path:
         raise UserError(
-            f"data-path {prefix} needs data-cache-path: a local folder for its .idx that all ranks can read"
+            f"data-path {prefix} needs data-cache-path: a folder for its .idx"
         )
     try:
         import boto3

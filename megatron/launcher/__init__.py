@@ -1,1 +1,1 @@
-"""deepy.py: starts a script on every GPU of one or more machines, through DeepSpeed's launcher."""
+"""deepy.py: starts a script on every GPU of one or more machines."""

@@ -1,26 +1,32 @@
 """deepy.py's command line: which script to start, with which configuration and options."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config import load_config
+from megatron.config import Config, load_config
 from megatron.config.command_line import extract_overrides
-from megatron.launcher.deepspeed_runner import (
+from megatron.launcher.commands import (
     ReservedPort,
-    add_addresses,
-    launcher_environment,
-    run_launcher,
-    runner_command,
+    forwarded_variables,
+    job_command,
+    local_environment,
+    make_nodes,
+    rank_command,
+    split_secrets,
 )
-from megatron.launcher.resources import check_launcher, find_resources
+from megatron.launcher.hosts import check_hosts, run_job, run_pdsh
+from megatron.launcher.node import Node, run_node
+from megatron.launcher.rank import DEFAULT_PORT
+from megatron.launcher.resources import Resources, check_launcher, find_resources, uses_other_hosts
 from megatron.launcher.script_arguments import STRICT_OPTION, print_notices
 from megatron.utils.errors import UserError
 
 USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
 
-Start SCRIPT on every GPU (without a GPU: on the CPU) with DeepSpeed's launcher.
+Start SCRIPT once per GPU (without a GPU: on the CPU), on this machine or on the hosts of a hostfile.
 
   SCRIPT.py             train.py, evaluate.py (or eval.py), generate.py, or a script that uses
                         megatron.launcher.script_arguments
@@ -91,14 +97,52 @@ def main(words: Sequence[str]) -> int:
     config = load_config(arguments.files, arguments.config_dir, arguments.overrides, strict=arguments.strict)
     print_notices(config)
     resources = find_resources(config)
-    check_launcher(config, resources)
+    on_other_hosts = uses_other_hosts(config, resources)
+    if on_other_hosts:
+        check_launcher(config, resources)
     data_parallel_size = config.parallel.data_parallel_size(resources.world_size)
     if config.batch.is_set:
         config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
     print(f"deepy: {resources.describe()}", flush=True)
-    environment, notes = launcher_environment(resources, os.environ)
+    if on_other_hosts:
+        return _run_on_other_hosts(config, resources, arguments)
+    environment, notes = local_environment(resources, os.environ)
     for note in notes:
         print(f"deepy: {note}", flush=True)
     with ReservedPort() as port:
-        config = add_addresses(config, resources, port.number)
-        return run_launcher(runner_command(config, resources, arguments.script, arguments.script_options), environment)
+        (slots,) = resources.slots.values()
+        address = config.launcher.master_addr or "127.0.0.1"
+        node = Node(None, slots, 0, len(slots), address, config.launcher.master_port or port.number)
+        return run_node(node, rank_command(config, arguments.script, arguments.script_options), environment)
+
+
+def _run_on_other_hosts(config: Config, resources: Resources, arguments: DeepyArguments) -> int:
+    """Start the ranks with config.launcher.launcher and wait for them; returns the exit status.
+
+    Raises UserError, before anything is started, if a host cannot be reached or lacks the project.
+    """
+    launcher = config.launcher
+    variables = forwarded_variables(os.environ)
+    # Slurm starts the ranks itself, and so does an MPI library within a Slurm job.
+    needs_ssh = launcher.launcher == "pdsh" or (launcher.launcher != "slurm" and "SLURM_JOB_ID" not in os.environ)
+    first_address = None
+    if needs_ssh and not launcher.no_ssh_check:
+        files = [sys.executable, str(arguments.script.absolute())]
+        first_address = check_hosts(resources.hosts, os.getcwd(), files, os.environ)
+    # With Slurm, the ranks read the address of the first node from Slurm's variables.
+    address = launcher.master_addr or first_address or resources.hosts[0]
+    keys = {"master_port": launcher.master_port or DEFAULT_PORT}
+    if launcher.launcher == "pdsh":
+        command = rank_command(config, arguments.script, arguments.script_options)
+        variables, names = split_secrets(variables)
+        if names:
+            print(
+                f"deepy: not passed to other hosts, because pdsh would show them in the list of processes: "
+                f"{', '.join(names)}; set them on the hosts themselves (docs/clusters.md)",
+                flush=True,
+            )
+        return run_pdsh(make_nodes(resources, address, keys["master_port"]), command, variables, os.environ)
+    config = config.updated(**keys) if launcher.launcher == "slurm" else config.updated(master_addr=address, **keys)
+    command = rank_command(config, arguments.script, arguments.script_options)
+    command = job_command(config, resources, list(variables), command)
+    return run_job(command, {**os.environ, **variables}, resources.world_size)

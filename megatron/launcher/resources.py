@@ -1,7 +1,9 @@
 """The resources of a run: the hosts and slots of a hostfile, or the GPUs or CPU of this machine."""
 
 import os
+import re
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +13,9 @@ from megatron.utils.errors import UserError
 # DeepSpeed and GPT-NeoX read this hostfile if none is given.
 DEFAULT_HOSTFILE = "/job/hostfile"
 
-# The program by which DeepSpeed detects that a launcher is installed.
-PROGRAMS = {
-    "pdsh": "pdsh",
-    "slurm": "sinfo",
-    "openmpi": "ompi_info",
-    "mvapich": "mpiname",
-    "mpich": "mpirun",
-    "impi": "mpirun",
-}
-MPI_LAUNCHERS = ("openmpi", "mvapich", "mpich", "impi")
+# MPICH and the MPI libraries derived from it.
+HYDRA_LAUNCHERS = ("mvapich", "mpich", "impi")
+PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "ompi_info", **dict.fromkeys(HYDRA_LAUNCHERS, "mpiexec.hydra")}
 
 
 @dataclass(frozen=True)
@@ -79,76 +74,127 @@ def find_resources(config: Config) -> Resources:
     )
 
 
-def check_launcher(config: Config, resources: Resources) -> None:
-    """Raises UserError if the multi-node launcher is not installed, or does not support the keys that are set."""
+def uses_other_hosts(config: Config, resources: Resources) -> bool:
+    """True if the ranks are started by `launcher`: for several hosts, or one that is not this machine."""
+    if resources.hostfile is None:
+        return False
     launcher = config.launcher
-    if resources.hostfile is None or (len(resources.hosts) == 1 and not launcher.force_multi):
-        return
-    program = PROGRAMS[launcher.launcher]
+    several = len(resources.hosts) > 1 or launcher.force_multi or launcher.launcher == "slurm"
+    return several or not _is_this_machine(resources.hosts[0])
+
+
+def check_launcher(config: Config, resources: Resources) -> None:
+    """Raises UserError if the launcher is not installed, or cannot start these numbers of ranks."""
+    launcher = config.launcher.launcher
+    program = PROGRAMS[launcher]
     if shutil.which(program) is None:
-        alternatives = ", ".join(name for name in PROGRAMS if name != launcher.launcher)
+        alternatives = ", ".join(name for name in PROGRAMS if name != launcher)
         raise UserError(
-            f"launcher {launcher.launcher} is not installed here ({program} is not found); install it, or set launcher "
+            f"launcher {launcher} is not installed here ({program} is not found); install it, or set launcher "
             f"to one of {alternatives}"
         )
-    filters = {name: getattr(launcher, name) for name in ("include", "exclude", "num_gpus", "num_nodes")}
-    names = [name for name, value in filters.items() if value not in (None, -1)]
-    if launcher.launcher in MPI_LAUNCHERS and names:
-        raise UserError(
-            f"launcher {launcher.launcher} always uses all hosts in the hostfile; remove {', '.join(names)} "
-            f"and edit {resources.hostfile}"
-        )
-    if launcher.launcher == "slurm":
-        from deepspeed.launcher.multinode_runner import SlurmRunner
+    if launcher == "pdsh":
+        return
+    for host, slots in resources.slots.items():
+        if slots != list(range(len(slots))):
+            raise UserError(
+                f"launcher {launcher} cannot select slots {', '.join(map(str, slots))} of {host}, only the first ones; "
+                "change include or exclude, or use launcher pdsh"
+            )
+    counts = {host: len(slots) for host, slots in resources.slots.items()}
+    if launcher != "openmpi" and len(set(counts.values())) > 1:
+        text = ", ".join(f"{host} has {count}" for host, count in counts.items())
+        raise UserError(f"launcher {launcher} needs the same number of slots on every host, but {text}")
 
-        try:
-            SlurmRunner.validate_active_resources(resources.slots)
-        except ValueError as error:
-            raise UserError(f"launcher slurm: {error}") from error
+
+def _is_this_machine(host: str) -> bool:
+    """True if the host's address is one of this machine, or if the name has no address but is this machine's."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((socket.gethostbyname(host), 0))
+        return True
+    except OSError:
+        return host == socket.gethostname()
+
+
+def read_hostfile(path: str) -> dict[str, int]:
+    """Host -> number of slots, in the order of the file: one `HOST slots=N` per line, # starts a comment.
+
+    Raises UserError if the file cannot be read, or a line is wrong.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"hostfile {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*([1-9]\d*)", line)
+        if match is None:
+            raise UserError(f"hostfile {path}, line {number}: expected HOST slots=N with N >= 1, not {line!r}")
+        if match[1] in hosts:
+            raise UserError(f"hostfile {path}, line {number}: {match[1]} was listed before; add up its slots")
+        hosts[match[1]] = int(match[2])
+    if not hosts:
+        raise UserError(f"hostfile {path} lists no host; expected one HOST slots=N per line")
+    return hosts
 
 
 def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
-    from deepspeed.launcher.runner import apply_num_nodes_and_gpus, fetch_hostfile, parse_inclusion_exclusion
-
     launcher = config.launcher
-    if not os.path.isfile(hostfile):
-        raise UserError(f"hostfile {hostfile}: no such file")
-    try:
-        pool = fetch_hostfile(hostfile)
-        slots = parse_inclusion_exclusion(pool, launcher.include or "", launcher.exclude or "")
-    except (OSError, ValueError) as error:
-        raise UserError(f"hostfile {hostfile}: {error}") from error
+    pool = read_hostfile(hostfile)
+    slots = _select({host: list(range(count)) for host, count in pool.items()}, config, hostfile)
     if launcher.num_nodes > len(slots):
         raise UserError(f"num_nodes is {launcher.num_nodes}, but {hostfile} lists {len(slots)} host(s)")
+    if launcher.num_nodes > 0:
+        slots = dict(list(slots.items())[: launcher.num_nodes])
     if launcher.num_gpus is not None:
         too_small = [host for host, host_slots in slots.items() if len(host_slots) < launcher.num_gpus]
         if too_small:
             raise UserError(
                 f"num_gpus is {launcher.num_gpus}, but {', '.join(too_small)} has fewer slots in {hostfile}"
             )
-    slots = apply_num_nodes_and_gpus(slots, launcher.num_nodes, launcher.num_gpus or -1)
-    if not slots:
-        raise UserError(f"hostfile {hostfile}: include and exclude leave no host")
-    return Resources(dict(slots), hostfile, on_cpu=False)
+        slots = {host: host_slots[: launcher.num_gpus] for host, host_slots in slots.items()}
+    return Resources(slots, hostfile, on_cpu=False)
+
+
+def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[str, list[int]]:
+    """The slots that include and exclude leave: HOST[:SLOT,SLOT...] joined by @, as in DeepSpeed.
+
+    Raises UserError if a host or slot is not in `slots`, which came from `source`, or if none is left.
+    """
+    name = "include" if config.launcher.include else "exclude"
+    text = config.launcher.include or config.launcher.exclude
+    if text is None:
+        return slots
+    named: dict[str, set[int]] = {host: set() for host in slots}
+    for word in text.split("@"):
+        host, _, indices = word.strip().partition(":")
+        if host not in slots:
+            raise UserError(f"{name}: {host!r} is not a host of {source}, which has {', '.join(slots)}")
+        for index in indices.split(",") if indices else map(str, slots[host]):
+            if index.strip() not in map(str, slots[host]):
+                raise UserError(f"{name}: {host} has no slot {index!r} in {source}, only {slots[host]}")
+            named[host].add(int(index))
+    kept = {
+        host: [i for i in all_slots if (i in named[host]) == (name == "include")] for host, all_slots in slots.items()
+    }
+    kept = {host: indices for host, indices in kept.items() if indices}
+    if not kept:
+        raise UserError(f"{name} {text} leaves no slot of {source}")
+    return kept
 
 
 def _resources_of_this_machine(config: Config) -> Resources:
     launcher = config.launcher
-    filters = (launcher.include or "", launcher.exclude or "")
     gpus = _visible_gpus()
     if gpus is None:
-        if any(filters):
+        if launcher.include or launcher.exclude:
             raise UserError("include and exclude select GPUs, but this machine has none; use num_gpus")
         return Resources({"localhost": list(range(launcher.num_gpus or 1))}, None, on_cpu=True)
-    if any(filters):
-        from deepspeed.launcher.runner import parse_resource_filter
-
-        try:
-            gpus = parse_resource_filter({"localhost": gpus}, *filters).get("localhost", [])
-        except ValueError as error:
-            raise UserError(f"include / exclude: {error}; without a hostfile the host is localhost") from error
-        if not gpus:
-            raise UserError("include and exclude leave no GPU")
+    gpus = _select({"localhost": gpus}, config, "this machine")["localhost"]
     if launcher.num_gpus is not None:
         if launcher.num_gpus > len(gpus):
             raise UserError(f"num_gpus is {launcher.num_gpus}, but only {len(gpus)} GPU(s) are visible here")
@@ -169,6 +215,6 @@ def _visible_gpus() -> list[int] | None:
         return [int(index) for index in visible.split(",")]
     except ValueError:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES is {visible}, but DeepSpeed's launcher accepts only GPU indices, such "
+            f"CUDA_VISIBLE_DEVICES is {visible}, but deepy.py accepts only GPU indices, such "
             "as 0,1; use indices, or start the script without deepy.py on one GPU"
         ) from None

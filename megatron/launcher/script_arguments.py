@@ -13,23 +13,15 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 
 from megatron.config import Config, load_config
 from megatron.config.command_line import OptionParser, add_key_options, extract_overrides
+from megatron.launcher.rank import follow_launcher, set_rank_variables
 from megatron.utils.errors import UserError
 
 MERGED_CONFIG_OPTION = "--neox-config"
 STRICT_OPTION = "--strict"
-DEFAULT_PORT = 29500
-
-# Rank, rank on this node and number of processes, as srun and the MPI launchers pass them.
-_SLURM_VARIABLES = (("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),)
-_MPI_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
-)
 
 
 def parse_arguments(
@@ -77,6 +69,8 @@ def parse_arguments(
     if options.fallback:
         config = config.updated(fallback=True)
     set_rank_variables(config, os.environ)
+    if options.neox_config is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        follow_launcher()
     return config, options
 
 
@@ -99,31 +93,3 @@ def decode_config(word: str) -> Config:
     except (binascii.Error, zlib.error, ValueError) as error:
         raise UserError(f"{MERGED_CONFIG_OPTION}: not written by deepy.py; give configuration files instead") from error
     return Config.from_flat(flat, source=MERGED_CONFIG_OPTION)
-
-
-def set_rank_variables(config: Config, environment: MutableMapping[str, str]) -> None:
-    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's or MPI's variables.
-
-    Does nothing if RANK is set already, as it is by DeepSpeed's launcher, or if the configuration names neither Slurm
-    nor MPI. Raises UserError if there are several processes but no address of the first node.
-    """
-    launcher = config.launcher
-    if "RANK" in environment:
-        return
-    families: tuple[tuple[str, str, str], ...] = ()
-    if launcher.deepspeed_slurm or launcher.launcher == "slurm":
-        families += _SLURM_VARIABLES
-    if launcher.deepspeed_mpi or launcher.launcher in ("openmpi", "mvapich", "mpich", "impi"):
-        families += _MPI_VARIABLES
-    for names in families:
-        if not all(name in environment for name in names):
-            continue
-        rank, local_rank, world_size = (environment[name] for name in names)
-        address = launcher.master_addr or environment.get("MASTER_ADDR")
-        if address is None:
-            if int(world_size) > 1:
-                raise UserError(f"{world_size} processes, but the address of the first is unknown; set master_addr")
-            address = "127.0.0.1"
-        environment.update(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_ADDR=address)
-        environment["MASTER_PORT"] = str(launcher.master_port or environment.get("MASTER_PORT", DEFAULT_PORT))
-        return

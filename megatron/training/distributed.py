@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.config import Config, UserError
 from megatron.model.settings import TensorParallel
+from megatron.utils.errors import first_line
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ def initialize(config: Config) -> Layout:
     on_gpu = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if on_gpu:
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(
+                f"{socket.gethostname()} was given rank {local_rank} of its own, but has {gpus} visible GPU(s); lower "
+                "its slots in the hostfile, or num_gpus"
+            )
         torch.cuda.set_device(local_rank)
     disable_shared_memory_collectives()
     backend = config.parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
@@ -73,7 +81,16 @@ def initialize(config: Config) -> Layout:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
             # A single process keeps the store in memory and needs no address.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        elif int(os.environ["WORLD_SIZE"]) > 1:
+            _check_address(os.environ["MASTER_ADDR"])
+        try:
+            deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(
+                f"{socket.gethostname()} cannot reach rank 0 at {address} ({first_line(error)}); set master_addr to an "
+                "address of the first host that all hosts can reach, and master_port to a free port"
+            ) from error
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pipeline_size, tensor_size = max(1, config.parallel.pipe_parallel_size), config.parallel.model_parallel_size
@@ -98,6 +115,19 @@ def initialize(config: Config) -> Layout:
         tensor_rank=rank % tensor_size,
         device=torch.device(get_accelerator().device_name(local_rank) if on_gpu else "cpu"),
     )
+
+
+def _check_address(name: str) -> None:
+    """Raises UserError if the address of rank 0 is a name that this host does not know; torch would retry
+    for half an hour.
+    """
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()} cannot find the first host, {name!r} ({error.strerror}); set master_addr to its "
+            "address or to a name that all hosts know"
+        ) from error
 
 
 def seed_everything(seed: int, layout: Layout) -> None:
@@ -130,6 +160,7 @@ class DistributedSignalHandler:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._stopped_by_other_rank = False
         # A CPU process group: with NCCL, every rank would wait for its GPU after each iteration.
         needs_group = dist.get_world_size() > 1 and dist.get_backend() == "nccl"
         self._group = dist.new_group(backend="gloo") if needs_group else None
@@ -143,6 +174,9 @@ class DistributedSignalHandler:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._stopped_by_other_rank:
+            # A signal to all ranks reaches those on other hosts later, perhaps only now.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, _frame: object) -> None:
         if self.received is not None:
@@ -156,4 +190,5 @@ class DistributedSignalHandler:
             return self.received is not None
         flag = torch.tensor([self.received is not None], dtype=torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        self._stopped_by_other_rank = bool(flag.item()) and self.received is None
         return bool(flag.item())

@@ -1,6 +1,6 @@
-"""deepy.py with real processes on the CPU: ranks, Slurm, signals and exit statuses.
+"""deepy.py with real processes on the CPU: ranks, signals and exit statuses.
 
-Two tests start DeepSpeed's launcher; the others start a small program in its place.
+test_multi_host.py (slow) starts ranks on two emulated hosts.
 """
 
 import os
@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.launcher.deepspeed_runner import ReservedPort, run_launcher
-from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION
+from megatron.launcher.node import KILL_SIGNAL, Node, run_node
 
 ROOT = Path(__file__).parents[2]
 MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
@@ -66,21 +65,6 @@ while not os.path.exists("saved0"):
 sys.exit(9)
 """
 
-FAKE_SRUN = f"""#!{sys.executable}
-import os, subprocess, sys
-words = sys.argv[1:]
-assert words[:2] == ["-n", "2"], words
-rest = words[2:]
-while rest[0].startswith("-"):
-    print("srun option", rest.pop(0))
-sys.stdout.flush()
-tasks = []
-for rank in range(2):
-    slurm = dict(SLURM_PROCID=str(rank), SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="2")
-    tasks.append(subprocess.Popen(rest, env={{**os.environ, **slurm}}))
-sys.exit(max(task.wait() for task in tasks))
-"""
-
 
 def start_deepy(folder: Path, *words: str, **variables: str) -> subprocess.Popen:
     """Start `python deepy.py WORDS` in `folder`, with pipes and without the variables of another launcher."""
@@ -118,77 +102,93 @@ def test_two_ranks_compute_and_save_after_sigterm(tmp_path):
     assert [words[2] for words in saved] == ["1", "1"]  # each rank received one signal
 
 
-def test_slurm(tmp_path):
-    """Slurm is replaced by an `srun` that starts its tasks on this machine."""
-    (tmp_path / "script.py").write_text(ALL_REDUCE)
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, text in (("srun", FAKE_SRUN), ("sinfo", "#!/bin/sh\n")):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\n")
-    with ReservedPort() as port:
-        keys = ["hostfile=hostfile", "launcher=slurm", "no_ssh_check=true", "account=lab", "seed=7"]
-        keys += ["master_addr=127.0.0.1", f"master_port={port.number}"]
-        path = f"{programs}:{os.environ['PATH']}"
-        process = start_deepy(tmp_path, "script.py", "model", "--set", *keys, PATH=path, OMP_NUM_THREADS="1")
-        output, errors = process.communicate("", timeout=200)
-    assert process.returncode == 0, errors
-    assert "deepy: 2 processes on 2 host(s) of hostfile" in output
-    assert "srun option --account=lab" in output
-    ranks = [(tmp_path / f"rank{rank}").read_text().split()[:5] for rank in (0, 1)]
-    assert ranks == [["0", "0", "2", "3.0", "7"], ["1", "0", "2", "3.0", "7"]]
+def run(command: list[str], ranks: int = 1, **options) -> int:
+    return run_node(Node(None, list(range(ranks)), 0, ranks, "127.0.0.1", 29500), command, os.environ, **options)
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
+    ("code", "status", "message"),
     [
-        ("sys.exit(7)", 7),
-        ("sys.exit(256 - 9)", 128 + 9),  # how DeepSpeed's launcher reports a process killed by SIGKILL
-        ("os.kill(os.getpid(), 9)", 128 + 9),
+        ("sys.exit(7)", 7, ""),
+        (
+            "os.kill(os.getpid(), 9)",
+            128 + 9,
+            "error: rank 0 was killed by SIGKILL; the system does this when memory runs out\n",
+        ),
     ],
 )
-def test_exit_status(code, status):
-    assert run_launcher([sys.executable, "-c", f"import os, sys; {code}"], os.environ) == status
+def test_exit_status(code, status, message, capfd):
+    assert run([sys.executable, "-c", f"import os, sys; {code}"]) == status
+    assert capfd.readouterr().err == message
 
 
-def test_second_signal_kills(tmp_path, capfd, monkeypatch):
-    """The program ignores SIGTERM; its parent takes the place of DeepSpeed's runner."""
-    (tmp_path / "ignores_sigterm.py").write_text(
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: open('signalled', 'w').close())\n"
-        "with open('pid.new', 'w') as file:\n    file.write(str(os.getpid()))\n"
-        "os.rename('pid.new', 'pid')\n"
-        "time.sleep(60)\ntime.sleep(60)\n"
+def test_other_ranks_are_killed_after_a_failure(monkeypatch, capfd):
+    """Rank 0 waits for rank 1, and has started a process of its own."""
+    monkeypatch.setattr("megatron.launcher.node._SECONDS_AFTER_FAILURE", 0.5)
+    code = (
+        "import os, subprocess, sys, time\n"
+        "if os.environ['RANK'] == '1': time.sleep(2); os.abort()\n"
+        "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\n"
+        "time.sleep(60)"
     )
+    assert run([sys.executable, "-c", code], ranks=2) == 128 + signal.SIGABRT
+    output, errors = capfd.readouterr()
+    assert errors == "error: rank 1 was killed by SIGABRT\nkilling rank 0, which did not exit\n"
+    assert has_ended(int(output))
+
+
+# Ignores SIGTERM.
+IGNORING = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: open('signalled', 'w').close())
+with open('pid.new', 'w') as file:
+    file.write(str(os.getpid()))
+os.rename('pid.new', 'pid')
+time.sleep(60)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, KILL_SIGNAL])
+def test_second_signal_kills(tmp_path, capfd, monkeypatch, second):
     monkeypatch.chdir(tmp_path)
 
     def interrupt_twice() -> None:
         wait_for(tmp_path / "pid")
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(tmp_path / "signalled")
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), second)
 
     thread = threading.Thread(target=interrupt_twice)
     thread.start()
-    code = "import subprocess, sys; subprocess.run([sys.executable, 'ignores_sigterm.py'])"
-    assert run_launcher([sys.executable, "-c", code], os.environ) == 128 + signal.SIGKILL
+    assert run([sys.executable, "-c", IGNORING]) == 128 + signal.SIGKILL
     thread.join()
     errors = capfd.readouterr().err
     assert "SIGINT: asked 1 process(es) to save and exit" in errors
-    assert "SIGINT again: killing all processes" in errors
+    assert f"{second.name} again: killing all processes" in errors
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
-def test_processes_of_a_launcher_that_died_are_killed(tmp_path, capfd, monkeypatch):
-    """The launcher exits with 0 and leaves a process behind, as DeepSpeed's does after SIGKILL."""
-    monkeypatch.setattr("megatron.launcher.deepspeed_runner._SECONDS_FOR_DATA_WORKERS", 0.5)
-    command = [sys.executable, "-c", "import time; time.sleep(60)", MERGED_CONFIG_OPTION]
-    code = f"import subprocess; print(subprocess.Popen({command!r}).pid)"
-    assert run_launcher([sys.executable, "-c", code], os.environ) == 1
-    output, errors = capfd.readouterr()
-    assert "DeepSpeed's launcher died before its processes; they were killed" in errors
-    assert has_ended(int(output))
+def test_ranks_without_a_connection_are_stopped(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron.launcher.node._SECONDS_TO_SAVE", 0.5)
+    status = run([sys.executable, "-c", IGNORING], connected=lambda: not (tmp_path / "pid").exists())
+    assert status == 128 + signal.SIGKILL
+    assert (tmp_path / "signalled").exists()
+
+
+def test_ranks_end_when_deepy_is_killed(tmp_path):
+    """SIGKILL leaves deepy.py no time to end its ranks. They notice, save and exit."""
+    (tmp_path / "script.py").write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from megatron.launcher.script_arguments import parse_arguments\n"
+        "parse_arguments('wait')\nfacts = [os.environ['RANK']]\n" + SAVE_ON_SIGTERM
+    )
+    process = start_deepy(tmp_path, "script.py", "model", "--set", "num_gpus=2")
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    process.kill()
+    wait_for(tmp_path / "saved0", tmp_path / "saved1")
+    process.communicate(timeout=20)  # the ranks have closed the pipes
 
 
 def has_ended(pid: int) -> bool:

@@ -93,3 +93,15 @@ def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
     assert capsys.readouterr().err == "error on rank 3: what is wrong\n"
     assert run_main(lambda: None) == 0
     assert run_main(lambda: 3) == 3
+
+
+def test_lost_connections_to_other_ranks_are_one_line_and_status_3(capsys, monkeypatch):
+    def fail():
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:37545. This is typical.")
+
+    monkeypatch.setenv("RANK", "0")
+    assert run_main(fail) == 3
+    assert "another rank has ended; its messages say why ([pair.cc:553] Connection" in capsys.readouterr().err
+    monkeypatch.delenv("RANK")
+    with pytest.raises(RuntimeError, match="Connection closed"):  # not a rank: the traceback is useful
+        run_main(fail)

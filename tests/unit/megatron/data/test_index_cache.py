@@ -73,7 +73,9 @@ def test_cache_folder_that_cannot_be_written(corpus, tmp_path):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """as_rank(0), then as_rank(1), run the same code on two simulated ranks. Rank 1 receives what rank 0 broadcast."""
+    """as_rank(0), then as_rank(1), run the same code on two simulated ranks. Rank 1 receives what rank 0 broadcast.
+    Both are the first rank of their machine.
+    """
     broadcasts: list[bytes] = []
     state = SimpleNamespace(rank=0)
 
@@ -86,6 +88,10 @@ def as_rank(monkeypatch):
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: state.rank)
     monkeypatch.setattr(ranks.dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(
+        ranks.dist, "all_gather_object", lambda outcomes, outcome, group: outcomes.__setitem__(slice(None), [outcome])
+    )
     return lambda rank: setattr(state, "rank", rank)
 
 
@@ -117,13 +123,24 @@ def test_all_ranks_fail_if_rank_0_fails(tmp_path, as_rank):
             build_once(tmp_path / "indices", fail)
 
 
-def test_folder_that_another_machine_cannot_see(tmp_path, as_rank):
+def test_every_machine_builds_a_folder_on_its_local_disk(tmp_path, as_rank, monkeypatch):
+    """The folder of rank 0 is not visible to rank 1, and built by the first rank of its machine only."""
+    folder, built = tmp_path / "indices", []
     as_rank(0)
-    build_once(tmp_path / "indices", lambda folder: None)
-    (tmp_path / "indices").rmdir()
+    build_once(folder, built.append)
+    folder.rmdir()
     as_rank(1)
-    with pytest.raises(UserError, match="is not visible on this machine; set data-cache-path to a shared folder"):
-        build_once(tmp_path / "indices", lambda folder: None)
+    build_once(folder, built.append)
+    assert folder.is_dir()
+    assert len(built) == 2
+    folder.rmdir()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    as_rank(0)
+    build_once(folder, built.append)
+    folder.rmdir()
+    as_rank(1)
+    build_once(folder, built.append)
+    assert not folder.exists()
 
 
 # --- data on S3

@@ -59,7 +59,10 @@ def test_folder_of_the_configuration_files(option):
         ),
         (["script.py", "model", "--set", "num-layer=3"], r'--set: "num-layer" is not a known key; nearest: num_layers'),
         (["script.py", "model", "--set", "num_nodes=2"], "num_nodes 2 needs a hostfile"),
-        (["script.py", "model", "--set", "hostfile=nowhere", "num_nodes=2"], "hostfile nowhere: no such file"),
+        (
+            ["script.py", "model", "--set", "hostfile=nowhere", "num_nodes=2"],
+            "hostfile nowhere: No such file or directory",
+        ),
     ],
 )
 def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, words, message):
@@ -67,7 +70,7 @@ def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, w
     (tmp_path / "model.yml").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("megatron.launcher.main.run_launcher", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr("megatron.launcher.main.run_node", lambda *_: pytest.fail("something was started"))
     assert run_main(lambda: main(words)) == 2
     output, errors = capsys.readouterr()
     assert output == ""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, UserError
-from megatron.launcher.resources import Resources, check_launcher, find_resources
+from megatron.launcher.resources import Resources, check_launcher, find_resources, uses_other_hosts
 
 KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
 
@@ -52,9 +52,9 @@ def test_this_machine_with_gpus(gpus):
     assert find_resources(make_config(exclude="localhost:0")).slots == {"localhost": [1, 2, 3]}
     for keys, message in (
         ({"num_gpus": 5}, r"num_gpus is 5, but only 4 GPU\(s\) are visible here"),
-        ({"include": "localhost:7"}, "include / exclude: No slot '7'"),
-        ({"include": "elsewhere:0"}, "include / exclude: Hostname 'elsewhere' not found"),
-        ({"exclude": "localhost"}, "include and exclude leave no GPU"),
+        ({"include": "localhost:7"}, "include: localhost has no slot '7' in this machine"),
+        ({"include": "elsewhere:0"}, "include: 'elsewhere' is not a host of this machine, which has localhost"),
+        ({"exclude": "localhost"}, "exclude localhost leaves no slot of this machine"),
     ):
         with pytest.raises(UserError, match=message):
             find_resources(make_config(**keys))
@@ -92,8 +92,9 @@ def test_hostfile(hostfile):
     [
         ({"num_nodes": 3}, r"num_nodes is 3, but .* lists 2 host\(s\)"),
         ({"num_gpus": 5}, "num_gpus is 5, but worker-1, worker-2 has fewer slots in "),
-        ({"include": "worker-9"}, "Hostname 'worker-9' not found"),
-        ({"exclude": "worker-1@worker-2"}, "include and exclude leave no host"),
+        ({"include": "worker-9"}, "include: 'worker-9' is not a host of .*, which has worker-1, worker-2"),
+        ({"include": "worker-1:9"}, r"include: worker-1 has no slot '9' in .*, only \[0, 1, 2, 3\]"),
+        ({"exclude": "worker-1@worker-2"}, "exclude worker-1@worker-2 leaves no slot of"),
     ],
 )
 def test_hostfile_without_the_requested_slots(hostfile, keys, message):
@@ -101,10 +102,34 @@ def test_hostfile_without_the_requested_slots(hostfile, keys, message):
         find_resources(make_config(hostfile=hostfile, **keys))
 
 
-def test_bad_hostfile(tmp_path, hostfile):
-    Path(hostfile).write_text("worker-1 4\n")
-    with pytest.raises(UserError, match="bad entry: worker-1 4"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("worker-1 4\n", r"line 1: expected HOST slots=N with N >= 1, not 'worker-1 4'"),
+        ("# a\nworker-1 slots=0\n", r"line 2: expected HOST slots=N with N >= 1"),
+        ("a slots=1\na slots=2\n", "line 2: a was listed before"),
+        ("# nothing\n", "lists no host"),
+    ],
+)
+def test_bad_hostfile(hostfile, text, message):
+    Path(hostfile).write_text(text)
+    with pytest.raises(UserError, match=message):
         find_resources(make_config(hostfile=hostfile))
+
+
+def test_other_hosts(tmp_path):
+    def uses(hosts: str, **keys) -> bool:
+        (tmp_path / "hosts").write_text(hosts)
+        config = make_config(hostfile=str(tmp_path / "hosts"), **keys)
+        return uses_other_hosts(config, find_resources(config))
+
+    assert not uses("localhost slots=1\n")
+    assert uses("localhost slots=1\n", force_multi=True)
+    assert uses("localhost slots=1\n", launcher="slurm")
+    assert uses("no-such-host.invalid slots=1\n")
+    assert uses("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    assert not uses("127.0.0.1 slots=1\n127.0.0.2 slots=1\n", num_nodes=1)
+    assert not uses_other_hosts(make_config(), Resources({"localhost": [0]}, None, on_cpu=True))
 
 
 def test_default_hostfile(hostfile, monkeypatch, gpus):
@@ -120,22 +145,22 @@ def test_several_nodes_require_a_hostfile(gpus, keys):
         find_resources(make_config(**keys))
 
 
-def test_check_launcher(hostfile, monkeypatch):
+def test_check_launcher(tmp_path, hostfile, monkeypatch):
     def check(**keys):
         config = make_config(hostfile=hostfile, **keys)
         check_launcher(config, find_resources(config))
 
     monkeypatch.setattr("shutil.which", lambda name: None)
-    check(num_nodes=1)
     with pytest.raises(
         UserError, match=r"launcher pdsh is not installed here \(pdsh is not found\); install it, or set"
     ):
         check()
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    check()
-    check(launcher="openmpi")
+    check(include="worker-1:1@worker-2:0,3")
+    check(launcher="openmpi", num_gpus=2, num_nodes=1)
+    check(launcher="openmpi", include="worker-1:0@worker-2")
     check(launcher="slurm", num_gpus=2)
-    with pytest.raises(UserError, match="launcher openmpi always uses all hosts in the hostfile; remove num_gpus"):
-        check(launcher="openmpi", num_gpus=2)
-    with pytest.raises(UserError, match="launcher slurm: slurm backend cannot select specific device ids"):
-        check(launcher="slurm", include="worker-1:1@worker-2:1")
+    with pytest.raises(UserError, match="launcher openmpi cannot select slots 1 of worker-1, only the first ones"):
+        check(launcher="openmpi", include="worker-1:1@worker-2")
+    with pytest.raises(UserError, match="same number of slots on every host, but worker-1 has 1, worker-2 has 4"):
+        check(launcher="slurm", include="worker-1:0@worker-2")

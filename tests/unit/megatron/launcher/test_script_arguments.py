@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, UserError
-from megatron.launcher.script_arguments import decode_config, encode_config, parse_arguments, set_rank_variables
+from megatron.launcher.script_arguments import decode_config, encode_config, parse_arguments
 
 KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr("megatron.launcher.script_arguments.follow_launcher", lambda: None)
     (tmp_path / "model.yml").write_text(json.dumps({**KEYS, "rope-fusion": True}))
     (tmp_path / "seed.yml").write_text('{"seed": 7}')
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -78,42 +79,6 @@ def test_no_files_is_a_usage_error(capsys):
 
 
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
-
-
-@pytest.mark.parametrize(
-    ("keys", "variables"),
-    [
-        ({"launcher": "slurm"}, SLURM),
-        ({"deepspeed_slurm": True}, SLURM),
-        ({"launcher": "OpenMPI"}, OPEN_MPI),
-        ({"deepspeed_mpi": True}, OPEN_MPI),
-    ],
-)
-def test_ranks_of_slurm_and_mpi(keys, variables):
-    config = Config.from_flat({**KEYS, **keys, "master_addr": "node-1"})
-    environment = dict(variables)
-    set_rank_variables(config, environment)
-    expected = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
-    assert environment == {**variables, **expected}
-
-
-def test_existing_ranks_are_not_changed():
-    environment = dict(SLURM)
-    set_rank_variables(Config.from_flat(KEYS), environment)
-    assert environment == SLURM
-    environment = {**SLURM, "RANK": "0"}
-    set_rank_variables(Config.from_flat({**KEYS, "launcher": "slurm"}), environment)
-    assert environment == {**SLURM, "RANK": "0"}
-
-
-def test_several_processes_require_an_address():
-    config = Config.from_flat({**KEYS, "launcher": "slurm"})
-    with pytest.raises(UserError, match="8 processes, but the address of the first is unknown; set master_addr"):
-        set_rank_variables(config, dict(SLURM))
-    environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    set_rank_variables(config, environment)
-    assert environment["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_parse_arguments_sets_slurm_ranks(folder, monkeypatch):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.config import Config
+from megatron.config import Config, UserError
 from megatron.training import distributed
 from tests.support.runs import training_settings
 
@@ -44,3 +44,36 @@ def test_a_signal_is_recorded(layout):
         signal.raise_signal(signal.SIGTERM)
         assert signals.received_by_any_rank()
     assert signal.getsignal(signal.SIGINT) == default
+
+
+def test_unknown_first_host(tmp_path, monkeypatch):
+    for name, value in {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "no-such-host.invalid",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"cannot find the first host, 'no-such-host.invalid' \(.*\); set master_addr"):
+        distributed.initialize(Config.from_flat(training_settings(tmp_path, "data")))
+
+
+def test_more_ranks_than_gpus_on_a_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UserError, match=r"was given rank 2 of its own, but has 2 visible GPU\(s\); lower its slots"):
+        distributed.initialize(Config.from_flat(training_settings(tmp_path, "data")))
+
+
+def test_signal_that_arrives_after_another_rank_stopped_is_ignored(layout, monkeypatch):
+    """A launcher's signal reaches the ranks of other hosts later, perhaps when this rank has already saved."""
+    previous = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed.dist, "all_reduce", lambda flag, op, group: flag.fill_(1))
+    try:
+        with distributed.DistributedSignalHandler() as signals:
+            assert signals.received_by_any_rank()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,159 @@
+"""The command lines that start the ranks: of each rank, of srun and mpirun, and of pdsh with the part it runs on hosts.
+
+A value on a command line is visible to every user of a host, so secrets are never put there: srun and mpirun receive
+the names of variables only, and pdsh, which has no other way to pass variables, does not receive secrets.
+"""
+
+import dataclasses
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.launcher import node
+from megatron.launcher.node import Node
+from megatron.launcher.resources import HYDRA_LAUNCHERS, Resources
+from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, encode_config
+from megatron.utils.errors import UserError
+from megatron.utils.secrets import contains_secret, is_secret_name
+
+# Variables that have the same meaning on every host. srun passes all variables.
+FORWARDED_PREFIXES = (
+    "CUDA_", "CUBLAS_", "CUDNN_", "DS_", "FI_", "GLOO_", "HF_", "HUGGINGFACE_", "KMP_", "LD_LIBRARY_PATH", "MKL_",
+    "MLFLOW_", "MV2_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TP_",
+    "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_",
+)  # fmt: skip
+NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "OMP_DISPLAY_ENV")
+
+
+class ReservedPort:
+    """A free port on this machine. While it is reserved, the system assigns it to no other process.
+
+    The socket is bound with SO_REUSEADDR but does not listen, so rank 0 can listen on the port.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("", 0))
+        self.number: int = self._socket.getsockname()[1]
+
+    def __enter__(self) -> "ReservedPort":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def rank_command(config: Config, script: Path, options: Sequence[str]) -> list[str]:
+    """The command of every rank. It contains the configuration, so the hosts need not read the files."""
+    return [sys.executable, "-u", str(script.absolute()), MERGED_CONFIG_OPTION, encode_config(config), *options]
+
+
+def local_environment(resources: Resources, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The environment of ranks on this machine, derived from `environment`, and notes for the user."""
+    result = dict(environment)
+    notes: list[str] = []
+    (slots,) = resources.slots.values()
+    result["CUDA_VISIBLE_DEVICES"] = "" if resources.on_cpu else ",".join(map(str, slots))
+    if resources.on_cpu:
+        result["DS_ACCELERATOR"] = "cpu"
+        if resources.world_size > 1 and "OMP_NUM_THREADS" not in result:
+            threads = max(1, len(os.sched_getaffinity(0)) // resources.world_size)
+            result["OMP_NUM_THREADS"] = str(threads)
+            notes.append(f"{threads} thread(s) per process (OMP_NUM_THREADS is not set)")
+    return result, notes
+
+
+def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the ranks on other hosts receive: those with one of the prefixes above, and those of the file
+    `.deepspeed_env` (lines NAME=VALUE) in the home or working directory, or of the file that DS_ENV_FILE names.
+
+    Raises UserError if a line of the file is not NAME=VALUE.
+    """
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
+    }
+    for folder in (Path.home(), Path()):
+        path = folder / environment.get("DS_ENV_FILE", ".deepspeed_env")
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            name, equals, value = line.strip().removeprefix("export ").partition("=")
+            if not name or name.startswith("#"):
+                continue
+            if not equals or not name.strip().isidentifier():
+                raise UserError(f"{path}: {line!r} is not NAME=VALUE")
+            variables[name.strip()] = value.strip()
+    return variables
+
+
+def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The variables that are not secrets, and the names of the others."""
+    names = [name for name, value in variables.items() if is_secret_name(name) or contains_secret(value)]
+    return {name: value for name, value in variables.items() if name not in names}, names
+
+
+def job_command(config: Config, resources: Resources, variables: Sequence[str], command: Sequence[str]) -> list[str]:
+    """The command line of srun or mpirun that starts `command` as every rank.
+
+    Args:
+        variables: names of the variables that mpirun passes on from its own environment. srun passes all.
+    """
+    launcher = config.launcher
+    hosts, ranks = resources.hosts, resources.world_size
+    per_host = len(resources.slots[hosts[0]])
+    if launcher.launcher == "slurm":
+        words = ["srun", f"--ntasks={ranks}", f"--nodes={len(hosts)}", f"--ntasks-per-node={per_host}"]
+        words += [f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=1", "--export=ALL"]
+        if launcher.num_gpus is not None and os.environ.get("DS_ACCELERATOR") != "cpu":
+            words.append(f"--gpus-per-node={launcher.num_gpus}")
+        options = {"--comment": launcher.comment, "--account": launcher.account}
+        words += [f"{option}={value}" for option, value in options.items() if value is not None]
+    elif launcher.launcher in HYDRA_LAUNCHERS:
+        words = ["mpiexec.hydra", "-n", str(ranks), "-ppn", str(per_host), "-hosts", ",".join(hosts)]
+        words += ["-genvlist", ",".join(variables)] if variables else []
+    else:
+        slots = ",".join(f"{host}:{len(indices)}" for host, indices in resources.slots.items())
+        # mpirun binds each process to one core by default, together with its threads and data workers.
+        words = ["mpirun", "-n", str(ranks), "-host", slots, "--bind-to", "none"]
+        for name in variables:
+            words += ["-x", name]
+    return [*words, *command]
+
+
+def make_nodes(resources: Resources, master_addr: str, master_port: int) -> list[Node]:
+    """The ranks of every host, in the order of the hostfile."""
+    nodes: list[Node] = []
+    first_rank = 0
+    for host, slots in resources.slots.items():
+        nodes.append(Node(host, slots, first_rank, resources.world_size, master_addr, master_port))
+        first_rank += len(slots)
+    return nodes
+
+
+def pdsh_command(hosts: Sequence[str], remote: str) -> list[str]:
+    """Run a shell command on all hosts at once; pdsh returns the largest of their exit statuses."""
+    return ["pdsh", "-S", "-f", str(len(hosts)), "-w", ",".join(hosts), remote]
+
+
+def node_command(nodes: Sequence[Node], pid_file: str, command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """The shell command that pdsh runs on every host. pdsh replaces %n in it by the index of the host.
+
+    It works in sh, csh and fish. `exec`, so that the status of node.py is that of ssh.
+
+    Args:
+        pid_file: the path prefix of a file where node.py stores its process id; the index is appended.
+    """
+    assignments = [f"{name}={value}" for name, value in variables.items()]
+    start = (
+        f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*assignments, sys.executable, '-u', node.__file__])}"
+    )
+    all_nodes = json.dumps([dataclasses.asdict(each) for each in nodes])
+    end = shlex.join([all_nodes, pid_file, *command])
+    escaped = [text.replace("%", "%%") for text in (start, end)]
+    return " %n ".join(escaped)

@@ -1,0 +1,163 @@
+"""Starts the ranks of several hosts with pdsh, srun or mpirun, forwards signals, and reports a host that failed.
+
+srun and mpirun start every rank. pdsh starts node.py on every host, which starts the ranks of that host.
+"""
+
+import contextlib
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron.launcher.commands import node_command, pdsh_command
+from megatron.launcher.node import KILL_SIGNAL, STOP_SIGNALS, Node
+from megatron.utils.errors import UserError
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# If a host has failed, the ranks of the others lose the connection to it and end, unless they wait for it.
+_SECONDS_AFTER_FAILURE = 60
+_PDSH_STATUS = re.compile(r"pdsh@[^:]+: ([^:]+): ssh exited with exit code (\d+)")
+_SSH_FAILED = 255
+
+
+def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Check over ssh that every host has the working directory and the files; returns the first host's IP address.
+
+    Raises UserError with one line for each host that does not.
+    """
+    missing = "missing: "
+    tests = [f"test -e {shlex.quote(path)} || echo {missing}{shlex.quote(path)}" for path in (directory, *files)]
+    script = f"sh -c {shlex.quote('; '.join([*tests, 'hostname -I']))}"
+    options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
+
+    def check(host: str) -> tuple[str, str]:
+        """(IP address, problem); one of them is empty."""
+        command = [*SSH, *options, host, script]
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        lines = process.stdout.splitlines()
+        paths = [line.removeprefix(missing) for line in lines if line.startswith(missing)]
+        if paths:
+            return "", f"there is no {', '.join(paths)}"
+        addresses = lines[-1].split() if lines else []
+        if process.returncode or not addresses:
+            return "", (process.stderr.strip().splitlines() or [f"ssh exited with status {process.returncode}"])[-1]
+        return addresses[0], ""
+
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        results = list(pool.map(check, hosts))
+    problems = [f"  {host}: {problem}" for host, (_, problem) in zip(hosts, results, strict=True) if problem]
+    if problems:
+        raise UserError(
+            "\n".join([f"{len(problems)} of {len(hosts)} host(s) of the hostfile cannot be used:", *problems])
+            + "\nEvery host must accept ssh without a password, and have this project, its Python environment and the "
+            "working directory at the same paths (docs/clusters.md); no_ssh_check: true skips this check"
+        )
+    return results[0][0]
+
+
+def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) -> int:
+    """Run srun or mpirun, and return its exit status; 128 + N if signal N ended it.
+
+    The first SIGTERM, SIGINT or SIGHUP is forwarded as SIGUSR1, which srun and mpirun pass on to the ranks; they save
+    and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the ranks. Must be called in the
+    main thread.
+    """
+    process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, start_new_session=True)
+    with _forward_signals(lambda again: process.send_signal(signal.SIGTERM if again else signal.SIGUSR1), ranks):
+        status = process.wait()
+    return 128 - status if status < 0 else status
+
+
+def run_pdsh(
+    nodes: Sequence[Node], command: Sequence[str], variables: Mapping[str, str], environment: Mapping[str, str]
+) -> int:
+    """Run `command` as every rank of the hosts `nodes`, and return the largest exit status of the hosts.
+
+    The first SIGTERM, SIGINT or SIGHUP is forwarded to all ranks as SIGTERM; they save and exit. The second one kills
+    them. If a host fails, the ranks of the others are killed after a minute. Must be called in the main thread.
+
+    Args:
+        variables: environment variables of the ranks.
+        environment: of pdsh.
+    """
+    hosts = [str(node.host) for node in nodes]
+    pid_file = f"/tmp/deepy-{secrets.token_hex(8)}."  # node.py appends the index of its host
+    environment = {**environment, "PDSH_RCMD_TYPE": "ssh"}
+    failed: list[str] = []
+    senders: list[subprocess.Popen[bytes]] = []
+
+    def send(name: str) -> None:
+        """Send a signal to node.py on every host that still runs it."""
+        remote = f"test ! -e {pid_file}%n || kill -s {name} `cat {pid_file}%n`"
+        command = pdsh_command(hosts, remote)
+        null = subprocess.DEVNULL
+        senders.append(
+            subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        )
+
+    def stop(again: bool) -> None:
+        send(KILL_SIGNAL.name[3:] if again else "TERM")
+
+    def end_other_hosts() -> None:
+        print(f"killing the ranks that still run, because {failed[0]} failed", file=sys.stderr, flush=True)
+        stop(again=True)
+
+    timer = threading.Timer(_SECONDS_AFTER_FAILURE, end_other_hosts)
+    timer.daemon = True
+    process = subprocess.Popen(
+        pdsh_command(hosts, node_command(nodes, pid_file, command, variables)),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    with _forward_signals(stop, sum(len(node.slots) for node in nodes)):
+        for line in process.stderr:
+            match = _PDSH_STATUS.match(line)
+            if match is None:
+                text = line.rstrip("\n")
+            elif int(match[2]) == _SSH_FAILED:
+                text = f"error: the ssh connection to {match[1]} was lost, or its processes were killed"
+            else:
+                text = ""  # node.py on this host has printed the reason
+            if text:
+                with contextlib.suppress(OSError):
+                    print(text, file=sys.stderr, flush=True)
+            if match is not None:
+                failed.append(match[1])
+                if len(failed) == 1:
+                    timer.start()
+        status = process.wait()
+    timer.cancel()
+    for sender in senders:
+        sender.wait()
+    return 128 - status if status < 0 else status
+
+
+@contextlib.contextmanager
+def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]:
+    """Within the block, a stop signal calls `stop(False)`, and every further one `stop(True)`."""
+    received: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        received.append(number)
+        name, again = signal.Signals(number).name, len(received) > 1
+        asked = f": asked {ranks} process(es) to save and exit; repeat to kill them"
+        with contextlib.suppress(OSError):
+            print(name + (" again: killing all processes" if again else asked), file=sys.stderr, flush=True)
+        stop(again)
+
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,209 @@
+"""Starts the ranks of one host, forwards signals to them, and reports the rank that failed.
+
+deepy.py calls `run_node` for the ranks of this machine. For several hosts, pdsh starts this file on each of them:
+
+    python node.py INDEX '[{"host": ..., "slots": ...}, ...]' PID_FILE_PREFIX COMMAND OF A RANK
+
+It imports only the standard library, so it starts in a fraction of a second and does not depend on the working
+directory.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# deepy.py sends it to node.py on the other hosts.
+KILL_SIGNAL = signal.SIGUSR1
+# A rank prints its own message before it exits with one of these: a UserError, or the loss of the connection to another
+# rank (megatron/config/command_line.py).
+EXPLAINED_STATUSES = (2, 3)
+# After a rank has failed, the others cannot save. This is the time to print their own messages.
+_SECONDS_AFTER_FAILURE = 10
+_SECONDS_TO_SAVE = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """The ranks of one host.
+
+    Attributes:
+        host: the host's name, for messages; None if all ranks run on this machine.
+        slots: indices of GPUs, one per rank; on the CPU, any list of this length.
+        first_rank: rank of the first process.
+        world_size: number of ranks on all hosts.
+        master_addr, master_port: address of rank 0.
+    """
+
+    host: str | None
+    slots: list[int]
+    first_rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+    def variables(self, index: int) -> dict[str, str]:
+        """What torch.distributed and DeepSpeed read from the environment of the process `index` of this host."""
+        return {
+            "RANK": str(self.first_rank + index),
+            "LOCAL_RANK": str(index),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_SIZE": str(len(self.slots)),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def run_node(
+    node: Node,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    connected: Callable[[], bool] = lambda: True,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> int:
+    """Run one process per rank until all have ended. Must be called in the main thread.
+
+    The first SIGTERM, SIGINT or SIGHUP is forwarded to all ranks as SIGTERM; they save and exit. The second one, or
+    SIGUSR1, kills them. If a rank fails, the others are killed after ten seconds. If `connected` returns False, nobody
+    is left to stop the ranks or to read their output, so they are asked to save and exit.
+
+    Args:
+        environment: of the ranks, without the variables of `Node.variables`.
+        stdin, stdout, stderr: file descriptors of the ranks; by default those of this process.
+
+    Returns:
+        The exit status of the first rank that failed (128 + N if signal N killed it), or 0.
+    """
+    received: list[str] = []
+    previous_handlers = {
+        number: signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
+        for number in (*STOP_SIGNALS, KILL_SIGNAL)
+    }
+    running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def kill_all() -> None:
+        for process in running.values():
+            _kill(process)
+
+    try:
+        for index in range(len(node.slots)):
+            variables = {**environment, **node.variables(index)}
+            # In a session of its own, a rank does not receive Ctrl-C, which would end its data workers at once.
+            running[node.first_rank + index] = subprocess.Popen(
+                command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+        status = handled = 0
+        kill_at = math.inf
+        stopping = False
+        while running:
+            time.sleep(0.1)
+            if len(received) > handled and (stopping or KILL_SIGNAL.name in received):
+                if node.host is None:
+                    _report(node, f"{received[-1]} again: killing all processes")
+                kill_all()
+            elif len(received) > handled or not (stopping or connected()):
+                stopping = True
+                if received and node.host is None:
+                    asked = f"asked {len(running)} process(es) to save and exit; repeat to kill them"
+                    _report(node, f"{received[0]}: {asked}")
+                for process in running.values():
+                    process.terminate()
+                if not received:
+                    kill_at = time.monotonic() + _SECONDS_TO_SAVE
+            handled = len(received)
+            for rank, process in list(running.items()):
+                code = process.poll()
+                if code is None:
+                    continue
+                del running[rank]
+                _kill(process)  # its data workers
+                if code != 0 and status == 0:
+                    status = 128 - code if code < 0 else code
+                    if not stopping:
+                        _report_failure(node, rank, code)
+                    seconds = _SECONDS_TO_SAVE if stopping else _SECONDS_AFTER_FAILURE
+                    kill_at = min(kill_at, time.monotonic() + seconds)
+            if running and time.monotonic() > kill_at:
+                _report(node, f"killing rank {', '.join(map(str, running))}, which did not exit")
+                kill_all()
+                kill_at = math.inf
+        return status
+    finally:
+        kill_all()
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+
+
+def _report_failure(node: Node, rank: int, code: int) -> None:
+    """Name the first rank that failed, unless its own message is enough."""
+    if code < 0:
+        hint = "; the system does this when memory runs out" if -code == signal.SIGKILL else ""
+        _report(node, f"error: rank {rank} was killed by {signal.Signals(-code).name}{hint}")
+    elif node.host is not None and code not in EXPLAINED_STATUSES:
+        _report(node, f"error: rank {rank} exited with status {code}; its message is above")
+
+
+def _report(node: Node, text: str) -> None:
+    with contextlib.suppress(OSError):  # the connection may be lost
+        print(text if node.host is None else f"{text} (host {node.host})", file=sys.stderr, flush=True)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and everything it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _standard_input_is_open() -> bool:
+    """False once the other end of the ssh connection is closed. pdsh sends nothing, and keeps it open."""
+    readable, _, _ = select.select([0], [], [], 0)
+    return not readable or os.read(0, 1) != b""
+
+
+def _copy(source: int, target: int) -> None:
+    """Copy what the ranks print. If the connection is lost, they can still print, and so they can still save."""
+    while data := os.read(source, 1 << 16):
+        with contextlib.suppress(OSError):
+            os.write(target, data)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the ranks of this host for pdsh."""
+    index, nodes, pid_file, *command = words
+    node, pid_path = Node(**json.loads(nodes)[int(index)]), Path(pid_file + index)
+    environment = dict(os.environ)
+    if environment.get("DS_ACCELERATOR") != "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.slots))
+    copies = []
+    streams = []
+    for target in (1, 2):
+        source, stream = os.pipe()
+        streams.append(stream)
+        copies.append(threading.Thread(target=_copy, args=(source, target), daemon=True))
+        copies[-1].start()
+    pid_path.write_text(str(os.getpid()))
+    try:
+        return run_node(node, command, environment, _standard_input_is_open, subprocess.DEVNULL, *streams)
+    finally:
+        for stream in streams:
+            os.close(stream)
+        for copy in copies:
+            copy.join(timeout=5)
+        with contextlib.suppress(OSError):
+            pid_path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,217 @@
+"""Two hosts emulated on this machine: sshd on 127.0.0.1 and 127.0.0.2, and a Slurm cluster with these two nodes.
+
+All daemons run as the current user from a temporary folder, listen only on loopback, and end with the context.
+`ssh` is replaced by a script that reads our own configuration, so ~/.ssh is neither used nor changed.
+"""
+
+import contextlib
+import getpass
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from tests.support.runs import ROOT, environment
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+# mpirun starts ranks on a loopback address without ssh, but on an unknown name with ssh, which resolves it.
+MPI_HOSTS = ("host-1", "host-2")
+PACKAGES = {
+    "/usr/sbin/sshd": "openssh-server",
+    "/usr/bin/pdsh": "pdsh",
+    "/usr/bin/mpirun": "openmpi-bin",
+    "/usr/sbin/slurmctld": "slurm-wlm",
+    "/usr/sbin/munged": "munge",
+}
+
+
+class Cluster:
+    """The two hosts. A context manager."""
+
+    def __init__(self, folder: Path):
+        missing = [package for program, package in PACKAGES.items() if not os.path.exists(program)]
+        assert not missing, f"install the missing packages: apt-get install {' '.join(missing)}"
+        self.folder = folder
+        self._daemons: dict[str, subprocess.Popen] = {}
+        self._ssh_port, self._controller_port, *self._node_ports = free_ports(4)
+        self.environment = {
+            **environment(),
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "DS_ACCELERATOR": "cpu",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "OMPI_MCA_oob_tcp_if_include": "lo",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+
+    def __enter__(self) -> "Cluster":
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._stop)
+            self._write_ssh_files()
+            self._write_slurm_files()
+            for host in HOSTS:
+                self.start_sshd(host)
+            munge = self.folder / "munge"
+            self._start(
+                "munged", "/usr/sbin/munged", "--foreground", "--force", f"--key-file={munge / 'key'}",
+                f"--socket={munge / 'socket'}", f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}",
+                f"--seed-file={munge / 'seed'}", "--num-threads=2",
+            )  # fmt: skip
+            self._start("slurmctld", "/usr/sbin/slurmctld", "-D")
+            for host in HOSTS:
+                self._start(f"slurmd-{host}", "/usr/sbin/slurmd", "-D", "-N", host)
+            self._wait_until_ready()
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def start_sshd(self, host: str) -> None:
+        self._start(f"sshd-{host}", "/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / f"sshd-{host}.conf"))
+
+    def stop_sshd(self, host: str) -> None:
+        """Kill the sshd of a host, all its connections, and all processes they have started, as if it lost power."""
+        daemon = self._daemons.pop(f"sshd-{host}")
+        kill_trees(daemon.pid)
+        daemon.wait()
+
+    def deepy(self, folder: Path, *words: str, **variables: str) -> subprocess.Popen:
+        """Start `python deepy.py train.py WORDS` in `folder` with its output in a pipe."""
+        return self.run_in(folder, [sys.executable, str(ROOT / "deepy.py"), "train.py", *words], **variables)
+
+    def run_in(self, folder: Path, command: list[str], **variables: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**self.environment, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _start(self, name: str, *command: str) -> None:
+        with open(self.folder / f"{name}.log", "a") as log:
+            self._daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+
+    def _stop(self) -> None:
+        for daemon in self._daemons.values():
+            kill_trees(daemon.pid)
+            daemon.wait()
+        # slurmstepd, which slurmd starts for each job step, leaves the tree of slurmd.
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+                    process.kill()
+
+    def _write_ssh_files(self) -> None:
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd requires it as root
+        folder = self.folder
+        for name in ("host_key", "user_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        for host in HOSTS:
+            (folder / f"sshd-{host}.conf").write_text(
+                f"ListenAddress {host}:{self._ssh_port}\nHostKey {folder}/host_key\n"
+                f"AuthorizedKeysFile {folder}/user_key.pub\nPidFile none\nStrictModes no\nUsePAM no\n"
+                "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+            )
+        aliases = "".join(f"Host {a}\n  HostName {b}\n" for a, b in zip(MPI_HOSTS, HOSTS, strict=True))
+        (folder / "ssh_config").write_text(
+            f"{aliases}Host *\n  Port {self._ssh_port}\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n"
+            f"  UserKnownHostsFile {folder}/known_hosts\n  StrictHostKeyChecking accept-new\n  LogLevel ERROR\n"
+        )
+        (folder / "bin").mkdir()
+        ssh = folder / "bin" / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
+        ssh.chmod(0o755)
+
+    def _write_slurm_files(self) -> None:
+        folder = self.folder
+        (folder / "munge").mkdir()
+        key = folder / "munge" / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        (folder / "state").mkdir()
+        nodes = "".join(
+            f"NodeName={host} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
+            for host, port in zip(HOSTS, self._node_ports, strict=True)
+        )
+        user = getpass.getuser()
+        (folder / "slurm.conf").write_text(
+            f"ClusterName=test\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort={self._controller_port}\n"
+            f"SlurmUser={user}\nSlurmdUser={user}\nAuthType=auth/munge\nAuthInfo=socket={folder}/munge/socket\n"
+            f"CredType=cred/munge\nCommunicationParameters=NoCtldInAddrAny,NoInAddrAny\nMpiDefault=none\n"
+            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool.%n\nSlurmctldPidFile={folder}/ctld.pid\n"
+            f"SlurmdPidFile={folder}/slurmd.%n.pid\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
+            "JobAcctGatherType=jobacct_gather/none\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\n"
+            "SwitchType=switch/none\nReturnToService=2\nSlurmdParameters=config_overrides\n"
+            f"{nodes}PartitionName=test Nodes=ALL Default=YES State=UP\n"
+        )
+
+    def _wait_until_ready(self) -> None:
+        checks = [["pdsh", "-R", "ssh", "-S", "-w", ",".join(HOSTS), "true"]]
+        checks.append(["srun", "--nodes=2", "--ntasks=2", "--immediate=2", "true"])
+        end = time.monotonic() + 30
+        while checks:
+            result = subprocess.run(checks[0], env=self.environment, capture_output=True, text=True)
+            if result.returncode == 0:
+                checks.pop(0)
+                continue
+            if time.monotonic() > end:
+                logs = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+                raise AssertionError(f"{checks[0]}: {result.stderr}\n{logs}")
+            time.sleep(0.2)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def kill_trees(*pids: int) -> None:
+    """Kill processes and all their descendants."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for each in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+
+def processes_in(folder: Path) -> Iterator[psutil.Process]:
+    """The processes of the run in `folder`: all that have it as working directory."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def rank_process(folder: Path, rank: int) -> psutil.Process:
+    """The process of a rank of the run in `folder`."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    for process in processes_in(folder):
+        variables = process.environ()
+        script = [word for word in process.cmdline() if word.endswith("train.py")]
+        if script and str(rank) in [variables.get(name) for name in names]:
+            parent = process.parent()
+            if parent is None or parent.cmdline() != process.cmdline():  # not a data worker
+                return process
+    raise AssertionError(f"rank {rank} is not running")
+
+
+def wait_for_none(folder: Path, seconds: float = 90) -> None:
+    """Wait until no process of the run is left."""
+    end = time.monotonic() + seconds
+    while left := [str(process) for process in processes_in(folder)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.2)

@@ -1,0 +1,116 @@
+"""Command lines and environments of the ranks (tests/integration/test_launch.py and test_multi_host.py run them)."""
+
+import json
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config import Config, UserError
+from megatron.launcher.commands import (
+    ReservedPort,
+    forwarded_variables,
+    job_command,
+    local_environment,
+    make_nodes,
+    node_command,
+    pdsh_command,
+    rank_command,
+    split_secrets,
+)
+from megatron.launcher.resources import Resources
+from megatron.launcher.script_arguments import decode_config
+
+KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
+TWO_HOSTS = Resources({"n1": [0, 1], "n2": [0, 1]}, "hostfile", on_cpu=False)
+
+
+def make_config(**keys) -> Config:
+    return Config.from_flat({**KEYS, **keys})
+
+
+def test_rank_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = rank_command(make_config(seed=5), Path("train.py"), ["--lengths", "8"])
+    assert words[:4] == [sys.executable, "-u", str(tmp_path / "train.py"), "--neox-config"]
+    assert decode_config(words[4]).training.seed == 5
+    assert words[5:] == ["--lengths", "8"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {"launcher": "slurm", "comment": "a run", "account": "lab", "num_gpus": 2},
+            "srun --ntasks=4 --nodes=2 --ntasks-per-node=2 --nodelist=n1,n2 --kill-on-bad-exit=1 --export=ALL "
+            "--gpus-per-node=2 '--comment=a run' --account=lab",
+        ),
+        ({"launcher": "openmpi"}, "mpirun -n 4 -host n1:2,n2:2 --bind-to none -x A -x B"),
+        ({"launcher": "mpich"}, "mpiexec.hydra -n 4 -ppn 2 -hosts n1,n2 -genvlist A,B"),
+    ],
+)
+def test_job_command(keys, expected, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    words = job_command(make_config(**keys), TWO_HOSTS, ["A", "B"], ["python", "train.py"])
+    assert words == [*shlex.split(expected), "python", "train.py"]
+
+
+def test_pdsh_and_node_command(tmp_path, monkeypatch):
+    folder = tmp_path / "a b%"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    resources = Resources({"n1": [0, 1], "n2": [3]}, "hostfile", on_cpu=False)
+    remote = node_command(make_nodes(resources, "10.0.0.1", 29500), "/tmp/x.", ["python", "100%"], {"A": "it's %n"})
+    assert pdsh_command(["n1", "n2"], remote) == ["pdsh", "-S", "-f", "2", "-w", "n1,n2", remote]
+    # What pdsh sends to the second host, and what its shell makes of it.
+    sent = remote.replace("%%", "@").replace("%n", "1").replace("@", "%")
+    cd, directory, and_, exec_, env, assignment, python, unbuffered, program, index, nodes, *rest = shlex.split(sent)
+    assert [cd, directory, and_, exec_, env, assignment] == ["cd", str(folder), "&&", "exec", "env", "A=it's %n"]
+    assert [python, unbuffered, Path(program).name, index] == [sys.executable, "-u", "node.py", "1"]
+    assert rest == ["/tmp/x.", "python", "100%"]
+    first, second = json.loads(nodes)
+    assert (first["host"], first["slots"], first["first_rank"], first["world_size"]) == ("n1", [0, 1], 0, 3)
+    assert (second["host"], second["slots"], second["first_rank"]) == ("n2", [3], 2)
+    assert (second["master_addr"], second["master_port"]) == ("10.0.0.1", 29500)
+
+
+def test_forwarded_variables(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    environment = {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": "/p"}
+    expected = {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "PYTHONPATH": "/p"}
+    assert forwarded_variables(environment) == expected
+    (tmp_path / ".deepspeed_env").write_text("# a comment\nMINE = x=y\nexport PYTHONPATH=/q\n\n")
+    assert forwarded_variables(environment) == {**expected, "MINE": "x=y", "PYTHONPATH": "/q"}
+    (tmp_path / "other").write_text("MINE\n")
+    with pytest.raises(UserError, match="other: 'MINE' is not NAME=VALUE"):
+        forwarded_variables({"DS_ENV_FILE": str(tmp_path / "other")})
+
+
+def test_secrets_are_recognized():
+    variables = {"WANDB_API_KEY": "1", "HF_TOKEN": "2", "WANDB_BASE_URL": "https://me:pw@host", "HF_HOME": "/x"}
+    assert split_secrets(variables) == ({"HF_HOME": "/x"}, ["WANDB_API_KEY", "HF_TOKEN", "WANDB_BASE_URL"])
+
+
+def test_local_environment(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    cpu = Resources({"localhost": [0, 1]}, None, on_cpu=True)
+    variables, notes = local_environment(cpu, {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "3"})
+    assert variables == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "4"}
+    assert notes == ["4 thread(s) per process (OMP_NUM_THREADS is not set)"]
+    variables, notes = local_environment(cpu, {"OMP_NUM_THREADS": "1"})
+    assert (variables["OMP_NUM_THREADS"], notes) == ("1", [])
+    gpus = Resources({"localhost": [2, 5]}, None, on_cpu=False)
+    assert local_environment(gpus, {"CUDA_VISIBLE_DEVICES": "3"}) == ({"CUDA_VISIBLE_DEVICES": "2,5"}, [])
+
+
+def test_reserved_port_can_be_listened_on_and_is_given_to_no_other_process():
+    with ReservedPort() as port, ReservedPort() as second, socket.socket() as listener:
+        assert port.number != second.number
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", port.number))
+        listener.listen()
+        with socket.create_connection(("127.0.0.1", port.number), timeout=5) as connection:
+            assert connection.getpeername()[1] == port.number

@@ -1,0 +1,48 @@
+"""The check of all hosts over ssh (tests/integration/test_multi_host.py starts ranks on them)."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.config import UserError
+from megatron.launcher import hosts
+from megatron.launcher.hosts import check_hosts
+
+ANSWERS = {
+    "good": (0, "10.0.0.7 172.17.0.1\n", ""),
+    "incomplete": (0, "missing: /env/bin/python\nmissing: /p/train.py\n10.0.0.8\n", ""),
+    "refused": (255, "", "a banner\nssh: connect to host refused port 22: Connection refused\n"),
+}
+
+
+@pytest.fixture
+def commands(monkeypatch) -> list[list[str]]:
+    """The ssh commands; their answers depend on the host."""
+    run: list[list[str]] = []
+
+    def answer(command, **_):
+        run.append(command)
+        status, output, errors = ANSWERS[command[-2]]
+        return SimpleNamespace(returncode=status, stdout=output, stderr=errors)
+
+    monkeypatch.setattr(hosts.subprocess, "run", answer)
+    return run
+
+
+def test_address_of_the_first_host(commands):
+    assert check_hosts(["good", "good"], "/w", ["/p/train.py"], {"PDSH_SSH_ARGS_APPEND": "-p 2222"}) == "10.0.0.7"
+    ssh, *options, port_option, port, host, script = commands[0]
+    assert (ssh, port_option, port, host) == ("ssh", "-p", "2222", "good")
+    assert "BatchMode=yes" in options
+    assert "test -e /w" in script
+    assert "test -e /p/train.py" in script
+
+
+def test_every_host_that_fails_is_named(commands):
+    with pytest.raises(UserError) as caught:
+        check_hosts(["good", "incomplete", "refused"], "/w", ["/env/bin/python"], {})
+    assert str(caught.value).splitlines()[:3] == [
+        "2 of 3 host(s) of the hostfile cannot be used:",
+        "  incomplete: there is no /env/bin/python, /p/train.py",
+        "  refused: ssh: connect to host refused port 22: Connection refused",
+    ]
