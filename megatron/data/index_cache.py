@@ -93,9 +93,7 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
     if not prefix.startswith("s3://"):
         raise UserError(f"data-path {prefix}: training reads only local files and s3://; download the .bin and .idx")
     if not cache_path:
-        raise UserError(
-            f"data-path {prefix} needs data-cache-path: a folder for its .idx"
-        )
+        raise UserError(f"data-path {prefix} needs data-cache-path: a folder for its .idx")
     try:
         import boto3
     except ImportError as error:

@@ -88,7 +88,7 @@ def as_rank(monkeypatch):
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: state.rank)
     monkeypatch.setattr(ranks.dist, "broadcast_object_list", broadcast)
-    monkeypatch.setattr(ranks.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(
         ranks.dist, "all_gather_object", lambda outcomes, outcome, group: outcomes.__setitem__(slice(None), [outcome])
     )

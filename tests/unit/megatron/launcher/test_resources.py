@@ -65,7 +65,7 @@ def test_a_missing_hostfile_means_this_machine(gpus, capsys):
     assert find_resources(make_config(hostfile="/mock_path")).slots == {"localhost": [0, 1]}
     assert capsys.readouterr().out.startswith("deepy: hostfile /mock_path does not exist; using only this machine")
     for keys in ({"num_nodes": 2}, {"force_multi": True}, {"launcher": "slurm"}):
-        with pytest.raises(UserError, match="hostfile /mock_path: no such file"):
+        with pytest.raises(UserError, match="hostfile /mock_path: No such file or directory"):
             find_resources(make_config(hostfile="/mock_path", **keys))
 
 
