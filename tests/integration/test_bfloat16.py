@@ -3,6 +3,9 @@
 `tests/support/bfloat16.py` derives the bounds and corrects the interpreter's bfloat16.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +15,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from kerple.attention import attend, jacobians, tables
+from kerple.positional import ModelShape, build
 from megatron.model import loss
 from megatron.model.loss import linear_cross_entropy
-from tests.support.attention import float64_arguments, random_attend_arguments, run_attend
+from tests.support.attention import float64_arguments, random_attend_arguments, run_attend, upstream_gradient
 from tests.support.bfloat16 import BFLOAT16_UNIT, attention_bounds, interpreted_bfloat16, loss_bounds
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted")
@@ -25,15 +30,17 @@ def largest(actual: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> f
     return ((actual.double() - exact).abs() / bound.clamp(min=1e-300)).max().item()
 
 
-def attention_errors(backend: str, unit: float, *sizes: int, **options) -> list[float]:
-    """Of the context and of the gradients of query, key, value and tables."""
-    arguments = random_attend_arguments(*sizes, **options, dtype=torch.bfloat16)
+def results(backend: str, arguments: dict[str, Any]) -> list[torch.Tensor]:
+    """The context, and the gradients of query, key, value and tables."""
     with interpreted_bfloat16():
-        actual = run_attend(backend, arguments, upstream_dtype=torch.bfloat16)
-    exact = run_attend("reference", float64_arguments(arguments), upstream_dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(9)
-    upstream = torch.randn(exact[0].shape, generator=generator, dtype=torch.float64).to(torch.bfloat16)
-    return list(map(largest, actual, exact, attention_bounds(arguments, upstream, unit)))
+        return run_attend(backend, arguments, upstream_dtype=torch.bfloat16)
+
+
+def attention_errors(backend: str, unit: float, *sizes: int, **options) -> list[float]:
+    arguments = random_attend_arguments(*sizes, **options, dtype=torch.bfloat16)
+    exact = results("reference", float64_arguments(arguments))
+    bounds = attention_bounds(arguments, upstream_gradient(exact[0]).bfloat16(), unit)
+    return list(map(largest, results(backend, arguments), exact, bounds))
 
 
 @triton.jit
@@ -85,6 +92,34 @@ def test_the_chunked_backend(case):
     errors = attention_errors("chunked", 0.0, *sizes, **options)
     assert all(1 / 4 < error < 1 for error in errors[:4])
     assert all(error < 1 for error in errors[4:])
+
+
+def test_kernels_and_chunked_differ_by_less_than_the_unit_roundoff():
+    """In the 2-norm. The chunked backend's own rounding is 0.4 of it."""
+    arguments = random_attend_arguments(1, 1, 256, 256, 64, weight=False, dtype=torch.bfloat16)
+    exact = results("reference", float64_arguments(arguments))
+    fused, chunked = results("fused", arguments), results("chunked", arguments)
+    for kernel, baseline, reference in zip(fused, chunked, exact, strict=True):
+        assert (kernel.double() - baseline.double()).norm() < BFLOAT16_UNIT * reference.norm()
+
+
+def test_gradients_of_kerple_s_coefficients():
+    """They are sums over all pairs in float32, so their bounds are those of the bias table's gradient."""
+    heads, length = 2, 40
+    method = build("kerple_log", ModelShape(heads, 16, 32, 1, length))
+    (bias, _), (jacobian, _) = tables(method, length, "cpu"), jacobians(method, length, "cpu")
+    arguments = random_attend_arguments(1, heads, length, length, 16, weight=False, dtype=torch.bfloat16)
+    arguments["bias_table"] = bias.detach().requires_grad_()
+    exact = results("reference", float64_arguments(arguments))
+    upstream = upstream_gradient(exact[0]).bfloat16()
+    bound = attention_bounds(arguments, upstream, BFLOAT16_UNIT)[-1]
+    coefficients = jacobian.coefficients.detach().requires_grad_()
+    with interpreted_bfloat16():
+        context = attend(backend="fused", **arguments, bias_jacobian=replace(jacobian, coefficients=coefficients))
+        (actual,) = torch.autograd.grad(context, coefficients, upstream)
+    directions = jacobian.directions.detach().double()
+    exact_sums, bounds = directions @ exact[-1][..., None], directions.abs() @ bound[..., None]
+    assert 1 / 200 < largest(actual, exact_sums.squeeze(-1), bounds.squeeze(-1)) < 1
 
 
 @pytest.mark.parametrize("kernel_devices", [[], ["cpu"]])
