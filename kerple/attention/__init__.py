@@ -3,6 +3,7 @@
 from kerple.attention.backends.flex import score_mod
 from kerple.attention.call import FULL, Requirements, Span
 from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
+from kerple.attention.gradients import non_finite_gradients
 from kerple.attention.tables import jacobians, score_table, tables
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "backend_names",
     "check_backend",
     "jacobians",
+    "non_finite_gradients",
     "score_mod",
     "score_table",
     "tables",

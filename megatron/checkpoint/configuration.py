@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kerple.positional import method_class
+from kerple.positional import method_class, registered_names
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.yaml_files import read_file
@@ -93,12 +93,14 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
 
 
 def evaluated_method(config: Config) -> str:
-    """The positional method with its non-default options: "rotary (scaling linear, factor 4)"."""
-    model = config.model
-    defaults = method_class(model.pos_emb).default_options()
+    """As `describe_method`, for the method of a configuration."""
+    return describe_method(config.model.pos_emb, config.model.positional_options)
+
+
+def describe_method(pos_emb: str, options: Mapping[str, object]) -> str:
+    """A positional method with its non-default options: "rotary (scaling linear, factor 4)"."""
+    defaults = method_class(pos_emb).default_options() if pos_emb in registered_names() else {}
     changed = [
-        f"{name} {value}"
-        for name, value in model.positional_options.items()
-        if value is not None and value != defaults.get(name)
+        f"{name} {value}" for name, value in options.items() if value is not None and value != defaults.get(name)
     ]
-    return f"{model.pos_emb} ({', '.join(changed)})" if changed else model.pos_emb
+    return f"{pos_emb} ({', '.join(changed)})" if changed else pos_emb

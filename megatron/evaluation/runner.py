@@ -270,11 +270,12 @@ def evaluate_extrapolation(
         query_chunk: queries computed at once, for a model with a KV cache.
         batch_tokens: tokens of short segments computed at once; by default 8,192 on a CPU and 32,768 on a GPU. Like
             `query_chunk`, this affects memory and speed, not results.
-        vocab_size: if given, token ids must be below it.
+        vocab_size: token ids must be below it, and below the size of the model's own vocabulary, if known.
         device: where batches are sent; by default the device of the model's first parameter. The model is not moved.
         progress: show tokens/s and the time left on standard error: a progress bar on a terminal, otherwise one line
             per result.
-        pos_emb, seed, train_length: copied to the records. Mode `blockwise` takes the block size from train_length.
+        pos_emb, seed, train_length: copied to the records. A model of this project knows its own pos_emb. Mode
+            `blockwise` takes the block size from train_length.
         on_record: called with each record once it is measured.
 
     Returns:
@@ -284,6 +285,9 @@ def evaluate_extrapolation(
     Raises:
         UserError: for an invalid argument, before anything is computed.
     """
+    decoder = as_decoder(model)
+    vocab_size = min((size for size in (vocab_size, decoder.vocab_size) if size is not None), default=None)
+    pos_emb = decoder.pos_emb if pos_emb is None else pos_emb
     text = as_text(tokens, vocab_size)
     for name, value in (("token_budget", token_budget), ("position_bins", position_bins)):
         if value is not None and value < 1:

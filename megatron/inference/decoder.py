@@ -19,12 +19,21 @@ from torch import Tensor, nn
 
 from kerple.attention import FULL, Span
 from kerple.positional import PositionsExceeded
+from megatron.checkpoint.configuration import describe_method
 
 
 class Decoder(Protocol):
-    """The interface of a model for evaluation and generation."""
+    """The interface of a model for evaluation and generation.
+
+    Attributes:
+        cached: whether it has a KV cache.
+        vocab_size: token ids must be below it; None if the model does not tell.
+        pos_emb: its positional method with options; None if the model does not tell.
+    """
 
     cached: bool
+    vocab_size: int | None
+    pos_emb: str | None
 
     def new_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache for `batch_size` rows of up to `max_length` tokens; None if `cached` is False."""
@@ -60,6 +69,9 @@ class NativeDecoder:
         self.new_cache = model.new_cache
         self.hidden = model.hidden
         self.logits = model.logits
+        settings = getattr(model, "settings", None)
+        self.vocab_size: int | None = None if settings is None else settings.padded_vocab_size
+        self.pos_emb = None if settings is None else describe_method(settings.pos_emb, dict(settings.pos_emb_options))
 
     def supports(self, span: Span) -> bool:
         return True
@@ -71,6 +83,8 @@ class CallableDecoder:
     """
 
     cached = False
+    vocab_size: int | None = None
+    pos_emb: str | None = None
 
     def __init__(self, model: Callable[..., Any]):
         self._model = model
@@ -111,7 +125,11 @@ class TransformersDecoder:
 
     def __init__(self, model: Any):
         self._model = model
-        limit = getattr(model.config, "max_position_embeddings", None)
+        self.vocab_size: int | None = model.get_input_embeddings().num_embeddings
+        config = model.config
+        method = getattr(config, "positional_method", None)  # an exported model of this project
+        self.pos_emb = None if method is None else describe_method(method, config.positional_options or {})
+        limit = getattr(config, "max_position_embeddings", None)
         table_sizes = [
             module.num_embeddings
             for module in model.modules()

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from kerple import positional
+from kerple.attention import non_finite_gradients
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
+from megatron.model.settings import ModelSettings
 from megatron.training.distributed import Layout
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line
@@ -196,12 +199,25 @@ class StepLog:
 
 
 def non_finite_loss(config: Config, when: str) -> UserError:
-    """The error for a loss that is nan or inf."""
-    folder = config.checkpoint.save
+    """The error for a loss that is nan or inf. It names a positional method whose gradients are not finite even at its
+    initial parameters; otherwise training has diverged.
+    """
+    folder, model = config.checkpoint.save, config.model
+    shape = ModelSettings.from_config(config, padded_vocab_size=1).shape()
+    method = positional.build(model.pos_emb, shape, **model.positional_options)
+    broken = non_finite_gradients(method, shape.num_heads, shape.head_size)
+    if broken:
+        advice = (
+            f"Its cause is pos_emb {model.pos_emb}: the gradient of {', '.join(broken)} is not finite, already at the "
+            "initial parameters. The usual reason is distance 0, where sqrt and powers below 1 have an infinite "
+            "derivative: give them only positive arguments (see docs/adding-a-method.md)"
+        )
+    else:
+        advice = "Lower the learning rate, clip gradients (gradient_clipping), or use a wider number format"
     return UserError(
         f"the loss is not finite (nan or inf) {when}; training stops without saving. "
         + (f"The last checkpoint is in {folder}. " if folder else "")
-        + "Lower the learning rate, clip gradients (gradient_clipping), or use a wider number format"
+        + advice
     )
 
 

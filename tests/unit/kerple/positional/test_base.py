@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from kerple.attention import Attention, jacobians, score_table, tables
+from kerple.attention import Attention, jacobians, non_finite_gradients, score_table, tables
 from kerple.positional import Alibi, KerpleLog, ModelShape, PositionalMethod, TableJacobian, build, primary_names
 
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=64)
@@ -49,6 +49,12 @@ def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
     if method.modifies_scores:
         scores, mask = torch.empty(1, 2, 6, 6, device="meta"), torch.empty(6, 6, dtype=torch.bool, device="meta")
         assert method.modify_scores(scores, query, positions, positions, mask, method.table(distance)).is_meta
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_are_finite_also_at_distance_0(name):
+    """The derivative of sqrt at 0 is infinite, for example: training would end with nan after its first step."""
+    assert non_finite_gradients(build(name, SHAPE), SHAPE.num_heads, SHAPE.head_size) == []
 
 
 # Jacobians: a table's derivatives with respect to a few parameters per head.

@@ -208,6 +208,32 @@ def test_invalid_arguments_are_rejected_before_the_model_runs(keywords, message)
         evaluate_extrapolation(uniform, arguments.pop("tokens"), arguments.pop("lengths"), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("model", "vocabulary"), [(lambda: small_gpt("alibi"), VOCABULARY), (gpt_neox, 64)], ids=["native", "transformers"]
+)
+def test_tokens_outside_the_model_s_vocabulary_are_rejected(model, vocabulary):
+    tokens = STREAM.clone()
+    tokens[500] = vocabulary
+    message = f"token id {vocabulary} is outside the vocabulary of {vocabulary}: .* another tokenizer"
+    for vocab_size in (None, 1000):
+        with pytest.raises(UserError, match=message):
+            evaluate_extrapolation(model(), tokens, [16], vocab_size=vocab_size, progress=False)
+
+
+def test_records_name_the_method_of_the_model():
+    def method_of(model, **arguments) -> str | None:
+        (row,) = evaluate_extrapolation(model, STREAM, [8], token_budget=8, progress=False, **arguments)
+        return row["pos_emb"]
+
+    assert method_of(small_gpt("kerple_log")) == "kerple_log"
+    assert method_of(small_gpt("kerple_log"), pos_emb="mine") == "mine"
+    assert method_of(small_gpt("rotary", pos_emb_options=(("fraction", 0.5),))) == "rotary (fraction 0.5)"
+    assert method_of(gpt_neox()) is None
+    exported = gpt_neox()
+    exported.config.positional_method, exported.config.positional_options = "a_plugin", {"floor": 0.5}
+    assert method_of(exported) == "a_plugin (floor 0.5)"
+
+
 def test_a_model_must_return_logits():
     with pytest.raises(TypeError, match="must return logits"):
         evaluate_extrapolation(lambda tokens: tokens, STREAM, [16], progress=False)

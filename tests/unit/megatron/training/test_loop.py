@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
@@ -153,6 +154,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(cause, tmp_path, data_path):
         trained(tmp_path, data_path, train_iters=9, log_interval=100, **keys)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step3"
     assert saved_iterations(tmp_path / "checkpoints") == [3]
+
+
+def test_a_positional_method_whose_gradient_is_not_finite_is_named(tmp_path, data_path, monkeypatch):
+    """The derivative of sqrt(slope * distance) at distance 0 is 0/0."""
+
+    class RootOfProduct(KerpleLog):
+        def bias(self, distance):
+            slope = self.bias_a.abs().view(-1, *[1] * distance.dim())
+            return super().bias(distance) - (slope * distance).sqrt()
+
+    monkeypatch.setitem(registry._METHODS, "root_of_product", RootOfProduct)
+    message = "not finite .* Its cause is pos_emb root_of_product: the gradient of bias_a is not finite, already at"
+    with pytest.raises(UserError, match=message) as raised:
+        trained(tmp_path, data_path, pos_emb="root_of_product")
+    assert "learning rate" not in str(raised.value)
 
 
 def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):

@@ -1,0 +1,35 @@
+"""Whether a positional method can be trained: the gradients of its parameters are finite.
+
+Legend: s tokens, h heads, d head size, e = h d.
+"""
+
+import torch
+
+from kerple.attention.dispatch import Attention
+from kerple.attention.tables import score_table, tables
+from kerple.positional import PositionalMethod
+
+
+def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, length: int = 16) -> list[str]:
+    """The names of the method's parameters whose gradient is nan or inf after attention to `length` random tokens.
+
+    A common cause is distance 0: sqrt(a * distance) and (a * distance)**0.5 have the derivative 0/0 there, although
+    their values are finite. One step of the optimizer then makes all weights nan.
+    """
+    names = [name for name, parameter in method.named_parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    if not parameters:
+        return []
+    device, positions = parameters[0].device, torch.arange(length)
+    hidden = torch.randn(3, length, heads * head_size, generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.enable_grad():
+        # The three rows become query, key and value.
+        states = method.embed(hidden, positions).unflatten(-1, (heads, head_size)).transpose(1, 2)
+        query, key, value = states.unsqueeze(1).unbind(0)
+        query, key = method.rotate(query, key, positions, positions)
+        bias, weight = tables(method, length, device)
+        table = score_table(method, length, device) if method.modifies_scores else None
+        attention = Attention("reference", method)
+        context = attention(query, key, value, bias_table=bias, weight_table=weight, table=table)
+        grads = torch.autograd.grad(context.square().sum(), parameters, allow_unused=True)
+    return [name for name, grad in zip(names, grads, strict=True) if grad is not None and not grad.isfinite().all()]
