@@ -1,14 +1,17 @@
 """Count the instructions of the fused kernels in their machine code. The kernels are compiled, not run: no GPU needed.
 
-    python benchmarks/kernel_counts.py [--check] [--sizes 64 128] [--json FILE]
+    python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128] [--json FILE]
 
-Compiles for Hopper (sm_90) and bfloat16: without positions, with a bias, with a bias and two jacobian directions
-(KERPLE's log kernel in training), and with bias, weight and two directions of each. Reports registers, bytes of stack
-(spilled registers), shared memory, and whether matrix products are serialized. For the inner loop and 8,192 pairs of
-query and key it reports all instructions, loads (LDG), exponentials (MUFU), and the cycles of the tensor cores at their
-peak. In a cycle, a multiprocessor issues 4 instructions, and completes half a warp's exponentials or a warp's load.
+Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a bias, with a bias and two
+jacobian directions (KERPLE's log kernel in training), and with bias, weight and two directions of each. Reports
+registers, bytes of stack (spilled registers), shared memory, and whether matrix products are serialized. For the inner
+loop and 8,192 pairs of query and key it reports all instructions, loads (LDG), exponentials (MUFU), the cycles in which
+shared memory delivers the operands of the tensor cores (LDSM; only mma.sync needs them), and the cycles of the tensor
+cores at their peak. In a cycle, a multiprocessor issues 4 instructions, and completes half a warp's exponentials or a
+warp's load.
 
-`--check` exits with status 1 if a kernel spills more than a few registers or serializes its matrix products.
+`--check` exits with status 1 if a kernel spills more than a few registers, serializes its matrix products, or needs
+more shared memory than the GPU has or `tiles_for` states.
 """
 
 import argparse
@@ -19,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if os.environ.pop("TRITON_INTERPRET", "0") != "0":
@@ -35,17 +40,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kerple.attention.backends.triton import kernels
-from kerple.attention.backends.triton.tiles import Gpu, Tile, tiles_for
+from kerple.attention.backends.triton.tiles import Gpu, Tile, Tiles, tiles_for
 from megatron.utils.files import write_atomically
 
-# Pointer arguments of the kernels to bfloat16 and to float32.
-BFLOAT16 = {"query", "key", "value", "context", "grad_context", "grad_key", "grad_value", "grad_query"}
+# Pointer arguments of the kernels to the dtype of the states and to float32.
+STATES = {"query", "key", "value", "context", "grad_context", "grad_key", "grad_value", "grad_query"}
 FLOAT32 = {"bias", "weight", "lse", "row_stats", "bias_tiles", "weight_tiles", "directions", "direction_sums"}
-# Multiply-adds of bfloat16 per cycle of a Hopper multiprocessor.
-PRODUCTS_PER_CYCLE = 2048
+# Architecture -> KiB of shared memory per program, and multiply-adds of bfloat16 per cycle of a multiprocessor. With
+# float32 sums, GeForce cards (sm_86, sm_89, sm_120) compute half as many.
+ARCHITECTURES = {80: (163, 1024), 86: (99, 512), 89: (99, 512), 90: (227, 2048), 100: (227, 4096), 120: (99, 512)}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Matrix instructions of mma.sync, wgmma and tcgen05.
+MATRIX = {"HMMA", "HGMMA", "UTCHMMA"}
+# Columns of tensor memory of a multiprocessor.
+TENSOR_MEMORY = 512
 PAIRS = 8192
 # Bytes of a thread's stack that `--check` accepts: some Triton versions spill a few registers.
 MAX_STACK = 32
+# The kernel for any table's gradient holds a tile of sums per table in registers, and spills on sm_8x and sm_120: 2 to
+# 3 % of the instructions of its loop. Tiles without spills (32 x 32) need more than twice as many instructions.
+MAX_STACK_TABLES = 96
 # Name -> whether there is a table, whether there is a weight, directions of the bias, directions of the weight.
 VARIANTS = {
     "no position": (False, False, 0, 0),
@@ -55,20 +69,42 @@ VARIANTS = {
 }
 
 
-def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, bias_directions: int, weight_directions: int):
-    """Compile a kernel for Hopper, bfloat16 inputs with rows aligned to 16 bytes, and no window."""
+@dataclass(frozen=True)
+class Case:
+    """What the kernels are compiled for; table, weight and directions as in `VARIANTS`."""
+
+    architecture: int
+    dtype: str
+    size: int
+    window: bool
+    table: bool
+    weight: bool
+    bias_directions: int
+    weight_directions: int
+
+    @property
+    def gpu(self) -> Gpu:
+        return Gpu(f"sm_{self.architecture}", self.architecture, ARCHITECTURES[self.architecture][0] * 1024)
+
+    @property
+    def tiles(self) -> Tiles:
+        return tiles_for(self.gpu, DTYPES[self.dtype], self.size, weight=self.weight)
+
+
+def compiled(kernel, tile: Tile, case: Case):
+    """Compile a kernel for inputs with rows aligned to 16 bytes."""
     constants = {
-        "SIZE": size,
-        "BLOCK_D": max(16, 1 << (size - 1).bit_length()),
-        "HAS_TABLE": table,
-        "HAS_WEIGHT": weight,
-        "HAS_WINDOW": False,
-        "BIAS_DIRECTIONS": bias_directions,
-        "WEIGHT_DIRECTIONS": weight_directions,
-        "GRAD_BIAS": bool(bias_directions),
-        "GRAD_WEIGHT": bool(weight_directions),
+        "SIZE": case.size,
+        "BLOCK_D": max(16, 1 << (case.size - 1).bit_length()),
+        "HAS_TABLE": case.table,
+        "HAS_WEIGHT": case.weight,
+        "HAS_WINDOW": case.window,
+        "BIAS_DIRECTIONS": case.bias_directions,
+        "WEIGHT_DIRECTIONS": case.weight_directions,
+        "GRAD_BIAS": case.table,
+        "GRAD_WEIGHT": case.weight,
         "MARGIN": kernels.MARGIN,
-        "PRECISION": "tf32",
+        "PRECISION": "ieee" if case.dtype == "fp32" else "tf32",
         "BLOCK": tile.queries,
         "BLOCK_M": tile.queries,
         "BLOCK_N": tile.keys,
@@ -76,11 +112,11 @@ def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, bias_dire
     names = kernel.arg_names
     signature, attributes = {}, {}
     for index, name in enumerate(names):
-        aligned = name in BFLOAT16 | FLOAT32 or (re.search("_[bhst]$", name) and name != "table_h")
+        aligned = name in STATES | FLOAT32 or (re.search("_[bhst]$", name) and name != "table_h")
         if name in constants:
             signature[name] = "constexpr"
-        elif name in BFLOAT16 | FLOAT32:
-            signature[name] = "*bf16" if name in BFLOAT16 else "*fp32"
+        elif name in STATES | FLOAT32:
+            signature[name] = f"*{case.dtype}" if name in STATES else "*fp32"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if aligned:
@@ -88,7 +124,7 @@ def compiled(kernel, tile: Tile, size: int, table: bool, weight: bool, bias_dire
     constexprs = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", case.architecture, 32), options=options)
 
 
 def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
@@ -105,7 +141,11 @@ def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
     return code.splitlines(), int(registers), int(stack)
 
 
-def inner_loop(lines: list[str]) -> list[str]:
+def opcode(instruction: str) -> str:
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
+
+
+def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
     """The instructions of the loop with the most matrix products, without those that unmasked tiles jump over."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
@@ -114,87 +154,137 @@ def inner_loop(lines: list[str]) -> list[str]:
             labels[label[1]] = len(instructions)
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             instructions.append(instruction[1].strip())
+    is_product = [opcode(text).split(".")[0] in matrix for text in instructions]
     jumps = [
         (source, labels[target[1]])
         for source, text in enumerate(instructions)
         if "BRA" in text and (target := re.search(r"`\((\.L_\w+)\)", text)) and target[1] in labels
     ]
-    loops = [range(target, source + 1) for source, target in jumps if target <= source]
+    # After the end there are only loops that wait for a barrier, and jumps back from these.
+    end = next(index for index, text in enumerate(instructions) if text.startswith("EXIT"))
+    loops = [range(target, source + 1) for source, target in jumps if target <= source < end]
 
     def products(loop: range) -> int:
-        return sum("HGMMA" in instructions[index] for index in loop)
+        return sum(is_product[loop.start : loop.stop])
 
     most = max(map(products, loops))
     loop = min((loop for loop in loops if products(loop) == most), key=len)
     skipped = {
         index
         for source, target in jumps
-        if source in loop and source < target and target in loop
+        if source in loop and source < target and target in loop and not any(is_product[source + 1 : target])
         for index in range(source + 1, target)
-        if not any("HGMMA" in instructions[between] for between in range(source + 1, target))
     }
     return [instructions[index] for index in loop if index not in skipped]
 
 
-def count(kernel, tile: Tile, size: int, variant: tuple, matrices: int) -> dict[str, object]:
-    """A row of the table. matrices: the number of matrix products that the kernel computes for each pair."""
-    binary = compiled(kernel, tile, size, *variant)
+def is_serialized(opcodes: list[str], matrices: int) -> bool:
+    """Whether a program waits for each matrix product before it issues the next one.
+
+    wgmma: there are as many waits as instructions. tcgen05: between any two products of the loop there is a wait.
+    mma.sync is never asynchronous: the other warps fill its gaps.
+    """
+    products = [code for code in opcodes if code.startswith("HGMMA")]
+    if products:
+        return sum(code.startswith("WARPGROUP.DEPBAR") for code in opcodes) >= len(products)
+    events = [code[:5] for code in opcodes if code.startswith(("UTCHMMA", "SYNCS.PHASECHK"))]
+    groups = sum(event == "UTCHM" != events[index - 1] for index, event in enumerate(events))
+    return groups >= matrices > 1
+
+
+def count(kernel, tile: Tile, case: Case, matrices: int) -> dict[str, object]:
+    """Part of a row of the table. matrices: the number of matrix products that the kernel computes for each pair."""
+    binary = compiled(kernel, tile, case)
     lines, registers, stack = disassembled(binary.asm["cubin"])
-    opcodes = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0] for text in inner_loop(lines)]
-    kinds = Counter(opcode.split(".")[0] for opcode in opcodes)
-    waits = sum(opcode.startswith("WARPGROUP.DEPBAR") for opcode in opcodes)
+    opcodes = [opcode(text) for text in inner_loop(lines, {"FFMA", "FFMA2"} if case.dtype == "fp32" else MATRIX)]
+    kinds = Counter(code.split(".")[0] for code in opcodes)
     tiles = PAIRS / (tile.queries * tile.keys) * tile.warps
     return {
+        "tile": f"{tile.queries}x{tile.keys}",
+        "warps": tile.warps,
         "registers": registers,
         "stack": stack,
         "shared": binary.metadata.shared,
-        "serialized": waits >= kinds["HGMMA"] > 0,
+        "tensor memory": getattr(binary.metadata, "tmem_size", 0),
+        "serialized": is_serialized(opcodes, matrices),
         "instructions": round(len(opcodes) * tiles),
         "LDG": round(kinds["LDG"] * tiles),
         "MUFU": round(kinds["MUFU"] * tiles),
         "issue cycles": round(len(opcodes) * tiles / 4),
-        "tensor cycles": PAIRS * size * matrices // PRODUCTS_PER_CYCLE,
+        # LDSM.M88.4 reads 512 bytes, shared memory delivers 128 per cycle.
+        "LDSM cycles": round(kinds["LDSM"] * tiles * 4),
+        "tensor cycles": PAIRS * case.size * matrices // ARCHITECTURES[case.architecture][1],
     }
 
 
-def rows(sizes: list[int]) -> Iterator[dict[str, object]]:
-    """A row per head size, variant and kernel."""
-    for size in sizes:
-        for name, (table, weight, bias_directions, weight_directions) in VARIANTS.items():
-            tiles = tiles_for(Gpu("sm_90", 90, 227 * 1024), torch.bfloat16, size, weight=weight)
-            launched = [
-                ("forward", kernels.forward_kernel, tiles.forward, 2),
-                ("key and value", kernels.key_value_kernel, tiles.key_value, 4),
-                ("query", kernels.query_kernel, tiles.query, 3),
-            ]
-            for kind, kernel, tile, matrices in launched:
-                variant = (table, weight, bias_directions, weight_directions)
-                yield {"size": size, "variant": name, "kernel": kind, **count(kernel, tile, size, variant, matrices)}
-            if name == "bias":
-                variant = (table, weight, True, False)
-                counts = count(kernels.sum_tiles_kernel, tiles.tables, size, variant, 2)
-                yield {"size": size, "variant": "bias, any table's gradient", "kernel": "tables", **counts}
+def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
+    """A row per case, named by its variant, and kernel."""
+    for name, case in cases:
+        tiles = case.tiles
+        if not (case.table or tiles.skip_mask):
+            continue  # these kernels look up a table of zeros
+        launched = [
+            ("forward", kernels.forward_kernel, tiles.forward, 2),
+            ("key and value", kernels.key_value_kernel, tiles.key_value, 4),
+            ("query", kernels.query_kernel, tiles.query, 3),
+        ]
+        # The kernel for any table's gradient does not depend on directions and windows.
+        if not case.window and (case.weight or (case.table and not case.bias_directions)):
+            launched.append(("tables", kernels.sum_tiles_kernel, tiles.tables, 2))
+        for kind, kernel, tile, matrices in launched:
+            row = {"arch": case.architecture, "dtype": case.dtype, "size": case.size, "window": case.window}
+            yield {**row, "variant": name, "kernel": kind, **count(kernel, tile, case, matrices), "limit": tiles.kib}
+
+
+def problems(row: dict[str, Any]) -> list[str]:
+    """What `--check` rejects about a row."""
+    limit = MAX_STACK_TABLES if row["kernel"] == "tables" else MAX_STACK
+    available = ARCHITECTURES[row["arch"]][0]
+    return [
+        message
+        for wrong, message in (
+            (row["stack"] > limit, f"spills {row['stack']} bytes per thread, more than {limit}"),
+            (row["serialized"], "serializes its matrix products"),
+            (
+                row["shared"] > row["limit"] * 1024,
+                f"needs {row['shared']} bytes of shared memory, not {row['limit']} KiB",
+            ),
+            (row["limit"] > available, f"needs {row['limit']} KiB of shared memory; the GPU has {available}"),
+            (row["tensor memory"] > TENSOR_MEMORY, f"needs {row['tensor memory']} columns of tensor memory"),
+        )
+        if wrong
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail for spilled registers and serialized products")
+    parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=ARCHITECTURES, help="default: 90")
     parser.add_argument("--sizes", type=int, nargs="+", default=[64], help="head sizes (default: 64)")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=DTYPES, help="default: bf16")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
+    parser.add_argument("--window", action="store_true", help="with a window")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    results = list(rows(options.sizes))
-    title = f"for {PAIRS:,} pairs on sm_90, bfloat16, Triton {triton.__version__}"
+    cases = (
+        (name, Case(architecture, dtype, size, options.window, *VARIANTS[name]))
+        for architecture in options.arch
+        for dtype in options.dtypes
+        for size in options.sizes
+        for name in options.variants
+    )
+    results = list(rows(cases))
+    title = f"for {PAIRS:,} pairs, Triton {triton.__version__}"
     table = Table(*results[0], title=title, title_justify="left")
     for row in results:
         table.add_row(*(f"{value:,}" if type(value) is int else str(value) for value in row.values()))
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
     if options.json:
         write_atomically(options.json, json.dumps(results, indent=1).encode())
-    bad = [row for row in results if row["stack"] > MAX_STACK or row["serialized"]]
-    for row in bad:
-        print(f"{row['kernel']}, {row['variant']}, head size {row['size']}: stack {row['stack']} bytes, ", end="")
-        print(f"matrix products {'serialized' if row['serialized'] else 'not serialized'}")
-    return 1 if options.check and bad else 0
+    found = [(row, message) for row in results for message in problems(row)]
+    for row, message in found:
+        print(f"sm_{row['arch']}, {row['dtype']}, head size {row['size']}, {row['variant']}: {row['kernel']} {message}")
+    return 1 if options.check and found else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,24 +17,52 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def test_no_kernel_spills_registers_or_serializes_matrix_products(tmp_path):
-    """Without tables, with a bias, and with bias and weight, for coefficients and for any table.
+def counted(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    """The rows of benchmarks/kernel_counts.py, whose check must pass.
 
-    The bounds hold for every Triton version in requirements/dev.txt; benchmarks/kernel_counts.py prints the counts.
+    Its bounds hold for every Triton version in requirements/dev.txt.
     """
     rows = tmp_path / "rows.json"
-    command = [sys.executable, "benchmarks/kernel_counts.py", "--check", "--json", str(rows)]
+    command = [sys.executable, "benchmarks/kernel_counts.py", "--check", "--json", str(rows), *options]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
-    counts = {(row["variant"], row["kernel"]): row for row in json.loads(rows.read_text())}
-    assert len(counts) == 13
+    return json.loads(rows.read_text())
+
+
+def test_kernels_for_hopper(tmp_path):
+    """Without tables, with a bias, and with bias and weight, for coefficients and for any table."""
+    counts = {(row["variant"], row["kernel"]): row for row in counted(tmp_path)}
+    assert len(counts) == 14
     # Pairs at the same distance share a load: fewer than 3 loads for 4 pairs. A warp loads for 32 pairs at once.
     assert 0 < counts["bias", "query"]["LDG"] < 8192 / 32 * 3 / 4
     # Two directions cost far less than a kernel that recomputes all scores.
     two_directions, bias = counts["bias, 2 directions", "query"], counts["bias", "query"]
-    any_table = counts["bias, any table's gradient", "tables"]
-    assert two_directions["instructions"] - bias["instructions"] < any_table["instructions"] / 2
+    assert two_directions["instructions"] - bias["instructions"] < counts["bias", "tables"]["instructions"] / 2
+
+
+def test_kernels_for_other_gpus(tmp_path):
+    """The variants that need most registers and shared memory, for each kind of matrix instructions."""
+    options = ["--sizes", "128", "--variants", "bias and weight, 2 directions each"]
+    rows = counted(tmp_path, "--arch", "80", "100", "120", *options)
+    assert [(row["arch"], row["kernel"]) for row in rows] == [
+        (arch, kernel) for arch in (80, 100, 120) for kernel in ("forward", "key and value", "query", "tables")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--sizes", "16", "32", "64", "80", "128"],
+        ["--sizes", "64", "128", "--window"],
+        ["--sizes", "64", "128", "--dtypes", "fp16", "fp32"],
+    ],
+    ids=["sizes", "window", "dtypes"],
+)
+@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100", "120"])
+def test_every_kernel_for_every_gpu(arch, options, tmp_path):
+    assert counted(tmp_path, "--arch", arch, *options)
 
 
 @pytest.mark.parametrize(
