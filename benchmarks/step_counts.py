@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.model import gpt
+from megatron.model import fused_block, gpt
 from megatron.training.flops import PEAK_FLOPS, count_parameters, flops_per_token
 from tests.support.simulated_cuda import SimulatedCuda, environment, is_active
 from tests.support.simulated_cuda.traffic import Cost
@@ -45,13 +45,18 @@ BANDWIDTHS = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "
 # Fractions of peak FLOPs and of peak bandwidth for the two columns of bounds.
 EFFICIENCIES = ((1.0, 1.0), (0.7, 0.85))
 # Which part of the step a method computes, with the gradients of what it returns. Inner calls take precedence.
-PARTS: tuple[tuple[type, str, str], ...] = (
+PARTS: tuple[tuple[Any, str, str], ...] = (
     (gpt.Embedding, "forward", "embedding"),
     (gpt.SelfAttention, "forward", "attention"),
     (gpt.SelfAttention, "position_tables", "attention"),
     (gpt.MLP, "forward", "MLP"),
     (nn.LayerNorm, "forward", "norms"),
     (gpt.TransformerBlock, "forward", "residuals"),
+    (gpt.SelfAttention, "context", "attention"),
+    (fused_block._RowLinear, "apply", "attention"),
+    (fused_block._ActivationLinear, "apply", "MLP"),
+    (fused_block._NormLinear, "apply", "norms"),
+    (fused_block, "run_blocks", "residuals"),
     (gpt.FinalNorm, "forward", "loss"),
     (gpt.Output, "loss", "loss"),
 )

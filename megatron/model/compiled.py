@@ -26,6 +26,7 @@ class _UncompiledAttention(SelfAttention):
 class _CompiledBlock(TransformerBlock):
     """`[b, s, e] -> [b, s, e]`, compiled in training only: evaluation would recompile for each of its many lengths."""
 
+    compiled = True
     _compiled = torch.compile(TransformerBlock.forward, dynamic=False)
 
     def forward(

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
 from kerple.positional import PositionalMethod, TableJacobian, build, outermost
+from megatron.model import fused_block
 from megatron.model.loss import linear_cross_entropy, mean_loss, needs_chunks
 from megatron.model.parallel import (
     column_linear,
@@ -124,8 +125,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, head_size: int) -> tuple[Tensor, ...]:
-        states = qkv.view(*qkv.shape[:2], -1, 3, head_size)
-        return states.permute(3, 0, 2, 1, 4).unbind()
+        return qkv.view(*qkv.shape[:2], -1, 3, head_size).permute(3, 0, 2, 1, 4).unbind()
 
     @staticmethod
     @once_differentiable
@@ -173,11 +173,10 @@ class SelfAttention(nn.Module):
 
     def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
         """The heads' outputs, `[b, s, 3 h d] -> [b, s, h d]`. `compiled.py` excludes this part from compilation."""
-        batch, length, _ = qkv.shape
         query, key, value = _SplitHeads.apply(qkv, self.head_size)
         if self.rotates:
             start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + length, device="cpu")
+            positions = torch.arange(start, start + qkv.shape[1], device="cpu")
             query, key = self.rpe.rotate(query, key, positions, positions)
         if cache is not None:
             key, value = cache.append(key, value)
@@ -196,7 +195,7 @@ class SelfAttention(nn.Module):
             block=span.block,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return context.transpose(1, 2).reshape(batch, length, -1)
+        return context.transpose(1, 2).flatten(2)
 
     def position_tables(self, max_kv_len: int, states: Tensor) -> PositionTables:
         """Tables over the distances below `max_kv_len`, of this rank's heads, on the device of the states
@@ -241,6 +240,7 @@ class MLP(nn.Module):
         hidden, tp = settings.hidden_size, settings.tp
         self.dense_h_to_4h = column_linear(hidden, 4 * hidden, bias=True, tp=tp)
         self.dense_4h_to_h = row_linear(4 * hidden, hidden, bias=True, tp=tp)
+        self.activation_name = settings.activation
         self.activation = ACTIVATIONS[settings.activation]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -250,8 +250,11 @@ class MLP(nn.Module):
 class TransformerBlock(nn.Module):
     """Layers 2 ... L+1: pre-norm attention and MLP, `[b, s, e] -> [b, s, e]`.
 
-    The residuals are sequential, or parallel as in GPT-J: attention and MLP then read the same input.
+    The residuals are sequential, or parallel as in GPT-J: attention and MLP then read the same input. In training on a
+    GPU, `fused_block.py` computes the same with fewer kernels unless the block is compiled.
     """
+
+    compiled = False
 
     def __init__(self, settings: ModelSettings, positional: PositionalMethod):
         super().__init__()
@@ -269,6 +272,8 @@ class TransformerBlock(nn.Module):
         span: Span = FULL,
         tables: PositionTables | None = None,
     ) -> Tensor:
+        if cache is None and span == FULL and fused_block.supports(self, hidden):
+            return fused_block.run_blocks([self], hidden, tables)
         attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, span, tables))
         if self.parallel_residual:
             return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
@@ -452,14 +457,15 @@ class GPT(nn.Module):
         hidden = self.embedding(tokens, offset=start)
         blocks = self.blocks
         tables = self.shared_tables(hidden, span.max_kv_len(start + tokens.shape[1]))
-        recompute = self.checkpoint_every and self.training and torch.is_grad_enabled()
-        if recompute and cache is None and span == FULL:
+        if cache is not None or span != FULL:
+            for index, block in enumerate(blocks):
+                hidden = block(hidden, cache.layers[index] if cache is not None else None, span, tables)
+        elif self.checkpoint_every and self.training and torch.is_grad_enabled():
             for first in range(0, len(blocks), self.checkpoint_every):
                 group = blocks[first : first + self.checkpoint_every]
                 hidden = checkpoint(_run_blocks, group, hidden, tables, use_reentrant=False)
         else:
-            for index, block in enumerate(blocks):
-                hidden = block(hidden, cache.layers[index] if cache is not None else None, span, tables)
+            hidden = _run_blocks(blocks, hidden, tables)
         return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
 
     def shared_tables(self, hidden: Tensor, max_kv_len: int) -> PositionTables | None:
@@ -487,6 +493,8 @@ class GPT(nn.Module):
 
 
 def _run_blocks(blocks: list[TransformerBlock], hidden: Tensor, tables: PositionTables | None) -> Tensor:
+    if fused_block.supports(blocks[0], hidden):
+        return fused_block.run_blocks(blocks, hidden, tables)
     for block in blocks:
         hidden = block(hidden, tables=tables)
     return hidden

@@ -40,7 +40,10 @@ FOREACH_CHUNK, FOREACH_BLOCKS, FOREACH_TENSORS = 65_536, 320, (110, 64, 48, 36, 
 # Matrix products that a Triton kernel computes for each tile of queries and keys.
 ATTENTION_PRODUCTS = {"forward_kernel": 2, "key_value_kernel": 4, "query_kernel": 3, "sum_tiles_kernel": 2}
 # How often a Triton kernel reads or writes an argument, if not exactly once. In training the loss overwrites logits.
-TRITON_PASSES: dict[str, dict[str, int]] = {"cross_entropy_kernel": {"logits": 2}}
+TRITON_PASSES: dict[str, dict[str, int]] = {
+    "cross_entropy_kernel": {"logits": 2},
+    "activation_backward_kernel": {"grad": 2},
+}
 
 
 class Cost(NamedTuple):

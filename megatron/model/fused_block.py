@@ -1,0 +1,274 @@
+"""Transformer blocks on a GPU in training: fewer kernels, less memory traffic and fewer saved activations.
+
+Kernels compute everything between two matrix products at once: residual, bias and norm, or bias and activation. Each
+function below ends with a matrix product, whose input it does not save: the backward pass recomputes the output of the
+norm or of the activation with the gradient of its input, in one kernel. So a block saves 10 hidden states `[b, s, e]`
+(with e as unit: two residuals, query, key, value, attention's output, and 4 before the activation) instead of 16.
+
+Vectors added to the residual are added by the next norm: blocks are run with `run_blocks`, which passes the last
+update of a block to the next one.
+
+Legend: b batch, s tokens of a sequence, n tokens, e hidden size, o output features, f features in the MLP.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kerple.attention import FULL
+from megatron.model.parallel import tensor_parallel_group
+
+if TYPE_CHECKING:
+    from megatron.model.gpt import PositionTables, TransformerBlock
+
+# Devices on which the kernels run; Triton's interpreter also runs them on a CPU, slowly, for tests.
+KERNEL_DEVICES = ["cuda"]
+# A program of the norm's kernels handles a row in registers.
+MAX_HIDDEN_SIZE = 16_384
+
+
+class Update(NamedTuple):
+    """What a block adds to the residual: states `[n, e]`, and a bias `[e]` or None."""
+
+    states: Tensor
+    bias: Tensor | None
+
+
+def supports(block: "TransformerBlock", hidden: Tensor) -> bool:
+    """Whether `run_blocks` can run blocks like this one, with these hidden states."""
+    if hidden.device.type not in KERNEL_DEVICES or block.compiled or not (block.training and torch.is_grad_enabled()):
+        return False
+    weight = cast(Tensor, block.mlp.dense_h_to_4h.weight)
+    # ZeRO 3 gathers parameters only during the call of their module.
+    if weight.dtype != hidden.dtype or hasattr(weight, "ds_id") or hidden.shape[-1] > MAX_HIDDEN_SIZE:
+        return False
+    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda"):
+        return False
+    if hidden.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(hidden.device) < (8, 0)):
+        return False
+    return _load_kernels() is not None
+
+
+def run_blocks(blocks: Sequence["TransformerBlock"], hidden: Tensor, tables: "PositionTables | None") -> Tensor:
+    """`[b, s, e] -> [b, s, e]` through several blocks that `supports` accepts."""
+    flat, update = hidden.flatten(0, 1), None
+    for block in blocks:
+        flat, update = _run_block(block, flat, update, hidden.shape, tables)
+    if update is not None:
+        flat = flat + (update.states if update.bias is None else update.states + update.bias)
+    return flat.view(hidden.shape)
+
+
+def _run_block(
+    block: "TransformerBlock", hidden: Tensor, update: Update | None, shape: torch.Size, tables: "PositionTables | None"
+) -> tuple[Tensor, Update]:
+    """(the residual `[n, e]`, what remains to be added to it)."""
+    attention, mlp = block.attention, block.mlp
+    group = tensor_parallel_group(attention.tp)
+    projection = attention.query_key_value
+    hidden, qkv = _norm_linear(hidden, update, block.input_layernorm, projection.weight, projection.bias, group)
+    context = attention.context(qkv.view(*shape[:2], -1), None, FULL, tables).flatten(0, 1)
+    attended = _dropped(block, _RowLinear.apply(context, attention.dense.weight, group), attention.dense.bias)
+    update = None if block.parallel_residual else attended
+    hidden, inner = _norm_linear(hidden, update, block.post_attention_layernorm, mlp.dense_h_to_4h.weight, None, group)
+    states = _ActivationLinear.apply(
+        inner, mlp.dense_h_to_4h.bias, mlp.dense_4h_to_h.weight, mlp.activation_name, group
+    )
+    update = _dropped(block, states, mlp.dense_4h_to_h.bias)
+    if block.parallel_residual:
+        hidden = hidden + (attended.states if attended.bias is None else attended.states + attended.bias)
+    return hidden, update
+
+
+def _dropped(block: "TransformerBlock", states: Tensor, bias: Any) -> Update:
+    """An update with the block's dropout, which applies to its bias as well."""
+    return Update(states, bias) if block.dropout.p == 0 else Update(block.dropout(states + bias), None)
+
+
+def _norm_linear(
+    hidden: Tensor,
+    update: Update | None,
+    norm: nn.Module,
+    weight: Any,
+    bias: Any,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """(hidden + update `[n, e]`, the linear layer of their norm `[n, o]`)."""
+    states, update_bias = update or (None, None)
+    arguments = (norm.weight, getattr(norm, "bias", None), weight, bias, norm.eps, group)
+    hidden, output = _NormLinear.apply(hidden, states, update_bias, *arguments)
+    return hidden, output
+
+
+class _NormLinear(torch.autograd.Function):
+    """Residual, norm (without a bias: RMS norm) and linear layer. With a group, the linear layer is column-parallel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        update: Tensor | None,
+        update_bias: Tensor | None,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        kernels = _kernels()
+        rows, size = hidden.shape
+        new_hidden = hidden if update is None else torch.empty_like(hidden)
+        normed, stats = torch.empty_like(hidden), hidden.new_empty(rows, 2, dtype=torch.float32)
+        with _on_device(hidden):
+            kernels.norm_kernel[(rows,)](
+                *(hidden, update, update_bias, norm_weight, norm_bias, new_hidden, normed, stats, size, eps),
+                **_row_options(size, norm_bias is None),
+            )
+        ctx.save_for_backward(new_hidden, norm_weight, norm_bias, weight, stats)
+        ctx.has_update, ctx.has_update_bias, ctx.has_bias = (
+            update is not None,
+            update_bias is not None,
+            bias is not None,
+        )
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return new_hidden, F.linear(normed, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_hidden: Tensor | None, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, norm_weight, norm_bias, weight, stats = ctx.saved_tensors
+        kernels = _kernels()
+        rows, size = hidden.shape
+        grad_output = grad_output.contiguous()
+        grad_normed = grad_output @ weight
+        if ctx.group is not None:
+            dist.all_reduce(grad_normed, group=ctx.group)
+        grad_input, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+        programs = min(rows, kernels.PROGRAMS)
+        sums = hidden.new_empty(programs, 3, size, dtype=torch.float32)
+        with _on_device(hidden):
+            kernels.norm_backward_kernel[(programs,)](
+                grad_normed,
+                None if grad_hidden is None else grad_hidden.contiguous(),
+                *(hidden, norm_weight, norm_bias, stats, grad_input, normed, sums, rows, size),
+                **_row_options(size, norm_bias is None),
+            )
+        grad_norm_weight, grad_norm_bias, grad_update_bias = _sum_rows(sums, norm_weight.dtype)
+        return (
+            grad_input,
+            grad_input if ctx.has_update else None,
+            grad_update_bias if ctx.has_update_bias else None,
+            grad_norm_weight,
+            None if norm_bias is None else grad_norm_bias,
+            grad_output.T @ normed,
+            grad_output.sum(0) if ctx.has_bias else None,
+            None,
+            None,
+        )
+
+
+class _ActivationLinear(torch.autograd.Function):
+    """activation(x + bias) and a linear layer without bias, `[n, f] -> [n, e]`. With a group, the layer is
+    row-parallel: its partial outputs are summed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor, weight: Tensor, activation: str, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        kernels = _kernels()
+        rows, size = x.shape
+        activated = torch.empty_like(x)
+        with _on_device(x):
+            kernels.activation_kernel[(rows, -(-size // kernels.COLUMNS))](
+                *(x, bias, activated, size), ACTIVATION=activation, BLOCK=kernels.COLUMNS, num_warps=4
+            )
+        ctx.save_for_backward(x, bias, weight)
+        ctx.activation = activation
+        return _summed(F.linear(activated, weight), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, weight = ctx.saved_tensors
+        kernels = _kernels()
+        rows, size = x.shape
+        grad_output = grad_output.contiguous()
+        grad_x, activated = grad_output @ weight, torch.empty_like(x)  # the kernel overwrites grad_x
+        tiles = -(-size // kernels.TILE_COLUMNS)
+        programs = max(1, min(-(-rows // kernels.TILE_ROWS), 2 * kernels.PROGRAMS // tiles))
+        sums = x.new_empty(programs, size, dtype=torch.float32)
+        with _on_device(x):
+            kernels.activation_backward_kernel[(tiles, programs)](
+                *(x, bias, grad_x, activated, sums, rows, size),
+                ACTIVATION=ctx.activation,
+                ROWS=kernels.TILE_ROWS,
+                COLUMNS=kernels.TILE_COLUMNS,
+                num_warps=4,
+            )
+        return grad_x, _sum_rows(sums, bias.dtype), grad_output.T @ activated, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """A linear layer without bias; with a group, row-parallel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _summed(F.linear(x, weight), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return grad_output @ weight, grad_output.T @ x, None
+
+
+def _summed(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(partial, group=group)
+    return partial
+
+
+def _sum_rows(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first dimension of `[p, ...]`."""
+    kernels = _kernels()
+    total = sums.new_empty(sums.shape[1:], dtype=dtype)
+    with _on_device(sums):
+        kernels.sum_rows_kernel[(-(-total.numel() // kernels.TILE_COLUMNS),)](
+            *(sums, total, len(sums), total.numel()), BLOCK=kernels.TILE_COLUMNS, ROWS=kernels.TILE_ROWS, num_warps=4
+        )
+    return total
+
+
+def _row_options(size: int, rms: bool) -> dict[str, object]:
+    block = 1 << (size - 1).bit_length()
+    return {"RMS": rms, "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+
+
+def _on_device(states: Tensor) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(states.device) if states.is_cuda else contextlib.nullcontext()
+
+
+def _kernels() -> ModuleType:
+    kernels = _load_kernels()
+    assert kernels is not None  # `supports` has checked it
+    return kernels
+
+
+def _load_kernels() -> ModuleType | None:
+    """Import the kernels on first use, so that nothing else needs Triton."""
+    try:
+        from megatron.model import block_kernels
+    except ImportError:
+        return None
+    return block_kernels

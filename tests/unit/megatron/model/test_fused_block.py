@@ -1,0 +1,79 @@
+"""Fused blocks against the blocks that PyTorch computes in float64: on a GPU, or in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.model import fused_block
+from megatron.model.gpt import GPT
+from megatron.model.initialization import initialize
+from megatron.model.settings import ModelSettings
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch) -> None:
+    """Use the kernels on a CPU, in Triton's interpreter."""
+    monkeypatch.setattr(fused_block, "KERNEL_DEVICES", ["cpu", "cuda"])
+
+
+def small_model(dtype: torch.dtype, *, checkpoint_every: int = 0, num_layers: int = 2, **keys: object) -> GPT:
+    """Random norms and biases too."""
+    sizes = {"num_layers": num_layers, "hidden_size": 24, "num_heads": 2, "padded_vocab_size": 32, "max_positions": 8}
+    settings = ModelSettings(**sizes, **{"pos_emb": "kerple_log", **keys})
+    model = GPT(settings, checkpoint_every=checkpoint_every)
+    initialize(model.layers(), settings, seed=1, init_method="normal", output_init_method="normal", std=0.3)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith(".bias"):
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.to(DEVICE, dtype).train()
+
+
+def values_and_gradients(model: GPT) -> dict[str, torch.Tensor]:
+    text = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    torch.manual_seed(3)  # dropout
+    loss = model.loss(text[:, :-1], text[:, 1:])
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return {"loss": loss.detach(), **dict(zip(dict(model.named_parameters()), gradients, strict=True))}
+
+
+def assert_same_as_pytorch(monkeypatch, dtype: torch.dtype = torch.float32, rtol: float = 2e-5, **keys) -> None:
+    actual = values_and_gradients(small_model(dtype, **keys))
+    monkeypatch.setattr(fused_block, "KERNEL_DEVICES", [])
+    expected = values_and_gradients(small_model(torch.float64, **keys))
+    assert list(actual) == list(expected)
+    for name, values in expected.items():
+        assert actual[name].dtype == dtype or name == "loss"
+        assert (actual[name].double() - values).norm() <= rtol * values.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"norm": "rmsnorm", "activation": "gelu_tanh"},
+        {"parallel_residual": True, "activation": "silu"},
+        {"activation": "relu", "pos_emb": "rotary", "checkpoint_every": 1},
+        {"checkpoint_every": 2, "num_layers": 3, "pos_emb": "dape_kerple"},
+    ],
+)
+def test_values_and_gradients(keys, monkeypatch):
+    assert_same_as_pytorch(monkeypatch, **keys)
+
+
+def test_half_precision(monkeypatch):
+    assert_same_as_pytorch(monkeypatch, torch.float16, rtol=1e-2)
+
+
+@pytest.mark.parametrize("parallel_residual", [False, True])
+def test_dropout_is_that_of_pytorch(parallel_residual, monkeypatch):
+    """The same masks: in float32, since random numbers depend on the dtype."""
+    keys = {"hidden_dropout": 0.3, "parallel_residual": parallel_residual, "checkpoint_every": 1}
+    actual = values_and_gradients(small_model(torch.float32, **keys))
+    monkeypatch.setattr(fused_block, "KERNEL_DEVICES", [])
+    for name, values in values_and_gradients(small_model(torch.float32, **keys)).items():
+        assert (actual[name] - values).norm() <= 2e-5 * values.norm() + 1e-6, name
