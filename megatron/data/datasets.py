@@ -133,8 +133,8 @@ Samples = CorpusPart | BlendedParts
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run. A dataset is None if it is not requested, if its share of the split is 0, or (test) if it
-    is smaller than one sample.
+    """The datasets of a run. A dataset is None if it is not requested, if its share of the split is 0, (validation) if
+    it has no documents, or (test) if it is smaller than one sample.
     """
 
     train: Samples | None
@@ -186,8 +186,12 @@ def datasets_from_split(
     files = open_dataset_files(prefix, settings.cache_path)
     parts: list[Samples | None] = []
     for part, span in enumerate(split_spans(split, files.sequences)):
-        # The test share of a split is often too small for a single sample; then there is no test.
-        if num_samples[part] == 0 or span is None or (part == 2 and _tokens(files, span) <= sequence_lengths[part]):
+        # A corpus of one document, such as enwik8, has no validation documents. The test share of a split is often too
+        # small for a single sample.
+        too_small = span is not None and (
+            (part == 1 and span[0] == span[1]) or (part == 2 and _tokens(files, span) <= sequence_lengths[part])
+        )
+        if num_samples[part] == 0 or span is None or too_small:
             parts.append(None)
         else:
             parts.append(build_corpus_part(files, span, part, sequence_lengths[part], num_samples[part], settings))

@@ -140,7 +140,8 @@ class HFGPT2Tokenizer(_LibraryTokenizer):
     def __init__(self, source: str | Path):
         tokenizer = read_gpt2_tokenizer(source)
         fingerprint = hashlib.sha256(tokenizer.to_str().encode("utf-8")).hexdigest()
-        super().__init__(tokenizer, tokenizer.token_to_id(END_OF_DOCUMENT), fingerprint, _is_splittable(tokenizer))
+        eod: int = tokenizer.get_vocab()[END_OF_DOCUMENT]
+        super().__init__(tokenizer, eod, fingerprint, _is_splittable(tokenizer))
 
 
 def read_gpt2_tokenizer(source: str | Path) -> tokenizers.Tokenizer:

@@ -208,6 +208,7 @@ def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):
     assert datasets_from_split(str(tmp_path / "small"), "1,1", (16, 16, 16), (1, 0, 0), settings).valid is None
     test = datasets_from_split(str(tmp_path / "small"), "1,0,1", (16, 16, 16), (1, 0, 1), settings).test
     assert test is None  # a test part that is too small is not an error
+    assert datasets_from_split(str(tmp_path / "small"), "98,1,1", (4,) * 3, (1, 1, 1), settings)[1:] == (None, None)
 
 
 @pytest.mark.parametrize("with_manifest", [False, True])
