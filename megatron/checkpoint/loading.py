@@ -160,7 +160,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
 def _resume_released(
     engine: TrainingEngine, config: Config, step: Path, saved: dict[str, Any], report: Report
 ) -> TrainingState:
-    """From a checkpoint of GPT-NeoX or the KERPLE release: iteration, samples, and Adam's state if it fits."""
+    """From a checkpoint of the KERPLE release or GPT-NeoX of 2022: iteration, samples, and Adam's state if it fits."""
     iteration = int(saved.get("iteration", iteration_of(step)))
     samples = int(saved.get("global_samples") or iteration * engine.global_batch)
     if config.checkpoint.no_load_optim:
@@ -177,4 +177,4 @@ def _resume_released(
             f"{step}: not saved by this project; loaded weights and iteration, the optimizer starts from scratch "
             f"({reason})"
         )
-    return TrainingState(iteration, samples, tokens=samples * engine.seq_length)
+    return TrainingState(iteration, samples, tokens=samples * engine.seq_length, lr_schedule="neox-2022")

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -91,6 +91,7 @@ class TrainingState:
         consumed_samples: training sequences read by all replicas; the position in the data.
         consumed_valid_samples: the same for the validation data.
         tokens: training tokens read.
+        lr_schedule: formulas of the learning-rate schedule, as the configuration key.
         data_order: identifies the order of the training samples to which consumed_samples refers; empty if unknown.
     """
 
@@ -98,6 +99,7 @@ class TrainingState:
     consumed_samples: int = 0
     consumed_valid_samples: int = 0
     tokens: int = 0
+    lr_schedule: Literal["neox", "neox-2022"] = "neox"
     data_order: str = ""
 
     @classmethod

@@ -28,7 +28,8 @@ def initializer(name: str, *, std: float, num_layers: int, hidden_size: int) -> 
     """The initializer called `name` in GPT-NeoX's configuration: it fills a tensor from a generator.
 
     `std` is `init_method_std`. small_init is that of "Transformers without Tears" (sqrt(2 / 5d)), wang_init that of
-    Ben Wang's mesh-transformer-jax (2 / (L sqrt(d))). Raises ValueError for an unknown name.
+    Ben Wang's mesh-transformer-jax (2 / (L sqrt(d))). orthogonal has the gain sqrt(2), scaled_orthogonal sqrt(2 / L),
+    where L is the number of layers and d the hidden size. Raises ValueError for an unknown name.
     """
 
     def normal(scale: float) -> Initializer:
@@ -42,8 +43,8 @@ def initializer(name: str, *, std: float, num_layers: int, hidden_size: int) -> 
         "normal": normal(std),
         "scaled_normal": normal(std * residual_scale),
         "single_residual_scaled_normal": normal(std / math.sqrt(num_layers)),
-        "orthogonal": scaled(nn.init.orthogonal_),
-        "scaled_orthogonal": scaled(nn.init.orthogonal_, residual_scale),
+        "orthogonal": scaled(nn.init.orthogonal_, math.sqrt(2.0)),
+        "scaled_orthogonal": scaled(nn.init.orthogonal_, math.sqrt(2.0 / num_layers)),
         "xavier_uniform": scaled(nn.init.xavier_uniform_),
         "xavier_normal": scaled(nn.init.xavier_normal_),
         "small_init": normal(math.sqrt(2.0 / (5.0 * hidden_size))),

@@ -99,6 +99,7 @@ class Trainer:
             self.train_batches = self.engine.batches(datasets.train, self.state.consumed_samples)
         self.validator = Validator(self.engine, logger, datasets.valid, datasets.test)
         self.checkpointer = Checkpointer(self.engine, config, logger.info) if save else None
+        self.state.lr_schedule = config.schedule.lr_schedule or self.state.lr_schedule
         decay_iters = config.schedule.lr_decay_iters or self.last_iteration
         self.schedule = Schedule(
             config.optimizer.lr,
@@ -106,7 +107,9 @@ class Trainer:
             decay_iters,
             config.schedule.warmup * decay_iters,
             config.schedule.min_lr,
+            self.state.lr_schedule,
         )
+        logger.info(self.schedule.describe())
         self.flops_per_token = flops_per_token(
             parameters["outside_embedding"], self.engine.settings, self.engine.seq_length
         )

@@ -73,17 +73,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate schedule of the KERPLE release (GPT-NeoX of 2022).
+    """GPT-NeoX's learning-rate schedules.
 
-    For optimizer step t (the first step has t = 0), W warmup steps and T decay steps, t is clipped to T - W. The warmup
-    is linear: lr * t / W up to t = W. After it, with u = t - W:
+    For optimizer step t (the first step has t = 0), W warmup steps and T decay steps, the warmup up to t = W is linear:
+    lr * max(t, 1) / W. After it, with u = (t - W) / (T - W):
 
-        cosine       lr/2 (1 + cos(pi u / T))
-        linear       lr (T - u) / T
-        exponential  lr e^(-0.693 u / T)
+        cosine       min_lr + (lr - min_lr)/2 (1 + cos(pi u))
+        linear       lr (1 - u)
+        exponential  lr e^(-0.693 u)
         constant     lr
 
-    and never less than min_lr. As in the release, the period is T, not T - W.
+    and never less than min_lr. From t = T on, cosine stays at min_lr (GPT-NeoX's would rise again).
+
+    `version` neox-2022 has the formulas of the KERPLE release (GPT-NeoX of 2022): the warmup is lr * t / W, t is at most
+    T - W, u is (t - W) / T, and cosine is lr/2 (1 + cos(pi u)), which min_lr only bounds.
     """
 
     lr: float
@@ -91,17 +94,29 @@ class Schedule:
     decay_steps: int
     warmup_steps: float
     min_lr: float = 0.0
+    version: Literal["neox", "neox-2022"] = "neox"
 
     def __call__(self, step: int) -> float:
         """Learning rate at optimizer step `step`."""
-        clipped = min(step, self.decay_steps - self.warmup_steps)
+        after_warmup = self.decay_steps - self.warmup_steps
+        is_2022 = self.version == "neox-2022"
+        position = min(step, after_warmup) if is_2022 else step
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.lr * clipped / self.warmup_steps
-        progress = (clipped - self.warmup_steps) / self.decay_steps if self.decay_steps else 0.0
-        factor = {
-            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-            "linear": 1 - progress,
-            "exponential": math.exp(-0.693 * progress),
-            "constant": 1.0,
+            return self.lr * (position if is_2022 else max(position, 1)) / self.warmup_steps
+        period = self.decay_steps if is_2022 else after_warmup
+        progress = (position - self.warmup_steps) / period if period else 1.0
+        floor = 0.0 if is_2022 else self.min_lr
+        learning_rate = {
+            "cosine": floor + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))),
+            "linear": self.lr * (1 - progress),
+            "exponential": self.lr * math.exp(-0.693 * progress),
+            "constant": self.lr,
         }[self.style]
-        return max(self.lr * factor, self.min_lr)
+        return max(learning_rate, self.min_lr)
+
+    def describe(self) -> str:
+        """A line for the log."""
+        return (
+            f"learning rate: {self.style} from {self.lr:g}, at least {self.min_lr:g}, {self.decay_steps:,} steps with "
+            f"{self.warmup_steps:,.0f} of warmup; formulas: lr-schedule {self.version}"
+        )

@@ -84,6 +84,7 @@ def test_small_model_of_the_paper():
     assert (optimizer.gradient_clipping, config.precision.dtype) == (1.0, "bf16")
     assert (config.schedule.train_iters, config.schedule.lr_decay_iters) == (50_000, 50_000)
     assert (config.schedule.lr_decay_style, config.schedule.warmup, config.schedule.min_lr) == ("cosine", 0.01, 0.0)
+    assert config.schedule.lr_schedule == "neox-2022"
     assert config.batch.resolve(1) == (32, 1, 32)
     assert (config.data.split, config.data.data_path) == ("949,50,1", "data/openwebtext2/openwebtext2_text_document")
     assert (config.training.eval_interval, config.checkpoint.save_interval) == (1000, 10_000)
@@ -93,6 +94,7 @@ def test_large_model_of_the_paper():
     config = load_config(["1-3B", "pos_emb/kerple_log", "datasets/github"], CONFIGS)
     assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (24, 2048, 16)
     assert (config.optimizer.lr, config.schedule.train_iters, config.precision.dtype) == (2e-4, 150_000, "fp16")
+    assert config.schedule.lr_schedule == "neox-2022"
     assert config.parallel.model_parallel_size == 2
 
 

@@ -71,6 +71,7 @@ def test_the_optimizer_state_of_the_release_is_used(method, corpus, tmp_path, ca
     train(Config.from_flat(settings))
     output = capsys.readouterr().out
     assert "iteration 300, 1200 samples read" in output
+    assert "formulas: lr-schedule neox-2022" in output
     assert "iteration and optimizer state" in output
     expected = losses_with_torch_adam(method, settings, steps=20)
     assert metrics(tmp_path) == pytest.approx(expected, abs=5e-6)

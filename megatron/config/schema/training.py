@@ -154,8 +154,15 @@ class ScheduleConfig(Group):
     train_iters: Int | None = key(None, "Total number of optimizer steps. 0: evaluate only.", ge=0)
     lr_decay_iters: Int | None = key(None, "Step at which the decay ends. Default: train_iters.", ge=1)
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key("linear", "Shape of the decay.")
-    min_lr: float = key(0.0, "Lower bound of the learning rate during the decay.", ge=0)
-    warmup: float = key(0.01, "Fraction of lr_decay_iters for the linear warmup from 0.", ge=0, le=1)
+    lr_schedule: Literal["neox", "neox-2022"] | None = key(
+        None,
+        """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at lr_decay_iters, and cosine ends
+        at min_lr. neox-2022: those of the KERPLE release; the decay would end lr_decay_iters steps after the warmup, and
+        min_lr is only a lower bound. Default: as the checkpoint from which the run resumes (neox-2022 for checkpoints
+        of the KERPLE release), otherwise neox.""",
+    )
+    min_lr: float = key(0.0, "Learning rate at the end of the cosine decay, and lower bound of every decay.", ge=0)
+    warmup: float = key(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
 
 
 class PrecisionConfig(Group):

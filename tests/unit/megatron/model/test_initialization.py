@@ -59,6 +59,14 @@ def test_initializers(name, std):
     assert weight.std().item() == pytest.approx(std, rel=0.01)
 
 
+@pytest.mark.parametrize(("name", "gain"), [("orthogonal", 2**0.5), ("scaled_orthogonal", (2 / 12) ** 0.5)])
+@pytest.mark.parametrize("shape", [(32, 48), (48, 32)])
+def test_orthogonal_initializers(name, gain, shape):
+    weight = torch.empty(shape)
+    initializer(name, std=0.02, num_layers=12, hidden_size=48)(weight, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.linalg.svdvals(weight), torch.full((32,), gain))
+
+
 def test_an_unknown_initializer_is_rejected():
     with pytest.raises(ValueError, match=r"kaiming.*small_init"):
         initializer("kaiming", std=0.02, num_layers=12, hidden_size=768)

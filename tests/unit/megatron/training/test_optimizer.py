@@ -1,4 +1,4 @@
-"""Parameter groups, and the learning-rate schedule against the formulas of the release."""
+"""Parameter groups, bounds of parameters, and learning rates against those of GPT-NeoX and the release."""
 
 import math
 
@@ -12,38 +12,61 @@ from megatron.training.loop import train
 from megatron.training.optimizer import Schedule, parameter_groups
 from tests.support.runs import metrics, training_settings, weights
 
-LR, T, W = 6e-4, 50_000, 500.0
+LR, MIN_LR = 6e-4, 6e-5
+# Pythia's sizes: min_lr is a tenth of lr, 143,000 steps, 1 % of them warmup.
+T, W = 143_000, 1430.0
+# Computed by the AnnealingLR of GPT-NeoX, May 2026 (19f294d5), and of the KERPLE release.
+STEPS = (0, 1, 700, 1430, 1431, 71_500, 115_259, 142_999, 143_000)
+WARMUP = (4.1958042e-07, 4.1958042e-07, 0.000293706294, 0.0006)
+WARMUP_2022 = (0.0, *WARMUP[1:])
+REFERENCE = {
+    ("neox", "cosine"): (*WARMUP, 0.0006, 0.00033428381, 0.00010956515, 6.00000001e-05, 6e-05),
+    ("neox", "linear"): (*WARMUP, 0.000599995762, 0.000303030303, 0.000117571519, 6e-05, 6e-05),
+    ("neox", "exponential"): (*WARMUP, 0.000599997063, 0.000425782927, 0.000343684732, 0.000300045626, 0.000300044157),
+    ("neox", "constant"): (*WARMUP, *[0.0006] * 5),
+    ("neox-2022", "cosine"): (*WARMUP_2022, 0.0006, 0.000309423228, 6e-05, 6e-05, 6e-05),
+    ("neox-2022", "linear"): (*WARMUP_2022, 0.000599995804, 0.000306, 0.000122395804, 6e-05, 6e-05),
+    ("neox-2022", "exponential"): (
+        *(*WARMUP_2022, 0.000599997092, 0.00042724587, 0.000345605105),
+        *(0.000304231722, 0.000304231722),
+    ),
+    ("neox-2022", "constant"): (*WARMUP_2022, *[0.0006] * 5),
+}
 
 
-@pytest.mark.parametrize("step", [0, 1, 250, 500, 501, 10_000, 49_499, 49_500, 49_501, 50_000, 80_000])
-def test_cosine(step):
-    schedule = Schedule(LR, "cosine", T, W)
-    if step <= W:
-        expected = LR * min(step, T - W) / W
-    else:
-        expected = LR / 2 * (1 + math.cos(math.pi * (min(step, T - W) - W) / T))
-    assert schedule(step) == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize(("version", "style"), REFERENCE)
+def test_learning_rates_are_those_of_gpt_neox_and_of_the_release(version, style):
+    schedule = Schedule(LR, style, T, W, MIN_LR, version)
+    assert [schedule(step) for step in STEPS] == pytest.approx(list(REFERENCE[version, style]), rel=1e-8)
 
 
-def test_other_styles_halfway():
-    assert Schedule(1.0, "linear", 100, 0)(50) == pytest.approx(0.5)
-    assert Schedule(1.0, "exponential", 100, 0)(100) == pytest.approx(0.5, rel=1e-3)
-    assert Schedule(1.0, "constant", 100, 10)(99) == 1.0
-    assert Schedule(1.0, "constant", 100, 10)(5) == 0.5
+def test_after_the_decay():
+    """GPT-NeoX's cosine would rise again."""
+    values = {style: Schedule(LR, style, T, W, MIN_LR)(150_000) for style in ("cosine", "linear", "exponential")}
+    assert values == pytest.approx({"cosine": MIN_LR, "linear": MIN_LR, "exponential": 0.0002899370762}, rel=1e-8)
 
 
-def test_never_below_the_minimum():
-    schedule = Schedule(1.0, "linear", 100, 0, min_lr=0.3)
-    assert schedule(60) == pytest.approx(0.4)
-    assert schedule(90) == 0.3
+def test_without_warmup_and_with_nothing_else():
+    assert Schedule(1.0, "linear", 100, 0.0)(0) == 1.0
+    assert Schedule(1.0, "linear", 100, 0.0)(25) == 0.75
+    assert Schedule(1.0, "cosine", 100, 100.0)(100) == 1.0
+    assert Schedule(1.0, "cosine", 100, 100.0, min_lr=0.1)(101) == pytest.approx(0.1)
 
 
-def test_learning_rate_follows_the_schedule(tmp_path, data_path):
-    settings = training_settings(tmp_path, data_path, warmup=0.2, lr_decay_iters=10, train_iters=4, save=None)
-    train(Config.from_flat(settings))
-    assert metrics(tmp_path, "train/learning_rate") == pytest.approx(
-        {1: 0.0, 2: 0.0025, 3: 0.005, 4: 0.005 * 0.97553}, rel=1e-3
-    )
+def test_a_run_follows_the_schedule(tmp_path, data_path, capsys):
+    """A resumed run keeps the formulas of its checkpoint, unless the configuration sets them."""
+    keys = {"warmup": 0.2, "lr_decay_iters": 10, "eval_iters": 0}
+
+    def rates(**more: object) -> dict[int, float]:
+        (tmp_path / "logs/metrics.jsonl").unlink(missing_ok=True)
+        train(Config.from_flat(training_settings(tmp_path, data_path, **keys, **more)))
+        return metrics(tmp_path, "train/learning_rate")
+
+    expected_2022 = {1: 0.0, 2: 0.0025, 3: 0.005, 4: 0.005 * 0.97553}
+    assert rates(train_iters=4, lr_schedule="neox-2022", save_interval=4) == pytest.approx(expected_2022, rel=1e-3)
+    assert "10 steps with 2 of warmup; formulas: lr-schedule neox-2022" in capsys.readouterr().out
+    assert rates(train_iters=5, save_interval=5) == pytest.approx({5: 0.005 * 0.90451}, rel=1e-3)
+    assert rates(train_iters=6, lr_schedule="neox") == pytest.approx({6: 0.005 * 0.69134}, rel=1e-3)
 
 
 def test_only_matrices_of_a_method_have_weight_decay():
