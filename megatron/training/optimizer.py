@@ -85,7 +85,7 @@ class Schedule:
 
     and never less than min_lr. From t = T on, cosine stays at min_lr (GPT-NeoX's would rise again).
 
-    `version` neox-2022 has the formulas of the KERPLE release (GPT-NeoX of 2022): the warmup is lr * t / W, t is at most
+    `version` neox-2022 has the formulas of the KERPLE release (GPT-NeoX, 2022): the warmup is lr * t / W, t is at most
     T - W, u is (t - W) / T, and cosine is lr/2 (1 + cos(pi u)), which min_lr only bounds.
     """
 
