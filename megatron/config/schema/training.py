@@ -158,8 +158,8 @@ class ScheduleConfig(Group):
         None,
         """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at lr_decay_iters, and cosine ends
         at min_lr. neox-2022: those of the KERPLE release; the decay would end lr_decay_iters steps after the warmup,
-        and min_lr is only a lower bound. Default: as the checkpoint from which the run resumes (neox-2022 for checkpoints
-        of the KERPLE release), otherwise neox.""",
+        and min_lr is only a lower bound. Default: as the checkpoint from which the run resumes (neox-2022 for
+        checkpoints of the KERPLE release), otherwise neox.""",
     )
     min_lr: float = key(0.0, "Learning rate at the end of the cosine decay, and lower bound of every decay.", ge=0)
     warmup: float = key(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
