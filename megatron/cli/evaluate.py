@@ -36,6 +36,7 @@ from megatron.evaluation.runner import (
     BATCH_TOKENS_GPU,
     QUERY_CHUNK,
     EvalTask,
+    ExtrapolationTask,
     plan_extrapolation,
     run_eval_tasks,
     unique_lengths,
@@ -125,7 +126,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=_positive,
         metavar="N",
-        help="tokens to score, the same at every length (default: eval_tokens, or the whole validation split)",
+        help="tokens to score, evenly spaced in the validation split and the same at every length (default: "
+        "eval_tokens, or the whole split)",
     )
     measurement.add_argument(
         "--document-aware",
@@ -330,6 +332,8 @@ def _evaluate(
             depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
             tasks += plan_passkey(prompts, lengths, options.modes, depths, trials, source, text.corpus)
         planned.append(tasks)
+    for line in _sample_lines(text, planned[0]):
+        report(line)
 
     results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
     with contextlib.ExitStack() as stack:
@@ -344,7 +348,7 @@ def _evaluate(
             if not missing:
                 continue  # without loading the model
             loaded, _ = load(model.folder, config, options, check=len(models) == 1)
-            check_ids(text.tokens, loaded.settings.padded_vocab_size)
+            text.check_ids(loaded.settings.padded_vocab_size)
             if prompts is not None:
                 check_ids(prompts.token_ids, loaded.settings.padded_vocab_size)
             run_eval_tasks(
@@ -361,6 +365,17 @@ def _evaluate(
             print_summary(results.records, options.title, compare_with=options.compare_with)
             for path in write_summary(results.records, output, options.title, compare_with=options.compare_with):
                 report(str(path))
+
+
+def _sample_lines(text: Text, tasks: Sequence[EvalTask]) -> list[str]:
+    """What each protocol scores at the longest length."""
+    longest: dict[str, EvalTask] = {}
+    for task in tasks:
+        if isinstance(task, ExtrapolationTask):
+            name = task.planned[0]["protocol"]
+            if name not in longest or task.segments.length > longest[name].segments.length:
+                longest[name] = task
+    return [line for name, task in longest.items() for line in text.sample_lines(name, task.segments)]
 
 
 def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]:
@@ -428,7 +443,7 @@ def _read_text(
     *,
     quiet: bool,
 ) -> Text:
-    """As much of the validation text as the protocols need."""
+    """The validation text; for --document-aware, as many rows of it as the budget needs."""
     token_bytes = None
     try:
         token_bytes = _tokenizer(config).byte_lengths()
@@ -439,13 +454,7 @@ def _read_text(
         targets_per_row = min(protocol.size or longest for protocol in protocols)
         max_tokens = None if budget is None else max(budget // targets_per_row, 1) * longest
         return text_by_document(config, longest, max_tokens, token_bytes, quiet=quiet)
-    max_tokens = 0
-    for protocol in protocols:
-        needed = protocol.tokens_needed(lengths, budget)
-        if needed is None:
-            return validation_text(config, None, token_bytes)
-        max_tokens = max(max_tokens, needed)
-    return validation_text(config, max_tokens, token_bytes)
+    return validation_text(config, token_bytes)
 
 
 def _tokenizer(config: Config) -> Tokenizer:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         document_lengths,
         document_segments,
         evaluation_corpora,
-        evaluation_tokens,
+        evaluation_stream,
         validation_stream,
     )
 
@@ -25,7 +25,7 @@ _MODULES = {
     "document_lengths": "streams",
     "document_segments": "streams",
     "evaluation_corpora": "streams",
-    "evaluation_tokens": "streams",
+    "evaluation_stream": "streams",
     "validation_stream": "streams",
 }
 
@@ -36,7 +36,7 @@ __all__ = [
     "document_lengths",
     "document_segments",
     "evaluation_corpora",
-    "evaluation_tokens",
+    "evaluation_stream",
     "validation_stream",
 ]
 

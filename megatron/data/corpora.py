@@ -10,20 +10,47 @@ from megatron.data.readers import START, ReadPosition, TextChunk
 from megatron.utils.errors import UserError, first_line
 
 # Tests are as large as everything else together and some interpreters come without them. Installed packages are not
-# part of the standard library.
-_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# part of the standard library. `encodings` is mostly tables of characters, `pydoc_data` prose: their losses are so
+# different that a sample of the corpus would need many more documents for the same standard error.
+_EXCLUDED_FOLDERS = {
+    *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
+    *("encodings", "pydoc_data"),
+}
 
+PIECE_BYTES = 1000
 _HUB_CHUNK_BYTES = 1 << 20
 
 
-class StdlibCorpus:
-    """The Python sources of the running interpreter's standard library, one document per file. A `ChunkSource`.
+def source_pieces(content: bytes, limit: int = PIECE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, text) of consecutive pieces of a source file, each of at most `limit` bytes unless a
+    single line is longer. Pieces begin at top-level statements after a blank line if possible, otherwise at any line.
+    Pieces without text are left out.
+    """
+    lines = content.splitlines(keepends=True)
+    starts = [0]  # index of the first line of each piece
+    size, boundary = 0, 0
+    for index, line in enumerate(lines):
+        if index and line[:1].strip() and not lines[index - 1].strip():
+            boundary = index
+        size += len(line)
+        if size > limit and index > starts[-1]:
+            starts.append(boundary if boundary > starts[-1] else index)
+            size = sum(map(len, lines[starts[-1] : index + 1]))
+    for first, last in zip(starts, [*starts[1:], len(lines)], strict=True):
+        piece = b"".join(lines[first:last])
+        if piece.strip():
+            yield first + 1, piece
 
-    Files are ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order
-    validation and test would consist of a few modules (the last twentieth is `xml` to `zipfile`).
+
+class StdlibCorpus:
+    """The Python sources of the running interpreter's standard library, in pieces. A `ChunkSource`.
+
+    A document is a piece of a file with at most PIECE_BYTES, so that no file dominates a part of the corpus. Pieces are
+    ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order validation and
+    test would consist of a few modules (the last twentieth is `xml` to `zipfile`).
 
     Attributes:
-        documents: name and content of each file.
+        documents: name (file:line) and content of each piece.
         skipped: number of files skipped because they are not UTF-8.
     """
 
@@ -41,7 +68,7 @@ class StdlibCorpus:
             except UnicodeDecodeError:
                 self.skipped += 1
                 continue
-            self.documents.append((relative.as_posix(), content))
+            self.documents += [(f"{relative.as_posix()}:{line}", piece) for line, piece in source_pieces(content)]
         if not self.documents:
             raise UserError(f"{self.root} contains no Python sources: this interpreter is installed without them")
         self.documents.sort(key=lambda document: hashlib.sha256(document[0].encode()).digest())

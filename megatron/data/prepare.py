@@ -81,7 +81,7 @@ GPT2_FILES = (
 )
 
 # Increase this when the preparation steps change, so that existing datasets are rebuilt.
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,34 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.data.splits import PARTS, config_blends, part_span
 from megatron.utils.errors import UserError
+
+
+class TokenStream:
+    """Concatenated token arrays. Memory-mapped arrays are only read where the stream is indexed."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self._arrays = list(arrays)
+        self._ends = np.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        """int64 tokens of a slice without a step, or at int64 indices >= 0 of any shape, in that shape."""
+        indices = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index.numpy()
+        tokens = np.empty(indices.shape, dtype=np.int64)
+        owners = np.searchsorted(self._ends, indices, side="right")
+        for owner in np.unique(owners):
+            start = self._ends[owner] - len(self._arrays[owner])
+            tokens[owners == owner] = self._arrays[owner][indices[owners == owner] - start]
+        return torch.from_numpy(tokens)
 
 
 def validation_stream(
@@ -32,13 +55,15 @@ def validation_stream(
     Raises:
         UserError: the files are invalid, or the part has no documents.
     """
+    return _map_part(prefix, split, part)[:max_tokens].astype(np.int64)
+
+
+def _map_part(prefix: str, split: str | None, part: str) -> np.ndarray:
+    """The tokens of a part `[tokens]`, in the memory-mapped file's dtype."""
     files = open_indexed_files(prefix)
     first, last = part_span(split, part, files.sequences, files.prefix)
     offsets = files.offsets()
-    start, stop = int(offsets[first]), int(offsets[last])
-    if max_tokens is not None:
-        stop = min(stop, start + max_tokens)
-    return files.map_tokens()[start:stop].astype(np.int64)
+    return files.map_tokens()[int(offsets[first]) : int(offsets[last])]
 
 
 def document_lengths(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> np.ndarray:
@@ -79,7 +104,8 @@ def document_segments(
 
     Args:
         prefix, split, part: as for `validation_stream`.
-        max_tokens: maximum number of targets, rounded down to whole segments, but at least one segment.
+        max_tokens: maximum number of targets, rounded down to whole segments, but at least one segment. Evenly spaced
+            segments are then chosen from all of them.
         join_short: append segments cut from the concatenation of all documents shorter than length + 1 tokens.
 
     Raises:
@@ -91,17 +117,18 @@ def document_segments(
     first, last = part_span(split, part, files.sequences, files.prefix)
     lengths, offsets = files.lengths[first:last].astype(np.int64), files.offsets()[first : last + 1]
     counts = np.maximum(lengths - 1, 0) // length
-    max_segments = None if max_tokens is None else max(max_tokens // length, 1)
-    documents = np.repeat(np.arange(len(lengths)), counts)[:max_segments]
+    documents = np.repeat(np.arange(len(lengths)), counts)
     segment_in_document = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = offsets[documents] + segment_in_document[: len(documents)] * length
+    starts = offsets[documents] + segment_in_document * length
     tokens = files.map_tokens()
-    rows = [tokens[start : start + length + 1] for start in starts]
-    if join_short and (max_segments is None or len(rows) < max_segments):
-        short = [tokens[offsets[index] : offsets[index + 1]] for index in np.flatnonzero(counts == 0)]
-        joined = np.concatenate(short) if short else np.zeros(0, tokens.dtype)
-        remaining = None if max_segments is None else max_segments - len(rows)
-        rows += [joined[start : start + length + 1] for start in range(0, len(joined) - length, length)[:remaining]]
+    short = [tokens[offsets[index] : offsets[index + 1]] for index in np.flatnonzero(counts == 0)] if join_short else []
+    joined = np.concatenate(short) if short else np.zeros(0, tokens.dtype)
+    joined_starts = range(0, len(joined) - length, length)
+    total = len(starts) + len(joined_starts)
+    chosen = range(total) if max_tokens is None else evenly_spaced(total, max(max_tokens // length, 1))
+    documents = documents[[index for index in chosen if index < len(starts)]]
+    rows = [tokens[starts[index] :][: length + 1] for index in chosen if index < len(starts)]
+    rows += [joined[joined_starts[index - len(starts)] :][: length + 1] for index in chosen if index >= len(starts)]
     if not rows:
         raise UserError(
             f"no document of {files.prefix} ({part}) has the {length + 1:,} tokens that a segment of {length:,} needs: "
@@ -109,28 +136,25 @@ def document_segments(
         )
     row_documents = np.full(len(rows), -1, dtype=np.int64)
     row_documents[: len(documents)] = documents
-    # Consecutive rows of one document share a token.
-    shared = int(np.sum(row_documents[1:] == row_documents[:-1]))
+    # Consecutive segments of one document share a token.
+    consecutive = np.diff(np.fromiter(chosen, dtype=np.int64)) == 1
+    shared = int(np.sum(consecutive & (row_documents[1:] == row_documents[:-1])))
     left_out = int(lengths.sum()) - len(rows) * (length + 1) + shared
     return DocumentSegments(np.stack(rows).astype(np.int64), row_documents, left_out)
 
 
-def evaluation_tokens(config: Config, part: str = "valid", max_tokens: int | None = None) -> np.ndarray:
+def evenly_spaced(total: int, count: int) -> Sequence[int]:
+    """`count` evenly spaced indices of `total` items, starting at 0; all of them if there are not more."""
+    return range(total) if count >= total else [index * total // count for index in range(count)]
+
+
+def evaluation_stream(config: Config, part: str = "valid") -> TokenStream:
     """Return the stream of a part that `config.data` defines: a share of data-path, or e.g. valid-data-paths.
 
     Several corpora are concatenated in the order of their list. Their weights, which are for sampling, are ignored.
-
-    Returns:
-        int64 [tokens], at most `max_tokens`.
     """
     prefixes, split = evaluation_corpora(config, part)
-    streams: list[np.ndarray] = []
-    for prefix in prefixes:
-        remaining = None if max_tokens is None else max_tokens - sum(map(len, streams))
-        if remaining == 0:
-            break
-        streams.append(validation_stream(prefix, split, part, remaining))
-    return np.concatenate(streams)
+    return TokenStream([_map_part(prefix, split, part) for prefix in prefixes])
 
 
 def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[str], str | None]:

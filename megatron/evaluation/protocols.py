@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from megatron.data.streams import evenly_spaced
 from megatron.utils.errors import UserError
 
 
@@ -62,14 +63,11 @@ class Protocol:
         Args:
             available: tokens in the stream. The first token is only context, so `available - 1` can be scored.
             lengths: segment lengths in tokens.
-            token_budget: maximum number of tokens to score at each length; None for no limit.
+            token_budget: maximum number of tokens to score at each length, evenly spaced in the stream so that they
+                represent all of it; None for no limit.
 
         Raises UserError if the stream is too short, or the lengths do not fit the protocol.
         """
-        raise NotImplementedError
-
-    def tokens_needed(self, lengths: Sequence[int], token_budget: int | None) -> int | None:
-        """The number of tokens of the stream that `plan` can use; None for all of them."""
         raise NotImplementedError
 
     def plan_rows(self, rows: int, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
@@ -80,6 +78,7 @@ class Protocol:
             )
         row_tokens = max(lengths) + 1
         segments_of_row = self.plan(row_tokens, lengths, None)
+        chosen: Sequence[int] = range(rows)
         if token_budget is not None:
             targets = segments_of_row[0].targets
             if targets > token_budget:
@@ -87,9 +86,9 @@ class Protocol:
                     f"a budget of {token_budget:,} tokens is less than the {targets:,} scored in one document; "
                     "increase it"
                 )
-            rows = min(rows, token_budget // targets)
+            chosen = evenly_spaced(rows, token_budget // targets)
         return [
-            replace(segments, starts=[row * row_tokens + start for row in range(rows) for start in segments.starts])
+            replace(segments, starts=[row * row_tokens + start for row in chosen for start in segments.starts])
             for segments in segments_of_row
         ]
 
@@ -97,8 +96,8 @@ class Protocol:
 class NonOverlapping(Protocol):
     """The stream is cut into segments and every prediction is scored (KERPLE, section 5: "non-overlapping segments").
 
-    All lengths score the same tokens, 1 to N of the stream, so two lengths differ only in context. N is the largest
-    common multiple of the lengths within the budget and the stream.
+    All lengths score the same tokens, so two lengths differ only in context: a multiple of the lengths' least common
+    multiple, from the start of the stream, or evenly spaced pieces of that size if a budget limits them.
 
     Bias: the first predictions of a segment have little context, and longer segments have fewer of them. A model that
     ignores distant tokens therefore improves with length too. The windowed modes show how large this gain is.
@@ -123,11 +122,13 @@ class NonOverlapping(Protocol):
                 f"{common:,}, but only {limit:,} tokens can be scored; choose lengths that divide the longest, or more "
                 "tokens"
             )
-        total = limit // common * common
-        return [Segments(length, range(0, total, length)) for length in lengths]
-
-    def tokens_needed(self, lengths: Sequence[int], token_budget: int | None) -> int | None:
-        return None if token_budget is None else max(token_budget, *lengths) + 1
+        if token_budget is None or token_budget >= available - 1:
+            return [Segments(length, range(0, limit // common * common, length)) for length in lengths]
+        pieces = _spread(available - 1, common, common, limit // common)
+        return [
+            Segments(length, [piece + start for piece in pieces for start in range(0, common, length)])
+            for length in lengths
+        ]
 
 
 class Kerple(Protocol):
@@ -153,9 +154,6 @@ class Kerple(Protocol):
                     f"text, leave out that length, or choose kerple@{fitting}"
                 )
         return [Segments(length, range(0, self.size * length, length)) for length in lengths]
-
-    def tokens_needed(self, lengths: Sequence[int], token_budget: int | None) -> int | None:
-        return self.size * max(lengths) + 1
 
 
 class LastK(Protocol):
@@ -190,13 +188,10 @@ class LastK(Protocol):
                     f"a budget of {token_budget:,} tokens is less than the {self.size:,} of {self.name}; increase it"
                 )
             count = min(count, token_budget // self.size)
-        ends = range(longest, longest + count * stride, stride)
-        return [Segments(length, [end - length for end in ends], length - self.size) for length in lengths]
-
-    def tokens_needed(self, lengths: Sequence[int], token_budget: int | None) -> int | None:
-        if token_budget is None:
-            return None
-        return max(lengths) + (max(token_budget // self.size, 1) - 1) * self.stride(lengths) + 1
+        starts = _spread(available - 1, longest, stride, count)
+        return [
+            Segments(length, [start + longest - length for start in starts], length - self.size) for length in lengths
+        ]
 
 
 class Sliding(LastK):
@@ -230,6 +225,16 @@ def parse_protocol(name: str) -> Protocol:
             "kerple@SEGMENTS, last-k@TOKENS, sliding@STRIDE"
         )
     return protocol(int(match[2]) if match else protocol.default_size)
+
+
+def _spread(available: int, size: int, stride: int, count: int) -> Sequence[int]:
+    """The starts of `count` pieces of `size` tokens in a stream of `available` tokens: every `stride` tokens if that
+    uses all of the stream, otherwise evenly spaced.
+    """
+    most = (available - size) // stride + 1
+    if count >= most:
+        return range(0, most * stride, stride)
+    return [index * (available - size + stride) // count for index in range(count)]
 
 
 def _stream_too_short(available: int, length: int) -> UserError:

@@ -61,6 +61,15 @@ class Record(TypedDict):
     measurement: str
 
 
+class DocumentGroups(TypedDict):
+    """The scored documents in at most 256 groups of consecutive ones with about equal numbers of tokens; segments if
+    documents are not known. tokens: number of scored tokens. losses: mean loss in nats.
+    """
+
+    tokens: list[int]
+    losses: list[float]
+
+
 class ExtrapolationRecord(Record):
     """Kind `extrapolation`: the loss at one length. If it could not be measured, the values are None and tokens is 0.
 
@@ -73,6 +82,9 @@ class ExtrapolationRecord(Record):
             with fewer than two of them.
         bits_per_byte: bits of all scored tokens divided by the UTF-8 bytes of their text; None without a tokenizer.
         perplexity: exp(loss); None if it overflows a float.
+        targets: digest of the scored tokens, which does not depend on their context. Losses with the same digest are
+            of the same tokens, so their differences can be paired by document.
+        groups: the losses of groups of documents, for such differences.
     """
 
     tokens: int
@@ -82,6 +94,8 @@ class ExtrapolationRecord(Record):
     stderr: float | None
     bits_per_byte: float | None
     perplexity: float | None
+    targets: str
+    groups: DocumentGroups | None
 
 
 class PositionsRecord(Record):

@@ -108,6 +108,8 @@ class ExtrapolationTask(EvalTask):
             "stderr": sums.stderr if measured else None,
             "bits_per_byte": sums.bits_per_byte if measured else None,
             "perplexity": perplexity(sums.loss) if measured else None,
+            "targets": self.text.targets_digest(self.segments),
+            "groups": sums.groups() if measured else None,
         }
         if self.bins is None:
             return [losses]
@@ -264,13 +266,15 @@ def evaluate_extrapolation(
         lengths: segment lengths in tokens. Lengths that divide the longest make the best use of the text.
         modes: `full`, `window@W`, `blockwise`, `blockwise@L`; see `megatron.evaluation.modes`.
         protocols: `non-overlapping`, `kerple`, `last-k`, `sliding`; see `megatron.evaluation.protocols`.
-        token_budget: maximum number of tokens to score, the same ones at every length; None for no limit.
+        token_budget: maximum number of tokens to score, the same ones at every length, evenly spaced in the text; None
+            for no limit.
         position_bins: also measure the loss by position in this many bins. These records, of kind `positions`, are
             only passed to `on_record`.
         query_chunk: queries computed at once, for a model with a KV cache.
         batch_tokens: tokens of short segments computed at once; by default 8,192 on a CPU and 32,768 on a GPU. Like
             `query_chunk`, this affects memory and speed, not results.
-        vocab_size: token ids must be below it, and below the size of the model's own vocabulary, if known.
+        vocab_size: the ids of the tokens that are read must be below it, and below the size of the model's own
+            vocabulary, if known.
         device: where batches are sent; by default the device of the model's first parameter. The model is not moved.
         progress: show tokens/s and the time left on standard error: a progress bar on a terminal, otherwise one line
             per result.
@@ -288,12 +292,13 @@ def evaluate_extrapolation(
     decoder = as_decoder(model)
     vocab_size = min((size for size in (vocab_size, decoder.vocab_size) if size is not None), default=None)
     pos_emb = decoder.pos_emb if pos_emb is None else pos_emb
-    text = as_text(tokens, vocab_size)
+    text = as_text(tokens)
     for name, value in (("token_budget", token_budget), ("position_bins", position_bins)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
     provenance = Provenance(pos_emb=pos_emb, seed=seed, train_length=train_length)
     tasks = plan_extrapolation(text, lengths, modes, protocols, token_budget, provenance, position_bins)
+    text.check_ids(vocab_size)
     records = run_eval_tasks(
         model,
         tasks,

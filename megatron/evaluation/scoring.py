@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kerple.attention import Span
 from megatron.evaluation.protocols import Segments
+from megatron.evaluation.records import DocumentGroups
 from megatron.evaluation.text import IntArray, Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
@@ -163,6 +164,18 @@ class LossAccumulator:
     def stderr(self) -> float | None:
         """Standard error of `loss` over documents (or segments); see `standard_error`."""
         return standard_error(self.losses.numpy(), self.counts.numpy())
+
+    def groups(self, most: int = 256) -> DocumentGroups:
+        """The losses of at most `most` groups of documents (or segments)."""
+        scored = (self.counts > 0).numpy()
+        losses, counts = self.losses.numpy()[scored], self.counts.numpy()[scored]
+        group = np.arange(len(counts))
+        if len(counts) > most:
+            middle = np.cumsum(counts) - counts / 2
+            group = np.unique((middle * most / counts.sum()).astype(np.int64), return_inverse=True)[1]
+        tokens = np.bincount(group, counts).astype(np.int64)
+        means = np.bincount(group, losses) / tokens
+        return {"tokens": tokens.tolist(), "losses": [float(f"{mean:.7g}") for mean in means]}
 
     @property
     def bits_per_byte(self) -> float | None:

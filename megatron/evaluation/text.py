@@ -4,17 +4,27 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.data.streams import document_lengths, document_segments, evaluation_corpora, evaluation_tokens
+from megatron.data.streams import (
+    TokenStream,
+    document_lengths,
+    document_segments,
+    evaluation_corpora,
+    evaluation_stream,
+)
 from megatron.evaluation.protocols import Segments
 from megatron.utils.errors import UserError
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
+READ_TOKENS = 1 << 22  # tokens read at once to compute a digest
+MAX_DOCUMENT_SHARE = 0.1  # of the scored tokens, above which a warning is printed
 
 
 @dataclass(frozen=True)
@@ -22,51 +32,123 @@ class Text:
     """A token stream.
 
     Attributes:
-        tokens: int64 `[n]`.
+        tokens: int64 `[n]`, or a stream of n tokens that reads its files only where it is indexed.
         documents: int64 `[documents + 1]`, the start of each document, followed by n; None if not known.
         row: the stream consists of rows of this many tokens, and no segment may cross rows; None for one stream.
         token_bytes: int64 `[vocabulary]`, the number of UTF-8 bytes of each token; None if not known.
         corpus: its name.
     """
 
-    tokens: Tensor
+    tokens: Tensor | TokenStream
     documents: IntArray | None = None
     row: int | None = None
     token_bytes: IntArray | None = None
     corpus: str | None = None
-    _digests: dict[int, "hashlib._Hash"] = field(default_factory=dict, repr=False, compare=False)
+    _read: dict[bytes, "_Read"] = field(default_factory=dict, repr=False, compare=False)
 
     def digest(self, segments: Segments) -> str:
-        """16 hexadecimal digits that identify what is scored: the tokens up to the last one read, and the segments."""
-        end = int(max(segments.starts)) + segments.length + 1
-        if end not in self._digests:
-            self._digests[end] = hashlib.sha256(self.tokens[:end].numpy().tobytes())
-        digest = self._digests[end].copy()
-        digest.update(np.asarray(segments.starts, dtype=np.int64).tobytes())
+        """16 hexadecimal digits that identify what is scored: the tokens that are read, and the segments."""
+        starts = np.asarray(segments.starts, dtype=np.int64)
+        digest = self._read_digest(_merged(np.unique(starts), segments.length + 1))
+        digest.update(starts.tobytes())
         digest.update(repr((segments.length, segments.first, self.token_bytes is not None)).encode())
-        if self.documents is not None:
-            digest.update(self.documents[: np.searchsorted(self.documents, end)].tobytes())
         return digest.hexdigest()[:16]
 
+    def targets_digest(self, segments: Segments) -> str:
+        """16 hexadecimal digits that identify the scored tokens, whatever their context."""
+        spans = _target_spans(segments)
+        digest = self._read_digest(spans)
+        digest.update(spans.tobytes())
+        return digest.hexdigest()[:16]
 
-def as_text(tokens: Tensor | IntArray | Sequence[int] | Text, vocab_size: int | None) -> Text:
-    """A `Text` of the given tokens. Raises UserError if they are not a vector of token ids below `vocab_size`."""
+    def _read_digest(self, spans: IntArray) -> "hashlib._Hash":
+        """A new digest of the tokens in these spans and of the documents that they are in."""
+        key = spans.tobytes()
+        if key not in self._read:
+            digest, low, high = hashlib.sha256(), np.iinfo(np.int64).max, np.iinfo(np.int64).min
+            for first, end in spans:
+                for start in range(first, end, READ_TOKENS):
+                    ids = self.tokens[start : min(start + READ_TOKENS, end)].numpy()
+                    digest.update(ids.tobytes())
+                    low, high = min(low, int(ids.min())), max(high, int(ids.max()))
+            if self.documents is not None:
+                begin, last = np.searchsorted(self.documents, (spans[0, 0], spans[-1, 1]))
+                digest.update(self.documents[max(begin - 1, 0) : last].tobytes())
+            self._read[key] = _Read(digest, low, high)
+        return self._read[key].digest.copy()
+
+    def check_ids(self, vocab_size: int | None) -> None:
+        """Raises UserError if a token of the segments passed to `digest` is negative or not below `vocab_size`."""
+        for read in self._read.values():
+            check_range(read.low, read.high, vocab_size)
+
+    def document_shares(self, segments: Segments) -> FloatArray | None:
+        """The fraction of the scored tokens that each document with a scored token provides, largest first; None if
+        documents are not known.
+        """
+        if self.documents is None:
+            return None
+        spans = _target_spans(segments)
+        scored = np.concatenate(([0], np.cumsum(spans[:, 1] - spans[:, 0])))
+        # The number of scored tokens before each document: linear within the spans, constant between them.
+        before = np.interp(self.documents, spans.ravel(), np.repeat(scored, 2)[1:-1])
+        counts = np.diff(before)
+        return np.sort(counts[counts > 0])[::-1] / scored[-1]
+
+    def sample_lines(self, name: str, segments: Segments) -> list[str]:
+        """What `segments`, planned by the protocol `name`, score, and a warning if one document dominates them."""
+        shares = self.document_shares(segments)
+        if shares is None:
+            return [f"{name}: {segments.targets:,} tokens at length {segments.length:,}"]
+        lines = [f"{name}: {segments.targets:,} tokens of {len(shares):,} documents at length {segments.length:,}"]
+        if shares[0] > MAX_DOCUMENT_SHARE:
+            lines.append(
+                f"warning: {name}: one document provides {shares[0]:.0%} of the scored tokens, so the loss mostly "
+                "describes that document; score more tokens, or a text with shorter documents"
+            )
+        return lines
+
+
+class _Read(NamedTuple):
+    """The digest of tokens that were read, and the smallest and largest of them."""
+
+    digest: "hashlib._Hash"
+    low: int
+    high: int
+
+
+def _merged(starts: IntArray, length: int) -> IntArray:
+    """The union of the spans of `length` positions at sorted `starts`, as disjoint spans (first, end) `[spans, 2]`."""
+    new = np.concatenate(([True], starts[1:] > starts[:-1] + length))
+    last = np.concatenate((new[1:], [True]))
+    return np.stack((starts[new], starts[last] + length), axis=1)
+
+
+def _target_spans(segments: Segments) -> IntArray:
+    """The positions of the scored tokens, as in `_merged`."""
+    return _merged(np.unique(segments.starts) + segments.first + 1, segments.length - segments.first)
+
+
+def as_text(tokens: Tensor | IntArray | Sequence[int] | Text) -> Text:
+    """A `Text` of the given tokens. Raises UserError if they are not a vector of integers."""
     if isinstance(tokens, Text):
-        check_ids(tokens.tokens, vocab_size)
         return tokens
     stream = torch.as_tensor(tokens)
     if stream.dim() != 1 or stream.is_floating_point() or stream.is_complex() or stream.dtype == torch.bool:
         raise UserError(f"tokens must be a vector of integers, not {stream.dtype} of shape {tuple(stream.shape)}")
-    stream = stream.to("cpu", torch.int64)
-    check_ids(stream, vocab_size)
-    return Text(stream)
+    return Text(stream.to("cpu", torch.int64))
 
 
 def check_ids(tokens: Tensor, vocab_size: int | None) -> None:
     """Raises UserError if a token id is negative or, with `vocab_size`, not below it."""
     if not len(tokens):
         return
-    low, high = (extreme.item() for extreme in torch.aminmax(tokens))
+    low, high = (int(extreme) for extreme in torch.aminmax(tokens))
+    check_range(low, high, vocab_size)
+
+
+def check_range(low: int, high: int, vocab_size: int | None) -> None:
+    """Raises UserError if the smallest id is negative or, with `vocab_size`, the largest one is not below it."""
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         invalid = low if low < 0 else high
         limit = f" of {vocab_size:,}" if vocab_size is not None else ""
@@ -75,14 +157,12 @@ def check_ids(tokens: Tensor, vocab_size: int | None) -> None:
         )
 
 
-def validation_text(config: Config, max_tokens: int | None, token_bytes: IntArray | None = None) -> Text:
-    """The configured validation documents, concatenated. max_tokens: where to stop; None for all of them."""
-    tokens = evaluation_tokens(config, "valid", max_tokens)
+def validation_text(config: Config, token_bytes: IntArray | None = None) -> Text:
+    """The configured validation documents, concatenated. Their tokens are read when they are used."""
     prefixes, split = evaluation_corpora(config, "valid")
     lengths = np.concatenate([document_lengths(prefix, split, "valid") for prefix in prefixes])
-    ends = np.cumsum(lengths)
-    offsets = np.concatenate(([0], ends[ends < len(tokens)], [len(tokens)]))
-    return Text(torch.from_numpy(tokens), offsets, None, token_bytes, corpus_name(prefixes))
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    return Text(evaluation_stream(config), offsets, None, token_bytes, corpus_name(prefixes))
 
 
 def text_by_document(

@@ -23,7 +23,7 @@ from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
 from megatron.checkpoint.inspection import positional_methods
-from megatron.data.streams import evaluation_tokens
+from megatron.data.streams import evaluation_stream
 from megatron.evaluation.measures.effective_length import LIMIT
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
@@ -321,5 +321,5 @@ def checkpoint_adaptive_figure(
         return None
     gpt, _ = load_model(directory, iteration)
     length = min(MAX_ADAPTIVE_LENGTH, 16 * config.model.seq_length)
-    tokens = torch.from_numpy(evaluation_tokens(config, "valid", length))
+    tokens = evaluation_stream(config)[:length]
     return adaptive_figure(query_scores(gpt, tokens), model=model, name=name)

@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
 from megatron.reporting.formatting import format_number, slug
-from megatron.reporting.paper_tables import passkey_setting
+from megatron.reporting.paper_tables import setting_title
 from megatron.reporting.published import corpus_name, display_name, published
 from megatron.utils.errors import UserError
 
@@ -349,7 +349,7 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         figure.supylabel("depth of the pass key", fontsize=10)
         report_figure = ReportFigure(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
-            f"Passkey retrieval: {passkey_setting(setting)}",
+            f"Passkey retrieval: {setting_title(setting)}",
             "Share of prompts answered with the complete pass key, by prompt length and depth of the pass key. "
             "Crosses: not available.",
             f"Heat maps of the accuracy. Mean over lengths and depths: {', '.join(averages) or 'not available'}.",

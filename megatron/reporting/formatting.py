@@ -38,6 +38,14 @@ def format_mean(values: Iterable[float], digits: int = 4) -> str:
     return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
 
+def format_difference(difference: float, error: float | None) -> str:
+    """A difference with its sign and, if known, its standard error with two significant digits: +0.0123 ± 0.0041."""
+    if error is None or not math.isfinite(error):
+        return f"{'+' if difference > 0 else ''}{format_number(difference)}"
+    decimals = _decimals(error, 2) if error > 1e-12 else 4
+    return f"{difference:+,.{decimals}f} ± {error:,.{decimals}f}"
+
+
 def format_percent(values: Iterable[float]) -> str:
     """Like `format_mean`, for fractions, in whole percent: `40%`, `40% ± 14%`."""
     values = [value for value in values if not math.isnan(value)]

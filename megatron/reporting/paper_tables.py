@@ -17,6 +17,7 @@ from megatron.reporting.aggregate import (
     measurements,
     significantly_better,
 )
+from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_mean, format_percent, slug
 from megatron.reporting.published import Published, corpus_name, corpus_rank, display_name, published
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
@@ -53,6 +54,37 @@ def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENC
     return tables
 
 
+def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENCE) -> list[Table]:
+    """Paired differences of the loss from that of the reference method in the same mode, per setting. Settings without
+    such differences have no table.
+    """
+    losses, tables = PairedLosses(records), []
+    values = measurements(records, "extrapolation", "loss")
+    for setting in values.settings:
+        group = values.select([setting])
+        lines = []
+        for method in published("kerple-3").ordered(group.methods):
+            compared = Method(reference.pos_emb, method.mode)
+            if method == compared:
+                continue
+            pairs = [((setting, method, length), (setting, compared, length)) for length in group.lengths]
+            if any(losses.difference(*pair) for pair in pairs):
+                lines.append(Row((display_name(method),), tuple(Cell(losses.text(*pair)) for pair in pairs)))
+        if lines:
+            title = f"Loss minus that of {display_name(reference)}, {setting_title(setting)}"
+            tables.append(
+                Table(
+                    slug("differences", setting.corpus or "text", setting.name).lower(),
+                    f"{title}, protocol {setting.protocol}",
+                    ("Method",),
+                    tuple(map(str, group.lengths)),
+                    tuple(lines),
+                    (DIFFERENCE_NOTE, *_seeds_note(group)),
+                )
+            )
+    return tables
+
+
 def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
     """LEX's table of attention resolutions, per model size and training length."""
     groups = _groups(measurements(records, "resolution", "resolution"))
@@ -81,7 +113,7 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
         notes += missing_notes(group, {method: display_name(method) for method in methods})
         table = Table(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
-            f"Passkey retrieval, {passkey_setting(setting)}",
+            f"Passkey retrieval, {setting_title(setting)}",
             ("Method",),
             tuple(f"{length}" for length in lengths),
             tuple(lines),
@@ -91,7 +123,7 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
     return tables
 
 
-def passkey_setting(setting: Setting) -> str:
+def setting_title(setting: Setting) -> str:
     """Corpus, model size and training length, for titles."""
     trained = f"trained at length {setting.train_length}" if setting.train_length else ""
     return ", ".join(filter(None, (corpus_name(setting.corpus), setting.size, trained)))

@@ -17,7 +17,13 @@ from megatron.reporting.checkpoint_figures import (
 from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures, position_figures
 from megatron.reporting.formatting import slug
 from megatron.reporting.html import Chapter, render_page
-from megatron.reporting.paper_tables import REFERENCE, passkey_tables, perplexity_tables, resolution_tables
+from megatron.reporting.paper_tables import (
+    REFERENCE,
+    difference_tables,
+    passkey_tables,
+    perplexity_tables,
+    resolution_tables,
+)
 from megatron.reporting.published import corpus_name, display_name
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
 from megatron.reporting.summary import TITLE
@@ -105,7 +111,7 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
             "perplexity",
             "Perplexity by length",
             "Perplexity at the training length and beyond. Lower is better.",
-            tables=perplexity_tables(records, reference),
+            tables=perplexity_tables(records, reference) + difference_tables(records, reference),
             figures=perplexity_figures(records),
         ),
         Chapter("positions", "Perplexity by position", figures=position_figures(records)),

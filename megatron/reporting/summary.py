@@ -16,11 +16,14 @@ from rich.console import Console
 from megatron.reporting.aggregate import (
     ALPHA,
     AnyRecord,
+    Measurements,
     Method,
+    Setting,
     measurements,
     method_of,
     significantly_better,
 )
+from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_plot, save_figure
 from megatron.reporting.formatting import NOT_AVAILABLE, format_mean, format_number, format_percent
 from megatron.reporting.paper_tables import missing_notes
@@ -107,7 +110,8 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
     largest length to that at the training length.
 
     Args:
-        compare_with: a method; perplexities that it is significantly better than are marked.
+        compare_with: a method; perplexities that it is significantly better than are marked, and the differences from
+            its losses are a section.
 
     Raises UserError if there are no results of that method.
     """
@@ -149,14 +153,6 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
         if len(sections) > 1:
             table_lines.append(Section(name))
         for setting, method in values.lines:
-            labels = {
-                "method": method.pos_emb,
-                "mode": method.mode,
-                "trained at": f"{setting.train_length:,}" if setting.train_length else "unknown",
-                "corpus": setting.corpus or "unknown",
-                "protocol": setting.protocol or "unknown",
-                "model": setting.size or "unknown",
-            }
             cells = []
             for length in lengths:
                 cell = values.values(setting, method, length)
@@ -173,9 +169,19 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
                     if means[longest] >= 10 * means[train_length]:
                         ratio = f"{format_number(means[longest] / means[train_length], 3)}x"
                 cells.append(Cell(ratio if name == PERPLEXITY else ""))
-            table_lines.append(Row(tuple(labels[column] for column in label_columns), tuple(cells)))
+            table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
+    differences = [] if compare_with is None else _differences(records, perplexities, compare_with, lengths)
+    if differences:
+        if len(sections) == 1:
+            table_lines.insert(0, Section(PERPLEXITY))
+        table_lines.append(Section(f"loss minus that of {compare_with}"))
+        for setting, method, texts in differences:
+            cells = [Cell(text) for text in (*texts, *[""] * has_ratio)]
+            table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
 
     notes = _notes(records, train_length in perplexities.lengths, compare_with)
+    if differences:
+        notes.append(DIFFERENCE_NOTE)
     for kind in dict.fromkeys(measure.kind for measure in MEASURES.values()):
         values = next(measured[name] for name, measure in MEASURES.items() if measure.kind == kind)
         notes += missing_notes(values, {method: f"{method.pos_emb} ({method.mode})" for method in values.methods})
@@ -185,6 +191,34 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
     return Table(
         "extrapolation", title, tuple(label_columns), tuple(columns), tuple(table_lines), tuple(dict.fromkeys(notes))
     )
+
+
+def _labels(setting: Setting, method: Method, columns: Iterable[str]) -> tuple[str, ...]:
+    """The texts of these label columns."""
+    labels = {
+        "method": method.pos_emb,
+        "mode": method.mode,
+        "trained at": f"{setting.train_length:,}" if setting.train_length else "unknown",
+        "corpus": setting.corpus or "unknown",
+        "protocol": setting.protocol or "unknown",
+        "model": setting.size or "unknown",
+    }
+    return tuple(labels[column] for column in columns)
+
+
+def _differences(
+    records: Iterable[AnyRecord], perplexities: Measurements, compare_with: str, lengths: Sequence[int]
+) -> list[tuple[Setting, Method, list[str]]]:
+    """For each other method and mode with a paired difference from `compare_with` in the same mode: its texts."""
+    losses = PairedLosses(records)
+    rows = []
+    for setting, method in perplexities.lines:
+        if method.pos_emb != compare_with:
+            reference = Method(compare_with, method.mode)
+            pairs = [((setting, method, length), (setting, reference, length)) for length in lengths]
+            if any(losses.difference(*pair) for pair in pairs):
+                rows.append((setting, method, [losses.text(*pair) for pair in pairs]))
+    return rows
 
 
 def _label_checkpoints(records: Iterable[AnyRecord]) -> list[AnyRecord]:
@@ -231,7 +265,7 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
         notes.append(
             f"{DAGGER}: {compare_with} is significantly better (paired two-sided t-test over the seeds, p < {ALPHA:g})."
             if num_seeds > 1
-            else f"With one seed, the significance of differences from {compare_with} cannot be tested."
+            else f"With one seed, the variation between trainings of {compare_with} and the other methods is unknown."
         )
     if any(record.get("stderr") is not None for record in losses):
         notes.append(

@@ -8,8 +8,9 @@ import torch
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.data.datasets import Samples
-from megatron.data.streams import evaluation_tokens
 from megatron.evaluation import evaluate_extrapolation
+from megatron.evaluation.protocols import NonOverlapping
+from megatron.evaluation.text import Text, validation_text
 from megatron.training.distributed import Layout
 from megatron.training.engine import Engine
 from megatron.training.logging import Logger
@@ -66,33 +67,32 @@ class ExtrapolationCurves:
         self._logger = logger
         self.lengths = tuple(dict.fromkeys(training.extrapolation_lengths or ()))
         self.measured_at: int | None = None  # iteration
-        unit = math.lcm(*self.lengths)
-        tokens = evaluation_tokens(config, "valid", training.extrapolation_budget + 1)
-        units = (len(tokens) - 1) // unit
-        if units < 1:
+        common = math.lcm(*self.lengths)
+        text = validation_text(config)
+        if len(text.tokens) < common + 1:
             raise UserError(
-                f"extrapolation-lengths {', '.join(map(str, self.lengths))}: the validation text has {len(tokens):,} "
-                f"tokens, but these lengths need {unit + 1:,}; use shorter lengths, or enlarge the validation part of "
-                "split"
+                f"extrapolation-lengths {', '.join(map(str, self.lengths))}: the validation text has "
+                f"{len(text.tokens):,} tokens, but these lengths need {common + 1:,}; use shorter lengths, or enlarge "
+                "the validation part of split"
             )
-        self.num_tokens = units * unit
-        # Rounded up, so that rank 0, which prints, has work even if there are fewer units than replicas.
-        first, last = (-(-rank * units // layout.data_size) for rank in (layout.data_rank, layout.data_rank + 1))
-        self._tokens = tokens[first * unit : last * unit + 1]
-        logger.info(
-            f"extrapolation: {self.num_tokens:,} validation tokens at each of {len(self.lengths)} lengths, every "
-            f"{training.eval_interval:,} iterations"
-        )
+        # Pieces that every length divides.
+        (pieces,) = NonOverlapping().plan(len(text.tokens), [common], training.extrapolation_budget)
+        self.num_tokens = pieces.targets
+        share = pieces.share(layout.data_rank, layout.data_size)
+        rows = [text.tokens[start : start + common + 1] for start in share.starts]
+        self._text = Text(torch.cat(rows), row=common + 1) if rows else None
+        for line in text.sample_lines("extrapolation", pieces):
+            logger.info(line)
+        logger.info(f"extrapolation: measured every {training.eval_interval:,} iterations")
 
     def measure(self, engine: Engine, iteration: int) -> None:
         """Log the mean loss (in nats) and the perplexity at each length. A collective."""
         started_at = time.perf_counter()
-        num_targets = len(self._tokens) - 1
         totals = torch.zeros(len(self.lengths), dtype=torch.float64, device=engine.layout.device)
-        if num_targets:
+        if self._text is not None:
             records = evaluate_extrapolation(
                 engine.model,
-                self._tokens,
+                self._text,
                 self.lengths,
                 vocab_size=engine.settings.padded_vocab_size,
                 progress=False,
@@ -100,7 +100,7 @@ class ExtrapolationCurves:
             for index, record in enumerate(records):
                 if record["note"] and self.measured_at is None:
                     self._logger.info(f"extrapolation at length {record['length']:,}: n/a: {record['note']}")
-                totals[index] = math.nan if record["loss"] is None else record["loss"] * num_targets
+                totals[index] = math.nan if record["loss"] is None else record["loss"] * record["tokens"]
         losses = engine.mean_over_replicas(totals) * engine.layout.data_size / self.num_tokens
         self.measured_at = iteration
         values, texts = {}, []

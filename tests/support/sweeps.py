@@ -94,6 +94,8 @@ def fake_evaluation(config, command, gpus, log) -> int:
             config["seed"],
             **keys,
             bits_per_byte=None,
+            targets="ab",
+            groups=None,
             measurement=str(length),
             checkpoint={"path": config["save"], "iteration": config["train_iters"]},
         )

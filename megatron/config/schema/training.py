@@ -225,7 +225,8 @@ class TrainingConfig(Group):
     )
     extrapolation_tokens: Int | None = key(
         None,
-        f"""Number of validation tokens to score for extrapolation_lengths, the same ones at every length. Default:
+        f"""Number of validation tokens to score for extrapolation_lengths, evenly spaced in the validation text and
+        the same ones at every length. Default:
         {EXTRAPOLATION_TOKENS:,}, or one sequence of the longest length if that is more.""",
         ge=1,
     )

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from tests.support.records import record
 from tests.support.runs import ROOT
 from tools import demo
 
-LENGTHS = [128, 256, 512, 1024, 2048]
+LENGTHS = [128, 512, 2048]
 
 
 @pytest.fixture
@@ -43,6 +44,31 @@ def test_the_demo_writes_a_report_and_skips_finished_steps(run_demo, monkeypatch
     assert "training again" in run_demo("--iterations", "3")
     assert commands[1:] == ["prepare_data.py", "deepy.py", "evaluate.py"]
     assert not (run_demo.folder / "kerple_log" / "checkpoints").exists()
+
+
+def test_the_conclusions_claim_what_the_standard_errors_support():
+    def record_of(pos_emb, length, losses):
+        groups = {"tokens": [100, 100, 100, 100], "losses": losses}
+        keys = {"loss": sum(losses) / 4, "targets": "a", "groups": groups}
+        return record(pos_emb, length, 2.0, **keys)
+
+    kerple = [3.0, 2.0, 1.0, 4.0]
+    records = [
+        record_of("kerple_log", 128, kerple),
+        record_of("kerple_log", 2048, [2.89, 1.91, 0.9, 3.9]),
+        record_of("alibi", 128, kerple),
+        record_of("alibi", 2048, [3.2, 1.85, 1.1, 3.9]),
+        record_of("rotary", 128, kerple),
+        record_of("rotary", 2048, [4.0, 3.1, 2.0, 4.9]),
+    ]
+    assert demo.conclusions(records) == [
+        "kerple_log: from 128 to 2,048 tokens the loss falls by -0.1000 ± 0.0041 nats per token",
+        "alibi: from 128 to 2,048 tokens the loss does not change clearly: +0.013 ± 0.083 nats per token",
+        "rotary: from 128 to 2,048 tokens the loss rises by +1.000 ± 0.041 nats per token",
+        "alibi minus kerple_log at 2,048: +0.113 ± 0.086 nats per token: a tie on this text",
+        "rotary minus kerple_log at 2,048: +1.100 ± 0.039 nats per token: kerple_log is better on this text",
+        "Errors are over documents. With one seed per method, this does not rank the methods in general.",
+    ]
 
 
 def test_the_demo_uses_the_iterations_of_its_configuration():

@@ -49,11 +49,13 @@ def configuration(tmp_path, data, checkpoints):
     return write
 
 
-def mean_loss(model, data, length, total, **span):
-    """From one call per segment, on the validation third of the corpus."""
+def mean_loss(model, data, length, total, piece=None, **span):
+    """From one call per segment, on evenly spaced pieces of the validation third of the corpus."""
     stream = torch.from_numpy(validation_stream(data, "2,1,0"))
     losses = []
-    for start in range(0, total, length):
+    piece = piece or total
+    pieces = [index * (len(stream) - 1) // (total // piece) for index in range(total // piece)]
+    for start in (first + offset for first in pieces for offset in range(0, piece, length)):
         text = stream[None, start : start + length + 1]
         with torch.no_grad():
             losses.append(direct_losses(model(text[:, :-1], **span), text[:, 1:]))
@@ -76,7 +78,7 @@ def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
     ]
     for row in rows:
         span = spans[row["mode"]]
-        loss = mean_loss(checkpoints["kerple_log"][1], data, row["length"], 768, span=span)
+        loss = mean_loss(checkpoints["kerple_log"][1], data, row["length"], 768, 256, span=span)
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
         known = {key: row[key] for key in ("pos_emb", "seed", "train_length", "tokens")}
         assert known == {"pos_emb": "kerple_log", "seed": 77, "train_length": TRAIN_LENGTH, "tokens": 768}
@@ -101,7 +103,7 @@ def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
             assert "32" in row["note"]
         else:
             assert row["loss"] == pytest.approx(
-                mean_loss(checkpoints[row["pos_emb"]][1], data, row["length"], 512), abs=1e-5
+                mean_loss(checkpoints[row["pos_emb"]][1], data, row["length"], 512, 256), abs=1e-5
             )
     text = (tmp_path / "extrapolation.md").read_text()
     assert text.startswith("# All three\n")
@@ -219,10 +221,10 @@ def test_the_report_folder_of_the_configuration(tmp_path, checkpoints, data):
 
 def test_a_second_run_measures_only_what_is_missing(tmp_path, configuration, capsys, monkeypatch):
     words = [configuration(), "--tokens", "512", "--output", str(tmp_path)]
-    main([*words, "--lengths", "32", "64", "--by-position", "4"])
+    main([*words, "--lengths", "32", "128", "--by-position", "4"])
     first = read_results(tmp_path)
     assert [(row["kind"], row["length"], row["corpus"]) for row in first] == [
-        (kind, length, "text") for length in (32, 64) for kind in ("extrapolation", "positions")
+        (kind, length, "text") for length in (32, 128) for kind in ("extrapolation", "positions")
     ]
     assert all(row["bits_per_byte"] > 1 and row["stderr"] > 0 for row in first if row["kind"] == "extrapolation")
     content = (tmp_path / "results.jsonl").read_bytes()
@@ -234,13 +236,13 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path, configuration, cap
     assert (tmp_path / "results.jsonl").read_bytes().startswith(content)
     monkeypatch.setattr("megatron.cli.evaluate.load", lambda *_, **__: pytest.fail("a model was loaded"))
     content = (tmp_path / "results.jsonl").read_bytes()
-    main([*words, "--lengths", "32", "64"])
+    main([*words, "--lengths", "32", "128"])
     assert (tmp_path / "results.jsonl").read_bytes() == content
 
 
 def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoints, capsys, monkeypatch):
     folders = [str(checkpoints[method][0]) for method in ("kerple_log", "learned")]
-    words = ["--checkpoint", *folders, "--lengths", "32", "256", "--tokens", "512", "--output", str(tmp_path)]
+    words = ["--checkpoint", *folders, "--lengths", "32", "512", "--tokens", "512", "--output", str(tmp_path)]
     further = ["--resolution", "2", "--effective-length"]
     keys = ["--passkey", "--passkey-depths", "0", "1", "--passkey-trials", "2", "--lengths", "256", "512"]
     main([*words, *further])
@@ -251,7 +253,7 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
     )
     records = read_results(tmp_path)
     assert [(record["pos_emb"], record["length"]) for record in records if record["kind"] == "resolution"] == [
-        (method, length) for method in ("kerple_log", "learned") for length in (32, 256)
+        (method, length) for method in ("kerple_log", "learned") for length in (32, 512)
     ]
     assert [(r["length"], r["depth"], r["trials"]) for r in records if r["kind"] == "passkey"][:4] == [
         (length, depth, 2) for length in (256, 512) for depth in (0, 1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.data import corpora
-from megatron.data.corpora import HubCorpus, StdlibCorpus
+from megatron.data.corpora import HubCorpus, StdlibCorpus, source_pieces
 from megatron.data.documents import DocumentOptions, read_texts
 from megatron.data.readers import ReadPosition
 from megatron.utils.errors import UserError
@@ -18,7 +18,7 @@ from tests.support.corpora import TEXTS
 
 def test_stdlib_corpus(tmp_path, monkeypatch):
     library = tmp_path / "library"
-    contents = {"this.py": "a", "json/decoder.py": "b", "empty.py": "", "x.py": "c"}
+    contents = {"this.py": "a", "json/decoder.py": "b", "empty.py": "\n", "x.py": "c"}
     excluded = {"test/test_json.py": "no", "json/tests/test_x.py": "no", "site-packages/package.py": "no"}
     for name, content in {**contents, **excluded}.items():
         (library / name).parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,8 @@ def test_stdlib_corpus(tmp_path, monkeypatch):
     (library / "latin.py").write_bytes(b"# caf\xe9\n")
     monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
     corpus = StdlibCorpus()
-    assert {name: content.decode() for name, content in corpus.documents} == contents
+    pieces = {name: content.decode() for name, content in corpus.documents}
+    assert pieces == {"this.py:1": "a", "json/decoder.py:1": "b", "x.py:1": "c"}
     assert corpus.skipped == 1
     shutil.copytree(library, tmp_path / "copy")
     monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "copy")})
@@ -36,6 +37,22 @@ def test_stdlib_corpus(tmp_path, monkeypatch):
     assert StdlibCorpus().identity() != corpus.identity()
     rest = [chunk.source for chunk in corpus.chunks(ReadPosition(0, 2))]
     assert rest == [name for name, _ in corpus.documents[2:]]
+
+
+def test_pieces_of_a_file():
+    functions = [b"def f%d():\n    pass\n\n\n" % index for index in range(5)]  # 21 bytes each
+    assert list(source_pieces(b"".join(functions), 45)) == [
+        (1, functions[0] + functions[1]),
+        (9, functions[2] + functions[3]),
+        (17, functions[4]),
+    ]
+    table = b"TABLE = [\n" + b"    1,\n" * 9 + b"]\n"  # without a blank line
+    pieces = list(source_pieces(table, 30))
+    assert b"".join(piece for _, piece in pieces) == table
+    assert [line for line, _ in pieces] == [1, 4, 8]
+    assert max(len(piece) for _, piece in pieces) <= 30
+    assert list(source_pieces(b"x" * 100 + b"\ny\n", 30)) == [(1, b"x" * 100 + b"\n"), (2, b"y\n")]
+    assert list(source_pieces(b"\n \n", 30)) == []
 
 
 def test_interpreter_without_sources(tmp_path, monkeypatch):

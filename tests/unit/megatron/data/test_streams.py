@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import document_lengths, document_segments, evaluation_tokens, validation_stream
+from megatron.data import document_lengths, document_segments, evaluation_stream, validation_stream
 from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.indexed_writer import IndexedWriter
 from megatron.utils.errors import UserError
@@ -60,18 +61,23 @@ def test_errors(numbered, tmp_path):
         validation_stream(str(tmp_path / "absent"))
 
 
-def test_from_a_configuration(configuration, numbered, corpus):
+def test_stream_of_a_configuration(configuration, numbered, corpus):
     config = configuration(data_path=numbered, split="1,1")
-    assert evaluation_tokens(config, max_tokens=9).tolist() == validation_stream(numbered, "1,1", "valid", 9).tolist()
+    expected = validation_stream(numbered, "1,1")
+    stream = evaluation_stream(config)
+    assert (len(stream), stream[:9].dtype) == (len(expected), torch.int64)
+    assert stream[3:].tolist() == expected[3:].tolist()
     several = configuration(train_data_paths=[corpus], valid_data_paths=[numbered, corpus], valid_data_weights=[1, 9])
     both = np.concatenate([validation_stream(numbered, None), validation_stream(corpus, None)])
-    assert evaluation_tokens(several).tolist() == both.tolist()
+    stream = evaluation_stream(several)
     first = len(validation_stream(numbered, None))
-    for count in (first - 1, first, first + 1):
-        assert evaluation_tokens(several, max_tokens=count).tolist() == both[:count].tolist()
-    assert evaluation_tokens(several, "train").tolist() == validation_stream(corpus, None).tolist()
+    for part in (slice(None), slice(first - 2, first), slice(first - 1, first + 1), slice(first, None), slice(5, 5)):
+        assert stream[part].tolist() == both[part].tolist()
+    indices = torch.tensor([[first, 0], [len(both) - 1, first - 1]])
+    assert stream[indices].tolist() == both[indices].tolist()
+    assert evaluation_stream(several, "train")[:].tolist() == validation_stream(corpus, None).tolist()
     with pytest.raises(UserError, match="no test data: test-data-paths is not set"):
-        evaluation_tokens(several, "test")
+        evaluation_stream(several, "test")
 
 
 def corpus_of(folder, lengths) -> str:

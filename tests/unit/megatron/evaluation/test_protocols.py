@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from megatron.evaluation.protocols import Segments, parse_protocol
@@ -87,12 +88,24 @@ def test_unknown_names(name):
         parse_protocol(name)
 
 
-@pytest.mark.parametrize("name", ["non-overlapping", "kerple@3", "last-k@8", "sliding@8"])
-def test_the_tokens_needed_suffice_for_the_budget(name):
-    protocol = parse_protocol(name)
-    needed = protocol.tokens_needed([16, 64], 200)
-    assert protocol.name == name
-    assert protocol.plan(needed, [16, 64], 200) == protocol.plan(10_000, [16, 64], 200)
+@pytest.mark.parametrize(("name", "pieces"), [("non-overlapping", 6), ("last-k@8", 50), ("sliding@8", 50)])
+def test_the_budget_is_evenly_spaced_in_the_stream(name, pieces):
+    """Gaps between the scored pieces, and those at both ends, are equal up to rounding."""
+    available = 10_000
+    segments = plan(name, available, [16, 64], 400)[1]
+    starts = np.array(segments.starts)
+    assert len(starts) == pieces
+    gaps = np.diff(starts)
+    assert gaps.max() - gaps.min() <= 1
+    assert starts[0] == 0
+    assert available - 1 - (starts[-1] + 64) <= gaps.max()
+    assert starts[-1] + 64 <= available - 1
+
+
+@pytest.mark.parametrize("name", ["non-overlapping", "last-k@8", "sliding@8"])
+def test_a_budget_for_all_of_the_stream_changes_nothing(name):
+    for budget in (999, 10_000):
+        assert plan(name, 1000, [16, 64], budget) == plan(name, 1000, [16, 64], None)
 
 
 @pytest.mark.parametrize("name", ["non-overlapping", "last-k@8"])
@@ -101,7 +114,7 @@ def test_segments_do_not_cross_rows(name):
         for start in segments.starts:
             assert start // 65 == (start + segments.length) // 65
         assert {start // 65 for start in segments.starts} == set(range(7))
-    assert {start // 65 for start in parse_protocol("last-k@8").plan_rows(7, [16, 64], 25)[0].starts} == {0, 1, 2}
+    assert {start // 65 for start in parse_protocol("last-k@8").plan_rows(7, [16, 64], 25)[0].starts} == {0, 2, 4}
 
 
 def test_rejected_plans_of_rows():

@@ -28,6 +28,7 @@ def record(length=16, *, fingerprint="aa", determined_by="tokens", loss=2.0):
         determined_by=determined_by,
     )
     values = {"tokens": 64, "segments": 4, "documents": None, "stderr": None, "bits_per_byte": None, "perplexity": None}
+    values |= {"targets": "ab", "groups": None}
     return ExtrapolationRecord(**planned, loss=loss, **values)
 
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from kerple.attention import FULL, Span
 from kerple.positional import primary_names
 from megatron.evaluation.protocols import Segments
-from megatron.evaluation.scoring import SegmentReader, standard_error
+from megatron.evaluation.scoring import LossAccumulator, LossChunk, SegmentReader, standard_error
+from megatron.evaluation.text import Text
 from megatron.inference.decoder import as_decoder
 from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
 
@@ -144,3 +145,24 @@ def test_equal_documents_have_the_standard_error_of_their_mean():
     expected = scipy.stats.sem(means)
     assert standard_error(means * 50, np.full(12, 50)) == pytest.approx(expected)
     assert standard_error(means[:1] * 50, np.full(1, 50)) is None
+
+
+@pytest.mark.parametrize("documents", [5, 256, 1000])
+def test_groups_of_documents(documents):
+    """At most 256 groups of consecutive documents, with about equal numbers of tokens and the same total loss."""
+    lengths = np.random.default_rng(0).integers(5, 50, documents)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    text = Text(torch.zeros(int(offsets[-1]), dtype=torch.int64), offsets)
+    segments = Segments(int(offsets[-1]) - 1, [0])
+    sums = LossAccumulator(text, segments)
+    losses = torch.rand(1, segments.length, dtype=torch.float64)
+    sums.add(LossChunk(0, 0, losses))
+    groups = sums.groups()
+    tokens, means = np.array(groups["tokens"]), np.array(groups["losses"])
+    assert len(tokens) == len(means) == min(documents, 256)
+    assert tokens.sum() == segments.length
+    assert tokens @ means == pytest.approx(float(losses.sum()), rel=1e-6)
+    if documents == 1000:
+        assert tokens.max() < 2 * tokens.mean()
+    else:
+        assert tokens.tolist() == [int(lengths[0]) - 1, *lengths[1:].tolist()]

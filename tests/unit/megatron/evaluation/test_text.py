@@ -19,28 +19,51 @@ def config(tmp_path_factory):
 
 def test_as_text_accepts_tensors_arrays_and_lists():
     for tokens in ([3, 1, 2], np.array([3, 1, 2], dtype=np.uint16), torch.tensor([3, 1, 2], dtype=torch.int32)):
-        text = as_text(tokens, 4)
+        text = as_text(tokens)
         assert text.tokens.dtype == torch.int64
         assert text.tokens.tolist() == [3, 1, 2]
         assert text.documents is None
     text = Text(torch.tensor([3]))
-    assert as_text(text, 4) is text
+    assert as_text(text) is text
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([3, 4], "token id 4 is outside the vocabulary of 4"),
-        ([-1, 3], "token id -1 is outside the vocabulary of 4"),
         ([[1]], r"vector of integers, not torch.int64 of shape \(1, 1\)"),
         ([True], "vector of integers"),
         ([0.5], "vector of integers"),
-        (Text(torch.tensor([4])), "token id 4 is outside"),
     ],
 )
 def test_as_text_rejects_other_values(tokens, message):
     with pytest.raises(UserError, match=message):
-        as_text(tokens, 4)
+        as_text(tokens)
+
+
+@pytest.mark.parametrize(("tokens", "invalid"), [([3, 4, 0], 4), ([-1, 3, 0], -1)])
+def test_ids_outside_the_vocabulary(tokens, invalid):
+    text = Text(torch.tensor(tokens))
+    text.check_ids(4)  # nothing was read
+    text.digest(Segments(1, [1]))
+    if invalid == -1:
+        text.check_ids(4)  # not read
+    text.digest(Segments(2, [0]))
+    with pytest.raises(UserError, match=f"token id {invalid} is outside the vocabulary of 4"):
+        text.check_ids(4)
+
+
+def test_document_shares():
+    text = Text(torch.zeros(100, dtype=torch.int64), np.array([0, 30, 40, 90, 100]))
+    segments = Segments(10, [0, 25, 60], 4)  # targets 5-10, 30-35 and 65-70
+    assert text.document_shares(segments).tolist() == [1 / 3, 1 / 3, 1 / 3]
+    segments = Segments(10, [0, 10, 20])  # targets 1-30
+    assert text.document_shares(segments).tolist() == [29 / 30, 1 / 30]
+    assert Text(text.tokens).document_shares(segments) is None
+    line, warning = text.sample_lines("non-overlapping", segments)
+    assert line == "non-overlapping: 30 tokens of 2 documents at length 10"
+    assert warning.startswith("warning: non-overlapping: one document provides 97% of the scored tokens")
+    balanced = Text(torch.zeros(100, dtype=torch.int64), np.arange(0, 101, 2))
+    assert balanced.sample_lines("x", segments) == ["x: 30 tokens of 16 documents at length 10"]
 
 
 def test_ids_without_a_vocabulary():
@@ -71,19 +94,16 @@ def test_digests_identify_what_is_scored():
 
 
 def test_validation_text(config):
-    text = validation_text(config, None)
+    text = validation_text(config)
     assert text.documents.tolist() == [201 * document for document in range(21)]
-    assert text.corpus == "text"
-    shorter = validation_text(config, 300)
-    assert shorter.tokens.tolist() == text.tokens[:300].tolist()
-    assert shorter.documents.tolist() == [0, 201, 300]
+    assert (text.corpus, len(text.tokens)) == ("text", 20 * 201)
 
 
 def test_text_by_document(config, capsys):
     text = text_by_document(config, 128, None)
     assert (text.row, len(text.tokens)) == (129, 20 * 129)
     assert text.documents.tolist() == [129 * document for document in range(21)]
-    assert text.tokens[:129].tolist() == validation_text(config, 129).tokens.tolist()
+    assert text.tokens[:129].tolist() == validation_text(config).tokens[:129].tolist()
     assert capsys.readouterr().out == ""
     text = text_by_document(config, 256, None)  # longer than any document
     assert len(text.documents) == 15 + 1

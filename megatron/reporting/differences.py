@@ -1,0 +1,77 @@
+"""Paired differences of losses measured on the same tokens, with a standard error over documents."""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.evaluation.scoring import standard_error
+from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
+from megatron.reporting.formatting import NOT_MEASURED, format_difference
+
+DIFFERENCE_NOTE = (
+    "Differences of the loss (nats per token) are of the same tokens; ± is the standard error over documents. It does "
+    "not include the variation between trainings with other seeds."
+)
+
+Key = tuple[Setting, Method, int]  # int: the length
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of two mean losses, in nats per token. stderr: over documents; None with fewer than two of them.
+
+    Losses of several seeds are averaged first, so `stderr` is about the text, not the variation between trainings.
+    """
+
+    mean: float
+    stderr: float | None
+    seeds: int
+
+    @property
+    def significant(self) -> bool:
+        """Whether the mean is more than two standard errors from 0."""
+        return self.stderr is not None and abs(self.mean) > 2 * self.stderr
+
+    def __str__(self) -> str:
+        return format_difference(self.mean, self.stderr)
+
+
+class PairedLosses:
+    """The losses of document groups (`ExtrapolationRecord.groups`) by setting, method, length and seed."""
+
+    def __init__(self, records: Iterable[AnyRecord]):
+        self._records: dict[Key, dict[int | None, AnyRecord]] = {}
+        for record in records:
+            if record["kind"] == "extrapolation" and record.get("groups"):
+                key = setting_of(record), method_of(record), record["length"]
+                self._records.setdefault(key, {})[record.get("seed")] = record
+
+    def difference(self, first: Key, second: Key) -> Difference | None:
+        """The loss of `first` minus that of `second`, averaged over the seeds that both have.
+
+        None if they have no seed in common, or did not score the same tokens.
+        """
+        records, others = self._records.get(first, {}), self._records.get(second, {})
+        differences: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []
+        tokens: list[int] | None = None
+        for seed in records.keys() & others.keys():
+            one, other = records[seed], others[seed]
+            if one["targets"] != other["targets"] or one["groups"]["tokens"] != other["groups"]["tokens"]:
+                return None
+            if tokens not in (None, one["groups"]["tokens"]):
+                return None
+            tokens = one["groups"]["tokens"]
+            differences.append(np.subtract(one["groups"]["losses"], other["groups"]["losses"]))
+        if tokens is None:
+            return None
+        counts = np.array(tokens)
+        sums = np.mean(differences, axis=0) * counts
+        mean = statistics.fmean(one["loss"] - others[seed]["loss"] for seed, one in records.items() if seed in others)
+        return Difference(mean, standard_error(sums, counts), len(differences))
+
+    def text(self, first: Key, second: Key) -> str:
+        """The difference for a cell of a table."""
+        difference = self.difference(first, second)
+        return NOT_MEASURED if difference is None else str(difference)
