@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kerple.attention import Span
+from megatron.data.streams import TokenStream
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import DocumentGroups
 from megatron.evaluation.text import IntArray, Text
@@ -63,8 +64,8 @@ class SegmentReader:
     query_chunk: int
     batch_tokens: int
 
-    def hidden_states(self, tokens: Tensor, segments: Segments, span: Span) -> Iterator[HiddenChunk]:
-        """The hidden states of segments of `tokens`, int64 `[n]` on any device, in order. All chunks of a batch of
+    def hidden_states(self, tokens: Tensor | TokenStream, segments: Segments, span: Span) -> Iterator[HiddenChunk]:
+        """The hidden states of segments of `tokens` `[n]`, in order. All chunks of a batch of
         segments precede the next batch. Raises what the model raises, e.g. PositionsExceeded.
         """
         length = segments.length
@@ -79,7 +80,7 @@ class SegmentReader:
                 inputs = text[:, position : min(position + chunk, length)]
                 yield HiddenChunk(segment, position, text, self.decoder.hidden(inputs, cache, span))
 
-    def losses(self, tokens: Tensor, segments: Segments, span: Span) -> Iterator[LossChunk]:
+    def losses(self, tokens: Tensor | TokenStream, segments: Segments, span: Span) -> Iterator[LossChunk]:
         """The losses of the scored tokens, as they are computed. Arguments and exceptions as for `hidden_states`."""
         for chunk in self.hidden_states(tokens, segments, span):
             end = chunk.position + chunk.hidden.shape[1]

@@ -93,7 +93,8 @@ class Text:
         # The number of scored tokens before each document: linear within the spans, constant between them.
         before = np.interp(self.documents, spans.ravel(), np.repeat(scored, 2)[1:-1])
         counts = np.diff(before)
-        return np.sort(counts[counts > 0])[::-1] / scored[-1]
+        shares: FloatArray = np.sort(counts[counts > 0])[::-1] / scored[-1]
+        return shares
 
     def sample_lines(self, name: str, segments: Segments) -> list[str]:
         """What `segments`, planned by the protocol `name`, score, and a warning if one document dominates them."""
