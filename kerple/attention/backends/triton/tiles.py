@@ -1,21 +1,22 @@
 """Tile sizes of the fused kernels, by GPU.
 
-They follow from counts in compiled machine code (`benchmarks/kernel_counts.py --arch`), not from measurements: per GPU,
-the tile with the fewest cycles of the busiest unit (instructions, tensor cores, exponentials or shared memory) among
-those that fit into shared memory and spill no registers. Three kinds of matrix instructions make the difference:
+They follow from counts in compiled machine code (`benchmarks/kernel_counts.py --arch`), not from measurements. For each
+GPU, a tile fits into shared memory, spills few or no registers, and keeps the busiest unit (instructions, tensor cores,
+exponentials or shared memory) busy for the fewest cycles. Cycles below are for 8,192 pairs of query and key in
+bfloat16. The GPUs differ most in their matrix instructions:
 
-- **mma.sync** (sm_80 to sm_89, sm_120, sm_121): operands and sums are in registers, so there are 16 rows of queries (or
-  keys) per warp and eight warps; with four, most kernels spill. The tensor cores are slower than on the other GPUs, so
-  they are the limit at almost any tile size: a forward pass over 8,192 pairs with head size 64 issues instructions for
-  850 cycles on sm_120, and its matrix products take 2,048. One program occupies a multiprocessor, hence double
-  buffering (3 stages) where it fits. At head size 128 the kernel for keys and values loads shared memory for
-  5,120 cycles with 128 queries (112 KiB: sm_80), and for 7,168 with 64 (72 KiB), where the alternatives spill 16 to 192
-  bytes per thread. Without a table, a branch around the lookup of the mask would change the layout of scores through
-  shared memory (up to 656 bytes spilled), so these GPUs look up a table of zeros.
+- **mma.sync** (sm_80 to sm_89, sm_12x): operands and sums are in registers. With four warps, most kernels spill, so all
+  but one have eight, and a multiprocessor runs one program. Three stages, where they fit, load the next tile during the
+  current one. Tensor cores are the limit: at head size 64, the forward kernel takes 2,048 cycles for its products on
+  sm_120, and 850 to issue its instructions. At head size 128, the kernel for keys and values takes 5,120 cycles to load
+  its operands from shared memory with 128 queries (112 KiB, sm_80) and 7,168 with 64 (72 KiB). Of the other tiles that
+  fit into 99 KiB, 32 x 128 spills up to 192 bytes per thread, and 32 x 64 leaves four warps on a multiprocessor.
+  Without tables, a branch around the lookup of the mask would make Triton rearrange the scores in shared memory and
+  spill up to 656 bytes, so these GPUs look up a table of zeros.
 - **wgmma** (sm_90): operands are in shared memory.
-- **tcgen05** (sm_100, sm_103, sm_110): sums are in tensor memory, which leaves registers for larger tiles. The matrix
-  products are short (256 cycles of a forward pass at head size 64), and instructions are the limit. Tiles of 64 queries
-  and 128 keys save 30 % of them at head size 128; they need 161 KiB.
+- **tcgen05** (sm_10x, sm_11x): operands are in shared memory and sums in tensor memory, which leaves registers for
+  larger tiles. The products of the forward kernel take 256 cycles at head size 64, so instructions are the limit. At
+  head size 128, the kernel for keys and values issues 30 % fewer with 64 x 128 than with Hopper's 32 x 128.
 
 float32 is computed without tensor cores and is the same everywhere.
 """
