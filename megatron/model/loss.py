@@ -152,7 +152,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right, float32 and in place; total is None for zeros."""
-    if left.device.type == "cuda" and left.dtype in (torch.bfloat16, torch.float16):
+    # `out_dtype` needs an NVIDIA GPU and half-precision inputs.
+    if left.device.type == "cuda" and left.dtype != torch.float32 and _uses_kernel(left.device, left.dtype):
         if total is None:
             return torch.mm(left, right, out_dtype=torch.float32)
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

@@ -64,9 +64,11 @@ def test_only_the_weight_may_need_a_gradient():
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kernel_devices", [[], ["cpu"]])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision(dtype, kernel_devices, monkeypatch):
     """The upstream gradient, here that of a mean, is never rounded to half precision."""
+    monkeypatch.setattr(loss, "KERNEL_DEVICES", kernel_devices)
     torch.manual_seed(0)
     hidden, weight = torch.randn(49, 16), torch.randn(30, 16)
     labels = torch.randint(30, (49,))
