@@ -2,6 +2,7 @@
 # make demo        prepare a corpus, train three small models at length 128, evaluate them up to 2,048
 # make test        all tests
 # make test-unit   unit tests only; they start no processes
+# make test-hosts  training on two hosts emulated on this machine; as root, this installs the Debian packages it needs
 # make lint        ruff and mypy
 # make bench       benchmarks on this CPU: ratios measured in one run
 # make bench-gpu   benchmarks that need an NVIDIA GPU (PYTHON=... must have PyTorch with CUDA)
@@ -13,7 +14,7 @@ TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-unit lint bench bench-gpu pictures clean
+.PHONY: setup demo test test-unit test-hosts lint bench bench-gpu pictures clean
 
 setup: $(VENV)/.installed
 
@@ -32,6 +33,15 @@ test: setup
 
 test-unit: setup
 	$(PYTEST) tests/unit
+
+HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge
+
+# Without root, the tests fail and name the missing packages.
+test-hosts: setup
+	if [ "$$(id -u)" = 0 ] && ! dpkg -s $(HOST_PACKAGES) > /dev/null 2>&1; then \
+	  apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(HOST_PACKAGES); \
+	fi
+	$(BIN)/python -m pytest -q -m slow tests/integration/test_multi_host.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,9 @@
 
 import json
 import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,8 +16,17 @@ import pytest
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config
 from megatron.training.loop import train
-from tests.support.hosts import HOSTS, MPI_HOSTS, Cluster, free_ports, kill_trees, rank_process, wait_for_none
-from tests.support.runs import metrics, training_settings
+from tests.support.hosts import (
+    HOSTS,
+    MPI_HOSTS,
+    Cluster,
+    free_ports,
+    kill_trees,
+    processes_in,
+    rank_process,
+    wait_for_none,
+)
+from tests.support.runs import ROOT, metrics, training_settings
 
 pytestmark = pytest.mark.slow
 
@@ -22,12 +34,26 @@ KEYS = {"save_interval": None, "eval_iters": 0}
 LAUNCHERS = {
     "pdsh": {},
     "openmpi": {"launcher": "openmpi"},
+    "mpich": {"launcher": "mpich"},
     "slurm": {"launcher": "slurm"},
 }
+IGNORES_SIGTERM = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from megatron.launcher.script_arguments import parse_arguments
+parse_arguments("ignores SIGTERM")
+rank = os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: open("signalled" + rank, "w").close())
+open("ready" + rank, "w").close()
+while True:
+    time.sleep(1)
+"""
+
 # What names the host whose rank was killed.
 MESSAGES = {
     "pdsh": "error: the ssh connection to 127.0.0.2 was lost, or its processes were killed",
     "openmpi": "on node host-2",
+    "mpich": "xxx",
     "slurm": "error: 127.0.0.2: task 1: Killed",
 }
 
@@ -49,18 +75,29 @@ def expected_losses(tmp_path_factory, data_path) -> dict[int, float]:
 class Run:
     """A training on both hosts in `folder`, and its output so far."""
 
-    def __init__(self, cluster: Cluster, folder: Path, data_path: str, launcher: str, **keys: object):
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        data_path: str,
+        launcher: str,
+        second_host: str | None = None,
+        script: str | None = None,
+    ):
         self.folder = folder
-        hosts = MPI_HOSTS if launcher == "openmpi" else HOSTS
-        (folder / "hostfile").write_text("".join(f"{host} slots=1\n" for host in hosts))
+        first, second = MPI_HOSTS if launcher in ("openmpi", "mpich") else HOSTS
+        (folder / "hostfile").write_text(f"{first} slots=1\n{second_host or f'{second} slots=1'}\n")
         (port,) = free_ports(1)
         settings = {"train_iters": 100_000, **KEYS, "hostfile": "hostfile", "master_port": port, **LAUNCHERS[launcher]}
         if launcher != "slurm":
             settings["master_addr"] = HOSTS[0]
-        settings = training_settings(folder, data_path, **{**settings, **keys})
+        settings = training_settings(folder, data_path, **settings)
         (folder / "config.yml").write_text(json.dumps(settings))
         variables = {"HF_HOME": f"{folder}/a b\"c'$d%n", "WANDB_API_KEY": "not-for-ps"}
-        self.process = cluster.deepy(folder, "config.yml", **variables)
+        if script is not None:
+            (folder / "train.py").write_text(script)  # takes precedence over ours
+        command = [sys.executable, str(ROOT / "deepy.py"), "train.py", "config.yml"]
+        self.process = cluster.run_in(folder, command, **variables)
         self.variables = variables
         self.output = ""
 
@@ -73,7 +110,7 @@ class Run:
 
     def finish(self) -> int:
         """Wait until no process is left, and return the exit status."""
-        self.output += self.process.communicate(timeout=120)[0]
+        self.output += self.process.communicate(timeout=240)[0]
         wait_for_none(self.folder)
         return self.process.returncode
 
@@ -83,18 +120,26 @@ class Run:
 
 @pytest.fixture
 def start(cluster, tmp_path, data_path):
-    """start(launcher, **keys): a Run, whose processes are killed at the end of the test."""
+    """start(launcher, ...): a Run, whose processes are killed at the end of the test."""
     runs = []
 
-    def start_run(launcher: str, **keys: object) -> Run:
-        runs.append(Run(cluster, tmp_path, data_path, launcher, **keys))
+    def start_run(launcher: str, **options: str) -> Run:
+        runs.append(Run(cluster, tmp_path, data_path, launcher, **options))
         return runs[-1]
 
     yield start_run
     for run in runs:
         if run.process.poll() is None:
-            kill_trees(run.process.pid)
+            kill_trees(run.process.pid, *[process.pid for process in processes_in(run.folder)])
             print(run.output + run.process.communicate()[0])
+
+
+def wait_for(*conditions: Path | Callable[[], bool], seconds: float = 240) -> None:
+    """Wait until all paths exist and all functions return True."""
+    end = time.monotonic() + seconds
+    while not all(each.exists() if isinstance(each, Path) else each() for each in conditions):
+        assert time.monotonic() < end, conditions
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -120,12 +165,103 @@ def test_two_hosts_train_as_one_rank_and_save_after_sigterm(launcher, start, exp
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_killed_host_ends_the_run(launcher, start, cluster):
-    """The rank on the second host and the process that started it are killed."""
+def test_killed_host_ends_the_run(launcher, start):
+    """The rank on the second host, the process that started it, and with pdsh their ssh connection are killed."""
     run = start(launcher)
     run.wait_for_line("iteration 2/")
-    rank = rank_process(run.folder, 1)
-    kill_trees(rank.parent().pid)
+    kill_trees(rank_process(run.folder, 1).parent().pid)
     assert run.finish() != 0
     assert MESSAGES[launcher] in run.output
     assert "Traceback" not in run.output
+
+
+def test_killed_rank_is_named(start):
+    run = start("pdsh")
+    run.wait_for_line("iteration 2/")
+    rank_process(run.folder, 1).kill()
+    assert run.finish() == 128 + signal.SIGKILL
+    assert run.errors() == [
+        "127.0.0.2: error: rank 1 was killed by SIGKILL; the system does this when memory runs out (host 127.0.0.2)"
+    ]
+    assert "rank 0 on" in run.output
+    assert "stops: another rank has ended; its messages say why" in run.output
+
+
+def test_ranks_save_when_an_ssh_connection_is_lost(start):
+    run = start("pdsh")
+    run.wait_for_line("iteration 2/")
+    node = rank_process(run.folder, 1).parent()
+    assert node.parent().name().startswith("sshd")
+    node.parent().kill()
+    assert run.finish() == 255
+    assert "saved " in run.output
+    assert run.errors() == ["error: the ssh connection to 127.0.0.2 was lost, or its processes were killed"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_second_signal_kills_ranks_that_do_not_stop(launcher, start):
+    run = start(launcher, script=IGNORES_SIGTERM)
+    wait_for(run.folder / "ready0", run.folder / "ready1")
+    run.process.send_signal(signal.SIGINT)
+    wait_for(run.folder / "signalled0", run.folder / "signalled1")
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish() != 0
+    assert "SIGINT again: killing all processes" in run.output
+
+
+@pytest.mark.parametrize("command", ["srun .. train.py", "exec .. deepy.py"])
+def test_sbatch(command, cluster, tmp_path, data_path, expected_losses):
+    (port,) = free_ports(1)
+    settings = training_settings(tmp_path, data_path, train_iters=100_000, master_port=port, **KEYS)
+    (tmp_path / "config.yml").write_text(json.dumps(settings))
+    if command.startswith("srun"):
+        line = f"srun --kill-on-bad-exit=1 {sys.executable} {ROOT}/train.py config.yml --set deepspeed_slurm=true\n"
+    else:
+        line = (
+            "scontrol show hostnames | sed 's/$/ slots=1/' > hostfile\n"
+            f"exec {sys.executable} {ROOT}/deepy.py train.py config.yml --set hostfile=hostfile launcher=slurm\n"
+        )
+    options = "--nodes=2 --ntasks-per-node=1 --output=output --open-mode=append"
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n#SBATCH {options}\n{line}")
+    output = tmp_path / "output"
+    output.write_text("")
+    job = cluster.run_in(tmp_path, ["sbatch", "--parsable", "job.sh"]).communicate()[0].strip()
+    wait_for(lambda: "iteration 5/" in output.read_text())
+    # What Slurm does at --signal=TERM@120, before the time limit.
+    cluster.run_in(tmp_path, ["scancel", "--signal=TERM", job]).wait()
+    wait_for_none(tmp_path)
+    assert "received a signal to stop" in output.read_text()
+    assert len(saved_iterations(tmp_path / "checkpoints")) == 1
+    losses = metrics(tmp_path)
+    assert {step: losses[step] for step in range(1, 6)} == pytest.approx(expected_losses, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "host", "message"),
+    [
+        ("pdsh", "no-such-host slots=1", "no-such-host: ssh: Could not resolve hostname no-such-host"),
+        ("pdsh", "127.0.0.3 slots=1", "127.0.0.3: ssh: connect to host 127.0.0.3 port {port}: Connection refused"),
+        ("openmpi", "no-such-host slots=1", "no-such-host: ssh: Could not resolve hostname no-such-host"),
+        ("slurm", "no-such-host slots=1", "srun: error: Unable to allocate resources: Invalid node name specified"),
+        ("pdsh", "127.0.0.2 slots=none", "line 2: expected HOST slots=N with N >= 1, not '127.0.0.2 slots=none'"),
+    ],
+)
+def test_errors_in_the_hostfile(launcher, host, message, start, cluster):
+    run = start(launcher, second_host=host)
+    assert run.finish() != 0
+    assert message.format(port=cluster.ssh_port) in run.output
+    assert len(run.errors()) == 1
+    assert "Traceback" not in run.output
+
+
+def test_torchrun_without_ssh(cluster, tmp_path, data_path, expected_losses):
+    (port,) = free_ports(1)
+    settings = training_settings(tmp_path, data_path, train_iters=5, **KEYS)
+    (tmp_path / "config.yml").write_text(json.dumps(settings))
+    options = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
+    script = [str(ROOT / "train.py"), "config.yml"]
+    hosts = [cluster.run_in(tmp_path, [*torchrun, f"--node-rank={index}", *script]) for index in (0, 1)]
+    outputs = [host.communicate(timeout=240)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert metrics(tmp_path) == pytest.approx(expected_losses, abs=1e-4)

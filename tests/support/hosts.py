@@ -7,24 +7,25 @@ All daemons run as the current user from a temporary folder, listen only on loop
 import contextlib
 import getpass
 import os
+import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from tests.support.runs import ROOT, environment
+from tests.support.runs import environment
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
-# mpirun starts ranks on a loopback address without ssh, but on an unknown name with ssh, which resolves it.
+# MPI starts ranks on a loopback address without ssh, but on an unknown name with ssh, which resolves it.
 MPI_HOSTS = ("host-1", "host-2")
 PACKAGES = {
     "/usr/sbin/sshd": "openssh-server",
     "/usr/bin/pdsh": "pdsh",
-    "/usr/bin/mpirun": "openmpi-bin",
+    "/usr/bin/mpirun.openmpi": "openmpi-bin",
+    "/usr/bin/mpiexec.hydra": "mpich",
     "/usr/sbin/slurmctld": "slurm-wlm",
     "/usr/sbin/munged": "munge",
 }
@@ -38,7 +39,7 @@ class Cluster:
         assert not missing, f"install the missing packages: apt-get install {' '.join(missing)}"
         self.folder = folder
         self._daemons: dict[str, subprocess.Popen] = {}
-        self._ssh_port, self._controller_port, *self._node_ports = free_ports(4)
+        self.ssh_port, self._controller_port, *self._node_ports = free_ports(4)
         self.environment = {
             **environment(),
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -46,6 +47,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": "lo",
             "SLURM_CONF": str(folder / "slurm.conf"),
             "OMPI_MCA_oob_tcp_if_include": "lo",
+            "HYDRA_IFACE": "lo",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
@@ -56,7 +58,7 @@ class Cluster:
             self._write_ssh_files()
             self._write_slurm_files()
             for host in HOSTS:
-                self.start_sshd(host)
+                self._start(f"sshd-{host}", "/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / f"sshd-{host}.conf"))
             munge = self.folder / "munge"
             self._start(
                 "munged", "/usr/sbin/munged", "--foreground", "--force", f"--key-file={munge / 'key'}",
@@ -73,20 +75,8 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def start_sshd(self, host: str) -> None:
-        self._start(f"sshd-{host}", "/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / f"sshd-{host}.conf"))
-
-    def stop_sshd(self, host: str) -> None:
-        """Kill the sshd of a host, all its connections, and all processes they have started, as if it lost power."""
-        daemon = self._daemons.pop(f"sshd-{host}")
-        kill_trees(daemon.pid)
-        daemon.wait()
-
-    def deepy(self, folder: Path, *words: str, **variables: str) -> subprocess.Popen:
-        """Start `python deepy.py train.py WORDS` in `folder` with its output in a pipe."""
-        return self.run_in(folder, [sys.executable, str(ROOT / "deepy.py"), "train.py", *words], **variables)
-
     def run_in(self, folder: Path, command: list[str], **variables: str) -> subprocess.Popen:
+        """Start a command on the first host, in `folder` and with its output in a pipe."""
         return subprocess.Popen(
             command,
             cwd=folder,
@@ -104,11 +94,12 @@ class Cluster:
         for daemon in self._daemons.values():
             kill_trees(daemon.pid)
             daemon.wait()
-        # slurmstepd, which slurmd starts for each job step, leaves the tree of slurmd.
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]:
-                    process.kill()
+        # slurmstepd, which slurmd starts for each job step, leaves the tree of slurmd. Its environment starts with zeros,
+        # where psutil stops reading.
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):
+                if self.environment["SLURM_CONF"].encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
 
     def _write_ssh_files(self) -> None:
         if os.geteuid() == 0:
@@ -118,13 +109,13 @@ class Cluster:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
         for host in HOSTS:
             (folder / f"sshd-{host}.conf").write_text(
-                f"ListenAddress {host}:{self._ssh_port}\nHostKey {folder}/host_key\n"
+                f"ListenAddress {host}:{self.ssh_port}\nHostKey {folder}/host_key\n"
                 f"AuthorizedKeysFile {folder}/user_key.pub\nPidFile none\nStrictModes no\nUsePAM no\n"
                 "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
             )
         aliases = "".join(f"Host {a}\n  HostName {b}\n" for a, b in zip(MPI_HOSTS, HOSTS, strict=True))
         (folder / "ssh_config").write_text(
-            f"{aliases}Host *\n  Port {self._ssh_port}\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n"
+            f"{aliases}Host *\n  Port {self.ssh_port}\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n"
             f"  UserKnownHostsFile {folder}/known_hosts\n  StrictHostKeyChecking accept-new\n  LogLevel ERROR\n"
         )
         (folder / "bin").mkdir()
@@ -198,7 +189,7 @@ def processes_in(folder: Path) -> Iterator[psutil.Process]:
 
 def rank_process(folder: Path, rank: int) -> psutil.Process:
     """The process of a rank of the run in `folder`."""
-    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     for process in processes_in(folder):
         variables = process.environ()
         script = [word for word in process.cmdline() if word.endswith("train.py")]
@@ -209,7 +200,7 @@ def rank_process(folder: Path, rank: int) -> psutil.Process:
     raise AssertionError(f"rank {rank} is not running")
 
 
-def wait_for_none(folder: Path, seconds: float = 90) -> None:
+def wait_for_none(folder: Path, seconds: float = 240) -> None:
     """Wait until no process of the run is left."""
     end = time.monotonic() + seconds
     while left := [str(process) for process in processes_in(folder)]:
