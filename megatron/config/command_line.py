@@ -26,9 +26,7 @@ KEY_OPTIONS = {
 EXIT_STATUS_OF_USER_ERROR = 2
 EXIT_STATUS_OF_LOST_CONNECTION = 3
 # In the messages of gloo and NCCL after another rank has ended.
-_LOST_CONNECTION = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection reset|closed the connection", re.I
-)
+_LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exit", re.I)
 
 
 class OptionParser(argparse.ArgumentParser):

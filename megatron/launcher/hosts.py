@@ -4,6 +4,7 @@ srun and mpirun start every rank. pdsh starts node.py on every host, which start
 """
 
 import contextlib
+import os
 import re
 import secrets
 import shlex
@@ -21,18 +22,19 @@ from megatron.utils.errors import UserError
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 # If a host has failed, the ranks of the others lose the connection to it and end, unless they wait for it.
 _SECONDS_AFTER_FAILURE = 60
+_SECONDS_TO_KILL = 15
 _PDSH_STATUS = re.compile(r"pdsh@[^:]+: ([^:]+): ssh exited with exit code (\d+)")
 _SSH_FAILED = 255
 
 
 def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Check over ssh that every host has the working directory and the files; returns the first host's IP address.
+    """Check over ssh that every host has the working directory and the files; returns the first host's address.
 
     Raises UserError with one line for each host that does not.
     """
     missing = "missing: "
     tests = [f"test -e {shlex.quote(path)} || echo {missing}{shlex.quote(path)}" for path in (directory, *files)]
-    script = f"sh -c {shlex.quote('; '.join([*tests, 'hostname -I']))}"
+    script = f"sh -c {shlex.quote('; '.join([*tests, 'hostname -I 2> /dev/null || echo']))}"
     options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
 
     def check(host: str) -> tuple[str, str]:
@@ -43,10 +45,9 @@ def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], envi
         paths = [line.removeprefix(missing) for line in lines if line.startswith(missing)]
         if paths:
             return "", f"there is no {', '.join(paths)}"
-        addresses = lines[-1].split() if lines else []
-        if process.returncode or not addresses:
+        if process.returncode or not lines:
             return "", (process.stderr.strip().splitlines() or [f"ssh exited with status {process.returncode}"])[-1]
-        return addresses[0], ""
+        return (lines[-1].split() or [host])[0], ""
 
     with ThreadPoolExecutor(max_workers=32) as pool:
         results = list(pool.map(check, hosts))
@@ -87,7 +88,9 @@ def run_pdsh(
     """
     hosts = [str(node.host) for node in nodes]
     pid_file = f"/tmp/deepy-{secrets.token_hex(8)}."  # node.py appends the index of its host
-    environment = {**environment, "PDSH_RCMD_TYPE": "ssh"}
+    # Without keep-alive messages, ssh would not notice for a long time that a host has lost power.
+    options = f"-o ServerAliveInterval=15 -o ServerAliveCountMax=4 {environment.get('PDSH_SSH_ARGS_APPEND', '')}"
+    environment = {**environment, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": options.strip()}
     failed: list[str] = []
     senders: list[subprocess.Popen[bytes]] = []
 
@@ -100,15 +103,22 @@ def run_pdsh(
             subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null, start_new_session=True)
         )
 
+    def end_connections() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
     def stop(again: bool) -> None:
-        send(KILL_SIGNAL.name[3:] if again else "TERM")
+        send(KILL_SIGNAL.name.removeprefix("SIG") if again else "TERM")
+        if again:
+            # A host that cannot be reached, or has not started node.py yet. It stops when its connection ends.
+            timers.append(threading.Timer(_SECONDS_TO_KILL, end_connections))
+            timers[-1].start()
 
     def end_other_hosts() -> None:
         print(f"killing the ranks that still run, because {failed[0]} failed", file=sys.stderr, flush=True)
         stop(again=True)
 
-    timer = threading.Timer(_SECONDS_AFTER_FAILURE, end_other_hosts)
-    timer.daemon = True
+    timers = [threading.Timer(_SECONDS_AFTER_FAILURE, end_other_hosts)]
     process = subprocess.Popen(
         pdsh_command(hosts, node_command(nodes, pid_file, command, variables)),
         env=environment,
@@ -134,9 +144,10 @@ def run_pdsh(
             if match is not None:
                 failed.append(match[1])
                 if len(failed) == 1:
-                    timer.start()
+                    timers[0].start()
         status = process.wait()
-    timer.cancel()
+        for timer in timers:
+            timer.cancel()
     for sender in senders:
         sender.wait()
     return 128 - status if status < 0 else status

@@ -67,7 +67,7 @@ def initialize(config: Config) -> Layout:
         if local_rank >= gpus:
             raise UserError(
                 f"{socket.gethostname()} was given rank {local_rank} of its own, but has {gpus} visible GPU(s); lower "
-                "its slots in the hostfile, or num_gpus"
+                "its slots in the hostfile, or num_gpus (with Slurm, use --gpus-per-node and not --gpus-per-task)"
             )
         torch.cuda.set_device(local_rank)
     disable_shared_memory_collectives()

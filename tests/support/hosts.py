@@ -94,8 +94,8 @@ class Cluster:
         for daemon in self._daemons.values():
             kill_trees(daemon.pid)
             daemon.wait()
-        # slurmstepd, which slurmd starts for each job step, leaves the tree of slurmd. Its environment starts with zeros,
-        # where psutil stops reading.
+        # slurmd's helper process for each job step leaves its tree. Its environment starts with zeros, where psutil
+        # stops reading.
         for pid in psutil.pids():
             with contextlib.suppress(OSError):
                 if self.environment["SLURM_CONF"].encode() in Path(f"/proc/{pid}/environ").read_bytes():

@@ -110,7 +110,9 @@ class LauncherConfig(Group):
         "File with one `HOST slots=N` line per node. Default: /job/hostfile if it exists, else only this machine.",
     )
     include: str | None = key(
-        None, "Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Not with num_gpus or num_nodes."
+        None,
+        """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Single slots of several hosts only with pdsh. Not
+        with num_gpus or num_nodes.""",
     )
     exclude: str | None = key(None, "Hosts and slots not to use, in the same form. Not with num_gpus or num_nodes.")
     num_nodes: Int = key(-1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1)
@@ -118,7 +120,9 @@ class LauncherConfig(Group):
         None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1
     )
     master_addr: str | None = key(
-        None, "Address of the first node. Default: with pdsh, queried over ssh; else the name of the first host."
+        None,
+        """Address of the first host. Default: with Slurm, its first node; else the first address that `hostname -I`
+        prints on the first host (with no_ssh_check, the host's name).""",
     )
     master_port: Int | None = key(
         None,
@@ -127,11 +131,15 @@ class LauncherConfig(Group):
         le=65535,
     )
     launcher: Annotated[Literal["pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm"], CaseInsensitive] = key(
-        "pdsh", "Program that starts processes on other nodes."
+        "pdsh", "What starts the ranks of several hosts: pdsh over ssh, mpirun, or srun (docs/clusters.md)."
     )
-    deepspeed_slurm: bool = key(False, "True: Slurm assigns the ranks. Implied by `launcher: slurm`.")
-    deepspeed_mpi: bool = key(False, "True: MPI assigns the ranks. Implied by the MPI launchers.")
+    deepspeed_slurm: bool = key(
+        False, "True: srun has started the ranks, without deepy.py. Implied by `launcher: slurm`."
+    )
+    deepspeed_mpi: bool = key(
+        False, "True: mpirun has started the ranks, without deepy.py. Implied by the MPI launchers."
+    )
     force_multi: bool = key(False, "True: use the multi-node launcher even for one node.")
-    no_ssh_check: bool = key(False, "True: do not test ssh to the first node before starting.")
+    no_ssh_check: bool = key(False, "True: do not check that all hosts can be reached by ssh and have the same paths.")
     comment: str | None = key(None, "Slurm: --comment of the job step.")
     account: str | None = key(None, "Slurm: --account of the job step.")

@@ -10,6 +10,7 @@ from megatron.launcher.hosts import check_hosts
 
 ANSWERS = {
     "good": (0, "10.0.0.7 172.17.0.1\n", ""),
+    "nameless": (0, "a banner\n\n", ""),
     "incomplete": (0, "missing: /env/bin/python\nmissing: /p/train.py\n10.0.0.8\n", ""),
     "refused": (255, "", "a banner\nssh: connect to host refused port 22: Connection refused\n"),
 }
@@ -31,6 +32,7 @@ def commands(monkeypatch) -> list[list[str]]:
 
 def test_address_of_the_first_host(commands):
     assert check_hosts(["good", "good"], "/w", ["/p/train.py"], {"PDSH_SSH_ARGS_APPEND": "-p 2222"}) == "10.0.0.7"
+    assert check_hosts(["nameless"], "/w", [], {}) == "nameless"  # its `hostname` has no -I
     ssh, *options, port_option, port, host, script = commands[0]
     assert (ssh, port_option, port, host) == ("ssh", "-p", "2222", "good")
     assert "BatchMode=yes" in options
