@@ -59,5 +59,5 @@ def test_zero_2_and_3(stage):
 def test_fp16():
     """Dynamic loss scaling reads the overflow flag on the host, once per step."""
     device = third_step("1-3B.yml", "model-parallel-size=1", "pipe-parallel-size=1")
-    assert len(device.synchronizations) <= 2
+    assert len(device.synchronizations) == 1
     assert device.blocking_copies == []

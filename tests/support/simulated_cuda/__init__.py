@@ -112,6 +112,7 @@ class SimulatedCuda(TorchDispatchMode):
         kernels: kernel launches by operator or Triton kernel name.
         synchronizations: reasons why the host waited for the device.
         blocking_copies: host-to-device copies that block the host (pageable memory or non_blocking=False).
+        scalar: what `item()` returns.
         allocated, peak: bytes of the tensors in the device's memory now, and at most since `reset`.
     """
 
@@ -121,6 +122,7 @@ class SimulatedCuda(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._patches = contextlib.ExitStack()
         self._storages: dict[int, weakref.finalize] = {}
+        self.scalar = 1
         self.allocated = 0
         self.reset()
 
@@ -212,7 +214,7 @@ class SimulatedCuda(TorchDispatchMode):
             return self._run_operator(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             self.synchronizations.append(f"item() {_project_frames()}")
-            return tensors[0].dtype.is_floating_point * 1.0 or 1
+            return self.scalar
         if func is aten.equal.default:
             self.synchronizations.append(f"equal() {_project_frames()}")
             return True

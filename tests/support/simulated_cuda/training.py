@@ -40,6 +40,7 @@ class SimulatedTraining:
         from megatron.training.distributed import Layout
 
         self.device = device
+        device.scalar = 0  # no overflow
         self.config = load_config(files, ROOT / "configs", list(overrides))
         dtype = DTYPES[self.config.precision.dtype]
         build = engine.TrainableGPT

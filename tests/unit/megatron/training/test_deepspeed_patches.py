@@ -7,10 +7,11 @@ import pytest
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from megatron.config import Config
 from megatron.training import deepspeed_patches
-from megatron.training.deepspeed_patches import PATCHED_VERSION, DeviceOnlyBF16Optimizer
+from megatron.training.deepspeed_patches import PATCHED_VERSION, DeviceOnlyBF16Optimizer, PatchedZeroOptimizer
 from megatron.training.engine import Engine
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
@@ -80,6 +81,28 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
         assert metrics(tmp_path / "ours", name) == pytest.approx(
             metrics(tmp_path / "upstream", name), rel=tolerance, abs=0.0
         )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_zero_optimizer_updates_like_upstream(stage, tmp_path, data_path, monkeypatch):
+    """In fp16, with an initial loss scale at which the first steps overflow and are skipped."""
+    checks = []
+    check = PatchedZeroOptimizer.has_overflow_partitioned_grads_serial
+
+    def recorded(optimizer):
+        checks.append(bool(check(optimizer)))
+        return check(optimizer)
+
+    monkeypatch.setattr(PatchedZeroOptimizer, "has_overflow_partitioned_grads_serial", recorded)
+    keys = {"precision": "fp16", "gradient_clipping": 0.25, "zero_optimization": {"stage": stage}, "load": None}
+    keys |= {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}
+    train(Config.from_flat(training_settings(tmp_path / "ours", data_path, **keys)))
+    monkeypatch.setattr(deepspeed_patches, "PatchedZeroOptimizer", DeepSpeedZeroOptimizer)
+    train(Config.from_flat(training_settings(tmp_path / "upstream", data_path, **keys)))
+    assert len(checks) == 6
+    assert set(checks) == {True, False}
+    for name in ("train/loss", "train/grad_norm", "train/loss_scale"):
+        assert metrics(tmp_path / "ours", name) == metrics(tmp_path / "upstream", name)
 
 
 def test_a_single_replica_does_not_copy_its_gradients(tmp_path, data_path, monkeypatch):
