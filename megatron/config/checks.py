@@ -62,6 +62,8 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             f"torch_compile with {key} is not supported: its communication between ranks cannot be compiled; "
             "remove one of the two keys"
         )
+    for key in _keys_against_cuda_graphs(config) if config.training.enable_cuda_graph else ():
+        yield f"enable_cuda_graph with {key} is not supported; remove one of the two keys"
     yield from _check_extrapolation(config)
     yield from _check_data(config)
     if config.schedule.min_lr > config.optimizer.lr:
@@ -140,6 +142,22 @@ def _keys_that_split_the_model(config: "Config") -> list[str]:
         f"zero_optimization.stage {stage}": stage == 3,
     }
     return [key for key, splits in keys.items() if splits]
+
+
+def _keys_against_cuda_graphs(config: "Config") -> list[str]:
+    """The keys, with their values, for which the host decides in every step what the device computes, or for which
+    CUDA graphs are not tested.
+    """
+    training, model = config.training, config.model
+    keys = {
+        f"zero_optimization.stage {config.optimizer.zero_stage}": config.optimizer.zero_stage == 2,
+        f"{config.precision.dtype} (only bf16 is)": config.precision.dtype != "bf16",
+        "checkpoint_activations true": training.checkpoint_activations,
+        "torch_compile true": training.torch_compile,
+        f"attention_dropout {model.attention_dropout}": model.attention_dropout > 0,
+        "random positions": model.positional_options.get("scaling") == "random",
+    }
+    return _keys_that_split_the_model(config) + [key for key, conflicts in keys.items() if conflicts]
 
 
 def _check_extrapolation(config: "Config") -> Iterator[str]:

@@ -26,6 +26,7 @@ from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
+from megatron.training.cuda_graphs import capture
 from megatron.training.deepspeed_config import deepspeed_dict
 from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine
 from megatron.training.distributed import Layout
@@ -98,6 +99,9 @@ class Engine:
                 raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
             report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
 
+        self._needs_capture = training.enable_cuda_graph
+        if training.enable_cuda_graph and layout.device.type != "cuda":
+            raise UserError(f"enable_cuda_graph needs a GPU, but training runs on {layout.device.type}; remove the key")
         if self.zero_stage != config.optimizer.zero_stage:
             report(
                 f"zero_optimization.stage: 0 with {config.precision.dtype} runs as stage 1 "
@@ -151,7 +155,11 @@ class Engine:
         total = torch.zeros((), device=self.layout.device)
         for _ in range(self.accumulation):
             batch = self._to_device(next(batches))
-            loss = self.deepspeed(batch["tokens"], batch["labels"], batch.get("loss_mask"))
+            inputs = [batch[name] for name in ("tokens", "labels", "loss_mask") if name in batch]
+            if self._needs_capture and isinstance(self.model, GPT):
+                capture(self.model, inputs)
+                self._needs_capture = False
+            loss = self.deepspeed(*inputs)
             self.deepspeed.backward(loss)
             self.deepspeed.step()
             total += loss.detach()

@@ -3,6 +3,7 @@
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from benchmarks.step_counts import StepCounter
 from tests.support.simulated_cuda import SimulatedCuda
@@ -54,6 +55,34 @@ def test_zero_2_and_3(stage):
     # DeepSpeed compares the lengths of lists across ranks, with a collective that does nothing here.
     with patch("deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks"):
         assert third_step("small_bf16.yml", *overrides).kernels["triton.forward_kernel"]
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "rotary", "dape_kerple"])
+def test_cuda_graphs(method):
+    """The graphs contain the forward and backward pass, and nothing that waits for the device or copies from the host.
+    A step launches them and the optimizer's kernels.
+    """
+    overrides = ("enable-cuda-graph=true", "gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")
+    device = third_step("small_bf16.yml", *overrides, f"pos-emb={method}")
+    assert device.capture_errors == []
+    assert len(device.captured) == 2
+    assert all(device.captured)
+    assert device.kernels["graph"] == 2 * 2
+    assert device.kernels["mm"] == device.kernels["triton.norm_kernel"] == 0
+    assert device.synchronizations == []
+
+
+def test_what_a_graph_must_not_contain():
+    """The simulation itself."""
+    with SimulatedCuda() as device:
+        ones = torch.ones(3, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ones.add_(1)
+        assert (device.captured, device.capture_errors) == ([1], [])
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ones.sum().item()
+            ones.add_(torch.zeros(3).to("cuda"))
+        assert len(device.capture_errors) == 2
 
 
 def test_fp16():

@@ -241,6 +241,12 @@ class TrainingConfig(Group):
         positional method does not rotate queries and keys. Needs a C++ compiler (on a GPU also Triton) and up to a
         minute at the start. Not with a pipeline, tensor parallelism or ZeRO 3.""",
     )
+    enable_cuda_graph: bool = key(
+        False,
+        """True: run the forward and backward pass as CUDA graphs, which take little of the host's time. Needs bf16 and
+        a GPU. Not with a pipeline, tensor parallelism, ZeRO 2 or 3, torch_compile, checkpoint_activations,
+        attention_dropout or random positions. Not measured on a GPU yet.""",
+    )
     exit_interval: Int | None = key(None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1)
     steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)
     wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")

@@ -59,6 +59,22 @@ from megatron.config import Config, UserError
             {"torch-compile": True, "zero_optimization": {"stage": 3}},
             "torch_compile with zero_optimization.stage 3 is not supported",
         ),
+        *(
+            ({"enable-cuda-graph": True, "precision": "bfloat16", **keys}, f"enable_cuda_graph with {message} .*remove one")
+            for keys, message in (
+                ({"pipe-parallel-size": 2}, "pipe_parallel_size 2"),
+                ({"model-parallel-size": 2}, "model_parallel_size 2"),
+                ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2"),
+                ({"precision": "fp32"}, "fp32"),
+                ({"checkpoint-activations": True}, "checkpoint_activations true"),
+                ({"torch-compile": True}, "torch_compile true"),
+                ({"attention-dropout": 0.1}, "attention_dropout 0.1"),
+                (
+                    {"pos-emb": "rotary", "pos-emb-options": {"scaling": "random", "random_range": 64}},
+                    "random positions",
+                ),
+            )
+        ),
         ({"min_lr": 1.0}, "min_lr 1.0 is more than optimizer.params.lr 0.001"),
         ({"extrapolation-tokens": 64}, "extrapolation_tokens is set, but extrapolation_lengths is not"),
         (
