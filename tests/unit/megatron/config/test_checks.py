@@ -60,7 +60,10 @@ from megatron.config import Config, UserError
             "torch_compile with zero_optimization.stage 3 is not supported",
         ),
         *(
-            ({"enable-cuda-graph": True, "precision": "bfloat16", **keys}, f"enable_cuda_graph with {message} .*remove one")
+            (
+                {"enable-cuda-graph": True, "precision": "bfloat16", **keys},
+                f"enable_cuda_graph with {message} .*remove one",
+            )
             for keys, message in (
                 ({"pipe-parallel-size": 2}, "pipe_parallel_size 2"),
                 ({"model-parallel-size": 2}, "model_parallel_size 2"),
