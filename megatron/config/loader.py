@@ -135,7 +135,11 @@ def load_config(
     Raises:
         UserError: the message lists all problems, each with file, line and key.
     """
-    return _build((entry for path in paths for entry in read_file(find_file(path, config_dir))), overrides, strict)
+    files = [find_file(path, config_dir) for path in paths]
+    for file in files:
+        if files.count(file) > 1:
+            raise UserError(f"{file} is given twice; remove one of them")
+    return _build((entry for file in files for entry in read_file(file)), overrides, strict)
 
 
 def check_vocabulary(config: Config, tokenizer_vocab_size: int) -> None:

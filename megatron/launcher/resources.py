@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.utils.errors import UserError
 
-# DeepSpeed and GPT-NeoX read this hostfile if none is given.
+# DeepSpeed and GPT-NeoX read this hostfile if none is given, or the one that DLTS_HOSTFILE names.
 DEFAULT_HOSTFILE = "/job/hostfile"
 
 # MPICH and the MPI libraries derived from it.
@@ -51,8 +51,9 @@ def find_resources(config: Config) -> Resources:
     """The slots that the configuration requests. Raises UserError if they are not available."""
     launcher = config.launcher
     hostfile = launcher.hostfile
-    if hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
-        hostfile = DEFAULT_HOSTFILE
+    default = os.environ.get("DLTS_HOSTFILE", DEFAULT_HOSTFILE)
+    if hostfile is None and Path(default).is_file():
+        hostfile = default
     needs_hostfile = launcher.num_nodes > 1 or launcher.force_multi or launcher.launcher != "pdsh"
     if hostfile is not None and not needs_hostfile and not Path(hostfile).exists():
         # GPT-NeoX's configs name "/mock_path".

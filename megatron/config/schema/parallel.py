@@ -107,7 +107,8 @@ class LauncherConfig(Group):
 
     hostfile: str | None = key(
         None,
-        "File with one `HOST slots=N` line per node. Default: /job/hostfile if it exists, else only this machine.",
+        """File with one `HOST slots=N` line per node. Default: the file that the environment variable DLTS_HOSTFILE
+        names, or /job/hostfile, if it exists; else only this machine.""",
     )
     include: str | None = key(
         None,

@@ -112,6 +112,12 @@ def test_a_later_file_overrides_an_earlier_one(write, tmp_path, first, second, n
     )
 
 
+def test_a_file_that_is_given_twice(write):
+    path = write("a.yml", MODEL)
+    with pytest.raises(UserError, match=r"a\.yml is given twice; remove one of them"):
+        load_config([path, path.with_suffix("")])
+
+
 def test_a_key_and_its_nested_alias_in_two_files(write):
     with pytest.raises(UserError, match=r'"optimizer.params.weight_decay" is already set, as "weight-decay" at '):
         load(write, MODEL, '{"weight-decay": 0}', '{"optimizer": {"params": {"weight_decay": 0}}}')

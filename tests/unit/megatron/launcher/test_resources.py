@@ -79,10 +79,12 @@ def test_visible_devices_are_respected(gpus):
         find_resources(make_config())
 
 
-def test_hostfile(hostfile):
+def test_hostfile(hostfile, monkeypatch):
     resources = find_resources(make_config(hostfile=hostfile))
     assert resources.slots == {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3]}
     assert resources.describe() == f"8 processes on 2 host(s) of {hostfile}"
+    monkeypatch.setenv("DLTS_HOSTFILE", hostfile)
+    assert find_resources(make_config()) == resources
     assert find_resources(make_config(hostfile=hostfile, num_nodes=1, num_gpus=2)).slots == {"worker-1": [0, 1]}
     assert find_resources(make_config(hostfile=hostfile, include="worker-2:1,2")).slots == {"worker-2": [1, 2]}
 
