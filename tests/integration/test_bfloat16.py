@@ -57,7 +57,7 @@ def test_the_interpreter_multiplies_and_rounds():
     with interpreted_bfloat16():
         product_kernel[(1,)](left, right, result, SIZE=16)
     expected = (left.double() @ right.double()).float().bfloat16()
-    torch.testing.assert_close(result, expected, rtol=BFLOAT16_UNIT, atol=0)
+    torch.testing.assert_close(result, expected, rtol=2 * BFLOAT16_UNIT, atol=0)
     assert (result == expected).float().mean() > 0.99
 
 

@@ -132,7 +132,7 @@ def test_the_self_check_fails(launch, message, kernel, monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("masked", [True, False])
-def test_the_model_s_loss_and_gradients_are_the_same_in_chunks(masked, tied, monkeypatch):
+def test_the_model_s_loss_and_gradients_are_the_same_in_chunks_and_with_the_kernel(masked, tied, monkeypatch):
     settings = ModelSettings(
         num_layers=1, hidden_size=16, num_heads=2, padded_vocab_size=64, max_positions=12, tied_embeddings=tied
     )
@@ -141,14 +141,18 @@ def test_the_model_s_loss_and_gradients_are_the_same_in_chunks(masked, tied, mon
     text = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(24) % 3 > 0).float().view(2, 12) if masked else None
     results = []
-    for chunked in (False, True):
-        if chunked:
+    for case in ("complete logits", "chunks", "kernel"):
+        if case == "chunks":
             monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 64 * 5)
             monkeypatch.setattr(gpt, "mean_loss", None)  # the full logits are never computed
+        elif case == "kernel":
+            pytest.importorskip("triton")
+            monkeypatch.setattr(loss, "KERNEL_DEVICES", ["cpu"])
         value = model.loss(text[:, :-1], text[:, 1:], mask)
         results.append([value, *torch.autograd.grad(value, list(model.parameters()))])
-    for actual, expected in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    for expected, *others in zip(*results, strict=True):
+        for actual in others:
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_full_logits_are_never_allocated():
