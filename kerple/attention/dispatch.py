@@ -245,7 +245,8 @@ class Attention:
                     call = replace(call, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian)
                 requirements = replace(call.requirements, modify_scores=self.modifies_scores)
                 chosen = _choose(call, requirements, self.backend)
-                check_backend(chosen, requirements)
+                if not again:
+                    check_backend(chosen, requirements)
                 if chosen == "fused":
                     verdict = _check_fused(
                         call, "" if self.positional is None else type(self.positional).__name__, again

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from kerple.attention import self_check
+from kerple.attention import Requirements, self_check
 from megatron.model import loss
 from megatron.model.gpt import SelfAttention
 from megatron.utils.errors import UserError
@@ -55,10 +55,10 @@ def check_kernels(
     news = failed or next((verdict for verdict in verdicts if verdict.is_news), None)
     if news is not None:
         report(str(news))
-    if failed is not None and layer is not None:
+    if layer is None:
+        return
+    if failed is not None:
         self_check.reject(dtype, layer.head_size, f"{failed.failure} ({failed.subject})")
-        if layer.attention.backend == "fused":
-            raise UserError(
-                f"attention-backend fused: the kernels failed their self-check ({failed.subject}): {failed.failure}; "
-                f"use auto, which chooses another backend; {self_check.HOW_TO_REPORT}"
-            )
+    reason = self_check.failure(Requirements(dtype=dtype, head_size=layer.head_size, device=device))
+    if reason is not None and layer.attention.backend == "fused":
+        raise UserError(f"attention-backend 'fused' {reason}; auto uses another backend")

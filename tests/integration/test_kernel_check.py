@@ -57,6 +57,8 @@ def test_ranks_agree():
     outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
     for fallback, configured, _ in outputs:
         assert fallback.startswith("failed its self-check: the result is wrong (GPU 1)")
-        assert configured.startswith("UserError: attention-backend fused: the kernels failed their self-check (GPU 1)")
+        assert configured.startswith(
+            "UserError: attention-backend 'fused' failed its self-check: the result is wrong (GPU 1)"
+        )
     assert outputs[0][2].startswith("UserError: RuntimeError on another rank: this GPU is broken")
     assert outputs[1][2] == "RuntimeError: this GPU is broken"

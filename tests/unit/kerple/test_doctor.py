@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kerple import doctor
-from kerple.attention import dispatch, self_check
+from kerple.attention import self_check
 from kerple.attention.backends.chunked import chunked_attention
-from kerple.attention.call import Backend
+from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
 CPU = torch.device("cpu")
 METHODS = ("none", "rotary", "kerple_log", "kerple_power__ap", "dape_v2_kerple")
@@ -23,16 +23,13 @@ def few_methods(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def cpu_as_gpu(monkeypatch):
+def cpu_as_gpu(monkeypatch, tmp_path):
     """Returns a function that makes the CPU a GPU with these fused kernels."""
 
     def install(run) -> None:
-        monkeypatch.setattr(self_check, "DEVICE_TYPE", "cpu")
+        use_cpu_as_gpu(monkeypatch, tmp_path)
+        install_kernels(monkeypatch, run)
         monkeypatch.setattr(self_check, "device_name", lambda device: "NVIDIA Test")
-        monkeypatch.setattr(self_check, "_passed", set())
-        monkeypatch.setattr(self_check, "_failures", {})
-        fused = Backend("fused", run, dropout=False, jacobians=True)
-        monkeypatch.setitem(dispatch.BACKENDS, "fused", fused)
 
     return install
 

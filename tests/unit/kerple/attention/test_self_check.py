@@ -3,6 +3,7 @@
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ pytest.importorskip("triton")
 from kerple.attention import Attention, Requirements, Span, attend, dispatch, self_check, tables
 from kerple.attention.backends.chunked import chunked_attention
 from kerple.attention.backends.triton import launch
-from kerple.attention.call import AttentionCall, Backend
+from kerple.attention.call import AttentionCall
 from kerple.attention.self_check import Verdict
 from kerple.positional import ModelShape, build
 from tests.support.bfloat16 import interpreted_bfloat16
+from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=64)
@@ -24,26 +26,9 @@ SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch, tmp_path):
-    """Makes a new process, whose cache folder is empty, and whose CPU is checked like a GPU. Returns a function that
-    makes another one with the same cache folder.
-    """
-    monkeypatch.setattr(self_check, "DEVICE_TYPE", "cpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, size in {"BATCH": 1, "Q_LEN": 21, "KV_LEN": 40, "WINDOW": 12}.items():
-        monkeypatch.setattr(self_check, name, size)
-    monkeypatch.setattr(
-        dispatch,
-        "_fused_is_fastest",
-        lambda requirements, q_len: dispatch._unsupported_reason("fused", requirements) is None,
-    )
-
-    def start() -> None:
-        monkeypatch.setattr(self_check, "_passed", set())
-        monkeypatch.setattr(self_check, "_failures", {})
-        self_check._warn_unwritable.cache_clear()
-
-    start()
-    return start
+    """Returns a function that makes another process with the same cache folder."""
+    use_cpu_as_gpu(monkeypatch, tmp_path)
+    return partial(use_cpu_as_gpu, monkeypatch, tmp_path)
 
 
 class TripledGradient(torch.autograd.Function):
@@ -89,19 +74,8 @@ BROKEN = {
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Returns a function that replaces the kernels, and the number of their calls."""
-
-    def install(run) -> list[int]:
-        calls = []
-
-        def counted(call: AttentionCall) -> torch.Tensor:
-            calls.append(call.q_len)
-            return run(call)
-
-        monkeypatch.setitem(dispatch.BACKENDS, "fused", Backend("fused", counted, dropout=False, jacobians=True))
-        return calls
-
-    return install
+    """Returns `install_kernels`."""
+    return partial(install_kernels, monkeypatch)
 
 
 def check(method: str = "kerple_log", backend: str = "auto", *, training: bool = True) -> list[Verdict]:

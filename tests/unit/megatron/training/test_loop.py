@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from kerple.attention.backends.chunked import chunked_attention
 from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
+from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
 EXPLODE = {"optimizer": {"type": "Adam", "params": {"lr": 1e20}}, "warmup": 0.0, "gradient_clipping": 0.0}
 
@@ -154,6 +156,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(cause, tmp_path, data_path):
         trained(tmp_path, data_path, train_iters=9, log_interval=100, **keys)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step3"
     assert saved_iterations(tmp_path / "checkpoints") == [3]
+
+
+def test_training_with_kernels_that_fail_their_self_check(tmp_path, data_path, monkeypatch, capsys):
+    """With the CPU in the place of a GPU: auto trains with another backend, and fused stops."""
+    expected = metrics(trained(tmp_path / "cpu", data_path))
+    use_cpu_as_gpu(monkeypatch, tmp_path / "cache")
+    calls = install_kernels(monkeypatch, lambda call: 2 * chunked_attention(call))
+    capsys.readouterr()
+    assert metrics(trained(tmp_path / "auto", data_path)) == expected
+    output = capsys.readouterr().out
+    assert output.count("self-check of the fused attention kernels FAILED (cpu, KerpleLog, ") == 1
+    assert "attention: chunked (auto: the fused kernels failed their self-check)" in output
+    assert len(calls) == 1
+    with pytest.raises(UserError, match=r"attention-backend 'fused' failed its self-check: the result has a relative"):
+        trained(tmp_path / "fused", data_path, attention_backend="fused")
 
 
 def test_a_positional_method_whose_gradient_is_not_finite_is_named(tmp_path, data_path, monkeypatch):

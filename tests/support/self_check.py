@@ -1,0 +1,38 @@
+"""The self-check with the CPU in the place of a GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from kerple.attention import dispatch, self_check
+from kerple.attention.call import AttentionCall, Backend
+
+
+def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Make this process a new one that checks the CPU like a GPU, with a small example and the cache folder
+    `folder`; `auto` uses the fused kernels on the CPU.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    sizes = {"BATCH": 1, "Q_LEN": 21, "KV_LEN": 40, "WINDOW": 12}
+    for name, value in {"DEVICE_TYPE": "cpu", "_passed": set(), "_failures": {}, **sizes}.items():
+        monkeypatch.setattr(self_check, name, value)
+    self_check._warn_unwritable.cache_clear()
+    monkeypatch.setattr(
+        dispatch,
+        "_fused_is_fastest",
+        lambda requirements, q_len: dispatch._unsupported_reason("fused", requirements) is None,
+    )
+
+
+def install_kernels(monkeypatch: pytest.MonkeyPatch, run: Callable[[AttentionCall], Tensor]) -> list[int]:
+    """Replace the fused kernels by a function. Returns a list to which each call appends its number of queries."""
+    calls: list[int] = []
+
+    def counted(call: AttentionCall) -> Tensor:
+        calls.append(call.q_len)
+        return run(call)
+
+    monkeypatch.setitem(dispatch.BACKENDS, "fused", Backend("fused", counted, dropout=False, jacobians=True))
+    return calls
