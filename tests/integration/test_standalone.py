@@ -54,7 +54,7 @@ def test_every_method_needs_only_torch():
 
 def test_the_examples_of_the_documentation(capsys):
     """Each example continues the one before."""
-    assert len(examples()) == 4
+    assert len(examples()) == 5
     exec("".join(examples()), {})
     assert "torch.Size([2, 100, 64])" in capsys.readouterr().out
 
