@@ -34,7 +34,7 @@ test: setup
 test-unit: setup
 	$(PYTEST) tests/unit
 
-HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge
+HOST_PACKAGES := openssh-server pdsh openmpi-bin slurm-wlm munge
 
 # Without root, the tests fail and name the missing packages.
 test-hosts: setup

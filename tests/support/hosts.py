@@ -25,7 +25,6 @@ PACKAGES = {
     "/usr/sbin/sshd": "openssh-server",
     "/usr/bin/pdsh": "pdsh",
     "/usr/bin/mpirun.openmpi": "openmpi-bin",
-    "/usr/bin/mpiexec.hydra": "mpich",
     "/usr/sbin/slurmctld": "slurm-wlm",
     "/usr/sbin/munged": "munge",
 }
@@ -47,7 +46,6 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": "lo",
             "SLURM_CONF": str(folder / "slurm.conf"),
             "OMPI_MCA_oob_tcp_if_include": "lo",
-            "HYDRA_IFACE": "lo",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
@@ -189,7 +187,7 @@ def processes_in(folder: Path) -> Iterator[psutil.Process]:
 
 def rank_process(folder: Path, rank: int) -> psutil.Process:
     """The process of a rank of the run in `folder`."""
-    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
     for process in processes_in(folder):
         variables = process.environ()
         script = [word for word in process.cmdline() if word.endswith("train.py")]
