@@ -97,20 +97,19 @@ class Adaptive(PositionalMethod):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        masks = mask, self.hidden_mask(mask, query_positions, key_positions)
         bias = None
         if table is not None:
             bias = by_pair(table, query_positions, key_positions).to(scores.dtype)
         elif isinstance(self.static, Fire):
             bias = self.static.pair_bias(query_positions, key_positions, scores)
+        return self.adapt(scores, bias, (mask, self.hidden_mask(mask, query_positions, key_positions)))
+
+    def adapt(self, scores: Tensor, bias: Tensor | None, masks: tuple[Tensor, Tensor]) -> Tensor:
+        """The final scores for scores `[b, h, c, l]` and a static bias `[h, c, l]`. masks: see `apply_weight`, for each
+        layer.
+        """
         if bias is not None and self.variant == "Add_Residual":
             scores, bias = scores + bias, None
-        return self._adapted(scores, bias, masks)
-
-    def _adapted(self, scores: Tensor, bias: Tensor | None, masks: tuple[Tensor, Tensor]) -> Tensor:
-        """scores + f(scores, bias), and in the variant Concat_Residual + bias, of `[b, h, c, l]` and `[h, c, l]`.
-        `masks`: see `apply_weight`, for each layer.
-        """
         parameters = [part for layer in (self.first, self.second) for part in layer.parameters()]
         weight_1, offset_1, weight_2, offset_2 = cast_together(parameters, scores.dtype)
         offset_1, offset_2 = offset_1[:, None, None], offset_2[:, None, None]

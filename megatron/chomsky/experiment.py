@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.positional import project
-from megatron.chomsky.encoder import Encoder
+from megatron.chomsky.encoder import ARCHITECTURES, Encoder
 from megatron.chomsky.tasks import TASKS
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
 TEST_SEED = 1_000_000_007
+ACCURACY_SAMPLES = 64  # samples of a batch whose accuracies are averaged
 SAVE_SECONDS = 60.0  # between two saves of the training state
 
 
@@ -32,8 +33,8 @@ class ExperimentSettings:
     """How each experiment is trained and tested. Lengths are in tokens.
 
     Training uses the lengths 1 to train_longest, testing every test_every-th length from train_longest + 1 to
-    test_longest. The default lengths and encoder are DAPE's; batch size, learning rate and steps are those of the
-    benchmark's released example.
+    test_longest. The default lengths and sizes are DAPE's; batch size, learning rate and steps are those of the
+    benchmark's released example. architecture: see `Encoder`.
     """
 
     steps: int = 10_000
@@ -46,10 +47,13 @@ class ExperimentSettings:
     num_layers: int = 5
     hidden_size: int = 256
     num_heads: int = 8
+    architecture: str = "pre-norm"
 
     def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise UserError(f"architecture {self.architecture!r} is unknown; choose one of {', '.join(ARCHITECTURES)}")
         for name, value in asdict(self).items():
-            if value <= 0:
+            if name != "architecture" and value <= 0:
                 raise UserError(f"{name} must be above 0, not {value}")
         if self.test_longest <= self.train_longest:
             raise UserError(
@@ -95,6 +99,7 @@ class Experiment:
                 num_layers=settings.num_layers,
                 hidden_size=settings.hidden_size,
                 num_heads=settings.num_heads,
+                architecture=settings.architecture,
                 max_positions=settings.test_longest + self.task.output_length(settings.test_longest),
             ).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.learning_rate)
@@ -106,15 +111,16 @@ class Experiment:
     def train(self, report: Callable[[int, float], None]) -> None:
         """Train the remaining steps. Calls `report(step, loss)` after every tenth step and the last.
 
-        The loss is the mean cross-entropy in nats over the targets that count.
+        The loss is the mean cross-entropy in nats over all targets, including those after the end symbol.
         """
         saved_at = time.monotonic()
         self.model.train()
         while self.step < self.settings.steps:
             generator = np.random.default_rng(self._random_seed(self.step))
             length = int(generator.integers(1, self.settings.train_longest + 1))
-            logits, targets, counted = self._forward(generator, self.settings.batch, length)
-            loss = F.cross_entropy(logits[counted], targets[counted])
+            torch.manual_seed(zlib.crc32(repr(self._random_seed(self.step)).encode()))  # of dropout
+            logits, targets, _ = self._forward(generator, self.settings.batch, length)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -139,17 +145,23 @@ class Experiment:
 
     @torch.no_grad()
     def accuracy(self, length: int) -> float:
-        """The fraction of correct targets among those that count, per sample, averaged over samples of this length."""
+        """The fraction of correct targets among those that count, in batches of ACCURACY_SAMPLES, averaged over the
+        batches.
+        """
         self.model.eval()
         generator = np.random.default_rng([*self._random_seed(length), TEST_SEED])
-        batch = max(1, min(self.settings.test_samples, 64 * self.settings.train_longest**2 // length**2 + 16))
-        total, remaining = 0.0, self.settings.test_samples
-        while remaining:
-            logits, targets, counted = self._forward(generator, min(remaining, batch), length)
-            correct = ((logits.argmax(dim=-1) == targets) & counted).sum(dim=1) / counted.sum(dim=1)
-            total += correct.double().sum().item()
-            remaining -= len(targets)
-        return total / self.settings.test_samples
+        most = 64 * self.settings.train_longest**2 // length**2 + 16  # samples computed at once
+        accuracies = []
+        for first in range(0, self.settings.test_samples, ACCURACY_SAMPLES):
+            remaining = min(ACCURACY_SAMPLES, self.settings.test_samples - first)
+            correct = total = 0
+            while remaining:
+                logits, targets, counted = self._forward(generator, min(remaining, most), length)
+                correct += int(((logits.argmax(dim=-1) == targets) & counted).sum())
+                total += int(counted.sum())
+                remaining -= len(targets)
+            accuracies.append(correct / total)
+        return sum(accuracies) / len(accuracies)
 
     def delete_state(self) -> None:
         """Delete the saved training state, once the result is stored."""

@@ -1,12 +1,14 @@
 """The fifteen tasks of the benchmark. Inputs are strings of a given length, outputs are strings or a class.
 
-Each task is a function of (generator, samples, length) that draws inputs uniformly, as the appendix of arXiv 2207.02098
-describes, and computes the targets. The same generator state gives the same batch, so nothing is stored.
+Each task is a function of (generator, samples, length) that draws inputs with the distribution of the benchmark's
+public code (https://github.com/google-deepmind/neural_networks_chomsky_hierarchy, arXiv 2207.02098), and computes the
+targets. The same generator state gives the same batch, so nothing is stored.
 
 Legend: b samples, n input tokens, m output tokens.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -19,14 +21,14 @@ BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 MODULUS = 5
 PLUS, MINUS, TIMES = MODULUS, MODULUS + 1, MODULUS + 2
-OPEN, CLOSE, UNKNOWN, EQUALS = MODULUS + 2, MODULUS + 3, MODULUS + 4, MODULUS + 5
+OPEN, CLOSE, UNKNOWN, EQUALS = MODULUS + 3, MODULUS + 4, MODULUS + 5, MODULUS + 6
 POP, PUSH = 2, 3  # PUSH pushes 0, PUSH + 1 pushes 1
 END = 2  # follows the output if its length varies
 
 
 class Batch(NamedTuple):
     """Inputs, int64 `[b, n]` below the task's `symbols`; targets, int64 `[b, m]` below its `classes`; and which targets
-    count in loss and accuracy, bool `[b, m]`.
+    count in the accuracy, bool `[b, m]`. All of them count in the loss.
     """
 
     inputs: IntArray
@@ -48,7 +50,7 @@ class Task:
         output_length: maps the input length n to the output length m.
         draw: (generator, samples, length) -> (inputs, targets).
         odd_only: all inputs have odd lengths; for an even length, inputs are one token shorter.
-        ended: the output ends with the symbol `END`, and later targets do not count.
+        ended: the output ends with the symbol `END`; later targets are 0 and do not count in the accuracy.
     """
 
     name: str
@@ -104,9 +106,11 @@ def _bits(generator: np.random.Generator, samples: int, length: int) -> IntArray
 
 @_task("regular", 2, 2)
 def even_pairs(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Is the number of adjacent symbols that differ even? (Equivalently: do the first and last symbol agree?)"""
+    """0 if the number of adjacent symbols that differ is even, otherwise 1. (Equivalently: do the first and last symbol
+    differ?)
+    """
     strings = _bits(generator, samples, length)
-    return strings, (strings[:, :1] == strings[:, -1:])
+    return strings, (strings[:, :1] != strings[:, -1:])
 
 
 @_task("regular", MODULUS + 3, MODULUS, odd_only=True)
@@ -134,10 +138,9 @@ def parity_check(generator: np.random.Generator, samples: int, length: int) -> t
 
 @_task("regular", 3, MODULUS)
 def cycle_navigation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """The final position on a cycle of five. Steps: 0 stay, 1 forward, 2 back."""
+    """The final position on a cycle of five. Steps: 0 back, 1 stay, 2 forward."""
     steps = generator.integers(0, 3, (samples, length))
-    moves = np.where(steps == 2, -1, steps)
-    return steps, moves.sum(axis=1, keepdims=True) % MODULUS
+    return steps, (steps - 1).sum(axis=1, keepdims=True) % MODULUS
 
 
 # Context-free, deterministic
@@ -170,34 +173,36 @@ def reverse_string(generator: np.random.Generator, samples: int, length: int) ->
     return strings, strings[:, ::-1]
 
 
-@_task("context-free", MODULUS + 4, MODULUS)
+@_task("context-free", MODULUS + 5, MODULUS)
 def modular_arithmetic(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """The value modulo 5 of an expression of digits, brackets, +, and - (also as a sign)."""
-    expressions = [_expression(generator, length) for _ in range(samples)]
+    """The value modulo 5 of an expression of digits, brackets, +, * and - (also as a sign)."""
+    expressions = [_expression(generator, length, (PLUS, MINUS, TIMES)) for _ in range(samples)]
     return np.array([tokens for tokens, _ in expressions]), np.array([[value] for _, value in expressions])
 
 
-@_task("context-free", MODULUS + 6, MODULUS)
+@_task("context-free", MODULUS + 7, MODULUS)
 def solve_equation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Input: an expression as in `modular_arithmetic` with one digit replaced by UNKNOWN, `=` and its value. Output:
-    the digit. Inputs of fewer than three tokens are zeros, and so are their outputs.
+    """Input: an expression as in `modular_arithmetic`, but without *, with one digit replaced by UNKNOWN, `=` and its
+    value. Output: the digit, the first one after a random place. Inputs of fewer than three tokens are zeros, as are
+    their outputs.
     """
     if length < 3:
         return np.zeros((samples, length), dtype=np.int64), np.zeros((samples, 1), dtype=np.int64)
     equations, solutions = [], []
     for _ in range(samples):
-        tokens, value = _expression(generator, length - 2)
-        digits = [place for place, token in enumerate(tokens) if token < MODULUS]
-        place = digits[generator.integers(len(digits))]
+        tokens, value = _expression(generator, length - 2, (PLUS, MINUS))
+        place = int(generator.integers(len(tokens)))
+        while tokens[place] >= MODULUS:
+            place = (place + 1) % len(tokens)
         solutions.append([tokens[place]])
         tokens[place] = UNKNOWN
         equations.append([*tokens, EQUALS, value])
     return np.array(equations), np.array(solutions)
 
 
-def _expression(generator: np.random.Generator, length: int) -> tuple[list[int], int]:
+def _expression(generator: np.random.Generator, length: int, signs: tuple[int, ...]) -> tuple[list[int], int]:
     """An expression of `length` tokens and its value modulo 5: a digit, -digit, (digit), (-digit) or
-    (expression sign expression).
+    (expression sign expression), with one of these signs.
     """
     if length <= 4:
         digit = int(generator.integers(MODULUS))
@@ -205,9 +210,10 @@ def _expression(generator: np.random.Generator, length: int) -> tuple[list[int],
         tokens = [MINUS, digit] if negated else [digit]
         return [OPEN, *tokens, CLOSE] if length > 2 else tokens, (-digit if negated else digit) % MODULUS
     left = int(generator.integers(1, length - 3))
-    first, second = _expression(generator, left), _expression(generator, length - 3 - left)
-    sign = PLUS if generator.integers(2) else MINUS
-    value = first[1] + second[1] if sign == PLUS else first[1] - second[1]
+    first, second = _expression(generator, left, signs), _expression(generator, length - 3 - left, signs)
+    sign = signs[generator.integers(len(signs))]
+    operations = {PLUS: first[1] + second[1], MINUS: first[1] - second[1], TIMES: first[1] * second[1]}
+    value = operations[sign]
     return [OPEN, *first[0], sign, *second[0], CLOSE], value % MODULUS
 
 
@@ -236,53 +242,68 @@ def missing_duplicate(generator: np.random.Generator, samples: int, length: int)
 
 @_task("context-sensitive", 2, 2, lambda n: n)
 def odds_first(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """The first, third, fifth ... symbol, followed by the second, fourth ..."""
+    """The second, fourth, sixth ... symbol, followed by the first, third ... This is the order of the benchmark's code,
+    which counts from 0; its description says the opposite.
+    """
     strings = _bits(generator, samples, length)
-    return strings, np.concatenate((strings[:, ::2], strings[:, 1::2]), axis=1)
+    return strings, np.concatenate((strings[:, 1::2], strings[:, ::2]), axis=1)
 
 
 @_task("context-sensitive", 3, 3, lambda n: n + 1, ended=True)
 def binary_addition(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Input: two numbers separated by 2, least significant bit first. Output: their sum in the same order, then END."""
-    return _calculation(generator, samples, length, lambda first, second: first + second)
+    """Input: two numbers above 0 separated by 2, least significant bit first. Output: their sum in the same order, then
+    END. Inputs of fewer than three tokens are one number, which is the output.
+    """
+    return _calculation(generator, samples, length, operator.add)
 
 
-@_task("context-sensitive", 3, 3, lambda n: n + 1, ended=True)
+@_task("context-sensitive", 3, 3, lambda n: n, ended=True)
 def binary_multiplication(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """As `binary_addition`, with the product."""
-    return _calculation(generator, samples, length, lambda first, second: first * second)
+    """As `binary_addition`, with the product. The output of an input of fewer than three tokens is 0, or empty for one
+    token.
+    """
+    return _calculation(generator, samples, length, operator.mul)
 
 
 def _calculation(
     generator: np.random.Generator, samples: int, length: int, operation: Callable[[int, int], int]
 ) -> tuple[IntArray, IntArray]:
-    """Inputs of fewer than three tokens are one number, which is the output."""
-    strings, targets = _bits(generator, samples, length), np.zeros((samples, length + 1), dtype=np.int64)
-    places = generator.integers(1, length - 1, samples) if length > 2 else [length] * samples
-    for row, place in enumerate(places):
-        first = _number(strings[row, :place])
-        if place < length:
-            strings[row, place] = 2
-            result = operation(first, _number(strings[row, place + 1 :]))
+    product = operation is operator.mul
+    strings = np.empty((samples, length), dtype=np.int64)
+    targets = np.zeros((samples, length if product else length + 1), dtype=np.int64)
+    for row in range(samples):
+        if length > 2:
+            place = int(generator.integers(1, length - 1))
+            numbers = [_above_zero(generator, width) for width in (place, length - 1 - place)]
+            digits = _digits(operation(*numbers))
+            strings[row] = [*_digits(numbers[0], place), 2, *_digits(numbers[1], length - 1 - place)]
         else:
-            result = first
-        digits = [int(digit) for digit in reversed(f"{result:b}")]
+            number = int(generator.integers(2**length - 1))
+            digits = [0] * (length - 1) if product else _digits(number)
+            strings[row] = _digits(number, length)
         targets[row, : len(digits) + 1] = [*digits, END]
     return strings, targets
 
 
-def _number(bits: IntArray) -> int:
-    """The number with these bits, least significant bit first."""
-    return int("".join(map(str, bits[::-1].tolist())), 2)
+def _above_zero(generator: np.random.Generator, width: int) -> int:
+    """A uniform number from 1 to 2^width - 1."""
+    while True:
+        number = int.from_bytes(generator.bytes(-(-width // 8)), "little") >> (-width % 8)
+        if number:
+            return number
+
+
+def _digits(number: int, width: int = 1) -> list[int]:
+    """The bits of a number, least significant bit first, at least `width` of them."""
+    return [int(digit) for digit in reversed(f"{number:0{width}b}")]
 
 
 @_task("context-sensitive", 2, 2, lambda n: math.ceil(n / 2))
 def compute_sqrt(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """The integer part of the square root of a number, both most significant bit first."""
-    strings = _bits(generator, samples, length)
-    width = math.ceil(length / 2)
-    roots = [math.isqrt(_number(row[::-1])) for row in strings]
-    return strings, np.array([[int(digit) for digit in f"{root:0{width}b}"] for root in roots])
+    """The integer part of the square root of a number above 0, both most significant bit first."""
+    numbers = [_above_zero(generator, length) for _ in range(samples)]
+    strings = np.array([_digits(number, length)[::-1] for number in numbers])
+    return strings, np.array([_digits(math.isqrt(number), math.ceil(length / 2))[::-1] for number in numbers])
 
 
 @_task("context-sensitive", 5, 5, lambda n: n)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from megatron.chomsky.encoder import check_method
+from megatron.chomsky.encoder import ARCHITECTURES, check_method
 from megatron.chomsky.experiment import (
     Experiment,
     ExperimentSettings,
@@ -38,6 +38,7 @@ SETTINGS_HELP = {
     "num_layers": "layers of the encoder",
     "hidden_size": "hidden size of the encoder",
     "num_heads": "attention heads of the encoder",
+    "architecture": "pre-norm, or original: the benchmark's own layers, for comparisons with published numbers",
 }
 
 
@@ -131,7 +132,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             option_name(field.name),
             type=type(field.default),
             default=field.default,
-            metavar="N",
+            choices=ARCHITECTURES if field.name == "architecture" else None,
+            metavar="NAME" if field.name == "architecture" else "N",
             help=f"{SETTINGS_HELP[field.name]} (default: %(default)s)",
         )
     return parser.parse_args(argv)

@@ -31,7 +31,8 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
         rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(cells)))
     note = (
         f"Accuracy in percent, averaged over the test lengths {settings.train_longest + 1} to {settings.test_longest} "
-        f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples)."
+        f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples; "
+        f"architecture {settings.architecture})."
     )
     return Table("chomsky", "Tasks of the Chomsky hierarchy", ("level", "task"), tuple(methods), tuple(rows), (note,))
 

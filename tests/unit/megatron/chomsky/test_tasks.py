@@ -39,22 +39,26 @@ def stack_after(tokens):
     return stack[::-1]
 
 
+def split(tokens, separator):
+    place = tokens.index(separator)
+    return tokens[:place], tokens[place + 1 :]
+
+
 def calculated(tokens, operation):
     if 2 not in tokens:
         return number(tokens)
-    place = tokens.index(2)
-    return operation(number(tokens[:place]), number(tokens[place + 1 :]))
+    return operation(*map(number, split(tokens, 2)))
 
 
 SOLVERS = {
-    "even_pairs": lambda x: [sum(a != b for a, b in itertools.pairwise(x)) % 2 == 0],
+    "even_pairs": lambda x: [sum(a != b for a, b in itertools.pairwise(x)) % 2],
     "modular_arithmetic_simple": lambda x: [value(text(x, "+-*"))],
     "parity_check": lambda x: [x.count(1) % 2],
-    "cycle_navigation": lambda x: [(x.count(1) - x.count(2)) % 5],
+    "cycle_navigation": lambda x: [(x.count(2) - x.count(0)) % 5],
     "reverse_string": lambda x: list(reversed(x)),
-    "modular_arithmetic": lambda x: [value(text(x, "+-()"))],
+    "modular_arithmetic": lambda x: [value(text(x, "+-*()"))],
     "duplicate_string": lambda x: x + x,
-    "odds_first": lambda x: [s for i, s in enumerate(x) if i % 2 == 0] + [s for i, s in enumerate(x) if i % 2],
+    "odds_first": lambda x: [s for i, s in enumerate(x) if i % 2] + [s for i, s in enumerate(x) if i % 2 == 0],
     "compute_sqrt": lambda x: [int(digit) for digit in format(math.isqrt(number(x[::-1])), f"0{(len(x) + 1) // 2}b")],
     "bucket_sort": lambda x: sorted(x),
 }
@@ -84,19 +88,24 @@ def test_targets_with_an_end_symbol(name, length):
     for tokens, targets, counted in zip(*sample(name, length), strict=True):
         answer = ENDED[name](tokens)
         output = until_end(targets)
-        assert (output if name == "stack_manipulation" else number(output)) == answer
+        if name == "binary_multiplication" and length < 3:
+            assert output == [0] * (length - 1)
+        else:
+            assert (output if name == "stack_manipulation" else number(output)) == answer
         assert counted == [place <= len(output) for place in range(len(targets))]
         assert not any(targets[len(output) + 1 :])
-        if name != "stack_manipulation":
-            assert output[-1] == 1 or output == [0]
+        if name != "stack_manipulation" and length > 2:
+            assert output[-1] == 1
+            assert min(number(part) for part in split(tokens, 2)) > 0
 
 
 @pytest.mark.parametrize("length", [n for n in LENGTHS if n > 2])
 def test_the_target_solves_the_equation(length):
     for tokens, targets, _ in zip(*sample("solve_equation", length), strict=True):
-        assert tokens.count(9) == 1
-        assert tokens[-2] == 10
-        left = text([targets[0] if token == 9 else token for token in tokens[:-2]], "+-()")
+        assert tokens.count(10) == 1
+        assert tokens[-2] == 11
+        assert 7 not in tokens  # no multiplication, so that the solution is unique
+        left = text([targets[0] if token == 10 else token for token in tokens[:-2]], "+-*()")
         assert value(left) == tokens[-1]
 
 
@@ -133,6 +142,31 @@ def test_targets_cover_their_classes(name):
     # End symbols are rare; none of the other classes may be.
     rarest = counts[:2].min() if TASKS[name].ended else counts.min()
     assert rarest > 0.5 * counts[: len(counts) - TASKS[name].ended].mean()
+
+
+def test_a_third_of_the_signs_of_modular_arithmetic_multiply():
+    inputs = TASKS["modular_arithmetic"].sample(np.random.default_rng(0), 500, 40).inputs
+    plus, times = (int((inputs == token).sum()) for token in (5, 7))  # - is also the sign of a digit
+    assert times == pytest.approx(plus, rel=0.1)
+
+
+def test_the_unknown_is_the_first_digit_after_a_random_place():
+    """So a digit after many other symbols is chosen more often, as in the benchmark's code."""
+    inputs = TASKS["solve_equation"].sample(np.random.default_rng(0), 4000, 6).inputs
+    assert (inputs[:, :4] == [8, 6, 10, 9]).all()  # (-x)
+    inputs = TASKS["solve_equation"].sample(np.random.default_rng(0), 4000, 7).inputs  # (d+d), (d-d): the digits
+    first = (inputs[:, 1] == 10).mean()
+    assert first == pytest.approx(3 / 5, abs=0.03)  # from the places 4, 0 and 1; the other from 2 and 3
+
+
+def test_numbers_are_uniform_above_zero():
+    inputs = TASKS["compute_sqrt"].sample(np.random.default_rng(0), 7000, 3).inputs
+    counts = np.bincount(inputs @ [4, 2, 1], minlength=8)
+    assert counts[0] == 0
+    assert counts[1:].min() > 900
+    assert TASKS["compute_sqrt"].sample(np.random.default_rng(0), 50, 1).inputs.min() == 1
+    inputs = TASKS["binary_addition"].sample(np.random.default_rng(0), 3000, 2).inputs
+    assert set(map(tuple, inputs.tolist())) == {(0, 0), (1, 0), (0, 1)}  # the code leaves out 3
 
 
 def test_there_are_fifteen_tasks_of_three_levels():

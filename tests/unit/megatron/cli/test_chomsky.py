@@ -47,8 +47,8 @@ def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
 
 
 def test_unsupported_methods_are_rejected(tmp_path):
-    with pytest.raises(UserError, match="dape_v2 is only defined for keys before the query"):
-        main(arguments(tmp_path / "results", "--methods", "dape_v2"))
+    with pytest.raises(UserError, match="did you mean dape_v2"):
+        main(arguments(tmp_path / "results", "--methods", "dape_v3"))
     assert not (tmp_path / "results").exists()
 
 
