@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import zstandard
 from transformers import AutoTokenizer, GPTNeoXForCausalLM
 
@@ -46,7 +47,7 @@ GENERATE_FROM_FILE = f"{GENERATE} --sample_input_file input_prompt.txt --sample_
 EVALUATE = "python ./deepy.py eval.py -d configs 125M.yml local_setup.yml --eval_tasks tasks/choices.yaml"
 CHECKPOINT = "runs/local/rotary/1234/checkpoints/global_step2"
 CONVERT = f"""python ./tools/ckpts/convert_neox_to_hf.py --input_dir {CHECKPOINT} --config_file configs/125M.yml \
-    --output_dir hf_model/fp32 --precision fp32 --architecture neox"""
+    --output_dir hf_model/auto --precision auto --architecture neox"""
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,9 @@ def check_generated(path: Path, contexts: list[str]) -> None:
     assert all(0 < record["length"] <= 100 for record in records)
 
 
-def check_converted(folder: Path) -> None:
-    model = GPTNeoXForCausalLM.from_pretrained(folder)
+def check_converted(folder: Path, dtype: torch.dtype) -> None:
+    model = GPTNeoXForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.dtype == dtype
     assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (1, 32, 50304)
     assert AutoTokenizer.from_pretrained(folder)("Hello world")["input_ids"] == [15496, 995]
 
@@ -120,7 +122,7 @@ def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
     run_here(EVALUATE, checkout, monkeypatch)
     assert "choices" in capsys.readouterr().out
     run_here(CONVERT, checkout, monkeypatch)
-    check_converted(checkout / "hf_model" / "fp32")
+    check_converted(checkout / "hf_model" / "auto", torch.float16)  # as trained
 
 
 @pytest.mark.slow
@@ -139,5 +141,5 @@ def test_commands_as_processes(checkout, tmp_path):
     check_generated(checkout / "again.txt", ["def main("] * 10 + ["import"] * 10)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
     assert "choices" in run_there(EVALUATE, checkout, **offline)
-    run_there(CONVERT.replace("fp32", "auto"), checkout)
-    check_converted(checkout / "hf_model" / "auto")
+    run_there(CONVERT.replace("auto", "fp32"), checkout)
+    check_converted(checkout / "hf_model" / "fp32", torch.float32)

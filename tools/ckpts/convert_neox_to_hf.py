@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from megatron.checkpoint.configuration import model_differences
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.directory import STEP
-from megatron.checkpoint.layers import DTYPES
+from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, run_main
 from megatron.config.yaml_files import read_file
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--precision",
         choices=("auto", *DTYPES),
         default="auto",
-        help="dtype of the weights; auto: the precision that the model was trained with (default)",
+        help="dtype of the weights; auto: unchanged (default)",
     )
     parser.add_argument(
         "--architecture", choices=ARCHITECTURES, default="neox", help="only neox is supported (default)"
@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer = TokenizerFiles.of(config)
         if options.vocab_is_hf_tokenizer:
             tokenizer = TokenizerFiles("HFTokenizer", Path(tokenizer.vocab_file or ".") / "tokenizer.json")
-    precision = config.precision.dtype if options.precision == "auto" else options.precision
-    to_hugging_face(model, config, options.output_dir, tokenizer=tokenizer, dtype=DTYPES[precision])
+    dtype = DTYPES.get(options.precision) or open_layers(options.input_dir, [0])[0][0][EMBEDDING].dtype
+    to_hugging_face(model, config, options.output_dir, tokenizer=tokenizer, dtype=dtype)
     print(f"wrote {options.output_dir}")
 
 
