@@ -45,7 +45,7 @@ def test_the_bf16_optimizer_launches_few_kernels():
     """Not several for each of the 31 parameters. Large tensors need several launches of a foreach operator."""
     with StepCounter() as device:
         SimulatedTraining(device, ["small_bf16.yml"], *FEW_LAYERS).third_step()
-    assert sum(launch.cost.launches for launch in device.launches if launch.part == "optimizer") <= 45
+    assert sum(launch.cost.launches for launch in device.launches if launch.part == "optimizer") <= 50
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -83,26 +83,22 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
         )
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_zero_optimizer_updates_like_upstream(stage, tmp_path, data_path, monkeypatch):
-    """In fp16, with an initial loss scale at which the first steps overflow and are skipped."""
-    checks = []
-    check = PatchedZeroOptimizer.has_overflow_partitioned_grads_serial
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("fp16", 1), ("fp16", 2), ("bfloat16", 2)])
+def test_the_zero_optimizer_updates_like_upstream(precision, stage, tmp_path, data_path, monkeypatch):
+    """In fp16, with an initial loss scale at which the first steps overflow and are skipped.
 
-    def recorded(optimizer):
-        checks.append(bool(check(optimizer)))
-        return check(optimizer)
-
-    monkeypatch.setattr(PatchedZeroOptimizer, "has_overflow_partitioned_grads_serial", recorded)
-    keys = {"precision": "fp16", "gradient_clipping": 0.25, "zero_optimization": {"stage": stage}, "load": None}
-    keys |= {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}
-    train(Config.from_flat(training_settings(tmp_path / "ours", data_path, **keys)))
-    monkeypatch.setattr(deepspeed_patches, "PatchedZeroOptimizer", DeepSpeedZeroOptimizer)
-    train(Config.from_flat(training_settings(tmp_path / "upstream", data_path, **keys)))
-    assert len(checks) == 6
-    assert set(checks) == {True, False}
-    for name in ("train/loss", "train/grad_norm", "train/loss_scale"):
-        assert metrics(tmp_path / "ours", name) == metrics(tmp_path / "upstream", name)
+    Upstream computes the norm in float64. The last bit of a float32 norm can change a rounded weight and later losses.
+    """
+    keys = {"precision": precision, "gradient_clipping": 0.25, "zero_optimization": {"stage": stage}, "load": None}
+    keys |= {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}} if precision == "fp16" else {}
+    keys |= {"pipe_parallel_size": 0}
+    for folder, optimizer_class in (("ours", PatchedZeroOptimizer), ("upstream", DeepSpeedZeroOptimizer)):
+        monkeypatch.setattr(deepspeed_patches, "PatchedZeroOptimizer", optimizer_class)
+        train(Config.from_flat(training_settings(tmp_path / folder, data_path, **keys)))
+    norms = metrics(tmp_path / "ours", "train/grad_norm").values()
+    assert {math.isinf(norm) for norm in norms} == ({True, False} if precision == "fp16" else {False})
+    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("train/loss_scale", 0.0)):
+        assert metrics(tmp_path / "ours", name) == pytest.approx(metrics(tmp_path / "upstream", name), rel=tolerance)
 
 
 def test_a_single_replica_does_not_copy_its_gradients(tmp_path, data_path, monkeypatch):
