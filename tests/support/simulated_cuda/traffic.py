@@ -117,7 +117,7 @@ def _foreach_launches(name: str, args: Sequence[Any], result: Any) -> int:
     lists = [part for part in lists if all(isinstance(tensor, Tensor) for tensor in part)]
     first = lists[0]
     dtypes = {tensor.dtype for part in lists[: 1 if name.startswith("_fused") else None] for tensor in part}
-    if len(dtypes) > 1 and name != "_foreach_copy_":
+    if len(dtypes) > 1 and name not in ("_foreach_copy_", "_foreach_norm"):
         return len(first)  # PyTorch then calls the operator for each tensor
     launches = blocks = tensors = 0
     limit = FOREACH_TENSORS[min(len(lists), len(FOREACH_TENSORS)) - 1]
