@@ -196,7 +196,7 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
     def get_grad_norm_direct(
         self, gradients: list[torch.Tensor], params: list[torch.nn.Parameter], norm_type: float = 2
     ) -> torch.Tensor:
-        """L2 norm of a parameter group's gradients on all ranks, float32. Upstream: two kernels per gradient, in float64."""
+        """Float32 L2 norm of a group's gradients on all ranks. Upstream: two kernels per gradient, in float64."""
         counted = [
             gradient
             for gradient, parameter in zip(
