@@ -33,8 +33,8 @@ from kerple.positional import TableJacobian
 # in training, but not of a tile.
 BATCH, Q_LEN, KV_LEN, WINDOW = 2, 160, 208, 96
 # Largest relative error of a result or gradient, in the 2-norm, from inputs rounded to the dtype. In Triton's
-# interpreter, the largest of all methods are 4e-7, 7e-4 and 1.1e-2.
-MAX_ERROR = {torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 5e-2}
+# interpreter, the largest are about 4e-7, 5e-4 and 4e-3, and twice that in a smaller example.
+MAX_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DEVICE_TYPE = "cuda"  # tests set it to "cpu", where Triton's interpreter runs the kernels
 HOW_TO_REPORT = "to report it, run `python -m kerple.doctor` and open an issue with its output"
 

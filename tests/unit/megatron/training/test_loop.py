@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kerple.attention import self_check
 from kerple.attention.backends.chunked import chunked_attention
 from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
@@ -156,6 +157,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(cause, tmp_path, data_path):
         trained(tmp_path, data_path, train_iters=9, log_interval=100, **keys)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step3"
     assert saved_iterations(tmp_path / "checkpoints") == [3]
+
+
+def test_the_self_check_runs_once_before_training(tmp_path, data_path, monkeypatch, capsys):
+    """With the CPU in the place of a GPU. Training, validation and checkpoints need no further check."""
+    use_cpu_as_gpu(monkeypatch, tmp_path / "cache")
+    calls = install_kernels(monkeypatch, chunked_attention)
+    trained(tmp_path, data_path, checkpoint_activations=True)
+    assert len(calls) > 20
+    assert [index for index, q_len in enumerate(calls) if q_len == self_check.Q_LEN] == [0]
+    assert capsys.readouterr().out.count("self-check of the fused attention kernels passed") == 1
 
 
 def test_training_with_kernels_that_fail_their_self_check(tmp_path, data_path, monkeypatch, capsys):
