@@ -5,14 +5,14 @@ GPU, a tile fits into shared memory, spills few or no registers, and keeps the b
 exponentials or shared memory) busy for the fewest cycles. Cycles below are for 8,192 pairs of query and key in
 bfloat16. The GPUs differ most in their matrix instructions:
 
-- **mma.sync** (sm_80 to sm_89, sm_12x): operands and sums are in registers. With four warps, most kernels spill, so all
-  but one have eight, and a multiprocessor runs one program. Three stages, where they fit, load the next tile during the
-  current one. Tensor cores are the limit: at head size 64, the forward kernel takes 2,048 cycles for its products on
-  sm_120, and 850 to issue its instructions. At head size 128, the kernel for keys and values takes 5,120 cycles to load
-  its operands from shared memory with 128 queries (112 KiB, sm_80) and 7,168 with 64 (72 KiB). Of the other tiles that
-  fit into 99 KiB, 32 x 128 spills up to 192 bytes per thread, and 32 x 64 leaves four warps on a multiprocessor.
-  Without tables, a branch around the lookup of the mask would make Triton rearrange the scores in shared memory and
-  spill up to 656 bytes, so these GPUs look up a table of zeros.
+- **mma.sync** (sm_80 to sm_89, sm_12x): operands and sums are in registers. With four warps, most tiles spill, so all
+  but the smallest have eight, and a multiprocessor runs one program. Three stages, where they fit, load the next tile
+  during the current one. Tensor cores are the limit: at head size 64, the forward kernel takes 2,048 cycles for its
+  products on sm_120, and 850 to issue its instructions. At head size 128, the kernel for keys and values takes 5,120
+  cycles to load its operands from shared memory with 128 queries (112 KiB, sm_80) and 7,168 with 64 (72 KiB). Of the
+  other tiles that fit into 99 KiB, 32 x 128 spills up to 192 bytes per thread, and 32 x 64 leaves four warps on a
+  multiprocessor. Without tables, a branch around the lookup of the mask would make Triton rearrange the scores in
+  shared memory and spill up to 656 bytes, so these GPUs look up a table of zeros.
 - **wgmma** (sm_90): operands are in shared memory.
 - **tcgen05** (sm_10x, sm_11x): operands are in shared memory and sums in tensor memory, which leaves registers for
   larger tiles. The products of the forward kernel take 256 cycles at head size 64, so instructions are the limit. At
@@ -122,5 +122,5 @@ def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool) -> 
         return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), query, tables, kib=64, skip_mask=False)
     large = gpu.shared_memory >= 112 * 1024
     key_value = Tile(128 if large else 64, 64, 8, 2)
-    query, tables = Tile(128, 32, 8, 3), Tile(64, 64, 8, 2)
+    query, tables = Tile(128, 32, 8, 3), Tile(32, 32, 4, 2)
     return Tiles(Tile(128, 64, 8, 3), key_value, query, tables, kib=112 if large else 96, skip_mask=False)
