@@ -212,6 +212,18 @@ def rows(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"MFU bound, {name}, at 100 % / at 70 % FLOPs and 85 % bandwidth", f"{ideal:.0%} / {realistic:.0%}"
 
 
+def layer_row(recipe: str, method: str, *overrides: str) -> tuple[str, str]:
+    """The kernel launches and traffic that a third layer adds."""
+    two, three = (
+        count_step([recipe, f"pos_emb/{method}.yml"], *overrides, f"num-layers={layers}") for layers in (2, 3)
+    )
+    kernels, traffic = (
+        three[key]["forward and backward"] - two[key]["forward and backward"]
+        for key in ("kernels", "bytes outside matmuls")
+    )
+    return f"{kernels:,}", f"{traffic / 1e9:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--method", default="kerple_log", help="positional method (default: kerple_log)")
@@ -220,12 +232,25 @@ def main() -> None:
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the configuration")
     parser.add_argument("--names", action="store_true", help="also print launches and traffic by kernel")
+    parser.add_argument(
+        "--per-layer", nargs="+", default=[], metavar="METHOD", help="instead: what a layer adds, for these methods"
+    )
     parser.add_argument("--json", type=Path, help="also write the counts to this file")
     options = parser.parse_args()
     if not is_active():
         os.execve(sys.executable, [sys.executable, *sys.argv], environment())
     from tests.support.simulated_cuda.training import process_group
 
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    if options.per_layer:
+        recipe = options.recipe[0]
+        title = f"{recipe}, torch {torch.__version__}: per layer, forward and backward pass; counted, not measured"
+        table = Table("", "kernel launches", "GB outside matmuls", title=title, title_justify="left")
+        with process_group():
+            for method in options.per_layer:
+                table.add_row(method, *layer_row(recipe, method, *RECIPES.get(recipe, ()), *options.set))
+        console.print(table)
+        return
     with process_group():
         results = {
             recipe: count_step([recipe, f"pos_emb/{options.method}.yml"], *RECIPES.get(recipe, ()), *options.set)
@@ -236,7 +261,6 @@ def main() -> None:
     table = Table("", *columns, title=title, title_justify="left")
     for name in dict.fromkeys(name for column in columns.values() for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns.values()))
-    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     for recipe in options.recipe if options.names else ():
         table = Table("part", "kernel", "launches", "GB", "TFLOPs", title=recipe, title_justify="left")
