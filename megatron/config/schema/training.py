@@ -152,7 +152,12 @@ class ScheduleConfig(Group):
     """Learning-rate schedule"""
 
     train_iters: Int | None = key(None, "Total number of optimizer steps. 0: evaluate only.", ge=0)
-    lr_decay_iters: Int | None = key(None, "Step at which the decay ends. Default: train_iters.", ge=1)
+    lr_decay_iters: Int | None = key(
+        None,
+        """Step at which the decay ends. Default: train_iters. After it, cosine stays at min_lr (GPT-NeoX's would rise
+        again).""",
+        ge=1,
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key("linear", "Shape of the decay.")
     lr_schedule: Literal["neox", "neox-2022"] | None = key(
         None,
