@@ -34,6 +34,7 @@ def make_checkout(folder: Path, *omitted: str) -> Path:
 def commands_of(script: Path) -> list[str]:
     """The command lines, without `python`, that a shell script runs."""
     recorded = script.with_suffix(".commands")
+    recorded.unlink(missing_ok=True)
     stub = script.parent / "stub" / "python"
     stub.parent.mkdir(exist_ok=True)
     stub.write_text(STUB)
