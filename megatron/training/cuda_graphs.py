@@ -36,4 +36,4 @@ def capture(model: GPT, inputs: list[Tensor]) -> None:
     loss = _Loss(model)
     with torch.random.fork_rng([tensor.device for tensor in inputs[:1] if tensor.is_cuda]):
         torch.cuda.make_graphed_callables(loss, tuple(tensor.clone() for tensor in inputs))  # replaces loss.forward
-    model.forward = loss.forward  # type: ignore[method-assign]
+    model.forward = loss.forward  # type: ignore[assignment, method-assign]

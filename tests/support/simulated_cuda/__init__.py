@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -131,6 +132,13 @@ class SimulatedCuda(TorchDispatchMode):
         self._is_capturing = False
         self.reset()
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: torch.compile traces functions within this mode."""
+        return True
+
     def reset(self) -> None:
         """Clear all records."""
         self.kernels: Counter[str] = Counter()
@@ -209,6 +217,11 @@ class SimulatedCuda(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # FlexAttention
+            with self._fake:
+                result = func(*args, **kwargs)
+            self.record(str(func), Cost(1, 0, 0))
+            return result
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         on_host = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
