@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # Devices on which the kernels run; Triton's interpreter also runs them on a CPU, slowly, for tests.
 KERNEL_DEVICES = ["cuda"]
-# A program of the norm's kernels handles a row in registers.
-MAX_HIDDEN_SIZE = 16_384
+# A program of the norm's kernels holds a row in registers.
+MAX_HIDDEN_SIZE = 8192
 
 
 class Update(NamedTuple):
@@ -130,7 +130,7 @@ class _NormLinear(torch.autograd.Function):
         with _on_device(hidden):
             kernels.norm_kernel[(rows,)](
                 *(hidden, update, update_bias, norm_weight, norm_bias, new_hidden, normed, stats, size, eps),
-                **_row_options(size, norm_bias is None),
+                **row_options(size, norm_bias is None),
             )
         ctx.save_for_backward(new_hidden, norm_weight, norm_bias, weight, stats)
         ctx.has_update, ctx.has_update_bias, ctx.has_bias = (
@@ -160,7 +160,7 @@ class _NormLinear(torch.autograd.Function):
                 grad_normed,
                 None if grad_hidden is None else grad_hidden.contiguous(),
                 *(hidden, norm_weight, norm_bias, stats, grad_input, normed, sums, rows, size),
-                **_row_options(size, norm_bias is None),
+                **row_options(size, norm_bias is None),
             )
         grad_norm_weight, grad_norm_bias, grad_update_bias = _sum_rows(sums, norm_weight.dtype)
         return (
@@ -250,7 +250,8 @@ def _sum_rows(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def _row_options(size: int, rms: bool) -> dict[str, object]:
+def row_options(size: int, rms: bool) -> dict[str, Any]:
+    """Constants of the norm's kernels for rows of this size: each thread has 16 elements, more only in long rows."""
     block = 1 << (size - 1).bit_length()
     return {"RMS": rms, "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
 

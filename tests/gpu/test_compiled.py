@@ -37,7 +37,7 @@ def test_attention_with_dropout_is_not_traced():
         assert not is_traceable(layer, CUDA)
 
 
-@pytest.mark.parametrize("method", ["none", "kerple_log", "kerple_bias_wht", "rotary"])
+@pytest.mark.parametrize("method", ["none", "kerple_log", "kerple_power_ap_ap", "rotary"])
 def test_flex(method, monkeypatch):
     """FlexAttention's forward and backward operators, which Inductor would replace by its kernels."""
     torch._dynamo.reset()
