@@ -109,7 +109,8 @@ class Trainer:
             config.schedule.min_lr,
             self.state.lr_schedule,
         )
-        logger.info(self.schedule.describe())
+        if self.state.iteration < self.last_iteration:
+            logger.info(self.schedule.describe())
         self.flops_per_token = flops_per_token(
             parameters["outside_embedding"], self.engine.settings, self.engine.seq_length
         )

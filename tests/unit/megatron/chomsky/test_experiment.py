@@ -46,6 +46,14 @@ def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
     assert not (tmp_path / "state.pt").exists()
 
 
+def test_parameters_stay_within_their_bounds(tmp_path):
+    learner = experiment(tmp_path / "state.pt", learning_rate=1.0)
+    learner.train(lambda step, loss: None)
+    kernel = {name: value for name, value in learner.model.named_parameters() if "bias_p" in name or "bias_a" in name}
+    assert kernel
+    assert all(value.min() >= 0.01 - 1e-9 for value in kernel.values())
+
+
 def test_training_learns_the_task(tmp_path):
     learner = experiment(tmp_path / "state.pt", seed=0, steps=250, batch=32, learning_rate=3e-3, test_samples=64)
     untrained = learner.accuracy(7)
