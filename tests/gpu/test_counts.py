@@ -21,8 +21,12 @@ def kernels_and_memory(method: str, layers: int, batch: int = 32, length: int = 
     return device.kernels.total(), device.peak
 
 
+SLOW = ("dape", "dape_alibi", "transformer_xl")
+
+
 @pytest.mark.parametrize(
-    "method", ["dape", "dape_kerple", "dape_alibi", "dape_v2_kerple", "fire", "cope", "transformer_xl"]
+    "method",
+    ["dape_kerple", "dape_v2_kerple", "fire", "cope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 def test_methods_with_modify_scores_launch_few_kernels(method):
     """Per layer, at the recipe's shape. DAPE with FIRE's bias computes two methods."""

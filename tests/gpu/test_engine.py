@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.step_counts import StepCounter
+from benchmarks.step_counts import StepCounter, count_step
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.training import SimulatedTraining, process_group
 
@@ -90,3 +90,11 @@ def test_fp16():
     device = third_step("1-3B.yml", "model-parallel-size=1", "pipe-parallel-size=1")
     assert len(device.synchronizations) == 1
     assert device.blocking_copies == []
+
+
+def test_targets_of_the_162M_recipe():
+    """As counted by `benchmarks/step_counts.py`."""
+    counts = count_step(["small_bf16.yml", "pos_emb/kerple_log.yml"])
+    assert counts["synchronizations"] == counts["blocking copies"] == []
+    assert counts["kernels"]["total"] <= 900
+    assert counts["MFU bound"]["H100"][0] >= 0.55
