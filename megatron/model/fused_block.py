@@ -12,7 +12,7 @@ Legend: b batch, s tokens of a sequence, n tokens, e hidden size, o output featu
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 KERNEL_DEVICES = ["cuda"]
 # A program of the norm's kernels holds a row in registers.
 MAX_HIDDEN_SIZE = 8192
+# Largest relative error of a result or gradient in the self-check, in the 2-norm.
+MAX_ERROR = {torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 
 class Update(NamedTuple):
@@ -43,17 +45,82 @@ class Update(NamedTuple):
 
 def supports(block: "TransformerBlock", hidden: Tensor) -> bool:
     """Whether `run_blocks` can run blocks like this one, with these hidden states."""
-    if hidden.device.type not in KERNEL_DEVICES or block.compiled or not (block.training and torch.is_grad_enabled()):
+    if block.compiled or not (block.training and torch.is_grad_enabled()):
         return False
     weight = cast(Tensor, block.mlp.dense_h_to_4h.weight)
     # ZeRO 3 gathers parameters only during the call of their module.
-    if weight.dtype != hidden.dtype or hasattr(weight, "ds_id") or hidden.shape[-1] > MAX_HIDDEN_SIZE:
+    if weight.dtype != hidden.dtype or hasattr(weight, "ds_id") or torch.is_autocast_enabled("cuda"):
         return False
-    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda"):
+    return _uses_kernels(hidden.device, hidden.dtype, hidden.shape[-1])
+
+
+def _uses_kernels(device: torch.device, dtype: torch.dtype, hidden_size: int) -> bool:
+    """Triton supports NVIDIA GPUs from compute capability 8.0 on."""
+    if device.type not in KERNEL_DEVICES or dtype not in MAX_ERROR or hidden_size > MAX_HIDDEN_SIZE:
         return False
-    if hidden.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(hidden.device) < (8, 0)):
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         return False
     return _load_kernels() is not None
+
+
+def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch.dtype) -> str | None:
+    """Compare the kernels for blocks like this one with PyTorch's operators, for a few tokens. Returns why the kernels
+    must not be used on a device; None if they may be, or are not used there anyway. Waits for the device.
+    """
+    norm = cast(nn.LayerNorm | nn.RMSNorm, block.input_layernorm)
+    (size,) = norm.weight.shape
+    if not _uses_kernels(device, dtype, size):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(40, size), (40, size), (size,), (size,), (size,), (32, size), (32,), (16, 32)]
+    values = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
+    if type(values[0]) is not Tensor:  # a FakeTensor has no values
+        return None
+
+    def fused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        update_bias, weight, bias, linear, inner_bias, last = vectors
+        norm_bias = None if isinstance(norm, nn.RMSNorm) else bias
+        arguments = (update, update_bias, weight, norm_bias, linear, None, norm.eps, None)
+        residual, inner = _NormLinear.apply(hidden, *arguments)
+        return residual, _ActivationLinear.apply(inner, inner_bias, last, block.mlp.activation_name, None)
+
+    def unfused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        update_bias, weight, bias, linear, inner_bias, last = vectors
+        residual = hidden + update + update_bias
+        if isinstance(norm, nn.RMSNorm):
+            normed = F.rms_norm(residual, (size,), weight, norm.eps)
+        else:
+            normed = F.layer_norm(residual, (size,), weight, bias, norm.eps)
+        return residual, block.mlp.activation(normed @ linear.T + inner_bias) @ last.T
+
+    try:
+        actual = _values_and_gradients(fused, values)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a kernel that does not compile, or that the GPU rejects
+        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    expected = _values_and_gradients(unfused, [value.float() for value in values])
+    for result, exact in zip(actual, expected, strict=True):
+        if result is not None and exact is not None:
+            relative = ((result.float() - exact).norm() / exact.norm()).item()
+            if not relative <= MAX_ERROR[dtype]:  # also for NaN
+                return f"a result has a relative error of {relative:.1e}, more than {MAX_ERROR[dtype]:.0e}"
+    return None
+
+
+@torch.enable_grad()
+def _values_and_gradients(
+    function: Callable[..., tuple[Tensor, Tensor]], values: Sequence[Tensor]
+) -> list[Tensor | None]:
+    leaves = [value.detach().requires_grad_() for value in values]
+    outputs = function(*leaves)
+    gradients = torch.autograd.grad(outputs, leaves, [output.detach() for output in outputs], allow_unused=True)
+    return [*(output.detach() for output in outputs), *gradients]
+
+
+def reject_kernels(device: torch.device) -> None:
+    """Do not use the kernels on this type of device in this process."""
+    KERNEL_DEVICES.remove(device.type)
 
 
 def run_blocks(blocks: Sequence["TransformerBlock"], hidden: Tensor, tables: "PositionTables | None") -> Tensor:

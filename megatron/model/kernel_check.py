@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from kerple.attention import Requirements, self_check
-from megatron.model import loss
-from megatron.model.gpt import SelfAttention
+from megatron.model import fused_block, loss
+from megatron.model.gpt import SelfAttention, TransformerBlock
 from megatron.utils.errors import UserError
 from megatron.utils.ranks import run_on_all_ranks
 
@@ -42,15 +42,27 @@ def check_kernels(
         except NotImplementedError as error:
             raise UserError(str(error)) from None
 
-    results = run_on_all_ranks(lambda: (check(), loss.kernel_failure(device, dtype)))
-    loss_failure = next((failure for _, failure in results if failure is not None), None)
+    block = next((module for module in model.modules() if isinstance(module, TransformerBlock)), None)
+
+    def check_block() -> str | None:
+        return fused_block.kernel_failure(block, device, dtype) if training and block is not None else None
+
+    results = run_on_all_ranks(lambda: (check(), loss.kernel_failure(device, dtype), check_block()))
+    block_failure = next((failure for *_, failure in results if failure is not None), None)
+    if block_failure is not None:
+        fused_block.reject_kernels(device)
+        report(
+            f"self-check of the kernels for transformer blocks FAILED: {block_failure}; PyTorch's operators compute "
+            f"the blocks instead, which is slower; {self_check.HOW_TO_REPORT}"
+        )
+    loss_failure = next((failure for _, failure, _ in results if failure is not None), None)
     if loss_failure is not None:
         loss.reject_kernel(device)
         report(
             f"self-check of the loss kernel FAILED: {loss_failure}; PyTorch's operations compute the loss instead, "
             f"which is slower; {self_check.HOW_TO_REPORT}"
         )
-    verdicts = [verdict for rank, _ in results for verdict in rank]
+    verdicts = [verdict for rank, *_ in results for verdict in rank]
     failed = next((verdict for verdict in verdicts if verdict.failure is not None), None)
     news = failed or next((verdict for verdict in verdicts if verdict.is_news), None)
     if news is not None:

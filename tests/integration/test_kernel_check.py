@@ -12,12 +12,13 @@ RANK = """
 import torch
 import torch.distributed as dist
 from kerple.attention import Attention, Requirements, self_check
-from megatron.model import loss
+from megatron.model import fused_block, loss
 from megatron.model.kernel_check import check_kernels
 from megatron.utils.errors import UserError
 from tests.support.language_models import small_gpt
 
 loss.kernel_failure = lambda device, dtype: None
+fused_block.kernel_failure = lambda block, device, dtype: None
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for backend, fault in (("auto", "wrong"), ("fused", "wrong"), ("auto", "crash")):

@@ -77,3 +77,22 @@ def test_dropout_is_that_of_pytorch(parallel_residual, monkeypatch):
     monkeypatch.setattr(fused_block, "KERNEL_DEVICES", [])
     for name, values in values_and_gradients(small_model(torch.float32, **keys)).items():
         assert (actual[name] - values).norm() <= 2e-5 * values.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize(("norm", "activation"), [("layernorm", "gelu"), ("rmsnorm", "silu")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_self_check_passes(norm, activation, dtype):
+    block = small_model(torch.float32, norm=norm, activation=activation).blocks[0]
+    assert fused_block.kernel_failure(block, DEVICE, dtype) is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [(lambda sums, dtype: sums[0].to(dtype), "a result has a relative error of"), (lambda *_: 1 / 0, "ZeroDivision")],
+)
+def test_the_self_check_fails(broken, message, monkeypatch):
+    monkeypatch.setattr(fused_block, "_sum_rows", broken)
+    block = small_model(torch.float32).blocks[0]
+    assert fused_block.kernel_failure(block, DEVICE, torch.float32).startswith(message)
+    fused_block.reject_kernels(DEVICE)
+    assert not fused_block.supports(block, torch.zeros(1, 1, 24, device=DEVICE))

@@ -9,7 +9,7 @@ from torch import nn
 from kerple.attention import Attention, Requirements, self_check
 from kerple.attention.self_check import Verdict
 from megatron.config import UserError
-from megatron.model import kernel_check, loss
+from megatron.model import fused_block, kernel_check, loss
 from megatron.model.kernel_check import check_kernels
 from tests.support.language_models import small_gpt
 
@@ -24,8 +24,11 @@ def ranks(monkeypatch):
     """Returns a function that sets this rank's verdicts and those of another rank, and the arguments of its checks."""
     monkeypatch.setattr(self_check, "_failures", {})
     monkeypatch.setattr(loss, "KERNEL_DEVICES", ["cuda"])
+    monkeypatch.setattr(fused_block, "KERNEL_DEVICES", ["cuda"])
 
-    def install(own: list[Verdict], other: list[Verdict], other_loss: str | None = None) -> list[tuple]:
+    def install(
+        own: list[Verdict], other: list[Verdict], other_loss: str | None = None, other_block: str | None = None
+    ) -> list[tuple]:
         checks = []
 
         def check(attention, device, dtype, heads, head_size, *, training):
@@ -34,7 +37,10 @@ def ranks(monkeypatch):
 
         monkeypatch.setattr(Attention, "check_kernels", check)
         monkeypatch.setattr(loss, "kernel_failure", lambda device, dtype: None)
-        monkeypatch.setattr(kernel_check, "run_on_all_ranks", lambda function: [function(), (other, other_loss)])
+        monkeypatch.setattr(fused_block, "kernel_failure", lambda block, device, dtype: None)
+        monkeypatch.setattr(
+            kernel_check, "run_on_all_ranks", lambda function: [function(), (other, other_loss, other_block)]
+        )
         return checks
 
     return install
@@ -94,3 +100,11 @@ def test_what_is_checked(ranks, dropout, training, with_gradients):
     checks = ranks([], [])
     run(small_gpt("kerple_log", attention_dropout=dropout), training=training)
     assert checks == [(DEVICE, torch.bfloat16, 4, 8, with_gradients)]
+
+
+def test_a_rank_whose_block_kernels_fail(ranks):
+    """No rank uses them."""
+    ranks([SAVED], [SAVED], other_block="a result has a relative error of 1")
+    (line,) = run(small_gpt("kerple_log"))
+    assert "transformer blocks FAILED: a result has a relative error of 1; PyTorch's operators" in line
+    assert fused_block.KERNEL_DEVICES == []
