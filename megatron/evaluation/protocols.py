@@ -70,13 +70,14 @@ class Protocol:
         """
         raise NotImplementedError
 
-    def plan_rows(self, rows: int, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
-        """As `plan`, for a stream of rows with `max(lengths) + 1` tokens each: no segment crosses rows."""
+    def plan_rows(
+        self, rows: int, row_tokens: int, lengths: Sequence[int], token_budget: int | None
+    ) -> list[Segments]:
+        """As `plan`, for a stream of rows with `row_tokens` tokens each: no segment crosses rows."""
         if not self.by_document:
             raise UserError(
                 f"protocol {self.name} reads one stream; with --document-aware choose non-overlapping or last-k"
             )
-        row_tokens = max(lengths) + 1
         segments_of_row = self.plan(row_tokens, lengths, None)
         chosen: Sequence[int] = range(rows)
         if token_budget is not None:

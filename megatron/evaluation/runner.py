@@ -142,7 +142,7 @@ def plan_extrapolation(
             segments_by_length = protocol.plan(len(text.tokens), lengths, token_budget)
             name = protocol.name
         else:
-            segments_by_length = protocol.plan_rows(len(text.tokens) // text.row, lengths, token_budget)
+            segments_by_length = protocol.plan_rows(len(text.tokens) // text.row, text.row, lengths, token_budget)
             name = f"{protocol.name} by document"
         digests = [text.digest(segments) for segments in segments_by_length]
         for mode in parsed_modes:

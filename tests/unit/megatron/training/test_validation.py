@@ -85,6 +85,18 @@ def test_an_unsupported_length_has_no_curve(tmp_path, data_path, capsys):
     assert console.count(" | 128: n/a | ") == 2
 
 
+def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):
+    keys = {"extrapolation_lengths": [32, 48], "extrapolation_tokens": 500, "eval_iters": 0, "train_iters": 3}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert "extrapolation: 480 tokens of" in capsys.readouterr().out
+    model, _ = load_model(tmp_path / "checkpoints")
+    rows = evaluate_extrapolation(
+        model, validation_stream(data_path, "8,1,1"), [32, 48], token_budget=500, progress=False
+    )
+    for row in rows:
+        assert metrics(tmp_path, f"extrapolation/loss/{row['length']}") == pytest.approx({3: row["loss"]}, abs=1e-5)
+
+
 def test_a_validation_text_that_is_too_short_is_an_error(tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, extrapolation_lengths=[32, 4096])
     with pytest.raises(UserError, match=r"32, 4096: .* has 1,608 tokens, but these lengths need 4,097"):
