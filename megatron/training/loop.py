@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,8 @@ from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss
 from megatron.training.optimizer import Schedule
 from megatron.training.validation import ExtrapolationCurves, Validator
+from megatron.utils.locks import Lock
+from megatron.utils.ranks import run_on_rank_0
 
 
 def train(config: Config) -> TrainingState:
@@ -28,8 +31,9 @@ def train(config: Config) -> TrainingState:
     """
     layout = distributed.initialize(config)
     try:
-        with contextlib.closing(Logger(config, layout)) as logger:
-            trainer = Trainer(config, layout, logger)
+        with contextlib.ExitStack() as resources:
+            logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
+            trainer = Trainer(config, layout, logger, resources)
             with distributed.DistributedSignalHandler() as signals:
                 try:
                     finished = trainer.train(signals)
@@ -46,8 +50,9 @@ def train(config: Config) -> TrainingState:
 class Trainer:
     """A training run on this rank: data, engine, state, checkpoints and log."""
 
-    def __init__(self, config: Config, layout: distributed.Layout, logger: Logger):
-        """Build the tokenizer, the datasets and the model, and load the checkpoint.
+    def __init__(self, config: Config, layout: distributed.Layout, logger: Logger, resources: contextlib.ExitStack):
+        """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
+        `save`.
 
         Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, if possible before the
         model is built.
@@ -84,6 +89,8 @@ class Trainer:
             f"({config.model.pos_emb}); vocabulary {tokenizer.vocab_size:,} padded to {vocab_size:,}; "
             f"{config.precision.dtype}"
         )
+        if save is not None and self.last_iteration > 0:
+            _lock_folder(save, resources)
         self.state = load_checkpoint(self.engine, config, checkpoint, logger.info)
         self.engine.project()
 
@@ -194,6 +201,23 @@ class Trainer:
             self.curves.measure(self.engine, self.state.iteration)
         if has_validation and self.last_iteration > 0:
             self.validator.test(self.state)
+
+
+def _lock_folder(save: str, resources: contextlib.ExitStack) -> None:
+    """Keep other runs from saving to the folder until `resources` are released, which also shows that it is writable.
+
+    Raises UserError, on all ranks, if it is not or another run has it.
+    """
+    lock = Lock(Path(save) / "run.lock", f"another run saves to {save}; wait until it ends, or choose another folder")
+    resources.callback(lock.release)
+
+    def acquire() -> None:
+        try:
+            lock.acquire()
+        except UserError as error:
+            raise UserError(f"save: {error}") from error
+
+    run_on_rank_0(acquire)
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

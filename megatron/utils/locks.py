@@ -1,5 +1,7 @@
 """An exclusive lock between processes, based on a lock file. The system releases it when the process dies."""
 
+import os
+import socket
 from pathlib import Path
 from types import TracebackType
 
@@ -11,11 +13,12 @@ from megatron.utils.errors import UserError
 class Lock:
     """An exclusive lock between processes. Use it as a context manager, or call `acquire` and `release`.
 
-    The file exists only while the lock is held.
+    The file exists only while the lock is held. It contains the process and host that hold it.
 
     Args:
         path: the lock file. Its folder is created if missing.
-        busy_message: the message of the UserError that `acquire` raises if another process holds the lock.
+        busy_message: the message of the UserError that `acquire` raises if another process holds the lock. That process
+            and its host follow in parentheses.
     """
 
     def __init__(self, path: str | Path, busy_message: str):
@@ -32,10 +35,19 @@ class Lock:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
+            self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         except filelock.Timeout as error:
-            raise UserError(self._busy_message) from error
+            raise UserError(self._busy_message + self._holder()) from error
         except OSError as error:
             raise UserError(f"cannot write {error.filename or self._path}: {error.strerror}") from error
+
+    def _holder(self) -> str:
+        """ " (held by process 123 on host)"; empty if the file does not say."""
+        try:
+            holder = self._path.read_text(encoding="utf-8", errors="replace")[:200].strip()
+        except OSError:
+            return ""
+        return f" (held by {holder})" if holder.isprintable() and holder else ""
 
     def release(self) -> None:
         """Remove the file and release the lock. Does nothing if this object does not hold the lock."""

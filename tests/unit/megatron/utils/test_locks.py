@@ -1,4 +1,5 @@
 import os
+import socket
 
 import pytest
 
@@ -13,6 +14,17 @@ def test_only_one_holder(tmp_path):
     assert not path.exists()
     with Lock(path, "busy"):
         assert path.exists()
+
+
+def test_the_message_names_the_holder(tmp_path):
+    path = tmp_path / "corpus.lock"
+    holder = rf"busy \(held by process {os.getpid()} on {socket.gethostname()}\)"
+    with Lock(path, "busy"):
+        with pytest.raises(UserError, match=holder):
+            Lock(path, "busy").acquire()
+        path.write_bytes(b"\x1b[31m\xff")  # by a program that is not ours
+        with pytest.raises(UserError, match=r"busy$"):
+            Lock(path, "busy").acquire()
 
 
 def test_release_without_acquire(tmp_path):
