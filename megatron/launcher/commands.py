@@ -157,3 +157,15 @@ def node_command(nodes: Sequence[Node], pid_file: str, command: Sequence[str], v
     end = shlex.join([all_nodes, pid_file, *command])
     escaped = [text.replace("%", "%%") for text in (start, end)]
     return " %n ".join(escaped)
+
+
+def signal_command(pid_file: str, name: str) -> str:
+    """The shell command that sends a signal to the node.py that `node_command` started on a host, if it still runs.
+
+    If node.py was killed, its process id may belong to another process, and its file is removed. pdsh replaces %n.
+    """
+    script = (
+        f"file={pid_file}%n; pid=`cat $file 2> /dev/null`; test -n \"$pid\" || exit 0; "
+        f"if grep -Fqs {pid_file} /proc/$pid/cmdline; then kill -s {name} $pid; else rm -f $file; fi"
+    )
+    return f"sh -c {shlex.quote(script)}"

@@ -4,6 +4,7 @@ srun and mpirun start every rank. pdsh starts node.py on every host, which start
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import secrets
@@ -15,8 +16,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron.launcher.commands import node_command, pdsh_command
-from megatron.launcher.node import KILL_SIGNAL, STOP_SIGNALS, Node
+from megatron.launcher.commands import node_command, pdsh_command, signal_command
+from megatron.launcher.node import KILL_SIGNAL, Node, stop_signals
 from megatron.utils.errors import UserError
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -25,6 +26,7 @@ _SECONDS_AFTER_FAILURE = 60
 _SECONDS_TO_KILL = 15
 _PDSH_STATUS = re.compile(r"pdsh@[^:]+: ([^:]+): ssh exited with exit code (\d+)")
 _SSH_FAILED = 255
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -65,10 +67,16 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) 
     """Run srun or mpirun, and return its exit status; 128 + N if signal N ended it.
 
     The first SIGTERM, SIGINT or SIGHUP is forwarded as SIGUSR1, which srun and mpirun pass on to the ranks; they save
-    and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the ranks. Must be called in the
-    main thread.
+    and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the ranks. If this process is
+    killed, srun or mpirun receives SIGUSR1. Must be called in the main thread.
     """
-    process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_signal_without_parent(signal.SIGUSR1),
+    )
     with _forward_signals(lambda again: process.send_signal(signal.SIGTERM if again else signal.SIGUSR1), ranks):
         status = process.wait()
     return 128 - status if status < 0 else status
@@ -80,7 +88,8 @@ def run_pdsh(
     """Run `command` as every rank of the hosts `nodes`, and return the largest exit status of the hosts.
 
     The first SIGTERM, SIGINT or SIGHUP is forwarded to all ranks as SIGTERM; they save and exit. The second one kills
-    them. If a host fails, the ranks of the others are killed after a minute. Must be called in the main thread.
+    them. If a host fails, the ranks of the others are killed after a minute. If this process is killed, so is pdsh;
+    its connections end, and the ranks save and exit. Must be called in the main thread.
 
     Args:
         variables: environment variables of the ranks.
@@ -96,8 +105,7 @@ def run_pdsh(
 
     def send(name: str) -> None:
         """Send a signal to node.py on every host that still runs it."""
-        remote = f"test ! -e {pid_file}%n || kill -s {name} `cat {pid_file}%n`"
-        command = pdsh_command(hosts, remote)
+        command = pdsh_command(hosts, signal_command(pid_file, name))
         null = subprocess.DEVNULL
         senders.append(
             subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null, start_new_session=True)
@@ -127,6 +135,7 @@ def run_pdsh(
         text=True,
         errors="replace",
         start_new_session=True,
+        preexec_fn=_signal_without_parent(signal.SIGKILL),
     )
     assert process.stderr is not None
     with _forward_signals(stop, sum(len(node.slots) for node in nodes)):
@@ -153,6 +162,12 @@ def run_pdsh(
     return 128 - status if status < 0 else status
 
 
+def _signal_without_parent(number: int) -> Callable[[], None]:
+    """For preexec_fn: on Linux, the process receives a signal when this one ends, even by SIGKILL."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
+    return lambda: prctl(_PR_SET_PDEATHSIG, number)
+
+
 @contextlib.contextmanager
 def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]:
     """Within the block, a stop signal calls `stop(False)`, and every further one `stop(True)`."""
@@ -166,7 +181,7 @@ def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]
             print(name + (" again: killing all processes" if again else asked), file=sys.stderr, flush=True)
         stop(again)
 
-    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield
     finally:

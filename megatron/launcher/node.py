@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # deepy.py sends it to node.py on the other hosts.
 KILL_SIGNAL = signal.SIGUSR1
 # A rank prints its own message before it exits with one of these: a UserError, or the loss of the connection to another
@@ -64,6 +63,12 @@ class Node:
         }
 
 
+def stop_signals() -> list[signal.Signals]:
+    """SIGTERM, SIGINT and, unless nohup has set it to be ignored, SIGHUP."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not nohup)
+
+
 def run_node(
     node: Node,
     command: Sequence[str],
@@ -89,7 +94,7 @@ def run_node(
     received: list[str] = []
     previous_handlers = {
         number: signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
-        for number in (*STOP_SIGNALS, KILL_SIGNAL)
+        for number in (*stop_signals(), KILL_SIGNAL)
     }
     running: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -193,7 +198,9 @@ def main(words: Sequence[str]) -> int:
         streams.append(stream)
         copies.append(threading.Thread(target=_copy, args=(source, target), daemon=True))
         copies[-1].start()
-    pid_path.write_text(str(os.getpid()))
+    # Other users can see the name, so a file that exists already is an error.
+    with open(os.open(pid_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(str(os.getpid()))
     try:
         return run_node(node, command, environment, _standard_input_is_open, subprocess.DEVNULL, *streams)
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.launcher.commands import signal_command
 from megatron.launcher.node import KILL_SIGNAL, Node, run_node
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +170,15 @@ def test_second_signal_kills(tmp_path, capfd, monkeypatch, second):
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
+def test_nohup():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)"
+        assert run([sys.executable, "-c", code]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 def test_ranks_without_a_connection_are_stopped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron.launcher.node._SECONDS_TO_SAVE", 0.5)
@@ -208,3 +218,20 @@ def wait_for(*paths: Path, seconds: float = 60) -> None:
     while not all(path.exists() for path in paths):
         assert time.monotonic() < end, f"{paths} did not appear"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("argument", "status"), [("{prefix}", -signal.SIGTERM), ("another program", 0)])
+def test_signals_go_only_to_node_py(argument, status, tmp_path):
+    """If node.py was killed, its process id may belong to another process."""
+    prefix = f"{tmp_path}/deepy-1."
+    command = ["sh", "-c", signal_command(prefix, "TERM").replace("%n", "0")]
+    assert subprocess.run(command, check=False).returncode == 0  # node.py has not started yet
+    program = ["python", "-c", "input()", argument.format(prefix=prefix)]
+    with subprocess.Popen(program, executable=sys.executable, stdin=subprocess.PIPE) as process:
+        file = Path(f"{prefix}0")
+        file.write_text(str(process.pid))
+        assert subprocess.run(command, check=False).returncode == 0
+        assert file.exists() == (status != 0)
+        if status == 0:
+            process.communicate(b"\n")
+    assert process.returncode == status

@@ -201,6 +201,15 @@ def test_ranks_save_when_an_ssh_connection_is_lost(start):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_save_when_deepy_is_killed(launcher, start):
+    run = start(launcher)
+    run.wait_for_line("iteration 2/")
+    run.process.kill()
+    assert run.finish() == -signal.SIGKILL
+    assert len(saved_iterations(run.folder / "checkpoints")) == 1
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_second_signal_kills_ranks_that_do_not_stop(launcher, start):
     run = start(launcher, script=IGNORES_SIGTERM)
     wait_for(run.folder / "ready0", run.folder / "ready1")

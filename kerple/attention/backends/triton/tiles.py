@@ -12,7 +12,8 @@ bfloat16. The GPUs differ most in their matrix instructions:
   cycles to load its operands from shared memory with 128 queries (112 KiB, sm_80) and 7,168 with 64 (72 KiB). Of the
   other tiles that fit into 99 KiB, 32 x 128 spills up to 192 bytes per thread, and 32 x 64 leaves four warps on a
   multiprocessor. Without tables, a branch around the lookup of the mask would make Triton rearrange the scores in
-  shared memory and spill up to 656 bytes, so these GPUs look up a table of zeros.
+  shared memory and spill up to 1,592 bytes per thread on sm_80 and 656 on sm_120, so these GPUs look up a table of
+  zeros.
 - **wgmma** (sm_90): operands are in shared memory.
 - **tcgen05** (sm_10x, sm_11x): operands are in shared memory and sums in tensor memory, which leaves registers for
   larger tiles. The products of the forward kernel take 256 cycles at head size 64, so instructions are the limit. At
