@@ -165,7 +165,7 @@ def signal_command(pid_file: str, name: str) -> str:
     If node.py was killed, its process id may belong to another process, and its file is removed. pdsh replaces %n.
     """
     script = (
-        f"file={pid_file}%n; pid=`cat $file 2> /dev/null`; test -n \"$pid\" || exit 0; "
+        f'file={pid_file}%n; pid=`cat $file 2> /dev/null`; test -n "$pid" || exit 0; '
         f"if grep -Fqs {pid_file} /proc/$pid/cmdline; then kill -s {name} $pid; else rm -f $file; fi"
     )
     return f"sh -c {shlex.quote(script)}"
