@@ -57,7 +57,7 @@ TENSOR_MEMORY = 512
 PAIRS = 8192
 # Bytes of a thread's stack that `--check` accepts: some Triton versions spill a few registers.
 MAX_STACK = 32
-# If only instructions outside of the inner loop spill; and for the kernel for any table's gradient, which holds a tile
+# Limit for spills outside the inner loop only, and for the kernel for any table's gradient, which holds a tile
 # of sums per table in registers: on sm_8x and sm_120, up to 3 % of the instructions of its loop are spills at head size
 # 64, but tiles without spills (32 x 32) need more than twice as many instructions.
 MAX_STACK_OUTSIDE_LOOP = MAX_STACK_TABLES = 96

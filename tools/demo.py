@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def conclusions(records: Sequence[ExtrapolationRecord]) -> list[str]:
-    """For each method, how its loss changes from the shortest to the longest length, and how it differs from that of
-    the first method at the longest length: what the standard errors over documents support.
+    """Sentences that the standard errors over documents support: for each method, how its loss changes from the
+    shortest to the longest length, and how it compares with the first method at the longest length.
     """
     losses = PairedLosses(records)
     shortest, longest = (choose(record["length"] for record in records) for choose in (min, max))
@@ -71,8 +71,8 @@ def conclusions(records: Sequence[ExtrapolationRecord]) -> list[str]:
     for name, method in methods.items():
         change = losses.difference((*method, longest), (*method, shortest))
         if change is not None:
-            verb = ("falls by" if change.mean < 0 else "rises by") if change.significant else "does not change clearly:"
-            lines.append(f"{name}: from {shortest:,} to {longest:,} tokens the loss {verb} {change} nats per token")
+            verb = ("falls" if change.mean < 0 else "rises") if change.significant else "shows no clear change"
+            lines.append(f"{name}: from {shortest:,} to {longest:,} tokens the loss {verb} ({change} nats per token)")
     for name in others:
         difference = losses.difference((*methods[name], longest), (*methods[reference], longest))
         if difference is not None:
@@ -81,7 +81,10 @@ def conclusions(records: Sequence[ExtrapolationRecord]) -> list[str]:
                 f"{name} minus {reference} at {longest:,}: {difference} nats per token: {verdict} on this text"
             )
     if others:
-        lines.append("Errors are over documents. With one seed per method, this does not rank the methods in general.")
+        lines.append(
+            "± is the standard error over documents. With one seed per method, this does not rank the methods in "
+            "general."
+        )
     return lines
 
 

@@ -213,7 +213,7 @@ class Backend:
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
         max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
-        unavailable_reason: why the backend cannot run such a call on its device, which is known, or None if it can.
+        unavailable_reason: why the backend cannot run a call on its device, or None if it can. The device is known.
     """
 
     name: str

@@ -43,7 +43,7 @@ def check_backend(backend: str, requirements: Requirements) -> None:
 
 
 def _unsupported_reason(backend: str, requirements: Requirements) -> str | None:
-    """As `Backend.unsupported_reason`, also for kernels that failed their self-check."""
+    """Like `Backend.unsupported_reason`, but also excludes kernels that failed their self-check."""
     reason = BACKENDS[backend].unsupported_reason(requirements)
     return self_check.failure(requirements) if reason is None and backend == "fused" else reason
 
@@ -219,11 +219,15 @@ class Attention:
     ) -> list[self_check.Verdict]:
         """Check the fused kernels that this method needs on a device (see `self_check`), if they would run there.
 
-        Otherwise the first call does so. training: for complete sequences with gradients; otherwise for fewer queries
-        than keys without gradients, with and without a window. again: ignore earlier verdicts. Returns the verdicts
-        that were new to this process.
+        If this is not called, the first call of attention checks them.
 
-        Raises NotImplementedError if the configured backend does not support such calls on the device.
+        Args:
+            training: check calls with complete sequences and gradients; otherwise calls without gradients and with
+                fewer queries than keys, with and without a window.
+            again: ignore earlier verdicts.
+
+        Returns the verdicts that were new to this process. Raises NotImplementedError if the configured backend does
+        not support these calls on the device.
         """
         length = self_check.KV_LEN
         verdicts = []
@@ -322,7 +326,7 @@ class Attention:
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """As `attend`, for queries and keys after the method's `rotate`. `table` is the one for its `modify_scores`.
+        """Like `attend`, for queries and keys after the method's `rotate`. `table` is the one for its `modify_scores`.
 
         Raises ValueError also if a table of the method is missing, or if one is passed that the method does not have.
         """

@@ -1,4 +1,4 @@
-"""Whether a positional method can be trained: the gradients of its parameters are finite.
+"""Checks that the gradients of a positional method's parameters are finite, as training requires.
 
 Legend: s tokens, h heads, d head size, e = h d.
 """
@@ -13,8 +13,8 @@ from kerple.positional import PositionalMethod
 def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, length: int = 16) -> list[str]:
     """The names of the method's parameters whose gradient is nan or inf after attention to `length` random tokens.
 
-    A common cause is distance 0: sqrt(a * distance) and (a * distance)**0.5 have the derivative 0/0 there, although
-    their values are finite. One step of the optimizer then makes all weights nan.
+    A common cause is distance 0, where sqrt(a * distance) and (a * distance)**0.5 are finite, but their derivative is
+    0/0. A single optimizer step then makes all weights nan.
     """
     names = [name for name, parameter in method.named_parameters() if parameter.requires_grad]
     parameters = [parameter for parameter in method.parameters() if parameter.requires_grad]

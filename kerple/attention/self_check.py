@@ -1,8 +1,8 @@
 """The self-check of the fused kernels: before their first use on a GPU, they are compared with the chunked backend.
 
-A compiler or driver can break a kernel on one GPU and not on another. So a small call, with the same kind of tables,
-dtype and head size as the real one, runs on the device with both backends, and its results and gradients are compared.
-It covers partial tiles, fewer queries than keys and, if the real call has one, a window. The verdict is saved in
+A kernel can work on one GPU and fail on another because of a compiler or driver bug. The check runs a small call, with
+the same kind of tables, dtype and head size as the real one, with both backends and compares results and gradients. It
+covers partial tiles, fewer queries than keys and, if the real call has one, a window. The verdict is saved in
 `cache_folder()` for this GPU, driver, torch, Triton and source code of the kernels, so each installation checks once.
 
 After a failure, `dispatch` does not choose the kernels in this process for the same dtype and head size.
@@ -32,8 +32,8 @@ from kerple.positional import TableJacobian
 # Sizes of the small call. Triton compiles other kernels for sizes that are not multiples of 16; these are multiples, as
 # in training, but not of a tile.
 BATCH, Q_LEN, KV_LEN, WINDOW = 2, 160, 208, 96
-# Largest relative error of a result or gradient, in the 2-norm, from inputs rounded to the dtype. In Triton's
-# interpreter, the largest are about 4e-7, 5e-4 and 4e-3, and twice that in a smaller example.
+# Largest accepted relative error of a result or gradient in the 2-norm, for inputs rounded to the dtype. In Triton's
+# interpreter, the largest errors are about 4e-7, 5e-4 and 4e-3, and twice that in a smaller example.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DEVICE_TYPE = "cuda"  # tests set it to "cpu", where Triton's interpreter runs the kernels
 HOW_TO_REPORT = "to report it, run `python -m kerple.doctor` and open an issue with its output"
@@ -105,7 +105,7 @@ class Verdict:
 
     @property
     def is_news(self) -> bool:
-        """Whether a log should mention it: a failure, or a check that this process ran."""
+        """Whether to log the verdict: it is a failure, or this process ran the check."""
         return self.failure is not None or self.seconds is not None
 
 
@@ -115,7 +115,7 @@ _failures: dict[tuple[torch.dtype, int], str] = {}
 
 
 def failure(requirements: Requirements) -> str | None:
-    """Why the fused kernels must not run such a call, as the rest of a sentence about them; None if they may."""
+    """Why the fused kernels must not run these calls, as the rest of a sentence about them; None if they may."""
     if not _failures or requirements.device is None or requirements.device.type != DEVICE_TYPE:
         return None
     for (dtype, head_size), reason in _failures.items():
@@ -125,7 +125,7 @@ def failure(requirements: Requirements) -> str | None:
 
 
 def reject(dtype: torch.dtype, head_size: int, reason: str) -> None:
-    """Exclude the fused kernels for a dtype and head size in this process, as after a failed check."""
+    """Exclude the fused kernels for a dtype and head size in this process, as a failed check does."""
     _failures[dtype, head_size] = reason
 
 
@@ -170,7 +170,7 @@ def ensure_checked(
 
 
 def announce(verdict: Verdict) -> None:
-    """Print a verdict that a log should mention; a success only on rank 0."""
+    """Print a verdict that should be logged; a success only on rank 0."""
     if verdict.failure is not None or (verdict.is_news and os.environ.get("RANK", "0") == "0"):
         print(verdict, file=sys.stderr, flush=True)
 
@@ -179,9 +179,8 @@ def announce(verdict: Verdict) -> None:
 
 
 def relative_errors(call: AttentionCall, backend: Backend, baseline: Backend, *, gradients: bool) -> dict[str, float]:
-    """Run a call with a backend, and in float64 with the baseline. Result or gradient -> relative error in the 2-norm.
-
-    Gradients are those of query, key, value, tables and coefficients of jacobians.
+    """Run a call with a backend, and in float64 with the baseline. Returns the relative error in the 2-norm of the
+    result and of the gradients of query, key, value, tables and coefficients of jacobians, by name.
     """
     with torch.set_grad_enabled(gradients), without_autocast(call.query.device):
         actual = _results(call, backend, call.query.dtype)
@@ -197,7 +196,8 @@ def relative_errors(call: AttentionCall, backend: Backend, baseline: Backend, *,
                 result, exact = result[:, : jacobian.dense], exact[:, : jacobian.dense]
                 norm = exact.norm()
             elif jacobian is not None:
-                # A sum over distances whose terms may cancel: relative to at least 0.3 of the sum of their sizes.
+                # The terms of a sum over distances may cancel: its error is relative to at least 0.3 of the sum of
+                # their absolute values.
                 terms = jacobian.directions.double() * expected[f"{which}_table"][:, None]
                 norm = torch.maximum(norm, 0.3 * terms.abs().sum(dim=2).norm())
             errors[name] = ((result.double() - exact).norm() / norm.clamp(min=1e-30)).item()
@@ -246,14 +246,14 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 
 def small_call(call: AttentionCall) -> AttentionCall:
-    """A call of BATCH, Q_LEN and KV_LEN that needs the same kernels: random states, and the call's tables.
+    """A call of BATCH, Q_LEN and KV_LEN that needs the same kernels, with random states and the given call's tables.
 
     Random numbers are added to the tables, so that each distance and head has its own value.
     """
     heads, head_size = call.query.shape[1], call.query.shape[3]
 
     def states(seed: int, length: int) -> Tensor:
-        # The memory layout of a model: heads are inside positions.
+        # The memory layout of a model: the heads of a position are adjacent.
         return _random(seed, BATCH, length, heads, head_size).to(call.query).transpose(1, 2)
 
     def resized(table: Tensor) -> Tensor:
@@ -306,13 +306,13 @@ def wrong_result(errors: dict[str, float], dtype: torch.dtype) -> str | None:
 
 
 def _require_usable(device: torch.device, verdict: Verdict) -> None:
-    """After some errors, such as an illegal memory access, a process cannot use its GPU any more."""
+    """After some errors, such as an illegal memory access, a process can no longer use its GPU."""
     if device.type == "cuda" and not verdict.errors:
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{verdict}. This process cannot use the GPU any more. Start it again: the verdict is saved (if the "
+                f"{verdict}. This process can no longer use the GPU. Start it again: the verdict is saved (if the "
                 "cache folder is writable; otherwise set attention-backend to chunked)"
             ) from error
 

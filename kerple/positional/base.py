@@ -71,8 +71,8 @@ class PositionalMethod(nn.Module):
         segment: for a method with `scale_qk`, the maximum number of queries per call.
         per_pair: for a method with `modify_scores`, whether the final score of a query-key pair depends only on that
             pair's positions and scores (of all heads).
-        lookahead: for a method with `modify_scores`, the number of masked keys after the last query that its result
-            depends on (by their existence, not their values). `final_scores` adds them.
+        lookahead: for a method with `modify_scores`, the number of masked keys after the last query whose presence (not
+            their values) affects the result. `final_scores` adds them.
         computed: names of tensors that older checkpoints store and this method computes.
         evaluation_options: options that do not affect the parameters, so evaluation can change them.
     """
@@ -148,9 +148,9 @@ class PositionalMethod(nn.Module):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        """`modify_scores`, with `lookahead` more masked keys after the last one; their scores are not returned.
+        """`modify_scores` with `lookahead` additional masked keys after the last one, whose scores are not returned.
 
-        So the result for a query is the same whether or not keys follow, as in decoding with a KV cache.
+        The result for a query is then the same whether or not keys follow, as in decoding with a KV cache.
         """
         if self.lookahead:
             following = torch.arange(self.lookahead) + key_positions[-1] + 1
@@ -273,7 +273,7 @@ def project(module: nn.Module) -> None:
     """Clamp the parameters of all positional methods in a module to their bounds, in place.
 
     Call it after each optimizer step. The authors' code does the same at the start of each forward pass. Without it,
-    a parameter drifts beyond its bound, where it has no effect, and needs as many steps to return.
+    a parameter drifts beyond its bound, where it has no effect, and takes as many steps to return.
     """
     for method in module.modules():
         if isinstance(method, PositionalMethod):

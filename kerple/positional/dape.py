@@ -119,7 +119,7 @@ class Adaptive(PositionalMethod):
             offset_1 = self.apply_weight(of_bias, bias, masks[0]) + offset_1
             if self.variant == "Concat_Residual":
                 offset_2 = bias + offset_2
-        # In place, because the hidden units are the largest tensors. In-place operations on a view would cost copies.
+        # In place, because the hidden units are the largest tensors. In-place operations on a view would copy them.
         hidden = F.leaky_relu_(self.apply_weight(weight_1, scores, masks[0]) + offset_1, NEGATIVE_SLOPE)
         return (self.apply_weight(weight_2, hidden, masks[1]) + scores).add_(offset_2)
 
@@ -136,7 +136,7 @@ class DapePerPair(Adaptive):
         return nn.Linear(inputs, width), nn.Linear(width, outputs)
 
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
-        # `@` would copy the states to fold the batch into one product.
+        # `@` would copy the states to merge the batch into one product.
         batched = states.dim() == 4
         products = (
             torch.bmm(weight.expand(len(states), -1, -1), states.flatten(2)) if batched else weight @ states.flatten(1)

@@ -8,10 +8,10 @@ hidden units of the k // 2 keys after the query do enter the second convolution:
 keys. Hidden units before the first visible key are zero, so attention to a window equals attention to a text that
 starts there.
 
-The authors' code (see `dape.py`) has no hidden units after the last key of a sequence, so its scores of the last k // 2
-queries change when the text goes on. `modify_scores` gives the same if it gets all keys of a sequence. Attention calls
-it through `final_scores`, which adds the missing keys: results are the same in chunks, with a KV cache, and for any
-length.
+The authors' code (see `dape.py`) has no hidden units after the last key of a sequence, so the scores of the last k // 2
+queries change when the text continues. `modify_scores` computes the same if it gets all keys of a sequence. Attention
+calls it through `final_scores`, which adds the missing keys, so results are the same in chunks, with a KV cache, and
+for any length.
 
     dape_v2_kerple (kerple_dapev2), dape_v2_alibi (alibi_dapev2), dape_v2_fire (fire_dapev2),
     dape_v2 (no bias), dape_v2_rotary (no bias, rotary queries and keys; rope_dapev2)

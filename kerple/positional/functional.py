@@ -23,7 +23,7 @@ def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = t
 
 
 def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The tensors in another dtype. Several small ones take two kernels, instead of one each."""
+    """The tensors in another dtype. Several small ones are cast by two kernels instead of one kernel each."""
     if all(tensor.dtype == dtype for tensor in tensors):
         return tensors
     flat = torch.cat([tensor.flatten() for tensor in tensors]).to(dtype)

@@ -93,7 +93,7 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
 
 
 def evaluated_method(config: Config) -> str:
-    """As `describe_method`, for the method of a configuration."""
+    """Like `describe_method`, for the method of a configuration."""
     return describe_method(config.model.pos_emb, config.model.positional_options)
 
 

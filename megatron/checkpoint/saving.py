@@ -172,8 +172,8 @@ def _check_that_all_hosts_share(directory: Path) -> None:
     def check() -> None:
         if probe is not None and not probe.exists():
             raise CheckpointError(
-                f"save: {directory.absolute()} on {os.uname().nodename} is not the folder of rank 0; checkpoints need "
-                "a folder that all hosts share"
+                f"save: {directory.absolute()} on {os.uname().nodename} is not the folder that rank 0 "
+                "writes to; checkpoints need a folder that all hosts share"
             )
 
     probe = run_on_rank_0(create)

@@ -7,9 +7,9 @@ Relative methods are defined for keys before the query. Here they are extended t
     FIRE                           the pair is treated as if query and key were swapped
     xPos                           the products decay with the absolute distance; the rotation encodes the direction
     Transformer-XL                 r of the negative distance, as in the benchmark's own relative encoding
-    CoPE                           the gates from the query to the key are summed in that direction
+    CoPE                           the gates between query and key are summed in the direction of the key
 
-Rotary and absolute positions encode the direction anyway.
+Rotary and absolute positions already encode the direction.
 
 Legend: b samples, s positions, h heads, d head size, e hidden size.
 """

@@ -259,9 +259,7 @@ def binary_addition(generator: np.random.Generator, samples: int, length: int) -
 
 @_task("context-sensitive", 3, 3, lambda n: n, ended=True)
 def binary_multiplication(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """As `binary_addition`, with the product. The output of an input of fewer than three tokens is 0, or empty for one
-    token.
-    """
+    """Like `binary_addition`, but with the product. The output is 0 for inputs of two tokens, and empty for one."""
     return _calculation(generator, samples, length, operator.mul)
 
 

@@ -67,7 +67,7 @@ def find_contradictions(config: "Config") -> Iterator[str]:
     yield from _check_extrapolation(config)
     yield from _check_data(config)
     if config.schedule.min_lr > config.optimizer.lr:
-        yield (f"min_lr {config.schedule.min_lr} is more than optimizer.params.lr {config.optimizer.lr}; lower min_lr")
+        yield f"min_lr {config.schedule.min_lr} exceeds optimizer.params.lr {config.optimizer.lr}; lower min_lr"
     checkpoint, launcher = config.checkpoint, config.launcher
     for name in ("finetune", "iteration"):
         if getattr(checkpoint, name) not in (None, False) and checkpoint.load is None:
@@ -145,8 +145,8 @@ def _keys_that_split_the_model(config: "Config") -> list[str]:
 
 
 def _keys_against_cuda_graphs(config: "Config") -> list[str]:
-    """The keys, with their values, for which the host decides in every step what the device computes, or for which
-    CUDA graphs are not tested.
+    """The keys, with their values, that make the host decide in every step what the device computes, or that are not
+    tested with CUDA graphs.
     """
     training, model = config.training, config.model
     keys = {

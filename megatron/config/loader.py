@@ -188,7 +188,7 @@ def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool
 
 @dataclasses.dataclass
 class _Messages:
-    """What there is to tell the user: problems, which make the configuration invalid, and notices."""
+    """What the user is told: problems, which make the configuration invalid, and notices."""
 
     problems: list[str] = dataclasses.field(default_factory=list)
     notices: list[str] = dataclasses.field(default_factory=list)
@@ -198,7 +198,7 @@ class _Messages:
 
 
 def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, messages: _Messages) -> MergedKeys:
-    """One entry per key. A key that appears twice in one file is a problem, in two files only if `strict`."""
+    """One entry per key. A key that appears twice in one file is a problem; in two files, only if `strict`."""
     keys: MergedKeys = {}
 
     def reject_duplicate(entry: Entry, first: Entry) -> None:

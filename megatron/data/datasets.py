@@ -133,8 +133,8 @@ Samples = CorpusPart | BlendedParts
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run. A dataset is None if it is not requested, if its share of the split is 0, (validation) if
-    it has no documents, or (test) if it is smaller than one sample.
+    """The datasets of a run. A dataset is None if it is not requested or its share of the split is 0. The validation
+    dataset is also None if it has no documents, the test dataset if it is smaller than one sample.
     """
 
     train: Samples | None

@@ -231,7 +231,7 @@ def _given_tokenizer(options: PrepareOptions) -> TokenizerFiles:
         try:
             vocab_file, merge_file = (str(download(url, options.directory)) for url in GPT2_FILES)
         except UserError as error:
-            raise UserError(f"{error} (--vocab-file and --merge-file name local files instead)") from error
+            raise UserError(f"{error} (to use local files, set --vocab-file and --merge-file)") from error
         files = (vocab_file, merge_file)
     return TokenizerFiles(tokenizer_type, *files)
 

@@ -71,7 +71,7 @@ class Protocol:
         raise NotImplementedError
 
     def plan_rows(self, rows: int, row_tokens: int, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
-        """As `plan`, for a stream of rows with `row_tokens` tokens each: no segment crosses rows."""
+        """Like `plan`, for a stream of rows with `row_tokens` tokens each: no segment crosses rows."""
         if not self.by_document:
             raise UserError(
                 f"protocol {self.name} reads one stream; with --document-aware choose non-overlapping or last-k"

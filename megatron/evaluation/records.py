@@ -82,9 +82,9 @@ class ExtrapolationRecord(Record):
             with fewer than two of them.
         bits_per_byte: bits of all scored tokens divided by the UTF-8 bytes of their text; None without a tokenizer.
         perplexity: exp(loss); None if it overflows a float.
-        targets: digest of the scored tokens, which does not depend on their context. Losses with the same digest are
-            of the same tokens, so their differences can be paired by document.
-        groups: the losses of groups of documents, for such differences.
+        targets: digest of the scored tokens, which does not depend on their context. Losses with the same digest
+            belong to the same tokens, so their differences can be paired by document.
+        groups: the losses of groups of documents, for these differences.
     """
 
     tokens: int

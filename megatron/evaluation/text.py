@@ -55,7 +55,7 @@ class Text:
         return digest.hexdigest()[:16]
 
     def targets_digest(self, segments: Segments) -> str:
-        """16 hexadecimal digits that identify the scored tokens, whatever their context."""
+        """16 hexadecimal digits that identify the scored tokens, regardless of their context."""
         spans = _target_spans(segments)
         digest = self._read_digest(spans)
         digest.update(spans.tobytes())
@@ -97,7 +97,7 @@ class Text:
         return shares
 
     def sample_lines(self, name: str, segments: Segments) -> list[str]:
-        """What `segments`, planned by the protocol `name`, score, and a warning if one document dominates them."""
+        """Lines that say what a protocol's segments score, with a warning if one document dominates them."""
         shares = self.document_shares(segments)
         if shares is None:
             return [f"{name}: {segments.targets:,} tokens at length {segments.length:,}"]

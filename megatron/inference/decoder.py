@@ -27,8 +27,8 @@ class Decoder(Protocol):
 
     Attributes:
         cached: whether it has a KV cache.
-        vocab_size: token ids must be below it; None if the model does not tell.
-        pos_emb: its positional method with options; None if the model does not tell.
+        vocab_size: token ids must be below it; None if unknown.
+        pos_emb: its positional method with options; None if unknown.
     """
 
     cached: bool

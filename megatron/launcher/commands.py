@@ -1,4 +1,4 @@
-"""The command lines that start the ranks: of each rank, of srun and mpirun, and of pdsh with the part it runs on hosts.
+"""The command lines that start the ranks: of each rank, of srun and mpirun, and of pdsh and what it runs on a host.
 
 A value on a command line is visible to every user of a host, so secrets are never put there: srun and mpirun receive
 the names of variables only, and pdsh, which has no other way to pass variables, does not receive secrets.
@@ -93,7 +93,7 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The variables that are not secrets, and the names of the others."""
+    """The variables that are not secrets, and the names of those that are."""
     names = [name for name, value in variables.items() if is_secret_name(name) or contains_secret(value)]
     return {name: value for name, value in variables.items() if name not in names}, names
 
@@ -142,9 +142,9 @@ def pdsh_command(hosts: Sequence[str], remote: str) -> list[str]:
 
 
 def node_command(nodes: Sequence[Node], pid_file: str, command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """The shell command that pdsh runs on every host. pdsh replaces %n in it by the index of the host.
+    """The shell command that pdsh runs on every host. pdsh replaces %n in it with the index of the host.
 
-    It works in sh, csh and fish. `exec`, so that the status of node.py is that of ssh.
+    It works in sh, csh and fish. With `exec`, ssh exits with the status of node.py.
 
     Args:
         pid_file: the path prefix of a file where node.py stores its process id; the index is appended.

@@ -21,7 +21,7 @@ from megatron.launcher.node import KILL_SIGNAL, Node, stop_signals
 from megatron.utils.errors import UserError
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# If a host has failed, the ranks of the others lose the connection to it and end, unless they wait for it.
+# Seconds until the ranks of other hosts are killed after a host failed. Most lose the connection and end earlier.
 _SECONDS_AFTER_FAILURE = 60
 _SECONDS_TO_KILL = 15
 _PDSH_STATUS = re.compile(r"pdsh@[^:]+: ([^:]+): ssh exited with exit code (\d+)")
@@ -170,7 +170,7 @@ def _signal_without_parent(number: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]:
-    """Within the block, a stop signal calls `stop(False)`, and every further one `stop(True)`."""
+    """Within the block, the first stop signal calls `stop(False)`, and every further one `stop(True)`."""
     received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:

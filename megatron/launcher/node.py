@@ -27,7 +27,7 @@ KILL_SIGNAL = signal.SIGUSR1
 # A rank prints its own message before it exits with one of these: a UserError, or the loss of the connection to another
 # rank (megatron/config/command_line.py).
 EXPLAINED_STATUSES = (2, 3)
-# After a rank has failed, the others cannot save. This is the time to print their own messages.
+# Seconds after a rank has failed in which the others can print their own messages. They can no longer save.
 _SECONDS_AFTER_FAILURE = 10
 _SECONDS_TO_SAVE = 300
 
@@ -81,8 +81,8 @@ def run_node(
     """Run one process per rank until all have ended. Must be called in the main thread.
 
     The first SIGTERM, SIGINT or SIGHUP is forwarded to all ranks as SIGTERM; they save and exit. The second one, or
-    SIGUSR1, kills them. If a rank fails, the others are killed after ten seconds. If `connected` returns False, nobody
-    is left to stop the ranks or to read their output, so they are asked to save and exit.
+    SIGUSR1, kills them. If a rank fails, the others are killed after ten seconds. If `connected` returns False, no one
+    can stop the ranks or read their output any longer, so they are asked to save and exit.
 
     Args:
         environment: of the ranks, without the variables of `Node.variables`.
@@ -178,7 +178,7 @@ def _standard_input_is_open() -> bool:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy what the ranks print. If the connection is lost, they can still print, and so they can still save."""
+    """Copy the ranks' output. If the connection is lost, they can still print and therefore save."""
     while data := os.read(source, 1 << 16):
         with contextlib.suppress(OSError):
             os.write(target, data)

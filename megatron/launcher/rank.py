@@ -46,7 +46,7 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
             address = first_host(environment["SLURM_STEP_NODELIST"])
         if address is None:
             if int(world_size) > 1:
-                raise UserError(f"{world_size} processes, but the address of the first is unknown; set master_addr")
+                raise UserError(f"{world_size} processes, but the address of rank 0 is unknown; set master_addr")
             address = "127.0.0.1"
         environment.update(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_ADDR=address)
         environment["MASTER_PORT"] = str(launcher.master_port or environment.get("MASTER_PORT", DEFAULT_PORT))

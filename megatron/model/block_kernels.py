@@ -73,8 +73,8 @@ def norm_backward_kernel(
     grad_normed, grad_hidden, hidden, weight, bias, stats, grad_input, normed, sums, rows, size,
     RMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the norm's input plus that of the residual, grad_hidden (None: zero); the norm's output once
-    more; and sums `[p, 3, e]` over each program's rows: the gradients of weight, bias and the update's bias.
+    """The gradient of the norm's input plus that of the residual, grad_hidden (None: zero); the recomputed output of
+    the norm; and sums `[p, 3, e]` over each program's rows: the gradients of weight, bias and the update's bias.
     """
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -127,8 +127,8 @@ def activation_backward_kernel(
     x, bias, grad, y, sums, rows, size,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Replaces the gradient of y = activation(x + bias) by that of x, computes y once more, and sums `[p, e]` over each
-    program's rows: the gradient of the bias.
+    """Replaces the gradient of y = activation(x + bias) with that of x, and recomputes y. Computes sums `[p, e]` over
+    each program's rows: the gradient of the bias.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     b = tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)

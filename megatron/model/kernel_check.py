@@ -25,7 +25,7 @@ def check_kernels(
         model: its positional method is on `device`.
         dtype: of queries, keys and values.
         training: for training steps; otherwise for evaluation and generation.
-        report: prints one line, which may differ between ranks; nothing is printed if all verdicts are known and good.
+        report: prints one line, which may differ between ranks. It is not called if all checks passed earlier.
 
     Raises UserError if the configured backend does not support the device, or if it is fused and the check fails.
     """

@@ -5,7 +5,7 @@ respect to the hidden states and the weight, so each chunk's logits are computed
 them. Under tensor parallelism each rank holds a slice of the vocabulary: the ranks merge the log-sum-exp and the label
 logit of each token, and at the end the gradient of the hidden states.
 
-On a GPU, the kernel in `loss_kernel.py` reads the logits once and overwrites them by their gradient. This is all the
+On a GPU, the kernel in `loss_kernel.py` reads the logits once and overwrites them with their gradient. This is all the
 memory traffic between the matrix products, and chunks can be large. Elsewhere PyTorch operations do the same.
 
 Legend: b batch, s tokens of a sequence, n tokens, e hidden size, v vocabulary (of this rank), c tokens of a chunk.
@@ -29,8 +29,8 @@ KERNEL_DEVICES = ["cuda"]
 # Bytes of a chunk's logits for the kernel. Every chunk after the first reads and writes the weight's gradient once
 # more, so this is large: the 162M recipe (1.6 GiB of logits) has one chunk. A chunk has a multiple of 128 tokens.
 KERNEL_CHUNK_BYTES, KERNEL_ROWS = 2**31, 128
-# Logits of a chunk otherwise. On a CPU a chunk should fit into the caches, which is faster than all tokens at once. It
-# needs at least CPU_MIN_ROWS tokens, though, because every chunk reads the weight and updates its whole gradient.
+# Logits of a chunk without the kernel. On a CPU, chunks that fit into the caches are faster than larger ones, but
+# a chunk needs at least CPU_MIN_ROWS tokens, because it reads the weight and updates its entire gradient.
 CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS, CPU_MIN_ROWS = 2**26, 2**21, 256
 
 
@@ -212,7 +212,7 @@ def _kernel_cross_entropy(
     group: dist.ProcessGroup | None,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_torch_cross_entropy`; the gradient overwrites the logits."""
+    """Like `_torch_cross_entropy`, but the gradient overwrites the logits."""
     lse, label_logits = _statistics(logits, labels, mask, first_token, gradient=needs_grad and group is None)
     if group is not None:
         lse, label_logits = _merge(lse, label_logits, group)

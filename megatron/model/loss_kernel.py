@@ -1,4 +1,4 @@
-"""A Triton kernel for the cross entropy of logits, which it can overwrite by their gradient.
+"""A Triton kernel for the cross entropy of logits, which it can overwrite with their gradient.
 
 It reads the logits from memory once, in their own dtype, and computes in float32. The second loop of a program reads
 its row of logits again: 98 KiB for 50,304 tokens in half precision. Programs have enough threads that the rows of all
@@ -28,7 +28,7 @@ def cross_entropy_kernel(
 
     Unless `lse` is MERGED, computes `lse` `[c]`, the log of the sum of exponentials, and `label_logits` `[c]`, which
     are 0 for labels outside the slice of the vocabulary that starts at `first_token`. The cross entropy is their
-    difference. With GRADIENT, replaces the logits by its gradient, softmax - one_hot(label), times the mask `[c]` if
+    difference. With GRADIENT, replaces the logits with its gradient, softmax - one_hot(label), times the mask `[c]` if
     that is not None.
     """
     row = tl.program_id(0)

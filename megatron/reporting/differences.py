@@ -11,8 +11,8 @@ from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, 
 from megatron.reporting.formatting import NOT_MEASURED, format_difference
 
 DIFFERENCE_NOTE = (
-    "Differences of the loss (nats per token) are of the same tokens; ± is the standard error over documents. It does "
-    "not include the variation between trainings with other seeds."
+    "Differences of the loss (nats per token) compare the same tokens; ± is the standard error over documents. It "
+    "does not include the variation between training runs with different seeds."
 )
 
 Key = tuple[Setting, Method, int]  # int: the length
@@ -22,7 +22,7 @@ Key = tuple[Setting, Method, int]  # int: the length
 class Difference:
     """A difference of two mean losses, in nats per token. stderr: over documents; None with fewer than two of them.
 
-    Losses of several seeds are averaged first, so `stderr` is about the text, not the variation between trainings.
+    Losses of several seeds are averaged first, so `stderr` reflects the choice of text, not of the seeds.
     """
 
     mean: float

@@ -110,8 +110,8 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
     largest length to that at the training length.
 
     Args:
-        compare_with: a method; perplexities that it is significantly better than are marked, and the differences from
-            its losses are a section.
+        compare_with: a method. Perplexities that it significantly improves on are marked, and an additional section
+            shows the differences from its losses.
 
     Raises UserError if there are no results of that method.
     """
@@ -265,7 +265,7 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
         notes.append(
             f"{DAGGER}: {compare_with} is significantly better (paired two-sided t-test over the seeds, p < {ALPHA:g})."
             if num_seeds > 1
-            else f"With one seed, the variation between trainings of {compare_with} and the other methods is unknown."
+            else f"With one seed, the variation of {compare_with} and the other methods between seeds is unknown."
         )
     if any(record.get("stderr") is not None for record in losses):
         notes.append(

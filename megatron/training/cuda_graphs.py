@@ -23,11 +23,11 @@ class _Loss(nn.Module):
 
 
 def capture(model: GPT, inputs: list[Tensor]) -> None:
-    """Replace the model's `forward`, which returns the loss, by graphs of its forward and backward pass.
+    """Replace the model's `forward`, which returns the loss, with graphs of its forward and backward pass.
 
     inputs: a batch. Later batches must have the same shapes; the graph copies them to its own inputs.
 
-    Call it after DeepSpeed has moved the parameters and checkpoints are loaded: a graph reads fixed addresses. Before
+    Call this after DeepSpeed has moved the parameters and checkpoints are loaded: a graph reads fixed addresses. Before
     the capture PyTorch runs the model a few times, so that everything is compiled and cached; this does not change the
     gradients or the state of the random number generators.
 

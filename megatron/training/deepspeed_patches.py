@@ -47,7 +47,7 @@ class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers by `DeviceOnlyBF16Optimizer` and
+        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with `DeviceOnlyBF16Optimizer` and
         `PatchedZeroOptimizer`.
 
         Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector for each of them.
@@ -180,7 +180,7 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
     """
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """Order the streams on the device. Upstream: with overlap_comm, the host waits for all of them."""
+        """Synchronize the streams on the device. Upstream: with overlap_comm, the host waits for all of them."""
         accelerator = get_accelerator()
 
         def wait_for_reduction() -> None:

@@ -66,7 +66,7 @@ def initialize(config: Config) -> Layout:
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
             raise UserError(
-                f"{socket.gethostname()} was given rank {local_rank} of its own, but has {gpus} visible GPU(s); lower "
+                f"{socket.gethostname()} was given local rank {local_rank}, but has {gpus} visible GPU(s); lower "
                 "its slots in the hostfile, or num_gpus (with Slurm, use --gpus-per-node and not --gpus-per-task)"
             )
         torch.cuda.set_device(local_rank)

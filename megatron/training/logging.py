@@ -208,12 +208,12 @@ def non_finite_loss(config: Config, when: str) -> UserError:
     broken = non_finite_gradients(method, shape.num_heads, shape.head_size)
     if broken:
         advice = (
-            f"Its cause is pos_emb {model.pos_emb}: the gradient of {', '.join(broken)} is not finite, already at the "
-            "initial parameters. The usual reason is distance 0, where sqrt and powers below 1 have an infinite "
-            "derivative: give them only positive arguments (see docs/adding-a-method.md)"
+            f"The cause is pos_emb {model.pos_emb}: the gradient of {', '.join(broken)} is not finite even at the "
+            "initial parameters. Usually the reason is distance 0, where sqrt and powers below 1 have an infinite "
+            "derivative: keep their arguments above 0 (see docs/adding-a-method.md)"
         )
     else:
-        advice = "Lower the learning rate, clip gradients (gradient_clipping), or use a wider number format"
+        advice = "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger range"
     return UserError(
         f"the loss is not finite (nan or inf) {when}; training stops without saving. "
         + (f"The last checkpoint is in {folder}. " if folder else "")

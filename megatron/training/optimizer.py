@@ -32,8 +32,8 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
 def project_masters(optimizer: torch.optim.Optimizer) -> None:
     """Clamp the tensors of parameter groups with bounds.
 
-    DeepSpeed's ZeRO and bf16 optimizers replace the parameters of each group by the flat fp32 master weights of this
-    rank, call the optimizer's step, and copy the master weights to the model.
+    DeepSpeed's ZeRO and bf16 optimizers replace the parameters of each group with this rank's flat fp32 master weights,
+    call the optimizer's step, and copy the master weights to the model.
     """
     for group in optimizer.param_groups:
         if "bounds" in group:

@@ -86,7 +86,7 @@ def random_attend_arguments(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """As `attend_arguments`, with random tables, on any device."""
+    """Like `attend_arguments`, with random tables, on any device."""
     generator = torch.Generator().manual_seed(0)
     max_kv_len = Span(window).max_kv_len(t)
     query, key, value = (

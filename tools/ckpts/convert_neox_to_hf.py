@@ -3,8 +3,8 @@
 python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step1000 --config_file my.yml \
     --output_dir hf_model --precision auto --architecture neox
 
-The model is that of the checkpoint's own configuration; --config_file may set the tokenizer's files, and must not
-describe another model.
+The checkpoint's own configuration determines the model. --config_file may set the tokenizer's files, but must describe
+the same model.
 """
 
 import sys
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     match = STEP.fullmatch(options.input_dir.name)
     if match is None:
-        raise UserError(f"--input_dir {options.input_dir}: is not a folder global_stepN; name the folder of one step")
+        raise UserError(f"--input_dir {options.input_dir} is not a folder named global_stepN; give that of one step")
     if options.architecture != "neox":
         raise UserError(
-            f"--architecture {options.architecture} is not supported: models here are GPT-NeoX's; choose neox"
+            f"--architecture {options.architecture} is not supported: all models have GPT-NeoX's architecture; use neox"
         )
     model, saved = load_model(options.input_dir.parent, int(match[1]))
     config = _with_keys_of(options.config_file, saved)
@@ -71,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _with_keys_of(path: Path, saved: Config) -> Config:
-    """The checkpoint's configuration with the keys of a file. Raises UserError if the file describes another model."""
+    """The checkpoint's configuration with the keys of a file. Raises UserError if the file does not match its model."""
     config = saved.updated(**{entry.key: entry.value for entry in read_file(path)})
     differences = model_differences(saved, config, evaluation=True)
     if differences:
-        raise UserError(f"--config_file {path} describes another model than the checkpoint: {'; '.join(differences)}")
+        raise UserError(f"--config_file {path} does not match the checkpoint's model: {'; '.join(differences)}")
     return config
 
 

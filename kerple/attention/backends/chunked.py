@@ -30,12 +30,12 @@ MIN_WEIGHT = 1e-10
 # For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk needs about ten
 # times as many bytes as its scores. Larger chunks launch fewer kernels, but compute more masked scores.
 MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 512 * 1024 * 1024
-MODIFY_DEVICE_SHARE = 48  # at most this part of a GPU's memory
-MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum is for CPUs
+MODIFY_DEVICE_SHARE = 48  # at most 1/48 of a GPU's memory
+MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
 
 
 def chunked_attention(call: AttentionCall) -> Tensor:
-    """As `attend`. Scores and softmax are float32 (float64 for float64 inputs)."""
+    """Like `attend`. Scores and softmax are float32 (float64 for float64 inputs)."""
     if call.modify_scores is not None:
         return _attend_with_modified_scores(call)
     if call.q_len == 1 and not call.dropout_p:

@@ -69,7 +69,7 @@ def table_score_mod(bias: Tensor | None, weight: Tensor | None, offset: int) -> 
 
 
 def flex_attention(call: AttentionCall) -> Tensor:
-    """As `attend`, without dropout, and without gradients on a CPU."""
+    """Like `attend`, without dropout, and without gradients on a CPU."""
     modify = None
     if call.has_tables:
         modify = table_score_mod(call.bias_table, call.weight_table, call.offset)

@@ -12,7 +12,7 @@ from kerple.attention.tables import pair_distances
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
-    """As `attend`, with `[b, h, s, t]` scores in memory."""
+    """Like `attend`, with `[b, h, s, t]` scores in memory."""
     first_key = call.span.first_key(call.offset) if call.modify_scores is not None else 0
     key, value = call.key[:, :, first_key:], call.value[:, :, first_key:]
     return attend_to_chunk(

@@ -15,7 +15,7 @@ MASK_ROWS = 128
 
 
 def sdpa_attention(call: AttentionCall) -> Tensor:
-    """As `attend`, without a weight.
+    """Like `attend`, without a weight.
 
     If PyTorch's causal mask is not enough, each chunk of queries gets a mask that contains the bias. So `[b, h, s, t]`
     is never in memory, unless autograd saves the masks. On a GPU the mask must have the query's dtype, which rounds the

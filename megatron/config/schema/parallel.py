@@ -107,15 +107,17 @@ class LauncherConfig(Group):
 
     hostfile: str | None = key(
         None,
-        """File with one `HOST slots=N` line per node. Default: the file that the environment variable DLTS_HOSTFILE
-        names, or /job/hostfile, if it exists; else only this machine.""",
+        """File with one `HOST slots=N` line per node. Default: the file named by the environment variable
+        DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is used.""",
     )
     include: str | None = key(
         None,
-        """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Single slots of several hosts only with pdsh. Not
-        with num_gpus or num_nodes.""",
+        """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Selecting slots on several hosts requires launcher
+        pdsh. Cannot be combined with num_gpus or num_nodes.""",
     )
-    exclude: str | None = key(None, "Hosts and slots not to use, in the same form. Not with num_gpus or num_nodes.")
+    exclude: str | None = key(
+        None, "Hosts and slots not to use, in the same form. Cannot be combined with num_gpus or num_nodes."
+    )
     num_nodes: Int = key(-1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1)
     num_gpus: Int | None = key(
         None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1
@@ -132,7 +134,7 @@ class LauncherConfig(Group):
         le=65535,
     )
     launcher: Annotated[Literal["pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm"], CaseInsensitive] = key(
-        "pdsh", "What starts the ranks of several hosts: pdsh over ssh, mpirun, or srun (docs/clusters.md)."
+        "pdsh", "Program that starts the ranks on several hosts: pdsh over ssh, mpirun, or srun (docs/clusters.md)."
     )
     deepspeed_slurm: bool = key(
         False, "True: srun has started the ranks, without deepy.py. Implied by `launcher: slurm`."

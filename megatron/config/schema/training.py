@@ -154,19 +154,19 @@ class ScheduleConfig(Group):
     train_iters: Int | None = key(None, "Total number of optimizer steps. 0: evaluate only.", ge=0)
     lr_decay_iters: Int | None = key(
         None,
-        """Step at which the decay ends. Default: train_iters. After it, cosine stays at min_lr (GPT-NeoX's would rise
-        again).""",
+        """Step at which the decay ends. Default: train_iters. Afterwards, cosine stays at min_lr (in GPT-NeoX, it would
+        rise again).""",
         ge=1,
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key("linear", "Shape of the decay.")
     lr_schedule: Literal["neox", "neox-2022"] | None = key(
         None,
         """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at lr_decay_iters, and cosine ends
-        at min_lr. neox-2022: those of the KERPLE release; the decay would end lr_decay_iters steps after the warmup,
-        and min_lr is only a lower bound. Default: as the checkpoint from which the run resumes (neox-2022 for
-        checkpoints of the KERPLE release), otherwise neox.""",
+        at min_lr. neox-2022: those of the KERPLE release; the decay is spread over lr_decay_iters steps after the
+        warmup, so it does not complete, and min_lr is only a lower bound. Default: that of the checkpoint from which
+        the run resumes (neox-2022 for checkpoints of the KERPLE release), otherwise neox.""",
     )
-    min_lr: float = key(0.0, "Learning rate at the end of the cosine decay, and lower bound of every decay.", ge=0)
+    min_lr: float = key(0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0)
     warmup: float = key(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
 
 
@@ -243,12 +243,12 @@ class TrainingConfig(Group):
     torch_compile: bool = key(
         False,
         """True: compile the blocks with torch.compile, including attention if its backend is fused or sdpa and the
-        positional method does not rotate queries and keys. Needs a C++ compiler (on a GPU also Triton) and up to a
-        minute at the start. Not with a pipeline, tensor parallelism or ZeRO 3.""",
+        positional method does not rotate queries and keys. Needs a C++ compiler (on a GPU also Triton) and takes up
+        to a minute at startup. Not with a pipeline, tensor parallelism or ZeRO 3.""",
     )
     enable_cuda_graph: bool = key(
         False,
-        """True: run the forward and backward pass as CUDA graphs, which take little of the host's time. Needs bf16 and
+        """True: run the forward and backward pass as CUDA graphs, which launch with little overhead. Needs bf16 and
         a GPU. Not with a pipeline, tensor parallelism, ZeRO 2 or 3, torch_compile, checkpoint_activations,
         attention_dropout or random positions. Not measured on a GPU yet.""",
     )
@@ -279,15 +279,15 @@ class CheckpointConfig(Group):
     save_interval: float | None = key(
         None,
         """Optimizer steps between checkpoints; the last step is always saved. With checkpoint_scale log, the factor
-        between the steps of two checkpoints.""",
+        between the steps of consecutive checkpoints.""",
         aliases=("checkpoint_factor",),
         ge=1,
     )
     checkpoint_scale: Literal["linear", "log"] = key(
         "linear",
-        "linear: checkpoints at multiples of save_interval; log: at its powers, rounded down, starting with step 1.",
+        "linear: checkpoints at multiples of save_interval; log: at its powers (1, ...), rounded down.",
     )
-    extra_save_iters: Steps = key((), "Further steps at which to save a checkpoint. 0: before the first step.")
+    extra_save_iters: Steps = key((), "Additional steps at which to save a checkpoint. 0: before the first step.")
     keep_last_n_checkpoints: Int | None = key(None, "Delete all but this many checkpoints. Default: keep all.", ge=1)
     finetune: bool = key(
         False, "Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist."

@@ -2,7 +2,7 @@
 
 The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691), with bias and weight over distance:
 
-- **Tables instead of formulas.** Each pair of a tile loads its entry of the table `[h, length]`. The 32 lanes of a warp
+- **Tables instead of formulas.** Each pair in a tile loads its entry of the table `[h, length]`. The 32 lanes of a warp
   read a few neighboring words, which is one request to the first-level cache, otherwise idle during matrix products;
   half of the pairs share a load with another pair at the same distance. Computing a closed form is slower: a logarithm
   per pair is another pass of the special function unit, which the softmax already keeps busy. A Toeplitz matrix in
@@ -10,7 +10,8 @@ The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691),
 - **The table is the mask.** It contains -inf for distances that are not visible, so no tile computes a mask.
 - **Gradients of a few coefficients per head, without atomics.** If a table depends on one to four coefficients, as
   KERPLE's kernels do, their gradients are sums over pairs of the scores' gradient times the table's derivative, which
-  is a table as well (`TableJacobian`). The kernel for the query's gradient adds them up without more matrix products.
+  is a table as well (`TableJacobian`). The kernel for the query's gradient computes these sums without additional
+  matrix products.
 - **Gradients of any table.** A sum along diagonals is awkward within a tile, but all tiles at the same block distance
   have the same distances in the same places. In a separate kernel, each program handles one block distance, recomputes
   scores and their gradient (two matrix products in addition to the seven of the backward pass), and adds complete tiles
@@ -19,8 +20,8 @@ The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691),
 - **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only on the GPU, the
   dtype, the head size and the presence of a weight (`tiles.py`), never on timing.
 
-The gradient through the softmax uses the rounded result for each row's sum, as FlashAttention does. So in half
-precision the tables' gradients are as exact as this rounding allows; they are summed in float32.
+As in FlashAttention, the gradient through the softmax uses the rounded result for each row's sum. In half precision,
+this rounding limits the accuracy of the tables' gradients, which are summed in float32.
 
 Legend: b batch, s query length, t key length, h heads, d head size; k block distances, p parts of the tiles at a block
 distance, or jacobian directions of a table; q tiles of queries.
@@ -50,7 +51,7 @@ TILES_BYTES = 128 * 1024 * 1024
 
 
 def unavailable_reason(requirements: Requirements) -> str | None:
-    """Why the kernels cannot run such a call on its device; None if they can."""
+    """Why the kernels cannot run this call on its device; None if they can."""
     kernels, device = _load_kernels(), requirements.device
     assert device is not None
     if kernels is None:

@@ -1,5 +1,5 @@
-"""The fused backend as operators of torch.library, which `torch.compile` does not trace: a compiled block has no graph
-break.
+"""The fused backend as `torch.library` operators. `torch.compile` does not trace into them, so a compiled block has no
+graph break.
 
 `launch.py` describes the algorithm.
 
@@ -22,12 +22,12 @@ from kerple.attention.backends.triton.launch import (
 from kerple.attention.call import AttentionCall, Backend, without_autocast
 from kerple.positional import TableJacobian
 
-# The number of directions, of bias and weight together, that `query_kernel` adds up.
+# The maximum number of directions, of bias and weight together, for which `query_kernel` sums gradients.
 MAX_DIRECTIONS = 4
 
 
 def fused_attention(call: AttentionCall) -> Tensor:
-    """As `attend`."""
+    """Like `attend`."""
     bias = _differentiable_table(call.bias_table, call.bias_jacobian)
     weight = _differentiable_table(call.weight_table, call.weight_jacobian)
     if sum(table.directions.shape[1] for table in (bias, weight) if table.directions is not None) > MAX_DIRECTIONS:
@@ -86,7 +86,7 @@ def _attention(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """(context, lse), see `Launcher.forward`. The other arguments are the fields of two `_DifferentiableTable`s."""
+    """(context, lse), see `Launcher.forward`. Arguments of the tables are the fields of `_DifferentiableTable`."""
     return Launcher(query, key, value, bias_table, weight_table, scale, window).forward()
 
 
@@ -114,8 +114,8 @@ def _attention_backward(
     scale: float,
     window: int | None,
 ) -> list[Tensor]:
-    """The gradients of query, key and value, as `_empty_gradients`; then, as far as needed, those of bias table, weight
-    table, bias coefficients and weight coefficients.
+    """The gradients of query, key and value, in the layout of `_empty_gradients`, followed by those that are needed of
+    bias table, weight table, bias coefficients and weight coefficients.
     """
     launcher = Launcher(query, key, value, bias_table, weight_table, scale, window)
     states = _empty_gradients(query, key)
@@ -190,8 +190,8 @@ def _is_packed(query: Tensor, key: Tensor) -> bool:
 
 
 def _empty_gradients(query: Tensor, key: Tensor) -> list[Tensor]:
-    """For the gradients of query, key and value: `[3, b, h, s, d]`, in memory `[b, s, h, 3, d]` like a model's
-    projection, so that the model need not copy them; or three tensors if there are more keys than queries.
+    """Space for the gradients of query, key and value: a tensor `[3, b, h, s, d]`, stored as `[b, s, h, 3, d]` like a
+    model's projection, so that the model need not copy it; or three tensors if there are more keys than queries.
     """
     if not _is_packed(query, key):
         return [torch.empty_like(query), torch.empty_like(key), torch.empty_like(key)]

@@ -45,7 +45,7 @@ class Tiles:
     """The tile of each kernel. `tables` must be square.
 
     Attributes:
-        kib: KiB of shared memory that any of the kernels needs, at most.
+        kib: the maximum shared memory of the kernels, in KiB.
         skip_mask: without tables, tiles without masked pairs skip the lookup of the mask; otherwise the kernels look up
             a table of zeros.
     """
@@ -74,7 +74,7 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device) -> "Gpu":
-        """The GPU of a device. On a CPU, where only the interpreter runs the kernels, it is Hopper."""
+        """The GPU of a device. For a CPU, where only the interpreter runs the kernels, a Hopper GPU."""
         if device.type != "cuda":
             return cls("CPU", 90, 227 * 1024)
         properties = torch.cuda.get_device_properties(device)
@@ -98,9 +98,9 @@ def no_tiles_reason(gpu: Gpu, dtype: torch.dtype | None, head_size: int | None) 
 
 
 def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool) -> Tiles:
-    """The tiles for a GPU; an unknown architecture gets those of mma.sync, which need the least shared memory.
+    """The tiles for a GPU. An unknown architecture gets those of mma.sync, which need the least shared memory.
 
-    They depend on nothing else, so that the order of sums is fixed. They may not fit: see `no_tiles_reason`.
+    Tiles depend only on the arguments, so that the order of sums is fixed. They may not fit: see `no_tiles_reason`.
     """
     small = head_size <= 64
     major = gpu.architecture // 10

@@ -302,7 +302,7 @@ def test_an_unusable_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     self_check._require_usable(torch.device("cuda"), verdict)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    with pytest.raises(RuntimeError, match=r"cannot use the GPU any more\. Start it again"):
+    with pytest.raises(RuntimeError, match=r"can no longer use the GPU\. Start it again"):
         self_check._require_usable(torch.device("cuda"), verdict)
 
 

@@ -80,6 +80,6 @@ def test_all_hosts_must_share_the_folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(saving, "run_on_all_ranks", on_a_host_with_a_folder_of_its_own)
     with pytest.raises(
-        CheckpointError, match="is not the folder of rank 0; checkpoints need a folder that all hosts sh"
+        CheckpointError, match="is not the folder that rank 0 writes to; checkpoints need a folder that all hosts sh"
     ):
         saving._check_that_all_hosts_share(folder)

@@ -78,7 +78,7 @@ from megatron.config import Config, UserError
                 ),
             )
         ),
-        ({"min_lr": 1.0}, "min_lr 1.0 is more than optimizer.params.lr 0.001"),
+        ({"min_lr": 1.0}, "min_lr 1.0 exceeds optimizer.params.lr 0.001"),
         ({"extrapolation-tokens": 64}, "extrapolation_tokens is set, but extrapolation_lengths is not"),
         (
             {"extrapolation-lengths": [16, 32], "pipe-parallel-size": 2},

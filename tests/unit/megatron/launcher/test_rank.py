@@ -43,7 +43,7 @@ def test_existing_ranks_are_not_changed():
 
 def test_several_processes_require_an_address():
     config = Config.from_flat({**KEYS, "launcher": "slurm"})
-    with pytest.raises(UserError, match="8 processes, but the address of the first is unknown; set master_addr"):
+    with pytest.raises(UserError, match="8 processes, but the address of rank 0 is unknown; set master_addr"):
         set_rank_variables(config, dict(SLURM))
     environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     set_rank_variables(config, environment)

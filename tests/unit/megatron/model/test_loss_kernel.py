@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def launch(logits, labels, mask=None, lse=None, first_token=0, gradient=True, block=64):
-    """(lse, label logits); overwrites the logits by their gradient."""
+    """(lse, label logits); overwrites the logits with their gradient."""
     merged = lse is not None
     lse = torch.empty(len(logits), device=DEVICE) if lse is None else lse
     label_logits = torch.empty(len(logits), device=DEVICE)

@@ -224,7 +224,7 @@ def test_daggers():
     assert [texts[0] for texts in texts if texts[1].endswith("†")] == ["alibi"], "rpe is better"
     note = "†: kerple_log is significantly better (paired two-sided t-test over the seeds, p < 0.05)."
     assert note in summary_table(rows, "T", "kerple_log").notes
-    one_seed = "With one seed, the variation between trainings of kerple_log and the other methods is unknown."
+    one_seed = "With one seed, the variation of kerple_log and the other methods between seeds is unknown."
     assert one_seed in summary_table(ROWS, "T", "kerple_log").notes
     with pytest.raises(UserError, match="--compare-with t5: there are no results of this method; choose one of kerple"):
         summary_table(rows, "T", "t5")

@@ -62,7 +62,7 @@ def test_more_ranks_than_gpus_on_a_host(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(UserError, match=r"was given rank 2 of its own, but has 2 visible GPU\(s\); lower its slots"):
+    with pytest.raises(UserError, match=r"was given local rank 2, but has 2 visible GPU\(s\); lower its slots"):
         distributed.initialize(Config.from_flat(training_settings(tmp_path, "data")))
 
 

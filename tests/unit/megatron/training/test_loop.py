@@ -210,7 +210,7 @@ def test_a_positional_method_whose_gradient_is_not_finite_is_named(tmp_path, dat
             return super().bias(distance) - (slope * distance).sqrt()
 
     monkeypatch.setitem(registry._METHODS, "root_of_product", RootOfProduct)
-    message = "not finite .* Its cause is pos_emb root_of_product: the gradient of bias_a is not finite, already at"
+    message = "not finite .* The cause is pos_emb root_of_product: the gradient of bias_a is not finite even at"
     with pytest.raises(UserError, match=message) as raised:
         trained(tmp_path, data_path, pos_emb="root_of_product")
     assert "learning rate" not in str(raised.value)
