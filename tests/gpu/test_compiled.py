@@ -39,7 +39,7 @@ def test_attention_with_dropout_is_not_traced():
 
 @pytest.mark.parametrize("method", ["none", "kerple_log", "kerple_power_ap_ap", "rotary"])
 def test_flex(method, monkeypatch):
-    """FlexAttention's forward and backward operators, which Inductor would replace by its kernels."""
+    """FlexAttention's forward and backward operators, which Inductor would replace with its kernels."""
     torch._dynamo.reset()
     flex._block_mask.cache_clear()
     run = torch.compile(flex._flex_module().flex_attention, dynamic=False, backend="aot_eager")

@@ -29,13 +29,13 @@ SLOW = ("dape", "dape_alibi", "transformer_xl")
     ["dape_kerple", "dape_v2_kerple", "fire", "cope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 def test_methods_with_modify_scores_launch_few_kernels(method):
-    """Per layer, at the recipe's shape. DAPE with FIRE's bias computes two methods."""
+    """The limit is per layer, at the recipe's shape. DAPE with FIRE's bias computes two methods."""
     one, two = (kernels_and_memory(method, layers)[0] for layers in (1, 2))
     assert two - one <= 150
 
 
 @pytest.mark.parametrize("method", ["dape_kerple", "cope"])
 def test_chunks_keep_memory_linear(method):
-    """With as many tokens, a longer text needs no more memory."""
+    """With the same number of tokens, longer sequences need no more memory."""
     short, long = (kernels_and_memory(method, 1, batch, length)[1] for batch, length in ((32, 512), (4, 4096)))
     assert long <= 1.3 * short

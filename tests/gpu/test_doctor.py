@@ -1,5 +1,5 @@
 """The doctor on a simulated CUDA device: no tensor is on the wrong device. Simulated tensors have no values, so the
-errors mean nothing.
+printed errors are meaningless.
 """
 
 import pytest

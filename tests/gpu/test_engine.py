@@ -42,7 +42,7 @@ def test_a_step_does_not_wait_for_the_device(recipe, overrides):
 
 
 def test_the_bf16_optimizer_launches_few_kernels():
-    """Not several for each of the 31 parameters. Large tensors need several launches of a foreach operator."""
+    """The optimizer does not launch several kernels per parameter (31). Large tensors need several foreach launches."""
     with StepCounter() as device:
         SimulatedTraining(device, ["small_bf16.yml"], *FEW_LAYERS).third_step()
     assert sum(launch.cost.launches for launch in device.launches if launch.part == "optimizer") <= 50

@@ -29,7 +29,7 @@ def ranks():
 @pytest.mark.parametrize("method", ["kerple_log", "rotary", "rpe"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_training_step(method, fused):
-    """Fused blocks, and megatron-core's layers; half of the heads, the MLP and the vocabulary."""
+    """Fused blocks and megatron-core's layers, with half of the heads, the MLP and the vocabulary."""
     settings = replace(settings_for(method), tp=TensorParallel(2, 0))
     with SimulatedCuda() as device, patch.object(fused_block, "KERNEL_DEVICES", ["cuda"] if fused else []):
         with torch.device("meta"):

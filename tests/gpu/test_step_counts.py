@@ -107,7 +107,7 @@ def test_memory_and_time():
 
 
 def test_parts_of_a_step():
-    """Of a model with one layer: each operator's part, in both passes."""
+    """Operators of a one-layer model are assigned to their part of the step, in both passes."""
     with StepCounter() as device:
         model: GPT = cuda_model(settings_for("kerple_log", "auto", "num-layers=1")).train()
         tokens = torch.zeros(4, 512, dtype=torch.long, device="cuda")

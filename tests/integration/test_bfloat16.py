@@ -87,7 +87,7 @@ def test_attention_kernels_with_many_pairs():
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_chunked_backend(case):
-    """It rounds only its results: the tables' gradients are exact up to float32."""
+    """The chunked backend rounds only its results, so the tables' gradients are exact up to float32."""
     sizes, options = CASES[case]
     errors = attention_errors("chunked", 0.0, *sizes, **options)
     assert all(1 / 4 < error < 1 for error in errors[:4])
@@ -104,7 +104,7 @@ def test_kernels_and_chunked_differ_by_less_than_the_unit_roundoff():
 
 
 def test_gradients_of_kerple_s_coefficients():
-    """They are sums over all pairs in float32, so their bounds are those of the bias table's gradient."""
+    """Gradients of coefficients are float32 sums over all pairs, so the bounds of the bias table's gradient apply."""
     heads, length = 2, 40
     method = build("kerple_log", ModelShape(heads, 16, 32, 1, length))
     (bias, _), (jacobian, _) = tables(method, length, "cpu"), jacobians(method, length, "cpu")
@@ -124,7 +124,7 @@ def test_gradients_of_kerple_s_coefficients():
 
 @pytest.mark.parametrize("kernel_devices", [[], ["cpu"]])
 def test_loss(kernel_devices, monkeypatch):
-    """With PyTorch operations, and with the kernel."""
+    """The loss computed by PyTorch operations and by the kernel."""
     monkeypatch.setattr(loss, "KERNEL_DEVICES", kernel_devices)
     torch.manual_seed(0)
     hidden, weight = torch.randn(60, 32).bfloat16(), (torch.randn(150, 32) / 3).bfloat16()

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh: which commands it runs, with a stub in the place of Python."""
+"""benchmarks/gpu.sh: which commands it runs, with a stub in place of Python."""
 
 import subprocess
 from pathlib import Path

@@ -124,7 +124,7 @@ def test_exit_status(code, status, message, capfd):
 
 
 def test_other_ranks_are_killed_after_a_failure(monkeypatch, capfd):
-    """Rank 0 waits for rank 1, and has started a process of its own."""
+    """Rank 0 has started a process of its own, and waits for rank 1, which aborts."""
     monkeypatch.setattr("megatron.launcher.node._SECONDS_AFTER_FAILURE", 0.5)
     code = (
         "import os, subprocess, sys, time\n"

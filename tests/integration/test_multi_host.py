@@ -48,7 +48,7 @@ while True:
     time.sleep(1)
 """
 
-# What names the host whose rank was killed.
+# Launcher -> the part of its output that names the host whose rank was killed.
 MESSAGES = {
     "pdsh": "error: the ssh connection to 127.0.0.2 was lost, or its processes were killed",
     "openmpi": "on node host-2",

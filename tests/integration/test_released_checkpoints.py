@@ -118,7 +118,7 @@ def test_every_method_resumes_and_is_saved_in_our_layout(method, corpus, tmp_pat
 
 
 def test_parameters_beyond_their_bounds_are_clamped_before_the_first_step(corpus, tmp_path):
-    """As by the release. Released checkpoints contain such values."""
+    """The release clamps them too; its checkpoints contain values beyond the bounds."""
     release = tmp_path / "release"
     shutil.copytree(checkpoints("kerple_log"), release)
     for file in (release / "global_step300").glob("layer_*.pt"):

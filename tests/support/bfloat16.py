@@ -1,7 +1,7 @@
 """bfloat16 without a GPU: exact products in Triton's interpreter, and bounds of the rounding errors.
 
-**Arithmetic.** A product of two bfloat16 numbers is exact in float32, so a matrix product of bfloat16 matrices is one
-of float32 matrices with the same values. Triton's interpreter multiplies the bits as integers and truncates when it
+**Arithmetic.** A product of two bfloat16 numbers is exact in float32, so a product of bfloat16 matrices equals that of
+float32 matrices with the same values. Triton's interpreter multiplies the bits as integers and truncates when it
 converts to bfloat16; `interpreted_bfloat16` corrects both. With it, the interpreter computes what a GPU does, except
 for the order of float32 sums and the last bits of exponentials.
 
@@ -22,8 +22,8 @@ Algorithms, section 4.2). The inputs are bfloat16 numbers and exact. With |.| el
 - The gradients of tables are float32 sums of G, or of scale (q.k) G, over the pairs at a distance. They are not rounded
   to bfloat16: their error is the sum of E(G), and n e times the sum of |G|.
 
-All terms of second order are included by factors 1 + u. The chunked backend computes in float32 and rounds only its
-results. So its bounds are the same with u = 0 in all terms except the last rounding.
+Factors 1 + u account for all terms of second order. The chunked backend computes in float32 and rounds only its
+results, so its bounds are the same with u = 0 in all terms except the last rounding.
 
 The loss rounds the logits z = H W^T, their gradient g = m (softmax(z) - one_hot), and the gradients of H and W, that of
 H before and after it is multiplied by the upstream gradient:

@@ -1,7 +1,7 @@
 """Compiles the loss kernel for every GPU architecture, without a GPU, and prints a JSON row for each binary.
 
-As a script, because Triton interprets kernels in the process of the tests: `python -m tests.support.compiled_loss`.
-With `--quick`, only that of a training step in bfloat16.
+It runs as a script, `python -m tests.support.compiled_loss`, because Triton interprets kernels in the test process.
+With `--quick`, it compiles only the kernel of a training step in bfloat16.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The self-check with the CPU in the place of a GPU."""
+"""The self-check with the CPU in place of a GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch, run: Callable[[AttentionCall], Tensor]) -> list[int]:
-    """Replace the fused kernels by a function. Returns a list to which each call appends its number of queries."""
+    """Replace the fused kernels with a function. Returns a list to which each call appends its number of queries."""
     calls: list[int] = []
 
     def counted(call: AttentionCall) -> Tensor:

@@ -384,7 +384,7 @@ def _cuda_sdpa(
 
 @torch.no_grad()
 def move_to_cuda(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.Module:
-    """Replace the parameters and buffers of a model by simulated ones on `cuda`, floating point ones in `dtype`.
+    """Replace the parameters and buffers of a model with simulated ones on `cuda`, floating point ones in `dtype`.
 
     Shared tensors stay shared. Call it within `SimulatedCuda`.
     """

@@ -30,7 +30,7 @@ OVERWRITES = {
 LOOKUPS = {"gather", "index", "index_select", "embedding", "take_along_dim"}
 # Operators that update only as many elements of their first tensor as the largest of the others has.
 UPDATES = {"scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_"}
-# Operators with several kernels, and how often these read their inputs in total. Layer norm's backward pass: a kernel
+# Operators with several kernels, and how often these read their inputs in total. Layer norm backward has a kernel
 # for the gradient of the input, and one for those of weight and bias (aten/src/ATen/native/cuda/layer_norm_kernel.cu).
 SEVERAL_KERNELS = {"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2}
 # Elements of a block of a foreach kernel, blocks of a launch, and tensors of a launch by number of tensor lists

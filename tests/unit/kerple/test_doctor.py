@@ -1,4 +1,4 @@
-"""The doctor: what it prints without a GPU, and the checks of a GPU with the CPU in its place."""
+"""The doctor: its output without a GPU, and its checks of a GPU, with the CPU in its place."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def few_methods(monkeypatch, tmp_path):
 
 @pytest.fixture
 def cpu_as_gpu(monkeypatch, tmp_path):
-    """Returns a function that makes the CPU a GPU with these fused kernels."""
+    """Returns a function that makes the CPU look like a GPU with the given fused kernels."""
 
     def install(run) -> None:
         use_cpu_as_gpu(monkeypatch, tmp_path)
@@ -69,7 +69,7 @@ def test_a_gpu_whose_kernels_work(cpu_as_gpu):
 
 
 def test_a_gpu_whose_kernels_are_wrong(cpu_as_gpu, capsys):
-    """Each method is checked, whatever the others' results."""
+    """A failure of one method does not prevent the checks of the others."""
 
     def run(call):
         if call.query.dtype == torch.float16:

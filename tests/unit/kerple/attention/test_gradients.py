@@ -1,4 +1,4 @@
-"""Positional methods whose gradients are not finite are found, whatever hook they have."""
+"""Positional methods whose gradients are not finite are detected, whichever hooks they implement."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The self-check, with the CPU in the place of a GPU: Triton's interpreter, or stubs, are the kernels to check."""
+"""The self-check, with the CPU in place of a GPU: it checks Triton's interpreter or stubs."""
 
 import json
 import warnings
@@ -84,7 +84,7 @@ def check(method: str = "kerple_log", backend: str = "auto", *, training: bool =
 
 
 def random_call(backend: str = "auto") -> torch.Tensor:
-    """Kerple-log on 8 of 10 positions, as a user calls it."""
+    """kerple_log for 8 of 10 positions, called as users do."""
     torch.manual_seed(0)
     method = build("kerple_log", SHAPE)
     states = torch.randn(1, 2, 10, 16, generator=torch.Generator().manual_seed(0))
@@ -93,7 +93,7 @@ def random_call(backend: str = "auto") -> torch.Tensor:
 
 @pytest.mark.parametrize("method", ["none", "alibi", "kerple_log", "kerple_power__ap", "kerple_power_ap_ap", "rpe"])
 def test_the_kernels_pass(method):
-    """In the interpreter, with tables and with jacobians, and with one that is only valid from some distance on."""
+    """The interpreter passes with tables, with jacobians, and with one that is valid only from some distance on."""
     verdicts = check(method, "fused") + check(method, "fused", training=False)
     assert [verdict.failure for verdict in verdicts] == [None, None]  # a window is another verdict
     gradients = {"query", "key", "value"} | ({"bias_coefficients"} if method == "kerple_log" else set())
@@ -126,7 +126,7 @@ def test_broken_kernels_fail(name, kernels):
 
 
 def test_wrong_gradients_of_coefficients_fail(kernels):
-    """By a backend that uses the jacobian instead of the gradient of the table."""
+    """The error is found in a backend that uses the jacobian instead of the gradient of the table."""
 
     def run(call: AttentionCall) -> torch.Tensor:
         jacobian = call.bias_jacobian
@@ -178,7 +178,7 @@ def test_a_failure_excludes_its_dtype_and_head_size(kernels):
 
 
 def test_the_first_call_checks(kernels, capsys):
-    """Also of `attend`, which knows no method, without gradients and in inference mode; tables may be short."""
+    """`attend`, which knows no method, also checks: without gradients and in inference mode; tables may be short."""
     calls = kernels(chunked_attention)
     states = torch.randn(1, 2, 10, 16)
     bias = torch.zeros(2, 10, requires_grad=True)

@@ -234,7 +234,7 @@ UPPER_BOUNDS |= {"bias_r3": (KerpleLog3, KerpleGaussian3)}
 
 @pytest.mark.parametrize("cls", TORCH_FORMULAS)
 def test_projected_training_follows_the_rule_of_the_release(cls):
-    """300 Adam steps that push every parameter up and down, so that it meets its bounds and must leave them again."""
+    """300 Adam steps that push every parameter up and down, so that it reaches its bounds and must leave them again."""
     torch.manual_seed(0)
     method = cls(num_heads=4)
     released = {name: parameter.detach().clone().requires_grad_() for name, parameter in method.named_parameters()}

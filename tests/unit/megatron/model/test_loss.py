@@ -1,5 +1,5 @@
-"""The chunked loss against PyTorch's cross entropy, with PyTorch operations and with the Triton kernel, and that the
-model uses it.
+"""The chunked loss against PyTorch's cross entropy, with PyTorch operations and with the Triton kernel, and its use in
+the model.
 """
 
 import re

@@ -55,7 +55,7 @@ def test_gradients_are_clipped_by_the_norm_in_the_log(clipping, tmp_path, data_p
 def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path, data_path, monkeypatch):
     """With gradient accumulation, and a parameter that gets no gradient in one micro-batch, then in a whole step.
 
-    Dividing by 1 / scale instead of multiplying with scale changes the last bit, which can change a rounded weight.
+    Dividing by 1 / scale instead of multiplying by scale changes the last bit, which can change a rounded weight.
     """
     update = BF16_Optimizer.update_hp_grads, DeviceOnlyBF16Optimizer.update_hp_grads
     calls = []
