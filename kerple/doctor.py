@@ -61,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a file")
     options = parser.parse_args(argv)
+    if any(size < 2 or size % 2 for size in options.head_size):
+        parser.error("--head-size: rotary methods need even head sizes")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.parent}")
     machine = describe_machine()
     for title, lines in machine.items():
         print(title)

@@ -55,6 +55,15 @@ def test_without_a_gpu(capsys, monkeypatch, tmp_path):
     assert result["machine"]["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("options", [["--head-size", "63"], ["--head-size", "0"], ["--json", "missing/doctor.json"]])
+def test_wrong_options(options, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        doctor.main(options)
+    assert caught.value.code == 2
+    assert f"error: {options[0]}: " in capsys.readouterr().err
+
+
 def test_a_gpu_whose_kernels_work(cpu_as_gpu):
     cpu_as_gpu(chunked_attention)
     check = doctor.check_method("kerple_log", CPU, torch.bfloat16, 16)
