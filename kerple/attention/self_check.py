@@ -93,9 +93,10 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.failure is not None:
+            saved = " (saved verdict; the doctor checks again)" if self.seconds is None else ""
             return (
-                f"self-check of the fused attention kernels FAILED ({self.subject}): {self.failure}; attention-backend "
-                f"auto uses chunked or sdpa instead, which is slower; {HOW_TO_REPORT}"
+                f"self-check of the fused attention kernels FAILED ({self.subject}): {self.failure}{saved}; "
+                f"attention-backend auto uses chunked or sdpa instead, which is slower; {HOW_TO_REPORT}"
             )
         duration = "saved verdict" if self.seconds is None else f"{self.seconds:.1f} s, once per installation"
         return (
@@ -159,10 +160,17 @@ def ensure_checked(
     verdict = None if again else _load(key, subject)
     if verdict is None:
         verdict = _check(call, fused, baseline, subject, variant.gradients)
-        _save(key, verdict)
+        gpu_error = None if verdict.errors else _gpu_error(device)
+        # The cause of another exception, such as a missing C compiler, may be gone when the next process starts.
+        if verdict.errors or gpu_error is not None:
+            _save(key, verdict)
+        if gpu_error is not None:
+            raise RuntimeError(
+                f"{verdict}. This process can no longer use the GPU. Start it again: the verdict is saved (if the "
+                "cache folder is writable; otherwise set attention-backend to chunked)"
+            ) from gpu_error
     if verdict.failure is not None:
         reject(variant.dtype, variant.head_size, f"{verdict.failure} ({subject})")
-        _require_usable(device, verdict)
     else:
         forward = variant._replace(directions=(0, 0), gradients=False)
         _passed.update({(device, variant), (device, forward)})
@@ -305,16 +313,14 @@ def wrong_result(errors: dict[str, float], dtype: torch.dtype) -> str | None:
     return None
 
 
-def _require_usable(device: torch.device, verdict: Verdict) -> None:
+def _gpu_error(device: torch.device) -> RuntimeError | None:
     """After some errors, such as an illegal memory access, a process can no longer use its GPU."""
-    if device.type == "cuda" and not verdict.errors:
+    if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{verdict}. This process can no longer use the GPU. Start it again: the verdict is saved (if the "
-                "cache folder is writable; otherwise set attention-backend to chunked)"
-            ) from error
+            return error
+    return None
 
 
 # -- saved verdicts ---------------------------------------------------------------------------------------------------

@@ -42,10 +42,12 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in FLOP/s; None if it is unknown, as on a CPU."""
+    """Dense bf16 peak of the device in FLOP/s; None if it is unknown, as on a CPU or for slower variants of a GPU."""
     if device.type != "cuda":
         return None
     device_name = torch.cuda.get_device_name(device)
+    if re.search(r"Laptop|Max-Q|\bMIG\b|\bD\b", device_name):  # MIG: a part of a GPU; D: RTX 4090 D
+        return None
     matches = [name for name in PEAK_FLOPS if re.search(rf"(?<!\w){name}(?!\w)", device_name)]
     return PEAK_FLOPS[max(matches, key=len)] if matches else None
 

@@ -230,8 +230,19 @@ def test_saved_failures_are_repeated_to_the_user(kernels, new_process, capsys):
     calls = kernels(chunked_attention)
     new_process()
     random_call()
-    assert capsys.readouterr().err == message
+    assert capsys.readouterr().err == message.replace(
+        "; attention-backend", " (saved verdict; the doctor checks again)" + "; attention-backend"
+    )
     assert calls == []
+
+
+def test_exceptions_are_not_saved(kernels, new_process):
+    """Their cause may be gone, such as a missing compiler."""
+    kernels(BROKEN["no gradient"][0])
+    assert check("alibi")[0].failure is not None
+    new_process()
+    kernels(chunked_attention)
+    assert check("alibi")[0].failure is None
 
 
 @pytest.mark.parametrize("changed", ["driver", "torch", "source"])
@@ -294,16 +305,27 @@ def test_other_backends_and_devices_are_not_checked(kernels, monkeypatch):
     assert check("alibi") == []
 
 
-def test_an_unusable_gpu_is_an_error(monkeypatch):
+def test_an_unusable_gpu_is_an_error(kernels, new_process, monkeypatch):
+    """The verdict is saved first."""
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(self_check, "_gpu_error", lambda device: error)
+    kernels(BROKEN["no gradient"][0])
+    with pytest.raises(RuntimeError, match=r"can no longer use the GPU\. Start it again") as caught:
+        check("alibi")
+    assert caught.value.__cause__ is error
+    new_process()
+    assert check("alibi")[0].failure is not None
+
+
+def test_errors_of_the_gpu(monkeypatch):
     def synchronize(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    verdict = Verdict("NVIDIA H100, bfloat16", {}, "RuntimeError: CUDA error")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    self_check._require_usable(torch.device("cuda"), verdict)
+    assert self_check._gpu_error(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    with pytest.raises(RuntimeError, match=r"can no longer use the GPU\. Start it again"):
-        self_check._require_usable(torch.device("cuda"), verdict)
+    assert str(self_check._gpu_error(torch.device("cuda"))).startswith("CUDA error")
+    assert self_check._gpu_error(CPU) is None
 
 
 def test_the_random_numbers_of_training_do_not_change(kernels):

@@ -22,6 +22,9 @@ from tests.support.language_models import small_gpt
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA GeForce RTX 2080", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
 def test_the_peak_follows_from_the_name_of_the_device(name, expected, monkeypatch):
