@@ -191,8 +191,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--compare-with",
         metavar="POS_EMB",
-        help="show the differences of the other methods' losses to those of POS_EMB, and mark with † the results that "
-        "it significantly improves on (paired two-sided t-test over seeds, p < .05)",
+        help="show the loss of every other method minus that of POS_EMB, and mark with † the results that POS_EMB "
+        "significantly improves on (paired two-sided t-test over seeds, p < .05)",
     )
     speed = parser.add_argument_group("memory and speed")
     speed.add_argument(

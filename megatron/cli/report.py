@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--reference",
         metavar="POS_EMB",
-        help="show the differences of the other methods' losses to those of POS_EMB, and mark with † the methods that "
-        f"it significantly improves on (default: {REFERENCE.pos_emb})",
+        help="show the loss of every other method minus that of POS_EMB, and mark with † the methods that POS_EMB "
+        f"significantly improves on (default: {REFERENCE.pos_emb})",
     )
     parser.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
     options = parser.parse_args(argv)

@@ -162,7 +162,7 @@ def node_command(nodes: Sequence[Node], pid_file: str, command: Sequence[str], v
 def signal_command(pid_file: str, name: str) -> str:
     """The shell command that sends a signal to the node.py that `node_command` started on a host, if it still runs.
 
-    If node.py was killed, its process id may belong to another process, and its file is removed. pdsh replaces %n.
+    If node.py was killed, another process may have its id: it gets no signal, and the file is removed.
     """
     script = (
         f'file={pid_file}%n; pid=`cat $file 2> /dev/null`; test -n "$pid" || exit 0; '

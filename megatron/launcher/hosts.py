@@ -163,7 +163,7 @@ def run_pdsh(
 
 
 def _signal_without_parent(number: int) -> Callable[[], None]:
-    """For preexec_fn: on Linux, the process receives a signal when this one ends, even by SIGKILL."""
+    """A preexec_fn: on Linux, the new process receives a signal when this one ends, even by SIGKILL."""
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
     return lambda: prctl(_PR_SET_PDEATHSIG, number)
 

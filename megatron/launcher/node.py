@@ -198,7 +198,7 @@ def main(words: Sequence[str]) -> int:
         streams.append(stream)
         copies.append(threading.Thread(target=_copy, args=(source, target), daemon=True))
         copies[-1].start()
-    # Other users can see the name, so a file that exists already is an error.
+    # Other users can see the name and might create the file, so an existing file is an error.
     with open(os.open(pid_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(str(os.getpid()))
     try:

@@ -64,7 +64,7 @@ def _uses_kernels(device: torch.device, dtype: torch.dtype, hidden_size: int) ->
 
 
 def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernels for blocks like this one with PyTorch's operators, for a few tokens. Returns why the kernels
+    """Compare the kernels for blocks like this one with PyTorch operations, for a few tokens. Returns why the kernels
     must not be used on a device; None if they may be, or are not used there anyway. Waits for the device.
     """
     norm = cast(nn.LayerNorm | nn.RMSNorm, block.input_layernorm)

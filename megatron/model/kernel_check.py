@@ -1,4 +1,4 @@
-"""The self-check of the kernels of attention and loss for a model, on all ranks (see `kerple.attention.self_check`)."""
+"""The self-check of a model's attention, block and loss kernels on all ranks (see `kerple.attention.self_check`)."""
 
 from collections.abc import Callable
 
@@ -52,14 +52,14 @@ def check_kernels(
     if block_failure is not None:
         fused_block.reject_kernels(device)
         report(
-            f"self-check of the kernels for transformer blocks FAILED: {block_failure}; PyTorch's operators compute "
+            f"self-check of the kernels for transformer blocks FAILED: {block_failure}; PyTorch operations compute "
             f"the blocks instead, which is slower; {self_check.HOW_TO_REPORT}"
         )
     loss_failure = next((failure for _, failure, _ in results if failure is not None), None)
     if loss_failure is not None:
         loss.reject_kernel(device)
         report(
-            f"self-check of the loss kernel FAILED: {loss_failure}; PyTorch's operations compute the loss instead, "
+            f"self-check of the loss kernel FAILED: {loss_failure}; PyTorch operations compute the loss instead, "
             f"which is slower; {self_check.HOW_TO_REPORT}"
         )
     verdicts = [verdict for rank, *_ in results for verdict in rank]

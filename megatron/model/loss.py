@@ -265,7 +265,7 @@ def _uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernel with PyTorch's operations. Returns why the kernel must not be used on a device; None if it may
+    """Compare the kernel with PyTorch operations. Returns why the kernel must not be used on a device; None if it may
     be, or is not used there anyway. Waits for the device.
     """
     if not _uses_kernel(device, dtype):

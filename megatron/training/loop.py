@@ -204,9 +204,9 @@ class Trainer:
 
 
 def _lock_folder(save: str, resources: contextlib.ExitStack) -> None:
-    """Keep other runs from saving to the folder until `resources` are released, which also shows that it is writable.
+    """Lock the folder until `resources` are released, so that no other run saves to it.
 
-    Raises UserError, on all ranks, if it is not or another run has it.
+    Raises UserError, on all ranks, if the folder is not writable or another run holds the lock.
     """
     lock = Lock(Path(save) / "run.lock", f"another run saves to {save}; wait until it ends, or choose another folder")
     resources.callback(lock.release)

@@ -17,8 +17,8 @@ class Lock:
 
     Args:
         path: the lock file. Its folder is created if missing.
-        busy_message: the message of the UserError that `acquire` raises if another process holds the lock. That process
-            and its host follow in parentheses.
+        busy_message: the message of the UserError that `acquire` raises if another process holds the lock. `acquire`
+            appends that process and its host in parentheses.
     """
 
     def __init__(self, path: str | Path, busy_message: str):

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to Hugging Face, with GPT-NeoX's command line; `convert.py to-hf` is this project's own.
+"""Convert a checkpoint to Hugging Face with GPT-NeoX's command line (this project's own is `convert.py to-hf`).
 
 python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step1000 --config_file my.yml \
     --output_dir hf_model --precision auto --architecture neox

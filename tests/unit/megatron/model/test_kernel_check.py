@@ -106,5 +106,5 @@ def test_a_rank_whose_block_kernels_fail(ranks):
     """No rank uses them."""
     ranks([SAVED], [SAVED], other_block="a result has a relative error of 1")
     (line,) = run(small_gpt("kerple_log"))
-    assert "transformer blocks FAILED: a result has a relative error of 1; PyTorch's operators" in line
+    assert "transformer blocks FAILED: a result has a relative error of 1; PyTorch operations" in line
     assert fused_block.KERNEL_DEVICES == []
