@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,8 +33,10 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], environment: Mapping[str, str]) -> str:
     """Check over ssh that every host has the working directory and the files; returns the first host's address.
 
-    Raises UserError with one line for each host that does not.
+    Raises UserError with one line for each host that does not, or if ssh is not installed.
     """
+    if shutil.which(SSH[0]) is None:
+        raise UserError("ssh is not installed here; install it, or set no_ssh_check: true if mpirun does not need it")
     missing = "missing: "
     tests = [f"test -e {shlex.quote(path)} || echo {missing}{shlex.quote(path)}" for path in (directory, *files)]
     script = f"sh -c {shlex.quote('; '.join([*tests, 'hostname -I 2> /dev/null || echo']))}"

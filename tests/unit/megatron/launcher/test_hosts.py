@@ -27,6 +27,7 @@ def commands(monkeypatch) -> list[list[str]]:
         return SimpleNamespace(returncode=status, stdout=output, stderr=errors)
 
     monkeypatch.setattr(hosts.subprocess, "run", answer)
+    monkeypatch.setattr(hosts.shutil, "which", lambda program: f"/usr/bin/{program}")
     return run
 
 
@@ -48,3 +49,10 @@ def test_every_host_that_fails_is_named(commands):
         "  incomplete: there is no /env/bin/python, /p/train.py",
         "  refused: ssh: connect to host refused port 22: Connection refused",
     ]
+
+
+def test_without_ssh(commands, monkeypatch):
+    monkeypatch.setattr(hosts.shutil, "which", lambda program: None)
+    with pytest.raises(UserError, match="ssh is not installed here"):
+        check_hosts(["good"], "/w", [], {})
+    assert commands == []
