@@ -26,7 +26,7 @@ def make_model(pos_emb: str, *, seed: int = 0, **keys: object) -> tuple[GPT, Con
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 2:
+            if parameter.dim() in (2, 4):  # of linear layers and convolutions
                 parameter.copy_(drawn * 0.25)
             elif parameter.dim() == 1:
                 parameter.copy_(drawn * 0.02 + (1.0 if name.endswith("norm.weight") else 0.0))
