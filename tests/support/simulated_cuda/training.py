@@ -20,9 +20,9 @@ def process_group() -> Iterator[None]:
     """One rank whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import deepspeed
-
     with SimulatedCuda():
+        import deepspeed
+
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
     yield
