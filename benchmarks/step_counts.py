@@ -5,9 +5,9 @@
 Runs three steps through `Engine` and DeepSpeed on a simulated CUDA device (needs g++) and counts the third one: kernel
 launches, host synchronizations, blocking copies, FLOPs, memory traffic and memory. Nothing is measured.
 
-Traffic: each kernel reads its inputs from memory once and writes its outputs once, see
-`tests/support/simulated_cuda/traffic.py`. The attention kernels' own traffic is in the row "attention", their products
-are in the FLOPs. Tiles on the diagonal count completely, because the kernels compute them completely.
+Traffic: each kernel reads its inputs from memory once and writes its outputs once (see
+`tests/support/simulated_cuda/traffic.py`). The row "attention" includes the attention kernels' traffic, and the FLOPs
+include their products. Tiles on the diagonal count in full, because the kernels compute all of their pairs.
 
 MFU bound: kernels run one after the other, and each takes as long as its FLOPs at the peak rate or its traffic at the
 peak bandwidth, whichever is longer. Launch latency, the host and communication take no time. A kernel that finds its
@@ -233,7 +233,11 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the configuration")
     parser.add_argument("--names", action="store_true", help="also print launches and traffic by kernel")
     parser.add_argument(
-        "--per-layer", nargs="+", default=[], metavar="METHOD", help="instead: what a layer adds, for these methods"
+        "--per-layer",
+        nargs="+",
+        default=[],
+        metavar="METHOD",
+        help="count what a layer adds, for each of these methods",
     )
     parser.add_argument("--json", type=Path, help="also write the counts to this file")
     options = parser.parse_args()

@@ -18,7 +18,7 @@ from megatron.utils.errors import UserError
 
 
 class TokenStream:
-    """Concatenated token arrays. Memory-mapped arrays are only read where the stream is indexed."""
+    """Concatenated token arrays. Memory-mapped arrays are read only where the stream is indexed."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self._arrays = list(arrays)

@@ -62,8 +62,8 @@ def first_host(nodelist: str) -> str:
 def follow_launcher() -> None:
     """Treat SIGUSR1 as SIGTERM, and send SIGTERM to this process when the process that started it has died.
 
-    srun and mpirun forward SIGUSR1, but kill all ranks when they receive SIGTERM. And when a host's launcher daemon
-    (slurmstepd, orted) or ssh connection is killed, nothing else ends its ranks.
+    srun and mpirun forward SIGUSR1, but kill all ranks when they receive SIGTERM. If a host's launcher daemon
+    (slurmstepd, orted) or ssh connection is killed, nothing else would end its ranks.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -76,7 +76,7 @@ def find_resources(config: Config) -> Resources:
 
 
 def uses_other_hosts(config: Config, resources: Resources) -> bool:
-    """True if the ranks are started by `launcher`: for several hosts, or one that is not this machine."""
+    """True if `launcher` must start the ranks: there are several hosts, or one that is not this machine."""
     if resources.hostfile is None:
         return False
     launcher = config.launcher
@@ -85,7 +85,7 @@ def uses_other_hosts(config: Config, resources: Resources) -> bool:
 
 
 def check_launcher(config: Config, resources: Resources) -> None:
-    """Raises UserError if the launcher is not installed, or cannot start these numbers of ranks."""
+    """Raises UserError if the launcher is not installed, or cannot start these ranks."""
     launcher = config.launcher.launcher
     program = PROGRAMS[launcher]
     if shutil.which(program) is None:

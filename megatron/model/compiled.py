@@ -18,7 +18,7 @@ TRACEABLE = ("fused", "sdpa", "reference")
 
 
 class _UncompiledAttention(SelfAttention):
-    """Only the projections are part of the block's graph."""
+    """Attention that is not traced: only its projections are part of the block's graph."""
 
     context = torch.compiler.disable(SelfAttention.context)
 

@@ -246,7 +246,7 @@ REJECTED: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "llama2/codellama_7B": (sizes(32, 4096, 32, **LLAMA), LLAMA_KEYS),
     "llama2/codellama_34B": (sizes(48, 8192, 64, **LLAMA, num_kv_heads=8), [*LLAMA_KEYS, "num_kv_heads"]),
-    # GPT-NeoX rejects attention_type, decay_lr_to and warmup_iters, too.
+    # GPT-NeoX also rejects attention_type, decay_lr_to and warmup_iters.
     "llemma/7B": (
         sizes(32, 4096, 32, **LLEMMA, decay_lr_to=0.033, warmup_iters=500),
         [*LLAMA_KEYS, "decay_lr_to", "warmup_iters", "tokenizer_type"],

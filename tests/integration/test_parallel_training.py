@@ -34,8 +34,8 @@ RESUMED_IN = [
     ("zero-3", "data"),
     ("pipeline", "zero-1"),
 ]
-# The softmax ignores a constant, so the gradient of some of DAPE's biases is exactly 0 and computed as about 1e-8. Adam
-# would turn these rounding errors into steps.
+# The softmax ignores a constant, so the exact gradient of some of DAPE's biases is 0. Rounding gives about 1e-8, which
+# Adam would turn into steps.
 LARGE_EPSILON = {"type": "Adam", "params": {"lr": 0.005, "eps": 1e-6}}
 PER_LAYER = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
 RANDOM = {"pos_emb": "rotary", "pos_emb_options": {"scaling": "random", "random_range": 128}}

@@ -165,7 +165,7 @@ def test_enwik8(tmp_path):
 
 
 def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys):
-    """Also GPT-2's files, if the tokenizer is GPT-2's and no files are given."""
+    """GPT-2's files are downloaded too, if the tokenizer is GPT-2's and no files are given."""
     monkeypatch.setattr(download, "RETRY_SECONDS", 0.0)
     served = tmp_path / "served"
     served.mkdir()

@@ -28,7 +28,7 @@ SPANS = {"full": {}, "window@6": {"window": 6}, "blockwise@16": {"block": 8}}
 
 
 def mean_loss(model, length: int, total: int, pieces=(0,), **keywords) -> float:
-    """By the definition, segment by segment, in float64. `pieces` are the starts of equal parts of `total` tokens."""
+    """The mean loss by definition, in float64, segment by segment. `pieces`: starts of equal parts of `total`."""
     losses = []
     for start in (piece + offset for piece in pieces for offset in range(0, total // len(pieces), length)):
         text = STREAM[None, start : start + length + 1]

@@ -1,4 +1,4 @@
-"""The variables of a rank under Slurm and MPI, and its reaction to its launcher."""
+"""The variables of a rank under Slurm and MPI, and what it does when its launcher stops or dies."""
 
 import os
 import signal
