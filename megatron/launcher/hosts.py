@@ -69,7 +69,7 @@ def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], envi
 def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) -> int:
     """Run srun or mpirun, and return its exit status; 128 + N if signal N ended it.
 
-    The first SIGTERM, SIGINT or SIGHUP is forwarded as SIGUSR1, which srun and mpirun pass on to the ranks; they save
+    The first of `stop_signals` is forwarded as SIGUSR1, which srun and mpirun pass on to the ranks; they save
     and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the ranks. If this process is
     killed, srun or mpirun receives SIGUSR1. Must be called in the main thread.
     """
@@ -90,7 +90,7 @@ def run_pdsh(
 ) -> int:
     """Run `command` as every rank of the hosts `nodes`, and return the largest exit status of the hosts.
 
-    The first SIGTERM, SIGINT or SIGHUP is forwarded to all ranks as SIGTERM; they save and exit. The second one kills
+    The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one kills
     them. If a host fails, the ranks of the others are killed after a minute. If this process is killed, so is pdsh;
     its connections end, and the ranks save and exit. Must be called in the main thread.
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 # deepy.py sends it to node.py on the other hosts.
-KILL_SIGNAL = signal.SIGUSR1
+KILL_SIGNAL = signal.SIGUSR2
 # A rank prints its own message before it exits with one of these: a UserError, or the loss of the connection to another
 # rank (megatron/config/command_line.py).
 EXPLAINED_STATUSES = (2, 3)
@@ -64,9 +64,9 @@ class Node:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """SIGTERM, SIGINT and, unless nohup has set it to be ignored, SIGHUP."""
+    """SIGTERM, SIGINT, SIGUSR1 (a batch system's warning) and, unless nohup has set it to be ignored, SIGHUP."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not nohup)
+    return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1] + [signal.SIGHUP] * (not nohup)
 
 
 def run_node(
@@ -80,8 +80,8 @@ def run_node(
 ) -> int:
     """Run one process per rank until all have ended. Must be called in the main thread.
 
-    The first SIGTERM, SIGINT or SIGHUP is forwarded to all ranks as SIGTERM; they save and exit. The second one, or
-    SIGUSR1, kills them. If a rank fails, the others are killed after ten seconds. If `connected` returns False, no one
+    The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one, or
+    KILL_SIGNAL, kills them. If a rank fails, the others are killed after ten seconds. If `connected` returns False, no one
     can stop the ranks or read their output any longer, so they are asked to save and exit.
 
     Args:

@@ -170,6 +170,17 @@ def test_second_signal_kills(tmp_path, capfd, monkeypatch, second):
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
+def test_the_warning_of_a_batch_system(capfd):
+    code = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "time.sleep(60)"
+    )
+    assert run([sys.executable, "-c", code]) == 5
+    assert capfd.readouterr().err.startswith("SIGUSR1: asked 1 process(es) to save and exit")
+
+
 def test_nohup():
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
