@@ -104,6 +104,7 @@ def run_pdsh(
     options = f"-o ServerAliveInterval=15 -o ServerAliveCountMax=4 {environment.get('PDSH_SSH_ARGS_APPEND', '')}"
     environment = {**environment, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": options.strip()}
     failed: list[str] = []
+    lost = False
     senders: list[subprocess.Popen[bytes]] = []
 
     def send(name: str) -> None:
@@ -148,6 +149,7 @@ def run_pdsh(
                 text = line.rstrip("\n")
             elif int(match[2]) == _SSH_FAILED:
                 text = f"error: the ssh connection to {match[1]} was lost, or its processes were killed"
+                lost = True
             else:
                 text = ""  # node.py on this host has printed the reason
             if text:
@@ -160,6 +162,8 @@ def run_pdsh(
         status = process.wait()
         for timer in timers:
             timer.cancel()
+    if lost:
+        send("0")  # only removes the file of a node.py that was killed
     for sender in senders:
         sender.wait()
     return 128 - status if status < 0 else status
