@@ -81,8 +81,8 @@ def run_node(
     """Run one process per rank until all have ended. Must be called in the main thread.
 
     The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one, or
-    KILL_SIGNAL, kills them. If a rank fails, the others are killed after ten seconds. If `connected` returns False, no one
-    can stop the ranks or read their output any longer, so they are asked to save and exit.
+    KILL_SIGNAL, kills them. If a rank fails, the others are killed after ten seconds. If `connected` returns False, no
+    one can stop the ranks or read their output any longer, so they are asked to save and exit.
 
     Args:
         environment: of the ranks, without the variables of `Node.variables`.
