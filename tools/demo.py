@@ -97,7 +97,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=METHODS, help="positional methods (pos-emb)")
     parser.add_argument("--iterations", type=int, default=600, help="training iterations per model (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, default=196_608, help="tokens to score, the same at every length (%(default)s)"
+        "--tokens", type=int, default=245_760, help="tokens to score, the same at every length (%(default)s)"
     )
     return parser.parse_args(argv)
 
