@@ -210,8 +210,8 @@ PAGE = """# Positional methods in pictures
 
 Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and the weight by distance, one line per
 head, for the model of `configs/demo.yml` (4 heads, trained at sequence length 128). The first column shows the method
-at initialization. If training changes it, the second column shows it after training. If a bias falls below -40, the
-axis ends at -20, because attention to such keys is practically zero.
+at initialization. The second column shows it after training, if training changes it and a trained model was
+available. If a bias falls below -40, the axis ends at -20, because attention to such keys is practically zero.
 
 `make pictures` trains the missing models and writes this page. `python tools/plot_kernels.py --checkpoint DIR ...`
 writes it for other checkpoints. The descriptions are the comments in `configs/pos_emb/`.
