@@ -12,3 +12,11 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or the name of its class if it has no text."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def visible(text: str) -> str:
+    """`text` with control characters and lone surrogates as backslash escapes, except newlines and tabs."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )

@@ -1,10 +1,35 @@
-"""Writing files atomically: a file has either its old or its complete new content, even after a crash."""
+"""Reading files of limited size, and writing files atomically: a file has either its old or its complete new content,
+even after a crash.
+"""
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 from megatron.utils.errors import UserError
+
+
+def read_file(path: str | Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes.
+
+    Use it for files from outside that are parsed as a whole. It never waits for a FIFO or reads a device.
+
+    Raises UserError if the file is missing, unreadable, larger, or not a regular file.
+    """
+    try:
+        # O_NONBLOCK: open() would wait for the writer of a FIFO.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as stream:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"{path} is not a regular file")
+            content = stream.read(min(status.st_size, limit) + 1)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(content) > limit:
+        raise UserError(f"{path} is larger than {limit:,} bytes, the limit for files of this kind")
+    return content
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.utils.errors import first_line
+from megatron.utils.errors import first_line, visible
 
 
 @pytest.mark.parametrize(
@@ -13,3 +13,8 @@ from megatron.utils.errors import first_line
 )
 def test_first_line(error, line):
     assert first_line(error) == line
+
+
+def test_visible_escapes_what_a_terminal_would_interpret():
+    assert visible("größe 1\t2\n") == "größe 1\t2\n"
+    assert visible("a\x1b[31mb\r\ud800\u202e") == "a\\x1b[31mb\\r\\ud800\\u202e"

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from megatron.utils.errors import UserError
-from megatron.utils.files import sync_folder, write_atomically
+from megatron.utils.files import read_file, sync_folder, write_atomically
 
 
 def test_content_is_replaced(tmp_path):
@@ -32,3 +32,21 @@ def test_missing_folder(tmp_path):
     with pytest.raises(UserError, match=r"cannot write .*file: No such file or directory"):
         write_atomically(tmp_path / "missing" / "file", b"")
     sync_folder(tmp_path / "missing")  # is ignored
+
+
+def test_read_file_accepts_only_small_regular_files(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_file(path, 5) == b"12345"
+    with pytest.raises(UserError, match="file is larger than 4 bytes"):
+        read_file(path, 4)
+    os.mkfifo(tmp_path / "fifo")
+    for name in (tmp_path / "fifo", "/dev/zero"):
+        with pytest.raises(UserError, match="is not a regular file"):
+            read_file(name, 4)
+    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
+        read_file(tmp_path, 4)
+    with pytest.raises(UserError, match=r"cannot read .*missing: No such file"):
+        read_file(tmp_path / "missing", 4)
+    with pytest.raises(UserError, match=r"cannot read .*null"):
+        read_file("a\0b", 4)
