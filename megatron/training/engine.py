@@ -146,7 +146,7 @@ class Engine:
         Returns the mean loss over the global batch as a scalar on the device, without waiting for it.
         """
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_factor", 1.0)
         for method in positional_methods(self.model.layers()).values():
             method.begin_step(iteration, self.config.training.seed)
         if self.is_pipeline:

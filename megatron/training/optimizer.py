@@ -23,7 +23,11 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
     settings = config.optimizer
     params: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     params.update(settings.params.items())
-    optimizer, description = build_optimizer(settings.type, parameter_groups(model, settings.weight_decay), params)
+    factor = settings.positional_lr_factor
+    groups = parameter_groups(model, settings.weight_decay, factor)
+    optimizer, description = build_optimizer(settings.type, groups, params)
+    if factor != 1:
+        description += f"; learning rate of the positional parameters: {factor:g} times that of the others"
     optimizer.register_step_post_hook(lambda stepped, *_: project_masters(stepped))
     return optimizer, description
 
@@ -41,34 +45,39 @@ def project_masters(optimizer: torch.optim.Optimizer) -> None:
                 parameter.clamp_(*group["bounds"])
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters into a group with weight decay, a group without it, and one for each pair of
-    bounds that positional parameters have ("bounds"; they have no weight decay).
+def parameter_groups(model: nn.Module, weight_decay: float, positional_lr_factor: float = 1.0) -> list[dict[str, Any]]:
+    """Split the trainable parameters into groups with the same weight decay, "bounds" and "lr_factor".
 
     Norms, biases and positional parameters have no weight decay: it would pull the parameters of a kernel towards the
     limits of their range. The weight matrices of a method's linear and convolution layers (DAPE, FIRE) have it, like
-    all matrices.
+    all matrices. "bounds" are the limits of a positional parameter (lowest, highest or None), and "lr_factor" is
+    `positional_lr_factor` for all parameters of positional methods; without them, a group has no such key.
     """
     methods = [module for module in model.modules() if isinstance(module, PositionalMethod)]
-    exempt = {id(parameter) for method in methods for parameter in method.parameters()}
-    for method in methods:
-        for module in method.modules():
-            if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
-                exempt.discard(id(module.weight))
+    positional = {id(parameter) for method in methods for parameter in method.parameters()}
+    matrices = {
+        id(module.weight)
+        for method in methods
+        for module in method.modules()
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
+    }
     bounds = {id(method.get_parameter(name)): limits for method in methods for name, limits in method.bounds().items()}
-    decay: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
-    no_decay: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    within: dict[tuple[float, float | None], dict[str, Any]] = {}
+    # Groups with weight decay come first, and groups with bounds last.
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        limits = bounds.get(id(parameter))
-        if limits is not None:
-            group = within.setdefault(limits, {"params": [], "weight_decay": 0.0, "bounds": limits})
-        else:
-            group = no_decay if id(parameter) in exempt or parameter.dim() < 2 else decay
-        group["params"].append(parameter)
-    return [group for group in (decay, no_decay, *within.values()) if group["params"]]
+        number = id(parameter)
+        is_positional = number in positional
+        decays = number in matrices if is_positional else parameter.dim() >= 2
+        options: dict[str, Any] = {"weight_decay": weight_decay if decays else 0.0}
+        if number in bounds:
+            options["bounds"] = bounds[number]
+        if is_positional and positional_lr_factor != 1:
+            options["lr_factor"] = positional_lr_factor
+        key = (not decays, number in bounds, *options.items())
+        groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,11 @@ class OptimizerConfig(Group):
         aliases=("optimizer.params.weight_decay",),
         ge=0,
     )
+    positional_lr_factor: float = key(
+        1.0,
+        "Learning rate of the positional method's parameters, as a multiple of that of the others. 0: frozen.",
+        ge=0,
+    )
     gradient_clipping: float = key(1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0)
     zero_stage: Int = key(
         0,

@@ -97,6 +97,41 @@ def test_parameters_with_the_same_bounds_are_a_group():
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0, 0.0]
 
 
+def test_learning_rate_of_positional_parameters(tmp_path, data_path, capsys):
+    """Adam's first step has the size of the learning rate. A factor of 1 changes no group."""
+    keys = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "warmup": 0.0, "gradient_clipping": 0.0}
+    keys |= {"lr_decay_style": "constant", "train_iters": 1, "pos_emb": "dape_kerple", "load": None, "seed": 3}
+    steps: dict[float, dict[str, torch.Tensor]] = {}
+    for factor in (0.0, 1.0, 10.0):
+        folder = tmp_path / str(factor)
+        config = Config.from_flat(training_settings(folder, data_path, **keys, positional_lr_factor=factor))
+        train(config)
+        steps[factor] = weights(folder, 1)
+    assert capsys.readouterr().out.count("learning rate of the positional parameters: 10 times") == 1
+    frozen = steps.pop(0.0)
+    assert any(".rpe." in name for name in frozen)
+    for factor, after in steps.items():
+        for name, start in frozen.items():
+            size = float((after[name] - start).abs().max())
+            if name.endswith(".rpe.second.bias"):
+                assert size <= factor * 1.02e-3, "its gradient is 0, except for rounding"
+            elif ".rpe." in name:
+                assert size == pytest.approx(factor * 1e-3, rel=0.02), name
+            else:
+                torch.testing.assert_close(after[name], start, rtol=0, atol=0)
+
+
+def test_groups_of_positional_parameters_with_their_own_learning_rate():
+    shape = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "padded_vocab_size": 16, "max_positions": 8}
+    model = GPT(ModelSettings(**shape, pos_emb="dape_kerple"))
+    groups = parameter_groups(model, 0.1, 10.0)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert [(group["weight_decay"], group.get("lr_factor"), group.get("bounds")) for group in groups] == [
+        *[(0.1, None, None), (0.1, 10.0, None), (0.0, None, None), (0.0, 10.0, None)],
+        (0.0, 10.0, (0.01, None)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("precision", "zero_stage"), [("fp32", 0), ("fp32", 1), ("bfloat16", 0), ("fp16", 2), ("bfloat16", 3)]
 )
