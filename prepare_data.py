@@ -3,8 +3,8 @@
 import sys
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import run_tool
 from megatron.cli.prepare_data import main
+from megatron.config.command_line import run_main
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    sys.exit(run_main(main))

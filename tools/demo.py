@@ -23,7 +23,7 @@ from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 
 import check_megatron  # noqa: E402, F401
-from megatron.config.command_line import OptionParser  # noqa: E402
+from megatron.config.command_line import OptionParser, run_main  # noqa: E402
 from megatron.evaluation.records import ExtrapolationRecord  # noqa: E402
 from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
 from megatron.reporting.differences import PairedLosses  # noqa: E402
@@ -189,4 +189,4 @@ def write_inputs(folder: Path, inputs: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

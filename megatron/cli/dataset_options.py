@@ -1,26 +1,10 @@
-"""Command-line options and error handling shared by prepare_data.py and tools/datasets."""
+"""Command-line options shared by prepare_data.py and tools/datasets."""
 
 import argparse
-import io
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from megatron.config.command_line import OptionParser, run_main
+from megatron.config.command_line import OptionParser
 from megatron.tokenizer import TOKENIZER_TYPES
-
-INTERRUPTED = 130  # the status that shells report after Ctrl-C
-
-
-def run_tool(main: Callable[[], int | None]) -> int:
-    """Call `run_main`, and also report Ctrl-C as one line without a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # file names in messages may be invalid UTF-8
-    try:
-        return run_main(main)
-    except KeyboardInterrupt as interrupt:
-        print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
 
 
 def split_words(values: Iterable[str]) -> list[str]:

@@ -1,18 +1,28 @@
-"""Command lines of the entry points and tools: option parser, options that set keys, errors as one line.
+"""Command lines of the entry points and tools: option parser, options that set keys, and `run_main`, which turns every
+exception into one line and an exit status.
 
 SCRIPT [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
+import platform
 import re
+import select
 import socket
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.errors import UserError, first_line, visible
+from megatron.utils.secrets import redact
 
 SET_OPTION = "--set"
 # GPT-NeoX's options that set a key: option -> key.
@@ -25,8 +35,17 @@ KEY_OPTIONS = {
 }
 EXIT_STATUS_OF_USER_ERROR = 2
 EXIT_STATUS_OF_LOST_CONNECTION = 3
+EXIT_STATUS_OF_UNEXPECTED_ERROR = 70  # EX_SOFTWARE of <sysexits.h>
+# What shells report for a process that SIGINT or SIGPIPE ended: 128 + the signal's number.
+EXIT_STATUS_OF_INTERRUPT = 130
+EXIT_STATUS_OF_BROKEN_PIPE = 141
+# Every entry point accepts it. The environment variable passes it on to the processes that the entry point starts.
+TRACEBACK_OPTION = "--traceback"
+TRACEBACK_VARIABLE = "KERPLE_TRACEBACK"
 # In the messages of gloo and NCCL after another rank has ended.
 _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exit", re.I)
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|Unable to allocate", re.I)
+_MAX_LINE = 1000  # characters of an exception's text in the line that is printed
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -36,7 +55,11 @@ class OptionParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        epilog = f"{TRACEBACK_OPTION} prints the traceback of an unexpected error instead of writing it to a file."
+        super().__init__(*args, **{"allow_abbrev": False, "epilog": epilog, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
 
     # The base class declares overloads by the type of `namespace`, hence the ignored errors.
     def parse_known_args(  # type: ignore[override]
@@ -109,21 +132,100 @@ def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run_main(main: Callable[[], int | None]) -> int:
-    """Run an entry point and return its exit status. A UserError is printed as one line, with status 2; so is the error
-    of a rank that lost the connection to another one, with status 3.
+    """Run an entry point and return its exit status. Every exception except SystemExit becomes one line on stderr:
+
+    - UserError: status 2.
+    - In a rank, a lost connection to another rank: status 3.
+    - KeyboardInterrupt: status 130. If its only argument is a text, the line contains it.
+    - The reader of standard output has gone, as in `... | head`: no line, status 141.
+    - Any other: status 70. The traceback is written to a file, or printed with the option --traceback, which is removed
+      from sys.argv.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # file names in messages may be invalid UTF-8
+    options = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
+    if TRACEBACK_OPTION in options[1:]:
+        sys.argv.remove(TRACEBACK_OPTION)
+        os.environ[TRACEBACK_VARIABLE] = "1"
     try:
-        return main() or 0
-    except UserError as error:
-        rank = os.environ.get("RANK", "0")
-        prefix = "error" if rank == "0" else f"error on rank {rank}"
-        print(f"{prefix}: {error}", file=sys.stderr, flush=True)
-        return EXIT_STATUS_OF_USER_ERROR
-    except RuntimeError as error:
-        if "RANK" not in os.environ or _LOST_CONNECTION.search(str(error)) is None:
-            raise
-        text = (
-            f"rank {os.environ['RANK']} on {socket.gethostname()} stops: another rank has ended; its messages say why"
-        )
-        print(f"{text} ({first_line(error).partition('. ')[0]})", file=sys.stderr, flush=True)
-        return EXIT_STATUS_OF_LOST_CONNECTION
+        status = main() or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # some panics of Rust libraries are not derived from Exception
+        status, text = _explain(error)
+        if status in (EXIT_STATUS_OF_USER_ERROR, EXIT_STATUS_OF_UNEXPECTED_ERROR):
+            rank = os.environ.get("RANK", "0")
+            text = f"error: {text}" if rank == "0" else f"error on rank {rank}: {text}"
+        if text:
+            with contextlib.suppress(OSError):
+                print(visible(text), file=sys.stderr, flush=True)
+        return status
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """The exit status for an exception, and the line to print, if any. Writes or prints an unexpected traceback."""
+    if isinstance(error, UserError):
+        return EXIT_STATUS_OF_USER_ERROR, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_STATUS_OF_INTERRUPT, f"interrupted; {error}" if str(error) else "interrupted"
+    if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+        # Otherwise, the interpreter would report the same error when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_STATUS_OF_BROKEN_PIPE, ""
+    if isinstance(error, RuntimeError) and "RANK" in os.environ and _LOST_CONNECTION.search(str(error)):
+        reason = first_line(error).partition(". ")[0]
+        text = f"{socket.gethostname()} stops: another rank has ended; its messages say why ({reason})"
+        return EXIT_STATUS_OF_LOST_CONNECTION, f"rank {os.environ['RANK']} on {text}"
+    problem = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(problem):
+        problem = f"out of memory ({problem})"
+    elif isinstance(error, RecursionError):
+        problem = f"the input is nested too deeply ({problem})"
+    text = f"{Path(sys.argv[0]).name} failed: {redact(problem)[:_MAX_LINE]}"
+    report = _error_report(error)
+    if os.environ.get(TRACEBACK_VARIABLE):
+        with contextlib.suppress(OSError):
+            print(report, file=sys.stderr)
+        return EXIT_STATUS_OF_UNEXPECTED_ERROR, text
+    path = _write_error_log(report)
+    place = f"traceback: {path} ({TRACEBACK_OPTION} prints it)" if path else f"{TRACEBACK_OPTION} prints the traceback"
+    return EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{text}; {place}"
+
+
+def _stdout_has_no_reader() -> bool:
+    """True if stdout is a pipe whose other end is closed."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(events & select.POLLERR for _, events in poll.poll(0))
+    except (OSError, ValueError, AttributeError):  # closed, or not a file
+        return False
+
+
+def _error_report(error: BaseException) -> str:
+    """What a developer needs, without secrets: time, command line, versions, traceback."""
+    torch = sys.modules.get("torch")
+    lines = [
+        time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        f"command: {' '.join(sys.argv)}",
+        f"Python {platform.python_version()}, torch {getattr(torch, '__version__', 'not imported')}, "
+        f"{platform.platform()}, rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}",
+        "".join(traceback.format_exception(error)),
+    ]
+    return visible(redact("\n".join(lines)))
+
+
+def _write_error_log(report: str) -> Path | None:
+    """Write a new file, readable only by its owner, in the working or the temporary folder; None if neither works."""
+    name = time.strftime(f"error-%Y%m%d-%H%M%S-{os.getpid()}.log")
+    for folder in (Path(), Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(report)
+            return folder / name
+    return None

@@ -23,8 +23,8 @@ from megatron.utils.secrets import contains_secret, is_secret_name
 
 # Variables that have the same meaning on every host. srun passes all variables.
 FORWARDED_PREFIXES = (
-    "CUDA_", "CUBLAS_", "CUDNN_", "DS_", "FI_", "GLOO_", "HF_", "HUGGINGFACE_", "KMP_", "LD_LIBRARY_PATH", "MKL_",
-    "MLFLOW_", "MV2_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TP_",
+    "CUDA_", "CUBLAS_", "CUDNN_", "DS_", "FI_", "GLOO_", "HF_", "HUGGINGFACE_", "KERPLE_", "KMP_", "LD_LIBRARY_PATH",
+    "MKL_", "MLFLOW_", "MV2_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TP_",
     "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_",
 )  # fmt: skip
 NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "OMP_DISPLAY_ENV")

@@ -24,9 +24,9 @@ from pathlib import Path
 
 # deepy.py sends it to node.py on the other hosts.
 KILL_SIGNAL = signal.SIGUSR2
-# A rank prints its own message before it exits with one of these: a UserError, or the loss of the connection to another
-# rank (megatron/config/command_line.py).
-EXPLAINED_STATUSES = (2, 3)
+# A rank prints its own message before it exits with one of these: a UserError, the loss of the connection to another
+# rank, or an unexpected error (megatron/config/command_line.py).
+EXPLAINED_STATUSES = (2, 3, 70)
 # Seconds after a rank has failed in which the others can print their own messages. They can no longer save.
 _SECONDS_AFTER_FAILURE = 10
 _SECONDS_TO_SAVE = 300

@@ -1,5 +1,6 @@
-"""Recognizing secrets (API keys, tokens, passwords) in configurations, so that they are never stored."""
+"""Recognizing secrets (API keys, tokens, passwords) in configurations and texts, so that they are never stored."""
 
+import os
 import re
 from typing import Any
 
@@ -9,6 +10,13 @@ _NAME = re.compile(
 )
 # A secret inside a value: NAME=VALUE with such a name, or the user and password of a URL.
 _ASSIGNMENT_OR_LOGIN = re.compile(r"(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
+# In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the user and password of a URL, an HTTP header.
+_IN_TEXT = re.compile(
+    r"""(?P<name>[\w-]*(?:key|token|passw|credential|secret)[\w-]*)(?P<between>["']?\s*[=:]\s*)(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)}\]]+)"""
+    r"""|://(?P<login>[^/\s:@]+:[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+""",
+    re.IGNORECASE,
+)
+_MIN_SECRET = 6  # shorter values of environment variables would hide harmless words
 
 
 def is_secret_name(name: str) -> bool:
@@ -33,3 +41,21 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_secrets(item) for item in value]
     return value
+
+
+def redact(text: str) -> str:
+    """`text` with *** in place of secrets: values of secret names, logins in URLs, and the values of environment
+    variables with secret names.
+    """
+    for name, value in os.environ.items():
+        if is_secret_name(name) and len(value) >= _MIN_SECRET:
+            text = text.replace(value, "***")
+
+    def hide(match: re.Match[str]) -> str:
+        if match["login"] is not None:
+            return "://***@"
+        if match["bearer"] is not None:
+            return "Bearer ***"
+        return f"{match['name']}{match['between']}***" if is_secret_name(match["name"]) else match[0]
+
+    return _IN_TEXT.sub(hide, text)

@@ -82,3 +82,8 @@ def test_the_check_precedes_all_imports_of_megatron(script):
         if name == "check_megatron" or name.startswith(("megatron", "kerple"))
     )
     assert imports[0][1] == "check_megatron"
+
+
+@pytest.mark.parametrize("script", ["deepy.py", *SCRIPTS])
+def test_errors_are_handled_in_one_place(script):
+    assert "sys.exit(run_main(" in (ROOT / script).read_text().splitlines()[-1]

@@ -18,9 +18,9 @@ from megatron.cli.dataset_options import (
     add_input_arguments,
     add_tokenizer_arguments,
     new_parser,
-    run_tool,
     split_words,
 )
+from megatron.config.command_line import run_main
 from megatron.data.documents import DocumentOptions
 from megatron.data.encoding import SubsetCount, count_subsets, process_in_order, work_items
 from megatron.data.input_files import find_files
@@ -88,4 +88,4 @@ def print_table(rows: Sequence[tuple[str, SubsetCount]], total: SubsetCount) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    sys.exit(run_main(main))

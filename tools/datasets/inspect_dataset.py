@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_tokenizer_arguments, new_parser, run_tool
+from megatron.cli.dataset_options import add_tokenizer_arguments, new_parser
+from megatron.config.command_line import run_main
 from megatron.data.dataset_tools import Inspection, decode_document, inspect, plot_lengths
 from megatron.tokenizer import build_tokenizer
 
@@ -82,4 +83,4 @@ def print_table(inspection: Inspection) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    sys.exit(run_main(main))

@@ -10,7 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import new_parser, run_tool
+from megatron.cli.dataset_options import new_parser
+from megatron.config.command_line import run_main
 from megatron.data.dataset_tools import merge
 
 
@@ -24,4 +25,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    sys.exit(run_main(main))

@@ -19,9 +19,9 @@ from megatron.cli.dataset_options import (
     add_input_arguments,
     add_tokenizer_arguments,
     new_parser,
-    run_tool,
     split_words,
 )
+from megatron.config.command_line import run_main
 from megatron.data.documents import DocumentOptions
 from megatron.data.input_files import find_files
 from megatron.data.preprocessing import preprocess, summary
@@ -78,4 +78,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    sys.exit(run_main(main))

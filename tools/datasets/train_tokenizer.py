@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, new_parser, run_tool, split_words
+from megatron.cli.dataset_options import add_input_arguments, new_parser, split_words
+from megatron.config.command_line import run_main
 from megatron.data.documents import DocumentOptions, read_texts
 from megatron.data.input_files import find_files
 from megatron.data.readers import FileCorpus
@@ -80,4 +81,4 @@ def limit_texts(
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    sys.exit(run_main(main))

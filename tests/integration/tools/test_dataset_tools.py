@@ -10,7 +10,7 @@ import lm_dataformat
 import numpy as np
 import pytest
 
-from megatron.cli.dataset_options import run_tool
+from megatron.config.command_line import run_main
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from tests.support.texts import KINDS
@@ -32,7 +32,7 @@ def run(capsys):
     def run_script(script, *arguments):
         capsys.readouterr()
         try:
-            status = run_tool(lambda: load_script(script).main([str(argument) for argument in arguments]))
+            status = run_main(lambda: load_script(script).main([str(argument) for argument in arguments]))
         except SystemExit as exit:  # argparse
             status = exit.code
         output = capsys.readouterr()

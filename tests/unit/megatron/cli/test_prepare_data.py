@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli.dataset_options import run_tool
 from megatron.cli.prepare_data import main, parse_arguments
+from megatron.config.command_line import run_main
 from megatron.data.prepare import PrepareOptions
 from tests.support.corpora import dataset_text, json_lines
 
@@ -43,7 +43,7 @@ def test_dataset_from_a_file(tmp_path):
     ],
 )
 def test_errors(arguments, message, capsys):
-    assert run_tool(lambda: main(arguments)) == 2
+    assert run_main(lambda: main(arguments)) == 2
     error = capsys.readouterr().err
     assert error.startswith(message)
     assert error.count("\n") == 1

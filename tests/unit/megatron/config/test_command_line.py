@@ -1,8 +1,12 @@
 import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from megatron.config.command_line import OptionParser, extract_overrides, option_name, run_main
+from megatron.config.command_line import TRACEBACK_VARIABLE, OptionParser, extract_overrides, option_name, run_main
 from megatron.config.yaml_files import parse_override
 from megatron.utils.errors import UserError
 
@@ -95,13 +99,124 @@ def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
     assert run_main(lambda: 3) == 3
 
 
-def test_lost_connections_to_other_ranks_are_one_line_and_status_3(capsys, monkeypatch):
-    def fail():
-        raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:37545. This is typical.")
+@pytest.fixture
+def no_rank(monkeypatch, tmp_path):
+    """Run outside of a launcher, in an empty folder."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv(TRACEBACK_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "a.yml", "--set", "wandb_api_key=abc123def"])
 
+
+def raising(error: BaseException):
+    def fail():
+        raise error
+
+    return fail
+
+
+def test_lost_connections_to_other_ranks_are_one_line_and_status_3(no_rank, capsys, monkeypatch):
+    fail = raising(RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:37545. This is typical."))
     monkeypatch.setenv("RANK", "0")
     assert run_main(fail) == 3
     assert "another rank has ended; its messages say why ([pair.cc:553] Connection" in capsys.readouterr().err
     monkeypatch.delenv("RANK")
-    with pytest.raises(RuntimeError, match="Connection closed"):  # not a rank: the traceback is useful
-        run_main(fail)
+    assert run_main(fail) == 70  # not a rank: the traceback is useful
+
+
+def test_control_characters_of_messages_are_escaped(no_rank, capsys):
+    assert run_main(raising(UserError("tensor \x1b[31mred\udc80"))) == 2
+    assert capsys.readouterr().err == "error: tensor \\x1b[31mred\\udc80\n"
+    with pytest.raises(SystemExit):
+        OptionParser().parse_args(["--\x1b[31m"])
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line_and_status_130(no_rank, capsys):
+    for error, line in (
+        (KeyboardInterrupt(), "interrupted"),
+        (KeyboardInterrupt("3 are saved"), "interrupted; 3 are saved"),
+    ):
+        assert run_main(raising(error)) == 130
+        assert capsys.readouterr().err == line + "\n"
+
+
+def test_names_that_are_not_utf8(capfdbinary):
+    assert run_main(lambda: print("\udcff.jsonl")) == 0
+    assert capfdbinary.readouterr().out == b"\\udcff.jsonl\n"
+
+
+class Panic(BaseException):
+    """Like PanicException of pyo3, which is not derived from Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("x"), "KeyError: 'x'"),
+        (AssertionError(), "AssertionError"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (Panic("called `unwrap()`"), "Panic: called `unwrap()`"),
+        (MemoryError(), "out of memory (MemoryError)"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory (RuntimeError: Def"),
+        (RecursionError("maximum"), "the input is nested too deeply (RecursionError: maximum)"),
+        (OSError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'"),
+        (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),  # of a worker, not of stdout
+        (ValueError("password=hunter2"), "ValueError: password=***"),
+    ],
+)
+def test_unexpected_errors_are_one_line_a_log_and_status_70(no_rank, capsys, error, text):
+    assert run_main(raising(error)) == 70
+    (log,) = Path().glob("error-*.log")
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: train.py failed: {text}")
+    assert line.endswith(f"; traceback: {log} (--traceback prints it)\n")
+    assert line.count("\n") == 1
+    report = log.read_text()
+    assert "in fail\n    raise error" in report
+    assert "command: train.py a.yml --set wandb_api_key=***" in report
+    assert "abc123def" not in report
+    assert "hunter2" not in report
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_log_is_written_to_the_temporary_folder_if_the_working_folder_is_not_writable(no_rank, capsys, monkeypatch):
+    folders = []
+
+    def refuse(path, *arguments):
+        folders.append(path.parent)
+        raise PermissionError
+
+    monkeypatch.setattr("megatron.config.command_line.os.open", refuse)
+    assert run_main(raising(KeyError("x"))) == 70
+    assert folders == [Path(), Path(tempfile.gettempdir())]
+    assert capsys.readouterr().err == "error: train.py failed: KeyError: 'x'; --traceback prints the traceback\n"
+
+
+def test_traceback_prints_it_instead(no_rank, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    sys.argv += ["--traceback", "--", "--traceback"]
+    monkeypatch.setenv(TRACEBACK_VARIABLE, "")  # restored after the test
+    assert run_main(raising(KeyError("x"))) == 70
+    assert sys.argv[-2:] == ["--", "--traceback"]
+    assert sys.argv.count("--traceback") == 1
+    assert os.environ[TRACEBACK_VARIABLE]  # the started processes inherit it
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "error on rank 2: train.py failed: KeyError: 'x'"
+    assert "Traceback (most recent call last):" in lines
+    assert not list(Path().glob("error-*.log"))
+
+
+def test_a_reader_that_stops_early_is_no_error(no_rank, capfd, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert run_main(lambda: print("text")) == 141  # fails at the last flush
+        print("more")  # the interpreter flushes stdout at exit
+    assert capfd.readouterr().err == ""
+
+
+def test_exits_pass_through(no_rank):
+    with pytest.raises(SystemExit):
+        run_main(raising(SystemExit(4)))

@@ -1,4 +1,6 @@
-from megatron.utils.secrets import without_secrets
+import pytest
+
+from megatron.utils.secrets import redact, without_secrets
 
 
 def test_keys_and_values_with_secrets_are_removed():
@@ -8,3 +10,20 @@ def test_keys_and_values_with_secrets_are_removed():
     harmless |= {"eos_token": "<|endoftext|>", "comment": "a key=1", "url": "https://host:8080/data"}
     assert without_secrets({**secrets, **harmless}) == harmless
     assert without_secrets([secrets, harmless]) == [{}, harmless]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--set wandb_api_key=abc seed=1", "--set wandb_api_key=*** seed=1"),
+        ('{"hf_token": "abc def", "seed": 1}', '{"hf_token": ***, "seed": 1}'),
+        ("password='a'", "password=***"),
+        ("GET https://me:word@host/data?access_token=abc&x=1", "GET https://***@host/data?access_token=***&x=1"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("KeyError: 'tokenizer'", "KeyError: 'tokenizer'"),
+        ("the value of WANDB_API_KEY is 0123456789", "the value of WANDB_API_KEY is ***"),
+    ],
+)
+def test_redact(text, expected, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    assert redact(text) == expected
