@@ -153,9 +153,10 @@ def shutdown() -> None:
 
 
 class DistributedSignalHandler:
-    """Records SIGTERM and SIGINT, so that all ranks stop after the same iteration. A context manager.
+    """Records SIGTERM, SIGINT and SIGHUP, so that all ranks stop after the same iteration. A context manager.
 
-    A second signal ends the process immediately.
+    A second signal ends the process immediately, except SIGHUP: a terminal that is closed can send it twice. A SIGHUP
+    that is ignored, as under nohup, remains ignored.
     """
 
     def __init__(self) -> None:
@@ -167,7 +168,8 @@ class DistributedSignalHandler:
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "DistributedSignalHandler":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        for number in (signal.SIGTERM, signal.SIGINT, *(() if nohup else (signal.SIGHUP,))):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -179,10 +181,10 @@ class DistributedSignalHandler:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, _frame: object) -> None:
-        if self.received is not None:
+        if self.received is not None and number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.received = number
+        self.received = self.received or number
 
     def received_by_any_rank(self) -> bool:
         """True on all ranks if any rank has received a signal. A collective: call it on every rank."""

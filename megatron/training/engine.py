@@ -5,6 +5,7 @@ DeepSpeed has one engine for a plain model (ZeRO stages 0 to 3) and one for a pi
 Legend: b batch, s tokens, v padded vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -124,6 +125,9 @@ class Engine:
             config_class=DeepSpeedConfig(deepspeed_settings, grid),
             dist_init_required=False,
         )
+        if hasattr(self.deepspeed.optimizer, "loss_scaler"):
+            # Instead of a bare Exception, `StepLog` raises a UserError that says what to change.
+            self.deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     # -- training and validation --------------------------------------------------------------------------------------
 
@@ -238,10 +242,12 @@ class Engine:
         }
 
     @property
-    def grad_norm(self) -> float | None:
-        """L2 norm of the last step's gradient, before clipping."""
-        norm = self.deepspeed.get_global_grad_norm()
-        return None if norm is None else float(norm)
+    def grad_norm(self) -> Tensor | float | None:
+        """L2 norm of the last step's gradient, before clipping: a number or a scalar on the device, not finite if the
+        step was skipped. None if `compute_grad_norm` is false.
+        """
+        norm: Tensor | float | None = self.deepspeed.get_global_grad_norm()
+        return norm if self.deepspeed.was_step_applied() else math.inf
 
     @property
     def loss_scale(self) -> float | None:

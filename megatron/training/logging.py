@@ -1,9 +1,11 @@
 """The training log: text on the console and in a file, metrics (JSON lines, TensorBoard, Weights & Biases)."""
 
 import contextlib
+import errno
 import json
 import os
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 from kerple import positional
 from kerple.attention import non_finite_gradients
+from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.model.settings import ModelSettings
@@ -24,8 +27,9 @@ from megatron.utils.progress import readable_time
 if TYPE_CHECKING:
     from megatron.training.engine import Engine
 
-# In fp16, a step that overflows is skipped and lowers the loss scale. More overflows in a row than this are an error.
-MAX_CONSECUTIVE_OVERFLOWS = 32
+# A step whose gradients are not finite is skipped. In fp16 that is normal while it lowers the loss scale. More
+# consecutive skipped steps than this, without a change of the loss scale, are an error.
+MAX_CONSECUTIVE_SKIPS = 32
 
 
 class Logger:
@@ -90,7 +94,13 @@ class Logger:
         """Print a line."""
         if not self._is_main:
             return
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # The terminal was closed. Training saves before it exits.
+            sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the exit)
         if self._text is not None:
             self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -113,7 +123,7 @@ class Logger:
 
 
 class StepLog:
-    """The log line of every `log-interval`, and the check that losses are finite.
+    """The log line of every `log-interval`, and the checks that losses are finite and that steps change the weights.
 
     Losses stay on the device until the next line or check, so that no step waits for one.
     """
@@ -122,13 +132,20 @@ class StepLog:
         self._config, self._engine, self._logger = config, engine, logger
         self._flops_per_token = flops_per_token
         self._losses: list[torch.Tensor] = []
-        self._checked = 0  # number of losses already checked
-        self._overflows = 0  # consecutive overflows
+        # Of the steps that are not checked yet: the norm of the gradient, and the loss scale after the step.
+        self._norms: list[torch.Tensor | float] = []
+        self._scales: list[float | None] = []
+        self._consecutive_skips = 0  # at the same loss scale
+        self._scale: float | None = None
+        self.skipped_steps = int(engine.deepspeed.skipped_steps)  # since iteration 0
         self.seconds = 0.0  # training time since the last line, up to the last pause
         self._started_at = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
         self._losses.append(loss.detach())
+        norm = self._engine.grad_norm
+        self._norms.append(0.0 if norm is None else norm)
+        self._scales.append(self._engine.loss_scale)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -140,16 +157,36 @@ class StepLog:
             self._started_at = time.perf_counter()
 
     def check(self, iteration: int) -> None:
-        """Raise UserError if a loss since the last check is not finite. `iteration` is that of the latest loss."""
-        losses = self._losses[self._checked :]
-        self._checked = len(self._losses)
-        if not losses:
+        """Check the steps since the last check. `iteration` is that of the latest one.
+
+        Raises UserError if a loss is not finite, if too many consecutive steps were skipped, or if the training ends
+        and all its steps were skipped. In fp16, a loss that is not finite only skips the step.
+        """
+        steps, precision = len(self._norms), self._config.precision
+        if not steps:
             return
-        max_overflows = MAX_CONSECUTIVE_OVERFLOWS if self._engine.loss_scale is not None else 0
-        for index, is_finite in enumerate(torch.isfinite(torch.stack(losses).float()).tolist()):
-            self._overflows = 0 if is_finite else self._overflows + 1
-            if self._overflows > max_overflows:
-                raise non_finite_loss(self._config, f"at iteration {iteration - len(losses) + 1 + index}")
+        losses = torch.stack(self._losses[-steps:]).float()
+        norms = torch.stack([torch.as_tensor(norm, device=losses.device) for norm in self._norms])
+        limit = max(MAX_CONSECUTIVE_SKIPS, precision.hysteresis)
+        for number, loss_is_finite, norm_is_finite, scale in zip(
+            range(iteration - steps + 1, iteration + 1),
+            losses.isfinite().tolist(),
+            norms.isfinite().tolist(),
+            self._scales,
+            strict=True,
+        ):
+            is_skipped = not (loss_is_finite and norm_is_finite)
+            self._consecutive_skips = self._consecutive_skips + 1 if is_skipped and scale == self._scale else 0
+            self.skipped_steps += is_skipped
+            self._scale = scale
+            if not loss_is_finite and (precision.dtype != "fp16" or self._consecutive_skips > limit):
+                raise non_finite_loss(self._config, f"at iteration {number}")
+            if self._consecutive_skips > limit:
+                raise skipped_steps(self._config, f"the last {self._consecutive_skips} steps up to {number:,}", scale)
+        self._norms, self._scales = [], []
+        self._engine.deepspeed.skipped_steps = self.skipped_steps  # DeepSpeed does not count skipped bf16 steps
+        if self.skipped_steps == iteration == self._config.schedule.train_iters:
+            raise skipped_steps(self._config, f"all {iteration:,} steps", self._scale)
 
     def write(self, state: TrainingState, learning_rate: float) -> None:
         """Check the losses, then write their mean since the last line, the learning rate, speed and memory."""
@@ -165,6 +202,7 @@ class StepLog:
             values = {
                 "train/loss": loss,
                 "train/learning_rate": learning_rate,
+                "train/skipped_steps": float(self.skipped_steps),
                 "train/tokens_per_second": tokens_per_second,
                 "train/tokens": float(state.tokens),
                 "train/memory_bytes": float(memory),
@@ -178,11 +216,13 @@ class StepLog:
             tflops = self._config.logging.peak_theoretical_tflops
             device_peak = peak_flops(layout.device) if tflops is None else tflops * 1e12
             if grad_norm is not None:
-                values["train/grad_norm"] = grad_norm
+                values["train/grad_norm"] = float(grad_norm)
                 texts.append(f"grad norm {grad_norm:.3f}")
             if loss_scale is not None:
                 values["train/loss_scale"] = loss_scale
                 texts.append(f"loss scale {loss_scale:g}")
+            if loss_scale is not None or self.skipped_steps:
+                texts.append(f"skipped steps {self.skipped_steps:,}")
             texts += [f"{samples_per_second:,.1f} samples/s", f"{tokens_per_second:,.0f} tokens/s"]
             if device_peak is not None:
                 values["train/mfu"] = tokens_per_second * self._flops_per_token / (device_peak * layout.world_size)
@@ -195,30 +235,50 @@ class StepLog:
                 values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
                 self._logger.info(f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads")
             self._logger.metrics(values, state.iteration)
-        self._losses, self._checked, self.seconds = [], 0, 0.0
+        self._losses, self.seconds = [], 0.0
 
 
 def non_finite_loss(config: Config, when: str) -> UserError:
-    """The error for a loss that is nan or inf. It names a positional method whose gradients are not finite even at its
-    initial parameters; otherwise training has diverged.
+    """The error for a loss that is nan or inf."""
+    return UserError(f"the loss is not finite (nan or inf) {when}; {_stops_without_saving(config)}. {_advice(config)}")
+
+
+def skipped_steps(config: Config, steps: str, scale: float | None) -> UserError:
+    """The error for `steps` that were skipped at this loss scale, although the loss is finite."""
+    fp16, advice = config.precision, _advice(config)
+    if scale is not None and fp16.loss_scale:
+        advice = f"Lower fp16.loss_scale ({scale:g}), or set it to 0 for dynamic loss scaling"
+    elif scale is not None and scale > fp16.min_loss_scale:
+        advice = f"Lower fp16.initial_scale_power ({fp16.initial_scale_power}): the loss scale is still {scale:g}"
+    elif scale is not None:
+        advice = f"The loss scale is at fp16.min_loss_scale ({scale:g}). Use bf16, or lower the learning rate"
+    return UserError(
+        f"the gradients are not finite, so {steps} were skipped and did not change the weights; "
+        f"{_stops_without_saving(config)}. {advice}"
+    )
+
+
+def _stops_without_saving(config: Config) -> str:
+    folder = config.checkpoint.save
+    last = f"; the last checkpoint is in {folder}" if folder is not None and has_checkpoint(folder) else ""
+    return f"training stops without saving{last}"
+
+
+def _advice(config: Config) -> str:
+    """Names a positional method whose gradients are not finite even at its initial parameters; otherwise training has
+    diverged.
     """
-    folder, model = config.checkpoint.save, config.model
+    model = config.model
     shape = ModelSettings.from_config(config, padded_vocab_size=1).shape()
     method = positional.build(model.pos_emb, shape, **model.positional_options)
     broken = non_finite_gradients(method, shape.num_heads, shape.head_size)
     if broken:
-        advice = (
+        return (
             f"The cause is pos_emb {model.pos_emb}: the gradient of {', '.join(broken)} is not finite even at the "
             "initial parameters. Usually the reason is distance 0, where sqrt and powers below 1 have an infinite "
             "derivative: keep their arguments above 0 (see docs/adding-a-method.md)"
         )
-    else:
-        advice = "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger range"
-    return UserError(
-        f"the loss is not finite (nan or inf) {when}; training stops without saving. "
-        + (f"The last checkpoint is in {folder}. " if folder else "")
-        + advice
-    )
+    return "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger range"
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,13 +1,17 @@
 """Training as a user starts it: `python deepy.py train.py config.yml` on two ranks."""
 
+import json
+import os
+import pty
 import signal
+import sys
 
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config
 from megatron.training.loop import train
-from tests.support.runs import metrics, start, training_settings
+from tests.support.runs import ROOT, environment, metrics, start, training_settings
 
 
 def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
@@ -31,3 +35,22 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
     train(Config.from_flat(training_settings(tmp_path / "one", data_path, train_iters=5, load=None, save=None, **keys)))
     losses = metrics(tmp_path)
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)
+
+
+def test_a_closed_terminal_saves_a_checkpoint(tmp_path, data_path):
+    """The kernel sends SIGHUP to plain train.py and its data workers, and later output to the terminal fails."""
+    keys = {"save_interval": None, "eval_iters": 0, "num_workers": 1, "train_iters": 100_000}
+    config = tmp_path / "config.yml"
+    config.write_text(json.dumps(training_settings(tmp_path, data_path, **keys)))
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "train.py", str(config)], environment())
+    output = b""
+    while b"iteration 5/" not in output:
+        output += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    log = (tmp_path / "logs" / "train.log").read_text()
+    (iteration,) = saved_iterations(tmp_path / "checkpoints")
+    assert f"exiting after iteration {iteration}: received a signal to stop; checkpoint saved" in log

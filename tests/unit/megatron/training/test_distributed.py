@@ -46,6 +46,23 @@ def test_a_signal_is_recorded(layout):
     assert signal.getsignal(signal.SIGINT) == default
 
 
+def test_sighup_is_a_request_to_stop_even_if_it_arrives_twice(layout):
+    default = signal.getsignal(signal.SIGHUP)
+    with distributed.DistributedSignalHandler() as signals:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.received_by_any_rank()
+    assert signal.getsignal(signal.SIGHUP) == default
+    # nohup
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with distributed.DistributedSignalHandler() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.received_by_any_rank()
+    finally:
+        signal.signal(signal.SIGHUP, default)
+
+
 def test_unknown_first_host(tmp_path, monkeypatch):
     for name, value in {
         "RANK": "1",

@@ -1,12 +1,18 @@
 """The training log: console, metrics, TensorBoard, Weights & Biases, and the timing of iterations."""
 
+import errno
+import math
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.config import Config
-from megatron.training.logging import StepLog
+from megatron.config import Config, UserError
+from megatron.training.engine import Engine
+from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
 
@@ -56,10 +62,128 @@ def test_the_mfu_uses_the_configured_peak(tmp_path, data_path):
 def test_pauses_are_not_counted_as_training(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("megatron.training.logging.time.perf_counter", lambda: now[0])
-    log = StepLog(None, None, None, 0.0)
+    log = StepLog(None, SimpleNamespace(deepspeed=SimpleNamespace(skipped_steps=0)), None, 0.0)
     now[0] = 3.0
     with log.paused():
         now[0] = 100.0
     now[0] = 102.0
     with log.paused():
         assert log.seconds == pytest.approx(5.0)
+
+
+# -- skipped steps ----------------------------------------------------------------------------------------------------
+
+
+def step_log(train_iters=1000, **precision):
+    """The log of a run whose steps are given by `run`."""
+    engine = SimpleNamespace(deepspeed=SimpleNamespace(skipped_steps=0), grad_norm=1.0, loss_scale=None)
+    settings = {"pos_emb": "alibi", "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
+    settings |= {"max_position_embeddings": 8, "train_iters": train_iters, "train_micro_batch_size_per_gpu": 1}
+    config = Config.from_flat({**settings, **precision})
+    return StepLog(config, engine, None, 0.0), engine
+
+
+def run(log, engine, steps, start=0):
+    """Add steps of (loss, norm, loss scale after the step), and check every 10 steps and at the end."""
+    for iteration, (loss, engine.grad_norm, engine.loss_scale) in enumerate(steps, start + 1):
+        log.add(torch.tensor(loss))
+        if iteration % 10 == 0:
+            log.check(iteration)
+    log.check(start + len(steps))
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 100])
+def test_the_descent_of_the_loss_scale_is_not_an_error(hysteresis):
+    """From 2^32 to 1, as DeepSpeed lowers it: the hysteresis is used up once. Then training goes on."""
+    log, engine = step_log(fp16={"enabled": True, "initial_scale_power": 32, "hysteresis": hysteresis})
+    descent = [2.0**32] * (hysteresis - 1) + [2.0**power for power in range(31, -1, -1)]
+    run(log, engine, [(5.0, math.inf, scale) for scale in descent] + [(5.0, 1.0, 1.0)])
+    assert log.skipped_steps == engine.deepspeed.skipped_steps == len(descent)
+
+
+@pytest.mark.parametrize(
+    ("fp16", "scale", "message"),
+    [
+        ({"loss_scale": 2.0**40}, 2.0**40, r"Lower fp16.loss_scale \(1.09951e\+12\), or set it to 0"),
+        ({}, 1.0, r"The loss scale is at fp16.min_loss_scale \(1\). Use bf16, or lower the learning rate"),
+        (None, None, r"Lower the learning rate, clip gradients"),
+    ],
+)
+def test_too_many_consecutive_skipped_steps_stop_the_run(fp16, scale, message):
+    precision = {"precision": "bfloat16"} if fp16 is None else {"fp16": {"enabled": True, **fp16}}
+    for norm in (math.inf, torch.tensor(math.nan)):
+        log, engine = step_log(**precision)
+        skipped = [(5.0, norm, scale)] * MAX_CONSECUTIVE_SKIPS
+        # A step that is not skipped starts a new count.
+        run(log, engine, [(5.0, 1.0, scale), *skipped, (5.0, 1.0, scale), *skipped])
+        assert log.skipped_steps == 2 * MAX_CONSECUTIVE_SKIPS
+        problem = (
+            rf"the last 33 steps up to 67 were skipped and did not change the weights;.*without saving\. {message}"
+        )
+        with pytest.raises(UserError, match=problem):
+            run(log, engine, skipped[:1], start=66)
+
+
+def test_a_run_whose_steps_were_all_skipped_is_an_error():
+    log, engine = step_log(train_iters=5, fp16={"enabled": True, "initial_scale_power": 30})
+    steps = [(5.0, math.inf, 2.0**power) for power in (30, 29, 28, 27, 26)]
+    with pytest.raises(UserError, match=r"all 5 steps were skipped.*Lower fp16.initial_scale_power \(30\)"):
+        run(log, engine, steps)
+    # Also if the earlier steps were skipped before the run was resumed.
+    log, engine = step_log(train_iters=9, fp16={"enabled": True, "initial_scale_power": 30})
+    log.skipped_steps = 4
+    with pytest.raises(UserError, match="all 9 steps were skipped"):
+        run(log, engine, steps, start=4)
+
+
+def test_a_loss_that_is_not_finite_in_fp16_is_named_after_the_loss_scale_reached_its_end():
+    log, engine = step_log(fp16={"enabled": True})
+    with pytest.raises(UserError, match=r"not finite \(nan or inf\) at iteration 34;"):
+        run(log, engine, [(math.nan, math.inf, 1.0)] * 34)
+    log, engine = step_log(precision="bfloat16")
+    with pytest.raises(UserError, match=r"not finite \(nan or inf\) at iteration 1;"):
+        run(log, engine, [(math.nan, 1.0, None)])
+
+
+def test_fp16_that_never_updates_is_not_a_success(tmp_path, data_path):
+    """A loss scale of 2^40: the gradients of every step overflow."""
+    keys = {"fp16": {"enabled": True, "loss_scale": 2.0**40}, "train_iters": 50, "log_interval": 10, "eval_iters": 0}
+    with pytest.raises(UserError, match=r"did not change the weights; training stops without saving\. Lower fp16.loss"):
+        train(Config.from_flat(training_settings(tmp_path, data_path, save_interval=None, **keys)))
+    assert not list((tmp_path / "checkpoints").glob("global_step*"))
+    assert metrics(tmp_path, "train/skipped_steps") == {10: 10.0, 20: 20.0, 30: 30.0}
+    assert "skipped steps 30" in (tmp_path / "logs" / "train.log").read_text()
+
+
+def test_the_minimum_loss_scale_is_tolerated_for_some_steps(tmp_path, data_path, monkeypatch):
+    """DeepSpeed would raise an Exception at the first overflow at the minimum."""
+    step = Engine.train_step
+
+    def overflowing(engine, batches, learning_rate, iteration):
+        factor = float("inf") if iteration in (1, 2) else 1.0
+        handle = next(engine.model.parameters()).register_hook(lambda gradient: gradient * factor)
+        loss = step(engine, batches, learning_rate, iteration)
+        handle.remove()
+        return loss
+
+    monkeypatch.setattr(Engine, "train_step", overflowing)
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert list(metrics(tmp_path, "train/skipped_steps").values()) == [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+
+
+# -- a terminal that was closed ---------------------------------------------------------------------------------------
+
+
+def test_text_after_the_terminal_was_closed_goes_to_the_file_only(tmp_path, monkeypatch):
+    def closed(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    config = Config.from_flat(training_settings(tmp_path, "data"))
+    logger = Logger(config, SimpleNamespace(is_main=True))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=closed, flush=closed))
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    logger.info("one")
+    logger.info("two")
+    logger.close()
+    assert [line.split()[-1] for line in (tmp_path / "logs" / "train.log").read_text().splitlines()] == ["one", "two"]
