@@ -14,6 +14,7 @@ All problems are collected and reported together.
 import copy
 import dataclasses
 import difflib
+import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,12 +28,14 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from megatron.config import neox_compat, schema
 from megatron.config.checks import find_contradictions
 from megatron.config.schema.base import REST, Group, KeyPath, field_aliases, field_path, has_placeholders
-from megatron.config.yaml_files import Entry, find_file, parse_override, read_file
-from megatron.utils.errors import UserError
+from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, Entry, find_file, parse_override, read_file
+from megatron.utils.errors import UserError, shortened
 from megatron.utils.secrets import is_secret_name
 
 _SET = "--set"
 _MAX_SUGGESTIONS = 3
+_MAX_PROBLEMS = 30  # that are printed
+_MAX_KEY = 200  # characters
 
 # Messages for pydantic's error types, where its own text uses Python's terms instead of those of YAML.
 _MESSAGES = {
@@ -177,9 +180,11 @@ def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool
         config = Config(**groups)
         messages.problems += find_contradictions(config)
     if config is None or messages.problems:
-        problems = messages.problems
+        problems = messages.problems[:_MAX_PROBLEMS]
+        if len(messages.problems) > _MAX_PROBLEMS:
+            problems.append(f"... and {len(messages.problems) - _MAX_PROBLEMS} more")
         if len(problems) > 1:
-            problems = [f"{len(problems)} problems in the configuration:", *problems]
+            problems = [f"{len(messages.problems)} problems in the configuration:", *problems]
         raise UserError("\n  ".join(problems))
     config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
     config._notices = tuple(messages.notices)
@@ -207,6 +212,7 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, mes
         )
 
     for entry in entries:
+        _check_plain(entry)
         # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
         name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
         if name in keys:
@@ -226,9 +232,39 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, mes
         path = canonical_path(key)
         _set_nested(values, path, value, key)
         keys[path[0]] = Entry(key if len(path) == 1 else key.split(".")[0], values[path[0]], _SET)
+        _check_plain(keys[path[0]])
     for name, entry in list(_pop_nested_aliases(keys)):
         keys[name] = dataclasses.replace(entry, source=_SET, line=None)
     return keys
+
+
+def _check_plain(entry: Entry) -> None:
+    """Raises UserError if a value could never be correct, or is beyond the limits of YAML files: from_flat receives
+    values from other files, such as JSON.
+    """
+    stack: list[tuple[tuple[str, ...], Any]] = [((), entry.key), ((entry.key,), entry.value)]
+    visited = 0
+    while stack:
+        path, value = stack.pop()
+        visited += 1
+        problem = None
+        if len(path) > MAX_DEPTH:
+            problem = f"is nested too deeply, in more than {MAX_DEPTH} levels"
+        elif visited > MAX_VALUES:
+            problem = f"is one of more than {MAX_VALUES:,} values"
+        elif isinstance(value, dict):
+            for key, child in value.items():
+                stack += [(path, key), ((*path, str(key)), child)]
+        elif isinstance(value, list | tuple):
+            stack += [((*path, str(index)), child) for index, child in enumerate(value)]
+        elif isinstance(value, int) and value.bit_length() > 63:
+            problem = f"is an integer of {value.bit_length():,} bits; the limit is 64, with the sign"
+        elif isinstance(value, float) and not math.isfinite(value):
+            problem = f"is {value}; numbers must be finite"
+        elif isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
+            problem = f"contains characters that are not text: {shortened(repr(value))}"
+        if problem is not None:
+            raise UserError(f'{entry.place}: "{shortened(".".join(path) or entry.key)}" {problem}')
 
 
 def _set_nested(values: dict[str, Any], path: KeyPath, value: Any, key: str) -> None:
@@ -239,7 +275,9 @@ def _set_nested(values: dict[str, Any], path: KeyPath, value: Any, key: str) -> 
             values[name] = {}
         values = values[name]
         if not isinstance(values, dict):
-            raise UserError(f'"{key}" cannot be set: {".".join(path[:depth])} is {values!r}, not a mapping')
+            raise UserError(
+                f'"{key}" cannot be set: {".".join(path[:depth])} is {shortened(repr(values))}, not a mapping'
+            )
     values[last] = value
 
 
@@ -276,9 +314,8 @@ def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
         if value is None or value is PydanticUndefined:
             raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):
-            raise UserError(
-                f"{where}: {match[0]} is {value!r}; only strings without braces and numbers can be filled in"
-            )
+            text = shortened(repr(value))
+            raise UserError(f"{where}: {match[0]} is {text}; only strings without braces and numbers can be filled in")
         return str(value)
 
     for path, (group, name) in FIELDS.items():
@@ -314,7 +351,8 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
                     place((*path, str(key)), child)
             elif value is not None:
                 messages.problems.append(
-                    f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not {value!r}"
+                    f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not "
+                    f"{shortened(repr(value))}"
                 )
         elif neox_compat.is_known(dotted):
             reason = neox_compat.unsupported_reason(dotted, value, flat)
@@ -325,8 +363,10 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
         elif rest in FIELDS and path[-1] in (_allowed_rest(rest) or {path[-1]}):
             group, name = FIELDS[rest]
             groups[group].setdefault(name, {})[path[-1]] = value
-        else:
+        elif len(messages.problems) < _MAX_PROBLEMS and len(path[-1]) < _MAX_KEY:
             messages.problems.append(_describe_unknown_key(path, keys))
+        else:  # no suggestions, which take time
+            messages.problems.append(f"{_where(path, keys)} is not a known key")
 
     for name, entry in keys.items():
         place((name,), entry.value)
@@ -336,7 +376,7 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
 def _where(path: KeyPath, keys: MergedKeys) -> str:
     """`FILE:LINE: "key"`, with the key as it was written."""
     entry = keys[path[0]]
-    return f'{entry.place}: "{".".join((entry.key, *path[1:]))}"'
+    return f'{entry.place}: "{shortened(".".join((entry.key, *path[1:])))}"'
 
 
 def _children(path: KeyPath) -> list[str]:
@@ -397,4 +437,4 @@ def _describe_problem(problem: ErrorDetails, group: str, keys: MergedKeys) -> st
         message = _MESSAGES[problem["type"]].format(**problem.get("ctx", {}))
     else:
         message = problem["msg"].replace("Input should be", "must be")
-    return f"{_where(path, keys)}: {message}, not {problem['input']!r}"
+    return f"{_where(path, keys)}: {message}, not {shortened(repr(problem['input']))}"

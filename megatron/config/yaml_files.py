@@ -2,21 +2,28 @@
 
 The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Unlike PyYAML's SafeLoader,
 `1e-4` is a float (YAML 1.1 reads it as a string and requires 1.0e-4), a date is a string, and a key that appears twice
-in one mapping is an error.
+in one mapping is an error. So are tags other than those of plain values, and files beyond limits that no configuration
+needs.
 """
 
 import difflib
 import re
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron.utils.errors import UserError
+from megatron.utils import files
+from megatron.utils.errors import UserError, shortened
 
 ENDINGS = (".yml", ".yaml")
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 50
+MAX_VALUES = 50_000  # the content of an anchor counts once per alias
+_MAX_NUMBER = 100  # characters
+_STANDARD_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {_STANDARD_TAG + name for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
 
 
 @dataclass(frozen=True)
@@ -34,34 +41,90 @@ class Entry:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-4 as a float and rejects duplicate keys."""
+class _YamlProblem(Exception):
+    """A YAML text that cannot be read: the line, if known, and what is wrong."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[Hashable, int] = {}
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
+    def __init__(self, line: int | None, problem: str):
+        super().__init__(problem)
+        self.line = line
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-4 as a float, and raises _YamlProblem for what is not a plain value, and beyond limits.
+
+    All checks are made while the nodes are composed, where an alias is a second reference to the same node. Only
+    afterwards are values constructed.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._depth = 0
+        # For each complete node, the number of values in it, including itself.
+        self._values: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        line = self.peek_event().start_mark.line + 1
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _YamlProblem(line, f"nested too deeply, in more than {MAX_DEPTH} levels")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None or (is_alias and node in self._values):
+            return node
+        if is_alias:
+            raise _YamlProblem(line, "the alias refers to the value that contains it")
+        if node.tag not in _PLAIN_TAGS:
+            tag = f"!!{node.tag.removeprefix(_STANDARD_TAG)}" if node.tag.startswith(_STANDARD_TAG) else node.tag
+            problem = f"the tag {shortened(tag)} is not supported"
+            raise _YamlProblem(line, f"{problem}; use plain values, with quotes around special characters")
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.ScalarNode):
+            self._check_scalar(node, line)
+        elif isinstance(node, yaml.MappingNode):
+            self._check_keys(node)
+            children = [child for pair in node.value for child in pair]
+        else:
+            children = node.value
+        self._values[node] = 1 + sum(self._values[child] for child in children)
+        if self._values[node] > MAX_VALUES:
+            raise _YamlProblem(line, f"more than {MAX_VALUES:,} values, with the content of an anchor once per alias")
+        return node
+
+    def _check_scalar(self, node: yaml.ScalarNode, line: int) -> None:
+        name = node.tag.removeprefix(_STANDARD_TAG)
+        if name == "merge":
+            return
+        if name != "str" and len(node.value) > _MAX_NUMBER:
+            raise _YamlProblem(line, f"a number of {len(node.value):,} characters: {shortened(node.value)}")
+        try:
+            self.construct_object(node)
+        except (ValueError, LookupError, OverflowError) as error:  # an explicit tag, such as !!int abc
+            raise _YamlProblem(line, f"{shortened(node.value)} is not a value of type !!{name}") from error
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.tag == f"{_STANDARD_TAG}merge":
                 continue
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if not isinstance(key, str):
-                raise UserError(f"{self.name}:{line}: key {key!r} is not a string; put it in quotes")
-            if key in lines:
-                raise UserError(
-                    f"{self.name}: key {key!r} appears twice, in lines {lines[key]} and {line}; remove one of them"
-                )
-            lines[key] = line
-        return super().construct_mapping(node, deep=deep)
+            if key.tag != f"{_STANDARD_TAG}str":
+                text = shortened(key.value) if isinstance(key, yaml.ScalarNode) else "(a list or mapping)"
+                raise _YamlProblem(line, f"key {text} is not a string; put it in quotes")
+            if key.value in lines:
+                text = f"key {shortened(repr(key.value))} appears twice, in lines {lines[key.value]} and {line}"
+                raise _YamlProblem(line, f"{text}; remove one of them")
+            lines[key.value] = line
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    f"{_STANDARD_TAG}float",
     re.compile(r"^[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
 # Dates remain strings: no key has a date as its value, and JSON has no dates.
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_STANDARD_TAG}timestamp"]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
 
@@ -72,12 +135,19 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
     Raises UserError, which suggests files of similar names, if it does not exist.
     """
     path = Path(config_dir or ".") / name
-    for candidate in (path, *(path.with_name(path.name + ending) for ending in ENDINGS)):
-        if candidate.is_file():
-            return candidate
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: no such file, and no folder {path.parent}")
-    names = sorted(file.name for file in path.parent.iterdir() if file.suffix in ENDINGS)
+    if "\0" in str(path):  # is_file() would return False
+        raise UserError(f"{path}: the name contains a null character")
+    try:
+        for candidate in (path, *(path.with_name(path.name + ending) for ending in ENDINGS)):
+            if candidate.is_file():
+                return candidate
+        if path.exists():
+            raise UserError(f"{path} is not a regular file")
+        if not path.parent.is_dir():
+            raise UserError(f"{path}: no such file, and no folder {path.parent}")
+        names = sorted(file.name for file in path.parent.iterdir() if file.suffix in ENDINGS)
+    except (OSError, ValueError) as error:  # a name that is too long or empty
+        raise UserError(f"{shortened(str(path))}: {getattr(error, 'strerror', None) or error}") from error
     name_with_ending = path.name if path.suffix in ENDINGS else path.name + ENDINGS[0]
     nearest = difflib.get_close_matches(name_with_ending, names, n=3)
     hint = f"nearest: {', '.join(nearest)}" if nearest else f"{path.parent} contains {len(names)} YAML files"
@@ -87,12 +157,9 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
 def read_file(path: Path) -> list[Entry]:
     """The top-level keys of a configuration file, in order.
 
-    Raises UserError if the file cannot be read, is not UTF-8 or YAML, or does not contain a mapping.
+    Raises UserError if the file cannot be read, is too large, is not UTF-8 or YAML, or does not contain a mapping.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    content = files.read_file(path, MAX_BYTES)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -104,26 +171,15 @@ def read_file(path: Path) -> list[Entry]:
 
 def parse(text: str, source: str) -> list[Entry]:
     """The top-level keys of a YAML text; `source` names it in errors. Raises UserError like `read_file`."""
-    loader = None
     try:
-        loader = _Loader(text)
-        loader.name = source
-        node = loader.get_single_node()
-        if not isinstance(node, yaml.MappingNode):
-            if node is None:
-                content = "is empty"
-            else:
-                content = f"contains a {'scalar' if isinstance(node, yaml.ScalarNode) else 'sequence'}"
-            raise UserError(f'{source}: {content}; expected one mapping of keys to values: {{"key": value, ...}}')
-        values = loader.construct_document(node)
-        lines = {key_node.value: key_node.start_mark.line + 1 for key_node, _ in node.value}
-    except yaml.YAMLError as error:
-        raise UserError(f"{source}{_describe(error)}") from error
-    except RecursionError as error:
-        raise UserError(f"{source}: nested too deeply") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
+        node, values = _load(text)
+    except _YamlProblem as error:
+        line = "" if error.line is None else f":{error.line}"
+        raise UserError(f"{source}{line}: {error}") from error
+    if not isinstance(node, yaml.MappingNode):
+        content = "is empty" if node is None else f"contains a {type(node).__name__.removesuffix('Node').lower()}"
+        raise UserError(f'{source}: {content}; expected one mapping of keys to values: {{"key": value, ...}}')
+    lines = {key_node.value: key_node.start_mark.line + 1 for key_node, _ in node.value}
     return [Entry(key, value, source, lines.get(key)) for key, value in values.items()]
 
 
@@ -132,25 +188,30 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise UserError(f"--set {text}: expected key=value, such as --set train-iters=100 optimizer.params.lr=1e-3")
+        example = "expected key=value, such as --set train-iters=100 optimizer.params.lr=1e-3"
+        raise UserError(f"--set {shortened(text)}: {example}")
+    if len(value.encode(errors="replace")) > MAX_BYTES:
+        raise UserError(f"--set {shortened(text)}: the value has more than {MAX_BYTES:,} bytes")
     try:
-        loader = _Loader(value)
-        loader.name = text
-        try:
-            return key, loader.get_single_data()
-        finally:
+        return key, _load(value)[1]
+    except _YamlProblem as error:
+        hint = "put quotes around strings with special characters"
+        raise UserError(f"--set {shortened(text)}: {error}; {hint}") from error
+
+
+def _load(text: str) -> tuple[yaml.Node | None, Any]:
+    """The root node of a YAML text and its value; None for an empty text. Raises _YamlProblem."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return node, None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        parts = (getattr(error, "context", None), getattr(error, "problem", None))
+        problem = " ".join(str(part) for part in parts if part) or " ".join(str(error).split())
+        hint = " (check for a missing comma or bracket before this line, or a tab in the indentation)" if mark else ""
+        raise _YamlProblem(mark.line + 1 if mark else None, f"not YAML: {shortened(problem, 500)}{hint}") from error
+    finally:
+        if loader is not None:
             loader.dispose()
-    except (yaml.YAMLError, UserError) as error:
-        raise UserError(
-            f"--set {text}: the value is not YAML; put quotes around strings with special characters"
-        ) from error
-
-
-def _describe(error: yaml.YAMLError) -> str:
-    """`:LINE: not YAML: PROBLEM`, on one line."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    line = f":{mark.line + 1}" if mark else ""
-    problem = " ".join(str(part) for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
-    problem = problem or " ".join(str(error).split())
-    hint = " (check for a missing comma or bracket before this line, or a tab in the indentation)" if mark else ""
-    return f"{line}: not YAML: {problem}{hint}"

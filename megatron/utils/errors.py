@@ -20,3 +20,8 @@ def visible(text: str) -> str:
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def shortened(text: str, limit: int = 200) -> str:
+    """At most `limit` characters of `text`, with an ellipsis and the length if it is longer."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"

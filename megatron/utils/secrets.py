@@ -12,7 +12,8 @@ _NAME = re.compile(
 _ASSIGNMENT_OR_LOGIN = re.compile(r"(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
 # In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the user and password of a URL, an HTTP header.
 _IN_TEXT = re.compile(
-    r"""(?P<name>[\w-]*(?:key|token|passw|credential|secret)[\w-]*)(?P<between>["']?\s*[=:]\s*)(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)}\]]+)"""
+    r"""(?P<name>[\w-]*(?:key|token|passw|credential|secret)[\w-]*)(?P<between>["']?\s*[=:]\s*)"""
+    r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)}\]]+)"""
     r"""|://(?P<login>[^/\s:@]+:[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+""",
     re.IGNORECASE,
 )

@@ -216,7 +216,7 @@ def test_overrides(write):
     [
         ("seed", r"--set seed: expected key=value"),
         ("=3", r"--set =3: expected key=value"),
-        ("seed=[", r"--set seed=\[: the value is not YAML"),
+        ("seed=[", r"--set seed=\[: not YAML"),
         ("sed=3", r'--set: "sed" is not a known key; nearest: .*seed'),
         ("seed.deeper=3", r'"seed.deeper" cannot be set: seed is 1, not a mapping'),
         ("seed=x", r"--set: \"seed\": must be an integer, not 'x'"),
@@ -291,3 +291,47 @@ def nested(key: str, value: object) -> dict:
     for name in reversed(key.split(".")):
         value = {name: value}
     return value
+
+
+def nested_list(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("inf"), "is inf; numbers must be finite"),
+        ([float("nan")], "is nan; numbers must be finite"),
+        ({"a": 2**63}, "is an integer of 64 bits"),
+        (10**6000, "is an integer of 19,932 bits"),
+        ("a\0b", r"contains characters that are not text: 'a\\x00b'"),
+        ({"\ud800": 1}, "contains characters that are not text"),
+        (nested_list(60), "nested too deeply"),
+        (nested_list(100_000), "nested too deeply"),
+        ([0] * 60_000, "is one of more than 50,000 values"),
+    ],
+    ids=lambda value: "",
+)
+def test_values_that_no_key_accepts(flat, value, message):
+    for key in "pos_emb_options", "seed", "unknown":
+        with pytest.raises(UserError, match=f'^configuration: "{key}.*{message}'):
+            Config.from_flat({**flat, key: value})
+
+
+def test_overrides_cannot_nest_deeply(flat, write):
+    with pytest.raises(UserError, match="nested too deeply"):
+        load(write, MODEL, overrides=[f"{'a.' * 5000}b=1"])
+
+
+def test_many_problems_are_reported_in_little_time_and_space(flat):
+    with pytest.raises(UserError, match=r"^20000 problems in the configuration") as caught:
+        Config.from_flat({**flat, **{f"unknown_{index}_" + "x" * 50: index for index in range(20_000)}})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 32
+    assert lines[-1] == "  ... and 19970 more"
+    with pytest.raises(UserError, match=r"not a known key") as caught:
+        Config.from_flat({**flat, "x" * 500_000: 1, "save": ["y" * 100] * 10_000})
+    assert len(str(caught.value)) < 2000

@@ -1,8 +1,10 @@
 """GPT-NeoX's style of YAML, and a one-line error for everything else."""
 
+import os
+
 import pytest
 
-from megatron.config import Config, UserError, load_config
+from megatron.config import UserError, load_config
 from megatron.config.yaml_files import find_file, parse, parse_override, read_file
 
 MODEL = '"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"'
@@ -72,10 +74,28 @@ def test_block_style_and_byte_order_mark(write):
         ("# only a comment\n", "is empty"),
         ("a: 1\n---\nb: 2\n", r":2: not YAML: .*another document"),
         ("{1: 2}", ":1: key 1 is not a string"),
-        ("a: 1\nyes: 2", ":2: key True is not a string"),
+        ("a: 1\nyes: 2", ":2: key yes is not a string"),
         ("a: 1\nb: 2\na: 3\n", "key 'a' appears twice, in lines 1 and 3"),
         ("{a: {b: 1,\n b: 2}}", "key 'b' appears twice, in lines 1 and 2"),
-        ("{a: !!python/object/apply:os.system [ls]}", ":1: not YAML: .*could not determine a constructor"),
+        ("{a: !!python/object/apply:os.system [ls]}", ":1: the tag !!python/object/apply:os.system is not supported"),
+        ("a: 1\nb: !!set {c}", ":2: the tag !!set is not supported; use plain values"),
+        ("{a: !!binary YQ==}", ":1: the tag !!binary is not supported"),
+        ("{a: !!timestamp 2026-01-02}", ":1: the tag !!timestamp is not supported"),
+        ("{a: !own 1}", ":1: the tag !own is not supported"),
+        ("{a: =}", ":1: the tag !!value is not supported; .*quotes"),
+        ("{a: !!int abc}", ":1: abc is not a value of type !!int"),
+        ("{a: !!bool maybe}", ":1: maybe is not a value of type !!bool"),
+        ("{a: !!float ''}", ":1:  is not a value of type !!float"),
+        ("{a: !!int [1]}", ":1: not YAML: expected a scalar node"),
+        ("{a: !!seq {b: 1}}", ":1: not YAML: expected a sequence node"),
+        ("{a: " + "1" * 5000 + "}", r":1: a number of 5,000 characters: 1+\.\.\. \(5,000 characters\)$"),
+        ("{a: 0x" + "f" * 5000 + "}", ":1: a number of 5,002 characters"),
+        ("a: &a [1, *a]", ":1: the alias refers to the value that contains it"),
+        ("a: &a {b: *a}", ":1: the alias refers to the value that contains it"),
+        ("{[a]: 1}", r":1: key \(a list or mapping\) is not a string"),
+        ("{<<: 1, a: 1}", ":1: not YAML: .*expected a mapping or list of mappings for merging"),
+        ("a: \0", "not YAML: .*special characters are not allowed"),
+        ("x" * 1_000_001, "is larger than 1,000,000 bytes"),
         ("{a: *nowhere}", "not YAML: .*undefined alias"),
     ],
 )
@@ -87,9 +107,16 @@ def test_bad_files(write, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_deep_nesting_is_an_error():
-    with pytest.raises(UserError, match="nested too deeply"):
-        parse("[" * 100_000, "a.yml")
+@pytest.mark.parametrize("text", ["[" * 100_000, "{" * 100_000, "- " * 1000, "? " * 1000, "a: " + "{a: " * 100])
+def test_deep_nesting_is_an_error(text):
+    with pytest.raises(UserError, match=r"a\.yml:1: nested too deeply, in more than 50 levels"):
+        parse(text, "a.yml")
+
+
+def test_merge_keys(write):
+    path = write("a.yml", "a: &a {x: 1, y: 2}\nb: &b\n  <<: *a\n  x: 3\nc: {<<: [*b, *a], z: 4}")
+    values = {entry.key: entry.value for entry in read_file(path)}
+    assert values == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": {"x": 3, "y": 2, "z": 4}}
 
 
 def test_find_file(write, tmp_path):
@@ -111,22 +138,50 @@ def test_missing_file(write, tmp_path):
         load_config(["qqqqqq"], tmp_path)
 
 
-def test_unreadable_file(write, monkeypatch):
-    path = write("a.yml", "{}")
+def test_names_that_no_file_has(tmp_path):
+    for name, message in [("a" * 300, "File name too long"), ("a\0b", "null"), (".", "not a regular file")]:
+        with pytest.raises(UserError, match=message):
+            find_file(name, tmp_path)
+    os.mkfifo(tmp_path / "pipe.yml")
+    with pytest.raises(UserError, match=r"pipe\.yml is not a regular file"):
+        find_file("pipe.yml", tmp_path)
+    with pytest.raises(UserError, match=r"pipe\.yml is not a regular file"):
+        read_file(tmp_path / "pipe.yml")
 
-    def raise_error(self):
-        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", raise_error)
-    with pytest.raises(UserError, match=r"a\.yml: cannot be read: Permission denied"):
-        read_file(path)
+def test_unreadable_file(write, tmp_path):
+    write("a.yml", "{}")
+    with pytest.raises(UserError, match=r"cannot read .*a\.yml/b: Not a directory"):
+        read_file(tmp_path / "a.yml" / "b")
 
 
-def test_aliases_do_not_multiply_memory():
-    """A "billion laughs" file: nine levels of ten references to the previous level."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
-    entries = parse("\n".join(lines), "a.yml")
-    assert entries[9].value[0] is entries[8].value
-    with pytest.raises(UserError, match=r'a\.yml:1: "a0" is not a known key'):
-        Config.from_flat({entry.key: entry.value for entry in entries}, source="a.yml:1")
+@pytest.mark.parametrize("end", ["]", ""], ids=["list", "merge"])
+def test_aliases_do_not_multiply_memory(end):
+    """A "billion laughs" file: each level refers to the previous one ten times."""
+    if end:
+        lines = ["pos-emb-options: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+        lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
+    else:
+        lines = ["pos-emb-options: &a0 {x: 1}"]
+        lines += [f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 10)}]}}" for level in range(1, 10)]
+    with pytest.raises(
+        UserError, match=r"a\.yml:[56]: more than 50,000 values, with the content of an anchor once per"
+    ):
+        parse("\n".join(lines), "a.yml")
+    with pytest.raises(UserError, match=r"--set a=.*more than 50,000 values"):
+        parse_override("a={" + ", ".join(lines) + "}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a={b: 1, b: 2}", "--set a={b: 1, b: 2}: key 'b' appears twice"),
+        ("a=!!int abc", "abc is not a value of type !!int"),
+        ("a=" + "x" * 2_000_000, "the value has more than 1,000,000 bytes"),
+        ("a=[", "not YAML: .*; put quotes around strings"),
+    ],
+)
+def test_bad_overrides(text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse_override(text)
+    assert len(str(caught.value)) < 600

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.utils.errors import first_line, visible
+from megatron.utils.errors import first_line, shortened, visible
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,8 @@ def test_first_line(error, line):
 def test_visible_escapes_what_a_terminal_would_interpret():
     assert visible("größe 1\t2\n") == "größe 1\t2\n"
     assert visible("a\x1b[31mb\r\ud800\u202e") == "a\\x1b[31mb\\r\\ud800\\u202e"
+
+
+def test_shortened():
+    assert shortened("abc", 3) == "abc"
+    assert shortened("x" * 5000, 3) == "xxx... (5,000 characters)"

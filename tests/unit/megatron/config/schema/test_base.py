@@ -18,7 +18,7 @@ from megatron.config import Config, UserError
         ({"norm": "scalenorm"}, "\"norm\": must be 'layernorm' or 'rmsnorm', not 'scalenorm'"),
         ({"optimizer": {"type": "SM3"}}, "\"optimizer.type\": must be 'adam' or 'adamw'"),
         ({"optimizer": {"params": {"lr": "high"}}}, '"optimizer.params.lr": must be a number'),
-        ({"optimizer": {"params": {"lr": float("nan")}}}, '"optimizer.params.lr": must be a finite number'),
+        ({"optimizer": {"params": {"lr": float("nan")}}}, '"optimizer.params.lr" is nan; numbers must be finite'),
         ({"optimizer": {"params": {"betas": [0.9]}}}, '"optimizer.params.betas.1": is missing, not'),
         ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, '"optimizer.params.betas.1": must be less than 1'),
         ({"optimizer": {"params": {"apex": "yes"}}}, '"optimizer.params.apex": must be true or false'),
