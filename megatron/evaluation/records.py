@@ -8,32 +8,45 @@ incomplete last line, which a killed process can leave, is ignored and overwritt
 
 import contextlib
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, cast, get_type_hints, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints, overload
+
+from pydantic import FailFast, Field, TypeAdapter
+from typing_extensions import TypedDict  # pydantic does not accept that of `typing` before Python 3.12
 
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock
+from megatron.utils.typed_json import Count, Float, Int, Text, check_json, load_json
 
 if TYPE_CHECKING:
     import pandas
 
 RESULTS = "results.jsonl"
+MAX_BYTES = 1 << 27  # of a results.jsonl; an extrapolation record has up to 10 KB
+MAX_LAYERS = 1 << 16
+
+
+Counts = Annotated[list[Count], FailFast()]
+Floats = Annotated[list[Float], FailFast()]
+Fraction = Annotated[Float, Field(ge=0, le=1)]
 
 
 class Checkpoint(TypedDict):
     """The evaluated weights. path: the folder that contains `latest`. fingerprint: a digest of the weights."""
 
-    path: str | None
-    iteration: int | None
-    fingerprint: str
-    layers: int
-    hidden_size: int
+    path: Text | None
+    iteration: Count | None
+    fingerprint: Text
+    layers: Count
+    hidden_size: Count
 
 
 class Record(TypedDict):
@@ -48,17 +61,17 @@ class Record(TypedDict):
             with the same digest does not have to be measured again.
     """
 
-    kind: str
-    corpus: str | None
+    kind: Text
+    corpus: Text | None
     checkpoint: Checkpoint | None
-    pos_emb: str | None
-    seed: int | None
-    train_length: int | None
-    mode: str
-    protocol: str
-    length: int
-    note: str | None
-    measurement: str
+    pos_emb: Text | None
+    seed: Int | None
+    train_length: Count | None
+    mode: Text
+    protocol: Text
+    length: Count
+    note: Text | None
+    measurement: Text
 
 
 class DocumentGroups(TypedDict):
@@ -66,8 +79,8 @@ class DocumentGroups(TypedDict):
     documents are not known. tokens: number of scored tokens. losses: mean loss in nats.
     """
 
-    tokens: list[int]
-    losses: list[float]
+    tokens: Counts
+    losses: Floats
 
 
 class ExtrapolationRecord(Record):
@@ -87,14 +100,14 @@ class ExtrapolationRecord(Record):
         groups: the losses of groups of documents, for these differences.
     """
 
-    tokens: int
-    segments: int
-    documents: int | None
-    loss: float | None
-    stderr: float | None
-    bits_per_byte: float | None
-    perplexity: float | None
-    targets: str
+    tokens: Count
+    segments: Count
+    documents: Count | None
+    loss: Float | None
+    stderr: Float | None
+    bits_per_byte: Float | None
+    perplexity: Float | None
+    targets: Text
     groups: DocumentGroups | None
 
 
@@ -103,9 +116,9 @@ class PositionsRecord(Record):
     `edges[i + 1] - 1`; `losses[i]` is its mean loss in nats and `counts[i]` its number of scored tokens.
     """
 
-    edges: list[int]
-    losses: list[float]
-    counts: list[int]
+    edges: Counts
+    losses: Floats
+    counts: Counts
 
 
 class ResolutionRecord(Record):
@@ -117,9 +130,9 @@ class ResolutionRecord(Record):
         resolution: mean over the layers; None if it could not be measured.
     """
 
-    texts: int
-    layers: list[float]
-    resolution: float | None
+    texts: Count
+    layers: Floats
+    resolution: Float | None
 
 
 class PasskeyRecord(Record):
@@ -132,10 +145,10 @@ class PasskeyRecord(Record):
         accuracy: correct / trials; None if it could not be measured.
     """
 
-    depth: float
-    trials: int
-    correct: int
-    accuracy: float | None
+    depth: Fraction
+    trials: Count
+    correct: Count
+    accuracy: Fraction | None
 
 
 class EffectiveLengthRecord(Record):
@@ -148,8 +161,8 @@ class EffectiveLengthRecord(Record):
         effective_lengths: one list per entry of `layers`, with one number per head. Empty for a method without a bias.
     """
 
-    layers: list[str]
-    effective_lengths: list[list[int]]
+    layers: Annotated[list[Text], Field(max_length=MAX_LAYERS), FailFast()]
+    effective_lengths: Annotated[list[Counts], Field(max_length=MAX_LAYERS), FailFast()]
 
 
 KINDS: dict[str, type[Record]] = {
@@ -159,7 +172,24 @@ KINDS: dict[str, type[Record]] = {
     "passkey": PasskeyRecord,
     "effective_length": EffectiveLengthRecord,
 }
-REQUIRED_KEYS = {kind: frozenset(get_type_hints(record_type)) for kind, record_type in KINDS.items()}
+# Values that mean "unknown", for the keys that records of other tools may lack.
+UNKNOWN: dict[str, object] = {
+    **dict.fromkeys(("corpus", "checkpoint", "pos_emb", "seed", "train_length", "note"), None),
+    **dict.fromkeys(("documents", "loss", "stderr", "bits_per_byte", "perplexity", "groups"), None),
+    **dict.fromkeys(("resolution", "accuracy"), None),
+    **dict.fromkeys(("tokens", "segments", "texts", "trials", "correct"), 0),
+    **dict.fromkeys(("protocol", "measurement", "targets"), ""),
+    "mode": "full",
+}
+
+
+class _Kind(TypedDict):
+    kind: Text
+
+
+_KIND = TypeAdapter(_Kind)
+_ANY_KIND = TypeAdapter(Record)
+_ADAPTERS = {kind: TypeAdapter(record_type) for kind, record_type in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -242,11 +272,12 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
             become columns `checkpoint_path`, `checkpoint_iteration`, `checkpoint_fingerprint`, `checkpoint_layers` and
             `checkpoint_hidden_size`. Keys that a kind does not have are NaN, so select a kind first:
             `frame[frame.kind == "extrapolation"].pivot_table("perplexity", "pos_emb", "length")`.
-        strict: require a known `kind` and all its keys. If False, accept records of other tools with missing keys or
-        other kinds.
+        strict: require a known `kind` and all its keys. If False, accept records of other tools, with other kinds or
+            without keys whose values may be unknown (`UNKNOWN`).
 
     If a file has several records with the same identity (measured on other tokens or in another precision), the last
-    one is returned. Raises UserError if a folder has no results or a line is not a record.
+    one is returned. Raises UserError if a folder has no results, a file is larger than MAX_BYTES, or a line is not a
+    record; it names the file, the line and the key.
     """
     if isinstance(folders, str | os.PathLike):
         folders = [folders]
@@ -272,26 +303,43 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
 
 def _read_file(path: Path, strict: bool) -> list[Record]:
     """The records of one results.jsonl, the last one of each identity. Raises UserError."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     records: dict[tuple[object, ...], Record] = {}
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-            missing = REQUIRED_KEYS[record["kind"]] - record.keys() if strict else ()
-            key = identity(record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{path}, line {number}: not a record of evaluate.py ({error!r}); remove the line or the file"
-            ) from error
-        if missing:
-            raise UserError(
-                f"{path}, line {number}: the record lacks {', '.join(sorted(missing))}; remove the line or the file"
-            )
-        records[key] = record
+    for number, line in enumerate(io.BytesIO(read_file(path, MAX_BYTES)), start=1):
+        if line.endswith(b"\n"):  # otherwise a killed process has not completed it
+            try:
+                record = _parse_record(line[:-1], f"{path}, line {number}", strict)
+            except UserError as error:
+                raise UserError(f"{error}; correct or remove the line") from None
+            records[identity(record)] = record
     return list(records.values())
+
+
+def _parse_record(line: bytes, place: str, strict: bool) -> Record:
+    """Raises UserError, starting with `place`, if the line is not a record."""
+    value = load_json(line, place)
+    kind = check_json(value, _KIND, place)["kind"]
+    if not strict:
+        value = {**UNKNOWN, **({} if kind in KINDS else {"length": 0}), **value}
+    elif kind not in KINDS:
+        raise UserError(f"{place}: kind {kind!r} is unknown; evaluate.py writes {', '.join(KINDS)}")
+    record = check_json(value, _ADAPTERS.get(kind, _ANY_KIND), place)
+    contradiction = _contradiction(record)
+    if contradiction is not None:
+        raise UserError(f"{place}: {contradiction}")
+    return record
+
+
+def _contradiction(record: Mapping[str, Any]) -> str | None:
+    """Why the values of a record contradict each other; None if they do not."""
+    kind, groups = record["kind"], record.get("groups")
+    if kind == "extrapolation" and groups is not None:
+        if record["loss"] is None or len(groups["tokens"]) != len(groups["losses"]) or 0 in groups["tokens"]:
+            return "groups must have one loss for each positive number of tokens, and needs a loss"
+    if kind == "positions" and (record["edges"] or record["losses"]):
+        edges = record["edges"]
+        if len(edges) != len(record["losses"]) + 1 or any(a >= b for a, b in itertools.pairwise(edges)):
+            return "edges must increase, and be one more than losses"
+    return None
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -327,7 +375,7 @@ class ResultsFile:
             raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lock)
-            stored = _read_file(self.path, strict=True) if self.path.is_file() else []
+            stored = _read_file(self.path, strict=True) if self.path.exists() else []
             self.records = [record for record in stored if _fingerprint(record) in self._checkpoints]
             other = next((record for record in stored if _fingerprint(record) not in self._checkpoints), None)
             if other is not None and not self._replace:

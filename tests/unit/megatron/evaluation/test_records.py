@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import get_type_hints
 
 import pytest
 
@@ -9,6 +10,7 @@ from megatron.evaluation.records import (
     RESULTS,
     ExtrapolationRecord,
     Provenance,
+    Record,
     ResultsFile,
     extrapolation_records,
     perplexity,
@@ -120,27 +122,71 @@ def test_a_second_writer_is_rejected(tmp_path):
         ResultsFile(tmp_path, ["aa"]).__enter__()
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2: not a record"),
-        ("[]", "line 2: not a record"),
-        (json.dumps({"kind": "strange"}), "line 2: not a record"),
-        (json.dumps({"kind": "extrapolation", "length": 3}), "line 2: the record lacks .*loss"),
-    ],
-)
-def test_invalid_lines(tmp_path, line, message):
+def positions(**values):
+    planned = {key: value for key, value in record().items() if key in get_type_hints(Record)}
+    return {**planned, "kind": "positions", "edges": [0, 8, 16], "losses": [2.0, 1.5], "counts": [8, 8], **values}
+
+
+BAD_LINES = {
+    "{": "not valid JSON",
+    "[]": "must be an object, not a value of type list",
+    "[" * 5000: "not valid JSON .recursion limit",
+    "NaN": "not valid JSON",
+    "9" * 5000: "not valid JSON .number out of range",
+    '{"kind": "strange"}': "kind 'strange' is unknown; evaluate.py writes extrapolation, ",
+    '{"kind": "extrapolation"}': "corpus is missing",
+    '{"kind": ["extrapolation"]}': "kind must be a string",
+    '{"kind": "\\ud800"}': "not valid JSON",
+    json.dumps({**record(), "loss": True}): "loss must be a number, not True",
+    json.dumps({**record(), "loss": "2.0"}): "loss must be a number, not '2.0'",
+    json.dumps({**record(), "loss": "x" * 10**6}): r"loss must be a number, not 'x{59}\.\.\.",
+    json.dumps({**record(), "loss": 2.5}).replace("2.5", "1e999"): "loss must be a finite number, not inf",
+    json.dumps({**record(), "loss": math.nan}): "not valid JSON",
+    json.dumps({**record(), "length": 16.0}): r"length must be an integer, not 16\.0",
+    json.dumps({**record(), "length": 10**30}): r"length must be below 9223372036854775808, not 1000",
+    json.dumps({**record(), "pos_emb": "a\x1b[31mb"}): r"pos_emb contains a control character \(U\+001B\)",
+    json.dumps({**record(), "pos_emb": "a\u202eb"}): r"pos_emb contains RIGHT-TO-LEFT OVERRIDE",
+    json.dumps({**record(), "pos_emb": "a" * 5000}): "pos_emb must have at most 4096 characters, not 'aaa",
+    json.dumps({**record(), "checkpoint": {"path": None}}): "checkpoint.iteration is missing",
+    json.dumps({**record(), "groups": {"tokens": [3, "4"], "losses": [2.0, 2.0]}}): r"groups\.tokens\[1\] must be an int",
+    json.dumps({**record(), "groups": {"tokens": [3, 4], "losses": [2.0]}}): "groups must have one loss for each",
+    json.dumps(positions(edges=[0, 16])): "edges must increase, and be one more than losses",
+    json.dumps(positions(edges=[0, 8, 8])): "edges must increase",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=BAD_LINES.values())
+def test_a_bad_line_is_named(tmp_path, line):
     with ResultsFile(tmp_path, ["aa"]) as results:
         results.add(record())
     with (tmp_path / RESULTS).open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(UserError, match=message):
+        file.write(line + "\n" + json.dumps(positions()) + "\n")
+    with pytest.raises(UserError, match=f"results.jsonl, line 2: {BAD_LINES[line]}.*; correct or remove the line$"):
         read_results(tmp_path)
-    if line.startswith('{"'):
-        assert read_results(tmp_path, strict=False) == [record(), json.loads(line)]
-    else:
-        with pytest.raises(UserError, match=message):
-            read_results(tmp_path, strict=False)
+    with pytest.raises(UserError, match="line 2: "):
+        ResultsFile(tmp_path, ["aa"]).__enter__()
+
+
+def test_records_of_other_tools(tmp_path):
+    (tmp_path / RESULTS).write_text('{"kind": "strange"}\n{"kind": "extrapolation", "length": 3, "own": 1}\n')
+    strange, losses = read_results(tmp_path, strict=False)
+    assert strange["kind"] == "strange"
+    assert (losses["length"], losses["loss"], losses["mode"], losses["checkpoint"]) == (3, None, "full", None)
+    (tmp_path / RESULTS).write_text('{"kind": "extrapolation"}\n')
+    with pytest.raises(UserError, match="line 1: length is missing"):
+        read_results(tmp_path, strict=False)
+
+
+def test_only_regular_files_of_limited_size_are_read(tmp_path, monkeypatch):
+    path = tmp_path / RESULTS
+    path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="is not a regular file"):
+        ResultsFile(tmp_path, ["aa"]).__enter__()
+    path.unlink()
+    monkeypatch.setattr("megatron.evaluation.records.MAX_BYTES", 1000)
+    path.write_text(json.dumps(record()) + "\n" + 1000 * " ")
+    with pytest.raises(UserError, match="is larger than 1,000 bytes"):
+        read_results(tmp_path)
 
 
 def test_folders_without_results(tmp_path):

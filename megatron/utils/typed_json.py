@@ -1,0 +1,86 @@
+"""JSON from outside, checked against a type: one error that names the place, the field and the value."""
+
+import unicodedata
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from megatron.utils.errors import UserError, visible
+
+T = TypeVar("T")
+
+# The value types of these files. Infinity and NaN, 1e999, and integers that do not fit into 64 bits are rejected.
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Float = FiniteFloat
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        first = next(character for character in text if not character.isprintable())
+        raise ValueError(f"contains {unicodedata.name(first, 'a control character')} (U+{ord(first):04X})")
+    return text
+
+
+Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
+
+_MESSAGES = {
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "missing": "is missing",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_long": "must have at most {max_length} characters",
+    "value_error": "{error}",
+}
+_SHOWN_CHARACTERS = 60
+
+
+def parse_json(content: bytes, adapter: TypeAdapter[T], place: str) -> T:
+    """Parse JSON and check it against the adapter's type, see `load_json` and `check_json`."""
+    return check_json(load_json(content, place), adapter, place)
+
+
+def load_json(content: bytes, place: str) -> Any:
+    """Parse JSON. Objects nested deeper than 200, lone surrogates, NaN and Infinity are rejected.
+
+    Raises UserError, starting with `place`: the file, and the line if each line is a document.
+    """
+    try:
+        return from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        where = str(error) if b"\n" in content else str(error).replace("line 1 ", "")
+        raise UserError(f"{place}: not valid JSON ({where})") from None
+
+
+def check_json(value: Any, adapter: TypeAdapter[T], place: str) -> T:
+    """The value, without keys that the type does not have. Types are not converted: "2" and true are not 2.
+
+    Raises UserError, starting with `place`, that names the first wrong field.
+    """
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{place}: {error_text(error.errors(include_url=False)[0])}") from None
+
+
+def error_text(error: ErrorDetails) -> str:
+    """The field, what is wrong with it, and its value, of an error that pydantic found."""
+    message = _MESSAGES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
+    if error["type"] != "missing":
+        value: Any = error["input"]
+        text = repr(value) if isinstance(value, str | int | float | None) else f"a value of type {type(value).__name__}"
+        message += f", not {text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + '...'}"
+    return visible(f"{field} {message}".strip())
