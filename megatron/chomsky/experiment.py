@@ -10,22 +10,26 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import FailFast, TypeAdapter
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from kerple.positional import project
 from megatron.chomsky.encoder import ARCHITECTURES, Encoder
 from megatron.chomsky.tasks import TASKS
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import read_file, write_atomically
+from megatron.utils.typed_json import Float, Fraction, Int, Text, parse_json
 
 TEST_SEED = 1_000_000_007
 ACCURACY_SAMPLES = 64  # samples of a batch whose accuracies are averaged
 SAVE_SECONDS = 60.0  # between two saves of the training state
+MAX_RESULTS_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,21 @@ class ExperimentSettings:
 class Result(TypedDict):
     """The result of one experiment. accuracies: from 0 to 1, by length as a decimal string. score: their mean."""
 
-    task: str
-    pos_emb: str
-    seed: int
-    score: float
-    accuracies: dict[str, float]
+    task: Text
+    pos_emb: Text
+    seed: Int
+    score: Fraction
+    accuracies: dict[str, Fraction]
+
+
+class StoredResults(TypedDict):
+    """The contents of `chomsky.json`. settings: those of `ExperimentSettings`."""
+
+    settings: dict[str, int | Float | str]
+    results: Annotated[list[Result], FailFast()]
+
+
+_STORED_RESULTS = TypeAdapter(StoredResults)
 
 
 class Experiment:
@@ -213,22 +227,31 @@ class Experiment:
 
 def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Result]:
     """The results of earlier runs; none if the file does not exist. Raises UserError if the settings differ."""
-    if not path.is_file():
+    if not path.exists():
         return []
     try:
-        content = json.loads(path.read_text())
-        stored, results = dict(content["settings"]), content["results"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} does not contain valid results ({error}); remove it, or choose another --output"
-        ) from error
+        content = parse_json(read_file(path, MAX_RESULTS_BYTES), _STORED_RESULTS, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; correct or remove the file, or choose another --output") from None
+    stored, results = content["settings"], content["results"]
     changed = [name for name, value in asdict(settings).items() if stored.get(name) != value]
     if changed:
         changes = ", ".join(f"{name} {stored.get(name)}, not {getattr(settings, name)}" for name in changed)
         raise UserError(
             f"{path} contains results of other settings ({changes}): use the same settings, or choose another --output"
         )
-    return cast(list[Result], results)
+    lengths = list(map(str, settings.test_lengths))
+    for index, result in enumerate(results):
+        for name, is_right in (
+            ("task", result["task"] in TASKS),
+            ("accuracies", list(result["accuracies"]) == lengths),
+        ):
+            if not is_right:
+                raise UserError(
+                    f"{path}: results[{index}].{name} does not belong to these settings; remove the entry, or choose "
+                    "another --output"
+                )
+    return results
 
 
 def write_chomsky_results(path: Path, settings: ExperimentSettings, results: Sequence[Result]) -> None:

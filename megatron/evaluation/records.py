@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic does not accept that of `typ
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock
-from megatron.utils.typed_json import Count, Float, Int, Text, check_json, load_json
+from megatron.utils.typed_json import Count, Float, Fraction, Int, Text, check_json, load_json
 
 if TYPE_CHECKING:
     import pandas
@@ -36,7 +36,6 @@ MAX_LAYERS = 1 << 16
 
 Counts = Annotated[list[Count], FailFast()]
 Floats = Annotated[list[Float], FailFast()]
-Fraction = Annotated[Float, Field(ge=0, le=1)]
 
 
 class Checkpoint(TypedDict):
@@ -333,8 +332,9 @@ def _contradiction(record: Mapping[str, Any]) -> str | None:
     """Why the values of a record contradict each other; None if they do not."""
     kind, groups = record["kind"], record.get("groups")
     if kind == "extrapolation" and groups is not None:
-        if record["loss"] is None or len(groups["tokens"]) != len(groups["losses"]) or 0 in groups["tokens"]:
-            return "groups must have one loss for each positive number of tokens, and needs a loss"
+        tokens, losses = groups["tokens"], groups["losses"]
+        if record["loss"] is None or not tokens or len(tokens) != len(losses) or 0 in tokens:
+            return "groups must have one loss for each positive number of tokens, and requires loss"
     if kind == "positions" and (record["edges"] or record["losses"]):
         edges = record["edges"]
         if len(edges) != len(record["losses"]) + 1 or any(a >= b for a, b in itertools.pairwise(edges)):

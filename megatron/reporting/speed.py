@@ -1,10 +1,13 @@
 """Training time per step, KERPLE's Table 4: from the logs of training runs, or from benchmark results."""
 
-import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import NotRequired, TypedDict
 
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
@@ -13,8 +16,43 @@ from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_numb
 from megatron.reporting.published import corpus_name, published
 from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.utils.errors import UserError
+from megatron.utils.files import read_file, read_lines
+from megatron.utils.typed_json import Count, Float, Text, check_json, load_json, parse_json
 
 METRICS = "metrics.jsonl"
+MAX_LINE_BYTES = 1 << 20
+MAX_BENCHMARK_BYTES = 1 << 24
+Positive = Annotated[Float, Field(gt=0)]
+
+
+# The keys of a line of metrics.jsonl that are read here. Lines of validation losses have only the first.
+MetricsLine = TypedDict(
+    "MetricsLine",
+    {"iteration": Count, "train/tokens": NotRequired[Float], "train/tokens_per_second": NotRequired[Float]},
+)
+
+
+class Benchmark(TypedDict):
+    """A row of a table of `benchmarks/train_step.py --json`. median: in seconds."""
+
+    name: Text
+    median: Positive
+    ratio: Positive
+
+
+class Hardware(TypedDict):
+    processor: Text
+
+
+class Benchmarks(TypedDict):
+    """The file that `benchmarks/train_step.py --json` writes."""
+
+    hardware: Hardware
+    tables: dict[Text, list[Benchmark]]
+
+
+_METRICS_LINE = TypeAdapter(MetricsLine)
+_BENCHMARKS = TypeAdapter(Benchmarks)
 
 
 @dataclass(frozen=True)
@@ -58,19 +96,30 @@ def read_log(path: Path) -> tuple[float, float] | None:
     """(seconds per step, tokens per second) from a `metrics.jsonl`; None if it has no steps.
 
     Both are medians over the lines of the log. The first line includes warm-up and is skipped if there are others.
+    Raises UserError if the file cannot be read or a value has a wrong type.
     """
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # the incomplete last line of a killed run
-        if line.get("train/tokens_per_second") and line.get("train/tokens") and line.get("iteration"):
-            lines.append(line)
-    if not lines:
+    rates: list[float] = []
+    tokens_per_step = 0.0
+    for number, text in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
+        line = parse_metrics(text, f"{path}, line {number}")
+        if line and line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
+            rates.append(line["train/tokens_per_second"])
+            tokens_per_step = line["train/tokens"] / line["iteration"]
+    if not rates:
         return None
-    tokens_per_second = statistics.median(line["train/tokens_per_second"] for line in lines[1:] or lines)
-    return lines[-1]["train/tokens"] / lines[-1]["iteration"] / tokens_per_second, tokens_per_second
+    tokens_per_second = statistics.median(rates[1:] or rates)
+    return tokens_per_step / tokens_per_second, tokens_per_second
+
+
+def parse_metrics(line: bytes, place: str) -> MetricsLine | None:
+    """A line of metrics.jsonl; None if a killed run has left it incomplete. Raises UserError, starting with `place`, if
+    a value has a wrong type.
+    """
+    try:
+        value = load_json(line, place, allow_nan=True)  # of losses
+    except UserError:
+        return None
+    return check_json(value, _METRICS_LINE, place)
 
 
 def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
@@ -120,23 +169,19 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
 def benchmark_tables(path: str | Path) -> list[Table]:
     """The step times in a JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
     try:
-        content = json.loads(Path(path).read_bytes())
-        processor = content["hardware"]["processor"]
-        benchmarks = {
-            title: [(row["name"], row["median"], row["ratio"]) for row in rows]
-            for title, rows in content["tables"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a result of benchmarks/train_step.py --json ({error!r})") from error
+        content = parse_json(read_file(path, MAX_BENCHMARK_BYTES), _BENCHMARKS, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; give a file written by benchmarks/train_step.py --json") from None
+    processor, benchmarks = content["hardware"]["processor"], content["tables"]
     return [
         Table(
             name=slug(Path(path).stem, index),
             title=title.capitalize(),
             label_columns=("",),
-            columns=tuple(published("kerple-4").name(Method(name)) for name, _, _ in rows),
+            columns=tuple(published("kerple-4").name(Method(row["name"])) for row in rows),
             lines=(
-                Row(("sec/step",), tuple(Cell(format_number(median)) for _, median, _ in rows)),
-                Row((f"ratio to {rows[0][0]}",), tuple(Cell(format_number(ratio)) for _, _, ratio in rows)),
+                Row(("sec/step",), tuple(Cell(format_number(row["median"])) for row in rows)),
+                Row((f"ratio to {rows[0]['name']}",), tuple(Cell(format_number(row["ratio"])) for row in rows)),
             ),
             notes=(f"Medians over steps that alternated in one process, on {processor}.",),
         )

@@ -5,25 +5,41 @@ of its processes) and `evaluation/` with the results and `evaluated.json`, which
 produced them.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import find_damage, find_step, has_checkpoint, iteration_of, tag_for
 from megatron.config import Config, UserError
-from megatron.config.yaml_files import read_file
+from megatron.config.yaml_files import read_file as read_yaml
 from megatron.evaluation.records import has_results
-from megatron.reporting.speed import METRICS, read_log
+from megatron.reporting.speed import METRICS, parse_metrics, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
-from megatron.utils.files import write_atomically
+from megatron.utils.files import read_file, write_atomically
+from megatron.utils.typed_json import Count, parse_json
 
 EVALUATED = "evaluated.json"
+MAX_JOURNAL_BYTES = 1 << 20
 # Keys for output folders. They may differ between two configurations of the same run.
 FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefix")
+
+
+class Evaluated(TypedDict):
+    """The contents of `evaluated.json`: the checkpoint and the options of evaluate.py that produced the results."""
+
+    iteration: Count
+    options: list[str]
+
+
+_EVALUATED = TypeAdapter(Evaluated)
 
 
 class State(Enum):
@@ -86,16 +102,16 @@ class SweepRun:
 
     def is_evaluated(self) -> bool:
         """Whether there are results of the last checkpoint with the current options."""
-        try:
-            evaluated = json.loads((self.results / EVALUATED).read_bytes())
-        except (OSError, ValueError):
+        path = self.results / EVALUATED
+        if not path.exists():
             return False
+        evaluated = parse_json(read_file(path, MAX_JOURNAL_BYTES), _EVALUATED, str(path))
         return evaluated == self._evaluated_as() and has_results(self.results)
 
     def mark_evaluated(self) -> None:
         write_atomically(self.results / EVALUATED, (json.dumps(self._evaluated_as()) + "\n").encode())
 
-    def _evaluated_as(self) -> dict[str, Any]:
+    def _evaluated_as(self) -> "Evaluated":
         return {"iteration": self.steps, "options": list(self.evaluation)}
 
     def status(self) -> Status:
@@ -106,17 +122,15 @@ class SweepRun:
 
     def logged_iteration(self) -> int:
         """The last iteration in the metrics file: the progress of a running training."""
-        try:
-            with open(self.metrics, "rb") as stream:
-                stream.seek(max(0, stream.seek(0, 2) - 4096))
-                lines = stream.read().decode("utf-8", "replace").splitlines()
-        except OSError:
+        if not self.metrics.is_file():
             return 0
+        with open(self.metrics, "rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - 4096))
+            lines = stream.read().splitlines()
         for line in reversed(lines):
-            try:
-                return int(json.loads(line)["iteration"])
-            except (ValueError, KeyError, TypeError):
-                continue
+            with contextlib.suppress(UserError):  # this is only shown as progress
+                if values := parse_metrics(line, str(self.metrics)):
+                    return values["iteration"]
         return 0
 
     def logged_tokens_per_second(self) -> float | None:
@@ -133,7 +147,7 @@ class SweepRun:
                     f"{self.folder}: contains checkpoints but no config.yml, so their configuration is unknown"
                 )
             return
-        stored = {entry.key: entry.value for entry in read_file(path)}
+        stored = {entry.key: entry.value for entry in read_yaml(path)}
         current = json.loads(json.dumps(self.config.to_flat()))  # with tuples as lists, as in the file
         differences = [
             f"{key}: {stored.get(key, 'not set')} in the folder, {current.get(key, 'not set')} in the sweep"

@@ -5,7 +5,9 @@ even after a crash.
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron.utils.errors import UserError
 
@@ -17,19 +19,36 @@ def read_file(path: str | Path, limit: int) -> bytes:
 
     Raises UserError if the file is missing, unreadable, larger, or not a regular file.
     """
+    with _open_regular(path) as stream:
+        content = stream.read(min(os.fstat(stream.fileno()).st_size, limit) + 1)
+    if len(content) > limit:
+        raise UserError(f"{path} is larger than {limit:,} bytes, the limit for files of this kind")
+    return content
+
+
+def read_lines(path: str | Path, limit: int) -> Iterator[bytes]:
+    """The lines of a regular file of any size, with their newlines. Like `read_file`; `limit` is that of a line."""
+    with _open_regular(path) as stream:
+        number = 0
+        while line := stream.readline(limit + 1):
+            number += 1
+            if len(line) > limit:
+                raise UserError(f"{path}, line {number} is longer than {limit:,} bytes")
+            yield line
+
+
+@contextlib.contextmanager
+def _open_regular(path: str | Path) -> Iterator[BinaryIO]:
+    """Raises UserError, also for errors while the file is read."""
     try:
         # O_NONBLOCK: open() would wait for the writer of a FIFO.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as stream:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise UserError(f"{path} is not a regular file")
-            content = stream.read(min(status.st_size, limit) + 1)
+            yield stream
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(content) > limit:
-        raise UserError(f"{path} is larger than {limit:,} bytes, the limit for files of this kind")
-    return content
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:

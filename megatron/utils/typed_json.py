@@ -14,6 +14,7 @@ T = TypeVar("T")
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Float = FiniteFloat
+Fraction = Annotated[Float, Field(ge=0, le=1)]
 
 
 def _printable(text: str) -> str:
@@ -52,13 +53,14 @@ def parse_json(content: bytes, adapter: TypeAdapter[T], place: str) -> T:
     return check_json(load_json(content, place), adapter, place)
 
 
-def load_json(content: bytes, place: str) -> Any:
-    """Parse JSON. Objects nested deeper than 200, lone surrogates, NaN and Infinity are rejected.
+def load_json(content: bytes, place: str, *, allow_nan: bool = False) -> Any:
+    """Parse JSON. Objects nested deeper than 200, lone surrogates and, unless `allow_nan`, NaN and Infinity are
+    rejected.
 
     Raises UserError, starting with `place`: the file, and the line if each line is a document.
     """
     try:
-        return from_json(content, allow_inf_nan=False)
+        return from_json(content, allow_inf_nan=allow_nan)
     except ValueError as error:
         where = str(error) if b"\n" in content else str(error).replace("line 1 ", "")
         raise UserError(f"{place}: not valid JSON ({where})") from None

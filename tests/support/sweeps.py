@@ -97,7 +97,13 @@ def fake_evaluation(config, command, gpus, log) -> int:
             targets="ab",
             groups=None,
             measurement=str(length),
-            checkpoint={"path": config["save"], "iteration": config["train_iters"]},
+            checkpoint={
+                "path": config["save"],
+                "iteration": config["train_iters"],
+                "fingerprint": f"{config['pos_emb']}{config['seed']}",
+                "layers": 2,
+                "hidden_size": 32,
+            },
         )
         for length in (32, 64)
     ]

@@ -82,11 +82,21 @@ def test_invalid_settings(settings, message):
 def test_stored_results(tmp_path):
     path = tmp_path / "chomsky.json"
     assert read_chomsky_results(path, TINY) == []
-    result = {"task": "even_pairs", "pos_emb": "none", "seed": 0, "score": 0.5, "accuracies": {"7": 0.5}}
+    accuracies = {"7": 0.25, "8": 0.5, "9": 0.75}
+    result = {"task": "even_pairs", "pos_emb": "none", "seed": 0, "score": 0.5, "accuracies": accuracies}
     write_chomsky_results(path, TINY, [result])
     assert read_chomsky_results(path, TINY) == [result]
     with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):
         read_chomsky_results(path, ExperimentSettings(**{**vars(TINY), "steps": 7}))
+    for wrong, message in (
+        ({"task": "no_task"}, r"results\[1\]\.task does not belong to these settings"),
+        ({"accuracies": {"7": 0.5}}, r"results\[1\]\.accuracies does not belong to these settings"),
+        ({"accuracies": {**accuracies, "8": "0.5"}}, r"results\[1\]\.accuracies\.8 must be a number, not '0\.5'; corr"),
+        ({"score": 1.5}, r"results\[1\]\.score must be at most 1\.0, not 1\.5"),
+    ):
+        write_chomsky_results(path, TINY, [result, {**result, **wrong}])
+        with pytest.raises(UserError, match=f"chomsky.json: {message}"):
+            read_chomsky_results(path, TINY)
     path.write_text("[]")
-    with pytest.raises(UserError, match="does not contain valid results"):
+    with pytest.raises(UserError, match=r"chomsky\.json: must be an object"):
         read_chomsky_results(path, TINY)

@@ -59,5 +59,25 @@ def test_benchmark_numbers(tmp_path):
         (("ratio to plain PyTorch",), ["1.000", "1.200"]),
     ]
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match=r"other\.json: not a result of benchmarks/train_step\.py"):
+    with pytest.raises(
+        UserError, match=r"other\.json: hardware is missing; give a file written by benchmarks/train_step"
+    ):
         benchmark_tables(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"iteration": "5"}', "metrics.jsonl, line 2: iteration must be an integer, not '5'"),
+        ('{"iteration": 5, "train/tokens": [1]}', "line 2: train/tokens must be a number, not a value of type list"),
+        ('{"iteration": 5, "train/tokens": Infinity}', "line 2: train/tokens must be a finite number, not inf"),
+        (" " * (1 << 20), "line 2 is longer than 1,048,576 bytes"),
+    ],
+)
+def test_wrong_values_in_a_log(tmp_path, text, message):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(f"{line(5, 128.0)}\n{text}\n")
+    with pytest.raises(UserError, match=message):
+        read_log(log)
+    log.write_text(f'{line(5, 128.0)}\n{{"iter\n{{"iteration": 3, "train/loss": NaN}}\n')
+    assert read_log(log) == (2.0, 128.0)

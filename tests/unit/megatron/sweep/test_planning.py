@@ -113,3 +113,23 @@ def test_the_small_sweep(monkeypatch):
     runs = plan(read_sweep("configs/sweeps/python_stdlib.yml"))
     assert len(runs) == 6
     assert {run.config.data.data_path for run in runs} == {"data/python_stdlib/python_stdlib_text_document"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"iteration": 6', "evaluated.json: not valid JSON"),
+        ('{"iteration": "6", "options": []}', "evaluated.json: iteration must be an integer, not '6'"),
+        ('{"iteration": 6, "options": [1]}', r"evaluated.json: options\[0\] must be a string, not 1"),
+        ('{"iteration": 6}', "evaluated.json: options is missing"),
+    ],
+)
+def test_an_edited_journal_is_named(sweep, content, message):
+    sweep()
+    journal = sweep.runs / "alibi" / "7" / "evaluation" / "evaluated.json"
+    before = journal.read_text()
+    journal.write_text(content)
+    with pytest.raises(UserError, match=message):
+        sweep()
+    journal.write_text(before)
+    assert "2 of them already finished" in sweep()

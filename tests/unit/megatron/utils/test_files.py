@@ -3,7 +3,7 @@ import os
 import pytest
 
 from megatron.utils.errors import UserError
-from megatron.utils.files import read_file, sync_folder, write_atomically
+from megatron.utils.files import read_file, read_lines, sync_folder, write_atomically
 
 
 def test_content_is_replaced(tmp_path):
@@ -50,3 +50,14 @@ def test_read_file_accepts_only_small_regular_files(tmp_path):
         read_file(tmp_path / "missing", 4)
     with pytest.raises(UserError, match=r"cannot read .*null"):
         read_file("a\0b", 4)
+
+
+def test_lines_of_limited_length(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"ab\n\n" + b"c" * 9)
+    assert list(read_lines(path, 9)) == [b"ab\n", b"\n", b"c" * 9]
+    with pytest.raises(UserError, match="line 3 is longer than 8 bytes"):
+        list(read_lines(path, 8))
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="is not a regular file"):
+        list(read_lines(tmp_path / "fifo", 8))
