@@ -111,7 +111,7 @@ class SweepRun:
     def mark_evaluated(self) -> None:
         write_atomically(self.results / EVALUATED, (json.dumps(self._evaluated_as()) + "\n").encode())
 
-    def _evaluated_as(self) -> "Evaluated":
+    def _evaluated_as(self) -> Evaluated:
         return {"iteration": self.steps, "options": list(self.evaluation)}
 
     def status(self) -> Status:
