@@ -230,7 +230,7 @@ def valid_records(name: str = "kerple_log") -> list[dict[str, Any]]:
 def cases(folder: Path, seed: int, count: int, checkpoint: Path | None = None) -> Iterator[Case]:
     """`count` cases, each in a folder of its own below `folder`; the same for the same seed.
 
-    checkpoint: a small checkpoint with its tokenizer and validation text, for cases that run evaluate.py and generate.py.
+    checkpoint: a small checkpoint with its tokenizer and validation text, for cases of evaluate.py and generate.py.
     """
     generator = random.Random(seed)
     makers = [_results, _results, _results, _names, _names, _benchmark, _metrics, _journal, _chomsky]
