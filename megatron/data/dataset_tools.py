@@ -67,9 +67,9 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
         raise UserError(f"{prefix} was built with another {manifest.tokenizer}; pass the tokenizer it was built with")
     digest = hashlib.sha256()
     smallest, largest = int(np.iinfo(np.int64).max), -1
-    tokens = files.map_tokens()
+    tokens = files.open_tokens()
     for start in range(0, files.tokens, TOKEN_BLOCK):
-        block = np.asarray(tokens[start : start + TOKEN_BLOCK])
+        block = tokens[start : start + TOKEN_BLOCK]
         digest.update(block.data)
         smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
     sha256 = digest.hexdigest()
@@ -87,7 +87,7 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
     if manifest and manifest.text_bytes is not None:
         bytes_per_token, text_from = manifest.text_bytes / files.tokens, "counted by preprocessing"
     elif tokenizer:
-        ids = np.asarray(tokens[:_DECODED_TOKENS])
+        ids = tokens[:_DECODED_TOKENS]
         text = tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
         bytes_per_token = len(text.encode("utf-8")) / len(ids)
         text_from = f"decoded from the first {len(ids):,} tokens"
@@ -120,9 +120,7 @@ def decode_document(files: IndexedFiles, number: int, tokenizer: Tokenizer, max_
         raise UserError(
             f"document {number} of {files.prefix} does not exist; it has documents 0 to {files.sequences - 1:,}"
         )
-    offsets = files.offsets()
-    ids = files.map_tokens()[offsets[number] : offsets[number + 1]]
-    return tokenizer.detokenize(ids[:max_tokens].tolist())
+    return tokenizer.detokenize(files.open_tokens(number, number + 1)[:max_tokens].tolist())
 
 
 def plot_lengths(files: IndexedFiles, path: Path) -> None:
@@ -244,7 +242,7 @@ def _write_spans(
         vocab_size = np.iinfo(np.int32).max if wide else 65499
     with IndexedWriter(output, vocab_size) as writer:
         for source, first, last in spans:
-            tokens, offsets = source.map_tokens(), source.offsets()
+            tokens, offsets = source.open_tokens(), source.offsets()
             while first < last:
                 # Copy as many documents as fit into a block, but at least one.
                 end = int(np.searchsorted(offsets, offsets[first] + TOKEN_BLOCK, side="right")) - 1

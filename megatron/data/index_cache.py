@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, get_index_cache_path, parse_s3_path
-from megatron.data.indexed_dataset import IndexedFiles, is_remote, open_indexed_files, validate_index
+from megatron.data.indexed_dataset import (
+    IndexedFiles,
+    TokenFile,
+    bin_path,
+    is_remote,
+    open_indexed_files,
+    validate_index,
+)
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
@@ -123,7 +132,16 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
 
 def open_megatron_dataset(files: IndexedFiles) -> IndexedDataset:
     """Open megatron-core's dataset for validated files."""
-    return _CachedIndexDataset(files) if isinstance(files, RemoteFiles) else IndexedDataset(files.prefix)
+    return _CachedIndexDataset(files) if isinstance(files, RemoteFiles) else _LocalDataset(files.prefix)
+
+
+class _LocalDataset(IndexedDataset):
+    """megatron-core's dataset, which reads the .bin with TokenFile instead of mapping it into memory."""
+
+    def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *arguments: Any) -> None:
+        super().initialize(path_prefix, multimodal, False, *arguments)
+        tokens = int(self.index.sequence_lengths.sum(dtype=np.int64))
+        self.bin_reader = TokenFile(bin_path(path_prefix), np.dtype(self.index.dtype), 0, tokens)
 
 
 class _CachedIndexDataset(IndexedDataset):

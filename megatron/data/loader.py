@@ -9,6 +9,9 @@ from megatron.data.datasets import Samples
 from megatron.utils.errors import UserError
 
 
+_USER_ERROR_PREFIX = f"{UserError.__module__}.{UserError.__qualname__}: "
+
+
 def rank_samples(
     batch: int, *, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int, consumed_samples: int
 ) -> range:
@@ -54,7 +57,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         vocab_size = self._dataset.settings.vocab_size
-        for number, batch in enumerate(self._loader):
+        for number, batch in enumerate(self._batches()):
             # Labels are the inputs shifted by one, so only their last column is new.
             largest = max(int(batch["tokens"].max()), int(batch["labels"][:, -1].max()))
             if largest >= vocab_size:
@@ -66,6 +69,13 @@ class Loader:
                     "tokenizer"
                 )
             yield batch
+
+    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        try:
+            yield from self._loader
+        except UserError as error:
+            # A DataLoader puts the whole traceback of a worker process into the message.
+            raise UserError(str(error).strip().splitlines()[-1].removeprefix(_USER_ERROR_PREFIX)) from error
 
 
 def build_loader(

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.data.indexed_dataset import open_indexed_files
+from megatron.data.indexed_dataset import TokenFile, open_indexed_files
 from megatron.data.splits import PARTS, config_blends, part_span
 from megatron.utils.errors import UserError
 
 
 class TokenStream:
-    """Concatenated token arrays. Memory-mapped arrays are read only where the stream is indexed."""
+    """Concatenated parts of files, which are read only where the stream is indexed."""
 
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self._arrays = list(arrays)
-        self._ends = np.cumsum([len(array) for array in arrays])
+    def __init__(self, files: Sequence[TokenFile]):
+        self._files = list(files)
+        self._ends = np.cumsum([len(file) for file in files])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -33,8 +33,8 @@ class TokenStream:
         tokens = np.empty(indices.shape, dtype=np.int64)
         owners = np.searchsorted(self._ends, indices, side="right")
         for owner in np.unique(owners):
-            start = self._ends[owner] - len(self._arrays[owner])
-            tokens[owners == owner] = self._arrays[owner][indices[owners == owner] - start]
+            start = self._ends[owner] - len(self._files[owner])
+            tokens[owners == owner] = self._files[owner][indices[owners == owner] - start]
         return torch.from_numpy(tokens)
 
 
@@ -55,15 +55,12 @@ def validation_stream(
     Raises:
         UserError: the files are invalid, or the part has no documents.
     """
-    return _map_part(prefix, split, part)[:max_tokens].astype(np.int64)
+    return _open_part(prefix, split, part)[:max_tokens].astype(np.int64)
 
 
-def _map_part(prefix: str, split: str | None, part: str) -> np.ndarray:
-    """The tokens of a part `[tokens]`, in the memory-mapped file's dtype."""
+def _open_part(prefix: str, split: str | None, part: str) -> TokenFile:
     files = open_indexed_files(prefix)
-    first, last = part_span(split, part, files.sequences, files.prefix)
-    offsets = files.offsets()
-    return files.map_tokens()[int(offsets[first]) : int(offsets[last])]
+    return files.open_tokens(*part_span(split, part, files.sequences, files.prefix))
 
 
 def document_lengths(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> np.ndarray:
@@ -115,19 +112,20 @@ def document_segments(
         raise UserError(f"segment length is {length}; it must be at least 1")
     files = open_indexed_files(prefix)
     first, last = part_span(split, part, files.sequences, files.prefix)
-    lengths, offsets = files.lengths[first:last].astype(np.int64), files.offsets()[first : last + 1]
+    lengths = files.lengths[first:last].astype(np.int64)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
     counts = np.maximum(lengths - 1, 0) // length
     documents = np.repeat(np.arange(len(lengths)), counts)
     segment_in_document = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = offsets[documents] + segment_in_document * length
-    tokens = files.map_tokens()
+    tokens = files.open_tokens(first, last)
     short = [tokens[offsets[index] : offsets[index + 1]] for index in np.flatnonzero(counts == 0)] if join_short else []
     joined = np.concatenate(short) if short else np.zeros(0, tokens.dtype)
     joined_starts = range(0, len(joined) - length, length)
     total = len(starts) + len(joined_starts)
     chosen = range(total) if max_tokens is None else evenly_spaced(total, max(max_tokens // length, 1))
     documents = documents[[index for index in chosen if index < len(starts)]]
-    rows = [tokens[starts[index] :][: length + 1] for index in chosen if index < len(starts)]
+    rows = [tokens[starts[index] : starts[index] + length + 1] for index in chosen if index < len(starts)]
     rows += [joined[joined_starts[index - len(starts)] :][: length + 1] for index in chosen if index >= len(starts)]
     if not rows:
         raise UserError(
@@ -154,7 +152,7 @@ def evaluation_stream(config: Config, part: str = "valid") -> TokenStream:
     Several corpora are concatenated in the order of their list. Their weights, which are for sampling, are ignored.
     """
     prefixes, split = evaluation_corpora(config, part)
-    return TokenStream([_map_part(prefix, split, part) for prefix in prefixes])
+    return TokenStream([_open_part(prefix, split, part) for prefix in prefixes])
 
 
 def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[str], str | None]:

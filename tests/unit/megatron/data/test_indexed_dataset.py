@@ -158,10 +158,10 @@ def manifest_of(files, largest) -> Manifest:
 
 def test_largest_id_uses_only_an_up_to_date_manifest(pair, write_corpus):
     files = open_indexed_files(pair)
-    actual = int(files.map_tokens().max())
+    actual = int(files.open_tokens()[:].max())
     assert read_manifest(pair) is None
     assert largest_id(files, 0, files.sequences) == actual
-    assert largest_id(files, 0, 1) == int(files.map_tokens()[:5].max())
+    assert largest_id(files, 0, 1) == int(files.open_tokens()[:5].max())
     write_manifest(pair, manifest_of(files, 1234))
     assert largest_id(files, 0, files.sequences) == 1234
     later = manifest_path(pair).stat().st_mtime_ns + 1
@@ -170,7 +170,7 @@ def test_largest_id_uses_only_an_up_to_date_manifest(pair, write_corpus):
     write_corpus(pair, [5], seed=3)
     write_manifest(pair, manifest_of(files, 1234))  # of files with other counts
     files = open_indexed_files(pair)
-    assert largest_id(files, 0, 1) == int(files.map_tokens().max())
+    assert largest_id(files, 0, 1) == int(files.open_tokens()[:].max())
     manifest_path(pair).write_text('{"documents": 3}')
     assert read_manifest(pair) is None
 
@@ -180,3 +180,34 @@ def test_negative_ids_exceed_every_vocabulary(tmp_path):
     builder.add_document(torch.tensor([5, -1, 3]), [3])
     builder.finalize(str(tmp_path / "a.idx"))
     assert largest_id(open_indexed_files(tmp_path / "a"), 0, 1) == 2**32 - 1
+
+
+def test_token_file(corpus):
+    """Slices and indices of any shape, of the whole file and of a part, against the file read at once."""
+    files = open_indexed_files(corpus)
+    expected = np.fromfile(f"{corpus}.bin", files.dtype)
+    offsets = files.offsets()
+    for first, last in ((0, None), (3, 50), (7, 7)):
+        tokens = files.open_tokens(first, last)
+        part = expected[offsets[first] : offsets[files.sequences if last is None else last]]
+        assert len(tokens) == len(part)
+        for index in (slice(None), slice(5, 90), slice(-3, None), slice(9, 4), slice(10**12, 10**13)):
+            assert tokens[index].tolist() == part[index].tolist()
+        generator = np.random.default_rng(0)
+        for shape in ((0,), (1,), (40,), (4, 10)) if len(part) else ((0,),):
+            index = generator.integers(0, max(len(part), 1), shape)
+            index[..., 1:] = index[..., :1] if shape == (4, 10) else index[..., 1:]
+            assert tokens[index].tolist() == part[index].tolist()
+    assert files.open_tokens()[np.arange(12).reshape(3, 4)].tolist() == expected[:12].reshape(3, 4).tolist()
+
+
+def test_truncated_while_in_use(corpus):
+    tokens = open_indexed_files(corpus).open_tokens()
+    os.truncate(f"{corpus}.bin", 100)
+    assert len(tokens[:50]) == 50
+    with pytest.raises(
+        UserError, match="corpus.bin was truncated while it was in use: it ends before byte 102"
+    ):
+        tokens[49:51]
+    with pytest.raises(UserError, match="was truncated"):
+        tokens[np.array([[0, 60]])]

@@ -1,6 +1,8 @@
 """Batches: samples per rank, resuming, worker processes, ids beyond the vocabulary."""
 
 import itertools
+import os
+import re
 
 import numpy as np
 import pytest
@@ -146,3 +148,15 @@ def test_id_beyond_the_vocabulary(corpus, settings, train, num_workers):
 def test_invalid_positions(train, arguments):
     with pytest.raises(ValueError, match="invalid position"):
         build_loader(train, **{"micro_batch_size": 1, **arguments})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_truncation_while_training(corpus, train, num_workers):
+    """An access to a memory map of the file would kill the process with SIGBUS."""
+    batches = iter(build_loader(train, micro_batch_size=1, num_workers=num_workers))
+    next(batches)
+    os.truncate(f"{corpus}.bin", 5000)
+    expected = rf"^{re.escape(corpus)}.bin was truncated while it was in use: it ends before byte [\d,]+; rebuild it"
+    with pytest.raises(UserError, match=expected) as error:
+        list(itertools.islice(batches, 200))
+    assert "\n" not in str(error.value)

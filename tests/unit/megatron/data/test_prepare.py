@@ -53,7 +53,7 @@ def test_stdlib_dataset(tmp_path, small_library, monkeypatch):
     tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
     assert tokenizer.vocab_size == 400
     files = open_indexed_files(prefix)
-    texts = [tokenizer.detokenize(ids) for ids in np.split(files.map_tokens(), files.offsets()[1:-1])]
+    texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
     assert [text.removesuffix("<|endoftext|>") for text in texts] == list(corpora.StdlibCorpus().texts())
     assert all(text.endswith("<|endoftext|>") for text in texts)
     # The result does not depend on where the library is.
@@ -179,7 +179,7 @@ def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys)
         monkeypatch.setattr(module, "GPT2_FILES", (f"{address}/gpt2-vocab.json", f"{address}/gpt2-merges.txt"))
         prefix = prepare(PrepareOptions("pile_subset", tmp_path / "data"))
         assert prefix == tmp_path / "data" / "pile_subset" / "pile_subset_text_document"
-        tokens = open_indexed_files(prefix).map_tokens()
+        tokens = open_indexed_files(prefix).open_tokens()[:]
         tokenizer = build_tokenizer(
             "GPT2BPETokenizer", tmp_path / "data" / "gpt2-vocab.json", tmp_path / "data" / "gpt2-merges.txt"
         )
