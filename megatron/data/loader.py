@@ -8,7 +8,6 @@ import torch
 from megatron.data.datasets import Samples
 from megatron.utils.errors import UserError
 
-
 _USER_ERROR_PREFIX = f"{UserError.__module__}.{UserError.__qualname__}: "
 
 
