@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.schema import split_shares
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line, shortened
 
 if TYPE_CHECKING:
     from megatron.config.loader import Config
@@ -90,8 +90,8 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
     if model.pos_emb_module is not None:
         try:
             positional.load_plugin(model.pos_emb_module)
-        except (ImportError, OSError, ValueError, SyntaxError) as error:
-            yield f"pos_emb_module {model.pos_emb_module}: {error}"
+        except Exception as error:  # the module is the user's own code
+            yield f"pos_emb_module {shortened(model.pos_emb_module)}: {type(error).__name__}: {first_line(error)}"
             return
     names = sorted(positional.registered_names())
     if model.pos_emb not in names:

@@ -20,7 +20,7 @@ from megatron.utils.errors import UserError, shortened
 ENDINGS = (".yml", ".yaml")
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 50
-MAX_VALUES = 50_000  # the content of an anchor counts once per alias
+MAX_VALUES = 20_000  # the content of an anchor counts once per alias
 _MAX_NUMBER = 100  # characters
 _STANDARD_TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_STANDARD_TAG + name for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
@@ -87,7 +87,7 @@ class _Loader(yaml.SafeLoader):
         else:
             children = node.value
         self._values[node] = 1 + sum(self._values[child] for child in children)
-        if self._values[node] > MAX_VALUES:
+        if max(self._values[node], len(self._values)) > MAX_VALUES:
             raise _YamlProblem(line, f"more than {MAX_VALUES:,} values, with the content of an anchor once per alias")
         return node
 

@@ -165,10 +165,10 @@ def test_aliases_do_not_multiply_memory(end):
         lines = ["pos-emb-options: &a0 {x: 1}"]
         lines += [f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 10)}]}}" for level in range(1, 10)]
     with pytest.raises(
-        UserError, match=r"a\.yml:[56]: more than 50,000 values, with the content of an anchor once per"
+        UserError, match=r"a\.yml:[45]: more than 20,000 values, with the content of an anchor once per"
     ):
         parse("\n".join(lines), "a.yml")
-    with pytest.raises(UserError, match=r"--set a=.*more than 50,000 values"):
+    with pytest.raises(UserError, match=r"--set a=.*more than 20,000 values"):
         parse_override("a={" + ", ".join(lines) + "}")
 
 
