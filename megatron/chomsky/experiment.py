@@ -24,7 +24,7 @@ from megatron.chomsky.encoder import ARCHITECTURES, Encoder
 from megatron.chomsky.tasks import TASKS
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file, write_atomically
-from megatron.utils.typed_json import Float, Fraction, Int, Text, parse_json
+from megatron.utils.typed_json import Float, Fraction, Int, Name, parse_json
 
 TEST_SEED = 1_000_000_007
 ACCURACY_SAMPLES = 64  # samples of a batch whose accuracies are averaged
@@ -75,8 +75,8 @@ class ExperimentSettings:
 class Result(TypedDict):
     """The result of one experiment. accuracies: from 0 to 1, by length as a decimal string. score: their mean."""
 
-    task: Text
-    pos_emb: Text
+    task: Name
+    pos_emb: Name
     seed: Int
     score: Fraction
     accuracies: dict[str, Fraction]

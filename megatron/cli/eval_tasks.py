@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from megatron.checkpoint.directory import iteration_of
 from megatron.cli.model_options import chosen_step, load, load_tokenizer
@@ -155,7 +156,7 @@ def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | Non
     cells = [[line[name] for name in titles] for line in lines]
     table = compact_table("Tasks", titles, cells, len(titles) - 2)
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     (console or standard_output()).print(table, crop=False)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron.cli.evaluate import check_options
 from megatron.config import UserError
@@ -50,7 +51,7 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         _print_plan(console, sweep, runs, devices, options.rate)
         for prefix in missing:
-            console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False)
+            console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
         return 0
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
@@ -118,7 +119,7 @@ def _run(console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], d
 def _print_plan(
     console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str], rate: float | None
 ) -> None:
-    table = Table(title=f"{sweep.title}: {len(runs)} runs in {sweep.output}", title_justify="left")
+    table = Table(title=Text(f"{sweep.title}: {len(runs)} runs in {sweep.output}"), title_justify="left")
     table.add_column("run")
     table.add_column("state")
     table.add_column("steps left", justify="right")

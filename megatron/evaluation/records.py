@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic does not accept that of `typ
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock
-from megatron.utils.typed_json import Count, Float, Fraction, Int, Text, check_json, load_json
+from megatron.utils.typed_json import Count, Float, Fraction, Int, Name, Text, check_json, load_json
 
 if TYPE_CHECKING:
     import pandas
@@ -43,7 +43,7 @@ class Checkpoint(TypedDict):
 
     path: Text | None
     iteration: Count | None
-    fingerprint: Text
+    fingerprint: Name
     layers: Count
     hidden_size: Count
 
@@ -60,17 +60,17 @@ class Record(TypedDict):
             with the same digest does not have to be measured again.
     """
 
-    kind: Text
-    corpus: Text | None
+    kind: Name
+    corpus: Name | None
     checkpoint: Checkpoint | None
-    pos_emb: Text | None
+    pos_emb: Name | None
     seed: Int | None
     train_length: Count | None
-    mode: Text
-    protocol: Text
+    mode: Name
+    protocol: Name
     length: Count
     note: Text | None
-    measurement: Text
+    measurement: Name
 
 
 class DocumentGroups(TypedDict):
@@ -106,7 +106,7 @@ class ExtrapolationRecord(Record):
     stderr: Float | None
     bits_per_byte: Float | None
     perplexity: Float | None
-    targets: Text
+    targets: Name
     groups: DocumentGroups | None
 
 
@@ -183,7 +183,7 @@ UNKNOWN: dict[str, object] = {
 
 
 class _Kind(TypedDict):
-    kind: Text
+    kind: Name
 
 
 _KIND = TypeAdapter(_Kind)

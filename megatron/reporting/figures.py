@@ -16,6 +16,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
@@ -30,6 +31,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56
 MARKERS = (("o", 6.0), ("s", 5.5), ("^", 6.5), ("D", 5.0), ("v", 6.5), ("P", 7.5), ("X", 7.5), ("*", 10.0))
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 GRAY = "#666666"
+MAX_TEXT = 100  # characters of a label
 
 LOG_AXIS_RATIO = 4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
 ZOOM_RATIO = 1.5  # lines within this ratio of the smallest perplexity are then shown enlarged in a second panel
@@ -55,7 +57,14 @@ class ReportFigure:
 
 
 def save_figure(figure: Figure, format: Literal["png", "pdf"] = "png") -> bytes:
-    """The contents of a PNG or PDF file without version and date, so that equal results give equal files."""
+    """The contents of a PNG or PDF file without version and date, so that equal results give equal files.
+
+    Names are drawn as they are, although matplotlib reads dollar signs as math; long ones are shortened.
+    """
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+        if len(text.get_text()) > MAX_TEXT:
+            text.set_text(f"{text.get_text()[: MAX_TEXT - 1]}…")
     stream = io.BytesIO()
     with rc_context({"pdf.fonttype": 42}):  # TrueType: text stays text
         figure.savefig(stream, format=format, metadata={"Software" if format == "png" else "CreationDate": None})

@@ -1,5 +1,6 @@
 """Numbers and file names as text. Every table, figure and page formats its numbers with these functions."""
 
+import hashlib
 import math
 import re
 import statistics
@@ -7,6 +8,7 @@ from collections.abc import Iterable
 
 NOT_AVAILABLE = "n/a"  # there is a record without a value; a note below the table gives the reason
 NOT_MEASURED = "–"  # there is no record
+MAX_SLUG_BYTES = 120
 
 
 def format_number(value: float, digits: int = 4) -> str:
@@ -62,6 +64,13 @@ def _decimals(value: float, digits: int) -> int:
 
 
 def slug(*parts: object) -> str:
-    """The parts that are not empty, joined by hyphens; only characters that are safe in file names and HTML ids."""
-    safe = (re.sub(r"[^\w.+-]+", "-", str(part)).strip("-") for part in parts if part)
-    return "-".join(part for part in safe if part)
+    """The parts that are not empty, joined by hyphens; only characters that are safe in file names and HTML ids.
+
+    At most MAX_SLUG_BYTES in UTF-8: a digest replaces the end of a longer name.
+    """
+    safe = (re.sub(r"[^\w.+-]+", "-", str(part)).strip("-.") for part in parts if part)
+    name = "-".join(part for part in safe if part)
+    if len(name.encode()) <= MAX_SLUG_BYTES:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name.encode()[: MAX_SLUG_BYTES - 9].decode(errors='ignore')}-{digest}"

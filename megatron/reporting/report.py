@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from kerple.positional.registry import canonical_name
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
@@ -27,9 +28,11 @@ from megatron.reporting.paper_tables import (
 from megatron.reporting.published import corpus_name, display_name
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
 from megatron.reporting.summary import TITLE
-from megatron.reporting.tables import comma_separated, latex, markdown
+from megatron.reporting.tables import Table, comma_separated, latex, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
+
+Named = TypeVar("Named", Table, ReportFigure)
 
 
 @dataclass
@@ -67,7 +70,7 @@ def write_report(
 
     Raises UserError if there is nothing to report or the folder cannot be written to.
     """
-    chapters = report_chapters(sources, reference)
+    chapters = _with_unique_names(report_chapters(sources, reference))
     if all(chapter.empty for chapter in chapters):
         raise UserError("there are no results to report")
     folder = Path(directory)
@@ -97,6 +100,21 @@ def write_report(
     path = folder / "report.html"
     write_atomically(path, render_page(title, _lead(sources.records), [*chapters, source_chapter]).encode())
     return path
+
+
+def _with_unique_names(chapters: Iterable[Chapter]) -> list[Chapter]:
+    """The chapters with numbers added to equal names of tables or figures: different texts can have the same slug."""
+    used: dict[tuple[type, str], int] = {}
+
+    def unique(item: Named) -> Named:
+        key = type(item), item.name.lower()
+        used[key] = used.get(key, 0) + 1
+        return item if used[key] == 1 else replace(item, name=f"{item.name}-{used[key]}")
+
+    return [
+        replace(chapter, tables=list(map(unique, chapter.tables)), figures=list(map(unique, chapter.figures)))
+        for chapter in chapters
+    ]
 
 
 def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:

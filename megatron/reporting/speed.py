@@ -17,7 +17,7 @@ from megatron.reporting.published import corpus_name, published
 from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file, read_lines
-from megatron.utils.typed_json import Count, Float, Text, check_json, load_json, parse_json
+from megatron.utils.typed_json import Count, Float, Name, check_json, load_json, parse_json
 
 METRICS = "metrics.jsonl"
 MAX_LINE_BYTES = 1 << 20
@@ -35,20 +35,20 @@ MetricsLine = TypedDict(
 class Benchmark(TypedDict):
     """A row of a table of `benchmarks/train_step.py --json`. median: in seconds."""
 
-    name: Text
+    name: Name
     median: Positive
     ratio: Positive
 
 
 class Hardware(TypedDict):
-    processor: Text
+    processor: Name
 
 
 class Benchmarks(TypedDict):
     """The file that `benchmarks/train_step.py --json` writes."""
 
     hardware: Hardware
-    tables: dict[Text, list[Benchmark]]
+    tables: dict[Name, list[Benchmark]]
 
 
 _METRICS_LINE = TypeAdapter(MetricsLine)

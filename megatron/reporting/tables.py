@@ -26,6 +26,12 @@ _LATEX = {
     "≤": r"$\le$",
     "×": r"$\times$",
     "<": r"$<$",
+    ">": r"$>$",
+    "|": r"$|$",
+    # After `\\`, these would be arguments of it.
+    "[": "{[}",
+    "]": "{]}",
+    "*": "{*}",
 }
 
 
@@ -110,17 +116,24 @@ def markdown(table: Table, heading: str = "##") -> str:
 
 
 def comma_separated(table: Table) -> str:
-    """CSV with the section and whether the row is published as extra columns; numbers have no thousands separators."""
+    """CSV with the section and whether the row is published as extra columns; numbers have no thousands separators.
+
+    A name that a spreadsheet would read as a formula starts with an apostrophe.
+    """
+
+    def name(text: str) -> str:
+        return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["section", *table.label_columns, "published", *table.columns])
+    writer.writerow(["section", *map(name, table.label_columns), "published", *map(name, table.columns)])
     section = ""
     for entry in table.lines:
         if isinstance(entry, Section):
-            section = entry.title
+            section = name(entry.title)
             continue
         cells = (re.sub(r"(?<=\d),(?=\d{3})", "", _marked(cell, "")) for cell in entry.cells)
-        writer.writerow([section, *entry.labels, "yes" if entry.published else "no", *cells])
+        writer.writerow([section, *map(name, entry.labels), "yes" if entry.published else "no", *cells])
     return stream.getvalue()
 
 
@@ -163,10 +176,10 @@ def escape_latex(text: str) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Escapes the characters that Markdown would read as markup: asterisks, pipes, tags and underscores, except those
-    inside words (`kerple_log`), which it does not.
+    """Escapes the characters that Markdown would read as markup: emphasis, code, links, tables, tags, entities and
+    math; but not underscores inside words (`kerple_log`), which it does not.
     """
-    return re.sub(r"[*|]|<(?=[A-Za-z/!?])|(?<!\w)_(?=\S)", r"\\\g<0>", text)
+    return re.sub(r"[\\`*|\[\]$]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|~(?=~)|(?<!\w)_(?=\S)", r"\\\g<0>", text)
 
 
 def _marked(cell: Cell, strong: str) -> str:

@@ -25,6 +25,7 @@ def _printable(text: str) -> str:
 
 
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
+Name = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
 
 _MESSAGES = {
     "int_type": "must be an integer",

@@ -146,7 +146,7 @@ BAD_LINES = {
     json.dumps({**record(), "length": 10**30}): r"length must be below 9223372036854775808, not 1000",
     json.dumps({**record(), "pos_emb": "a\x1b[31mb"}): r"pos_emb contains a control character \(U\+001B\)",
     json.dumps({**record(), "pos_emb": "a\u202eb"}): r"pos_emb contains RIGHT-TO-LEFT OVERRIDE",
-    json.dumps({**record(), "pos_emb": "a" * 5000}): "pos_emb must have at most 4096 characters, not 'aaa",
+    json.dumps({**record(), "pos_emb": "a" * 5000}): "pos_emb must have at most 300 characters, not 'aaa",
     json.dumps({**record(), "checkpoint": {"path": None}}): "checkpoint.iteration is missing",
     json.dumps({**record(), "groups": {"tokens": [3, "4"], "losses": [2.0, 2.0]}}): r"groups\.tokens\[1\] must be",
     json.dumps({**record(), "groups": {"tokens": [3, 4], "losses": [2.0]}}): "groups must have one loss for each",

@@ -161,3 +161,13 @@ def test_passkey_heat_maps():
     np.testing.assert_allclose(panels["ALiBi"].images[0].get_array(), [[0.2, 0.2], [0.7, 0.7]])
     assert [text.get_text() for text in panels["FIRE"].texts] == ["20%", "×", "70%", "×"]
     assert "ALiBi 45%" in figure.description
+
+
+def test_names_are_drawn_as_they_are():
+    """A dollar sign starts math in matplotlib, and wrong math is an error."""
+    hostile = [record(name, length, 3.0) for name in (r"$\frac{$", r"\$a$^$", "x" * 300) for length in (32, 64)]
+    figure = figures.perplexity_figures(hostile)[0]
+    assert figure.png.startswith(b"\x89PNG")
+    assert figure.pdf.startswith(b"%PDF")
+    texts = [text.get_text() for text in figure.figure.legends[0].get_texts()]
+    assert texts == [r"$\frac{$", r"\$a$^$", "x" * 99 + "…"]

@@ -60,3 +60,7 @@ def test_percent():
 def test_slug():
     assert slug("GitHub", None, 512, "last-k@256") == "GitHub-512-last-k-256"
     assert slug("kernels", '"><script>alert(1)</script>') == "kernels-script-alert-1-script"
+    assert slug("../..", ".", "a") == "a"
+    long = [slug("漢" * 4000 + end) for end in "ab"]
+    assert long[0] != long[1]
+    assert all(len(name.encode()) <= 120 for name in long)

@@ -60,7 +60,7 @@ def test_page():
     page = Page(text)
     assert all(resource.startswith(("data:", "#")) for resource in page.resources)
     assert not re.search(r"https?://|//cdn|@import|url\(|<script", re.sub(r"base64,[^\"]*", "", text))
-    assert page.ids == ["first", "a-table", "a-figure", "notes"]
+    assert page.ids == ["first", "table-a-table", "figure-a-figure", "notes"]
     assert page.links == ["#first", "#notes"]
     (image,) = page.images
     assert image["src"].startswith("data:image/png;base64,iVBOR")
@@ -71,4 +71,6 @@ def test_page():
     assert "\\begin{tabular}" in text
     assert "<details><summary>9 entries</summary>" in text, "long lists are collapsed"
     assert "prefers-color-scheme: dark" in text
+    assert 'http-equiv="Content-Security-Policy" content="default-src \'none\';' in text
+    assert "script-src" not in text
     assert 'name="viewport"' in text

@@ -33,7 +33,7 @@ def test_page(report):
     assert "<h1>A &lt;title&gt; &amp; more</h1>" in text
     assert "3 positional methods on GitHub, 3 seeds, at 512 to 1,024 tokens." in text
     assert "<b>" not in text
-    assert 'id="kernels-A-b-checkpoint-bias"' in text
+    assert 'id="figure-kernels-A-b-checkpoint-bias"' in text
     assert text.count("<img ") == 3, "perplexity, kernels, effective lengths"
     assert "kerple_log, GitHub, seed 1: nowhere/kerple_log/1, iteration 10, fingerprint kerple_log1." in text
     assert len(sources.notes) == 3, "the checkpoints of the records do not exist"
@@ -57,6 +57,14 @@ def test_files(report):
     text = (path.parent / "tables" / f"{table}.md").read_text()
     assert "| 512 | **3.17 ± 0.15** | 3.27 ± 0.15 † | 5.17 ± 0.15 † |" in text
     assert "| *512, paper* | *3.40 ± 0.20* | *3.42 ± 0.21* | *3.44 ± 0.20 †* |" in text
+
+
+def test_different_names_with_the_same_slug_have_files_of_their_own(tmp_path):
+    records = [record("alibi", 512, 3.0, protocol=protocol, checkpoint=None) for protocol in ("a b", "a/b", "A-B")]
+    path = write_report(Sources(records), tmp_path)
+    names = {file.name for file in (tmp_path / "tables").glob("*.md")}
+    assert names == {f"kerple-3-512-a-b{end}.md" for end in ("", "-2", "-3")}
+    assert all(f'id="table-{name.removesuffix(".md")}"' in path.read_text() for name in names)
 
 
 def test_aliases_are_the_same_method():

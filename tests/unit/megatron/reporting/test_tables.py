@@ -41,6 +41,9 @@ def test_markdown():
         ("a | b", r"a \| b"),
         ("p < 0.05", "p < 0.05"),
         ("<script>", r"\<script>"),
+        ("[a](javascript:b) ![c](d)", r"\[a\](javascript:b) !\[c\](d)"),
+        ("`$x$` a\\|b", r"\`\$x\$\` a\\\|b"),
+        ("&lt;b&gt; & ~~c~~", r"\&lt;b\&gt; & \~~c\~~"),
     ],
 )
 def test_escaped_markdown(text, escaped):
@@ -72,6 +75,21 @@ def test_latex():
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",
+    ]
+
+
+def test_names_are_never_commands_or_formulas():
+    lines = (Section("*a"), Row((r"\input{/etc/passwd}",), (Cell("-1"),)), Row(('[=cmd|"c"!A1',), (Cell("2"),)))
+    table = Table("n", "$x^2$ & 5 %", ("@a",), ("=b",), lines)
+    text = latex(table)
+    assert r"\caption{\textbf{\$x\textasciicircum{}2\$ \& 5 \%.}}" in text
+    assert r"\multicolumn{2}{l}{\textit{{*}a}} \\" in text
+    assert r"\textbackslash{}input\{/etc/passwd\} & -1 \\" in text
+    assert '{[}=cmd$|$"c"!A1 & 2' in text
+    assert comma_separated(table).splitlines() == [
+        "section,'@a,published,'=b",
+        r"*a,\input{/etc/passwd},no,-1",
+        '*a,"[=cmd|""c""!A1",no,2',
     ]
 
 
