@@ -31,7 +31,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56
 MARKERS = (("o", 6.0), ("s", 5.5), ("^", 6.5), ("D", 5.0), ("v", 6.5), ("P", 7.5), ("X", 7.5), ("*", 10.0))
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 GRAY = "#666666"
-MAX_TEXT = 100  # characters of a label
+MAX_TEXT = 80  # characters of a label
 
 LOG_AXIS_RATIO = 4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
 ZOOM_RATIO = 1.5  # lines within this ratio of the smallest perplexity are then shown enlarged in a second panel

@@ -170,4 +170,4 @@ def test_names_are_drawn_as_they_are():
     assert figure.png.startswith(b"\x89PNG")
     assert figure.pdf.startswith(b"%PDF")
     texts = [text.get_text() for text in figure.figure.legends[0].get_texts()]
-    assert texts == [r"$\frac{$", r"\$a$^$", "x" * 99 + "…"]
+    assert texts == [r"$\frac{$", r"\$a$^$", "x" * 79 + "…"]
