@@ -36,6 +36,7 @@ UNFINISHED = re.compile(r"global_step\d+\.unfinished")
 REPLACED = re.compile(r"\.(global_step\d+)\.replaced")
 DELETED = re.compile(r"\.global_step\d+\.deleted")
 PARTIAL_LATEST = re.compile(r"latest\.partial-\d+")
+PROBE = re.compile(r"\.shared-.+")  # with which saving checks that all hosts see the directory
 
 
 def tag_for(iteration: int) -> str:
@@ -167,7 +168,7 @@ def clean_up(directory: Path) -> None:
     for path in directory.iterdir():
         if UNFINISHED.fullmatch(path.name) or DELETED.fullmatch(path.name):
             shutil.rmtree(path)
-        elif PARTIAL_LATEST.fullmatch(path.name):
+        elif PARTIAL_LATEST.fullmatch(path.name) or PROBE.fullmatch(path.name):
             path.unlink()
         elif match := REPLACED.fullmatch(path.name):
             if (directory / match[1]).exists():

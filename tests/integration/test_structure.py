@@ -16,6 +16,8 @@ PROCESS_MODULES = {
     "subprocess",
     "multiprocessing",
     "tests.support.ranks",
+    "tests.support.forks",
+    "tests.support.hostile",
     "tests.support.kills",
     "tests.support.processes",
 }

@@ -50,6 +50,15 @@ def flip_bit(path):
     path.write_bytes(data)
 
 
+def test_clean_up_removes_what_a_killed_process_left(tmp_path):
+    save(tmp_path, 5)
+    (tmp_path / ".shared-host-123").touch()
+    (tmp_path / "latest.partial-123").touch()
+    (tmp_path / "global_step6.unfinished").mkdir()
+    clean_up(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step5", "latest"]
+
+
 def test_manifest_lists_every_file(tmp_path):
     save(tmp_path, 5)
     step = find_valid_step(tmp_path)

@@ -1,0 +1,117 @@
+"""Runs a command on a hostile input: `run_case`."""
+
+import contextlib
+import importlib
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.support.forks import start_run
+from tests.support.outcomes import LAST_RESORT, MEGABYTE, MEMORY_ALLOWANCE, TRACEBACK, Outcome
+from tests.support.runs import environment
+
+SECONDS = 60.0
+# The command may map this much before an allocation fails, so that a case cannot exhaust the machine's memory.
+ADDRESS_SPACE = 6000 * MEGABYTE
+OUT_OF_MEMORY = "failed: out of memory"  # in the line of the last-resort handler
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command and its hostile input.
+
+    Attributes:
+        command: script, relative to the root of the project, and its options.
+        statuses: exit statuses that are allowed. Except with 0, the command must print an error.
+        constants: "module:NAME" -> value, replaced in the process.
+        stop_at: the command is stopped when it prints this.
+        accepted_at: if it has printed this, it may do what the input asks for: run longer than `SECONDS`, need more
+            memory, or end because there is not enough.
+        problem: returns what is wrong with the exit status and the output, or None.
+    """
+
+    description: str
+    command: list[str]
+    statuses: tuple[int, ...] = (0, 2)
+    constants: Mapping[str, object] = field(default_factory=dict)
+    stop_at: bytes | None = None
+    accepted_at: bytes | None = None
+    problem: Callable[[int, str], str | None] = lambda status, output: None
+
+
+# Writes the input of a case to a folder. Servers and the like stay open as long as the ExitStack.
+MakeCase = Callable[[random.Random, Path, contextlib.ExitStack], Case]
+
+
+def run_case(group: str, make: MakeCase, generator: random.Random, folder: Path) -> Outcome:
+    """Make a case in `folder`, which is empty, run its command there, and judge how it ends, what it prints, and how
+    much memory it needs. It may write only in `folder`, and may not create the file `executed`.
+    """
+    with contextlib.ExitStack() as resources:
+        case = make(generator, folder, resources)
+        started_at = time.monotonic()
+        size = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+        outside = set(folder.parent.iterdir())
+        normal_peak = psutil.Process().memory_info().rss  # the fork starts with the modules of this process
+        log = folder / "output.log"
+        run = start_run(
+            case.command,
+            log,
+            cwd=folder,
+            environment={**environment(), "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"},
+            prepare=lambda: replace_constants(case.constants),
+            memory=ADDRESS_SPACE,
+        )
+        has_printed = lambda text: text is not None and text in log.read_bytes()  # noqa: E731
+        status = run.wait(SECONDS, lambda: has_printed(case.stop_at))
+        left = [] if status is None else run.wait_for_all(5.0)
+        run.kill_all()
+    output = log.read_bytes().decode("utf-8", "surrogateescape")
+    outcome = Outcome(group, 1, orphans=len(left), seconds=round(time.monotonic() - started_at, 2))
+    accepted = has_printed(case.accepted_at)
+    if not accepted:
+        outcome.memory_ratio = round(run.peak / (normal_peak + 2 * size + MEMORY_ALLOWANCE), 3)
+    outcome.tracebacks = output.count(TRACEBACK) + output.count(LAST_RESORT)
+    if accepted and OUT_OF_MEMORY in output:
+        outcome.tracebacks -= 1
+    elif status is None:
+        if not accepted and not has_printed(case.stop_at):
+            outcome.failures.append(f"still running after {SECONDS:.0f} s")
+    elif status not in case.statuses and not outcome.tracebacks:
+        outcome.failures.append(f"exit status {status}")
+    elif status != 0 and "error" not in output:
+        outcome.failures.append(f"exit status {status} without an error message")
+    elif problem := case.problem(status, output):
+        outcome.failures.append(problem[:1000])
+    if hidden := _CONTROL_CHARACTER.search(output):
+        outcome.failures.append(f"control character {hidden[0]!r} in the output")
+    if list(folder.rglob("executed")):
+        outcome.failures.append("code in the input was executed")
+    if outside != set(folder.parent.iterdir()):
+        outcome.failures.append(f"files outside: {[path.name for path in outside ^ set(folder.parent.iterdir())]}")
+    outcome.details = {"case": case.description[:300], "command": " ".join(case.command)[:1000], "status": status}
+    if not outcome.is_good:
+        outcome.details["output"] = output[-2000:]
+    return outcome
+
+
+def replace_constants(constants: Mapping[str, object]) -> None:
+    """Set the constants "module:NAME" of this process, which is a fork."""
+    for path, value in constants.items():
+        module, _, name = path.partition(":")
+        setattr(importlib.import_module(module), name, value)
+
+
+def remove(folder: Path) -> None:
+    """Delete the folder of a case, even if parts of it are not readable."""
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o700)
+    shutil.rmtree(folder)

@@ -1,0 +1,52 @@
+"""The groups of hostile inputs of `tools/soak.py`: `FILES` and `CONFIGS`."""
+
+import contextlib
+import random
+import re
+from pathlib import Path
+
+from tests.support import hostile_configs, hostile_results
+from tests.support.checkpoints import write_checkpoint, write_corpus
+from tests.support.hostile import Case, MakeCase
+from tests.support.hostile_data import hostile_dataset, hostile_download, hostile_input
+from tests.support.runs import training_settings
+
+# With these values of `save` and the like, a configuration would be right to write outside the folder of its case.
+_OUTSIDE = re.compile(rb'"(/|\.\./\.\.)"')
+
+
+def hostile_result(generator: random.Random, folder: Path, resources: contextlib.ExitStack) -> Case:
+    """Results, sweep journals, metrics, benchmark files, names and options, for the commands that read them."""
+    data = write_corpus(folder)
+    write_checkpoint(folder / "checkpoints", "kerple_log", data)
+    (case,) = hostile_results.cases(folder / "in", generator.getrandbits(32), 1, folder / "checkpoints")
+    return Case(case.description, case.command, statuses=(0, 1, 2), problem=case.problem)
+
+
+def hostile_config(generator: random.Random, folder: Path, resources: contextlib.ExitStack) -> Case:
+    """A configuration of a run of two iterations, for train.py."""
+    settings = training_settings(folder, write_corpus(folder, documents=80), train_iters=2, save_interval=1)
+    while True:
+        (mutation,) = hostile_configs.mutations(settings, generator.getrandbits(32), 1)
+        if not _OUTSIDE.search(mutation.content) and not any(
+            word.endswith(("=/", '"/"', '../.."')) for word in mutation.overrides
+        ):
+            break
+    config = folder / "config.yml"
+    config.write_bytes(mutation.content)
+    overrides = ["--set", *mutation.overrides] if mutation.overrides else []
+    return Case(
+        mutation.description,
+        ["train.py", str(config), *overrides],
+        stop_at=b"iteration 1/",
+        accepted_at=b" on cpu: data parallel ",
+    )
+
+
+FILES: dict[str, MakeCase] = {
+    "inputs of preprocessing": hostile_input,
+    "datasets (.bin, .idx, manifest)": hostile_dataset,
+    "downloads": hostile_download,
+    "results, metrics, journals, names": hostile_result,
+}
+CONFIGS: dict[str, MakeCase] = {"training": hostile_config}
