@@ -1,6 +1,9 @@
 """Parses chunks of input into documents. Runs in the worker processes, so it must not import torch."""
 
+import codecs
+import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -9,6 +12,10 @@ from typing import Any
 
 from megatron.data.readers import TextChunk
 from megatron.utils.errors import UserError
+
+_LONG_LINE = 1 << 20
+_JSON_SPACE = re.compile(r"[ \t\r\n]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -90,26 +97,37 @@ def read_texts(chunks: Iterable[TextChunk], options: DocumentOptions) -> Iterato
 
 
 def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
-    """Yield the first line of each record in a chunk, and a function that parses it or raises BadDocument."""
+    """Yield the first line of each record in a chunk, and a function that parses it or raises BadDocument.
+
+    The function must be called before the next record is requested.
+    """
     if chunk.kind == "text":
-        yield chunk.first_line, partial(_decode, chunk.content)
-    elif chunk.kind == "list":
+        yield chunk.first_line, lambda: _decode(chunk.take_content())
+        return
+    content = chunk.take_content()
+    if chunk.kind == "list":
         try:
-            values = _parse_json(chunk.content)
+            text = _decode(content)
+            del content
+            for value in _list_items(text):
+                yield 1, partial(lambda value: value, value)  # lm-dataformat writes the whole list on one line
         except BadDocument as error:
             raise UserError(f"{chunk.source}: {error}") from error
-        for value in values:
-            yield 1, partial(lambda value: value, value)  # lm-dataformat writes the whole list on one line
     else:
-        for line, content in enumerate(chunk.content.split(b"\n"), start=chunk.first_line):
-            if content and not content.isspace():
-                yield line, partial(_parse_json, content)
+        # A view, because a copy of a very long line would be in memory a second time.
+        view, line, start = memoryview(content), chunk.first_line, 0
+        while start < len(content):
+            end = content.find(b"\n", start)
+            end = len(content) if end < 0 else end
+            if end - start > _LONG_LINE or content[start:end].strip():
+                yield line, partial(_parse_json, view[start:end])
+            line, start = line + 1, end + 1
 
 
-def _decode(content: bytes) -> str:
+def _decode(content: bytes | memoryview) -> str:
     try:
         # Windows editors write a byte order mark, which is not part of the text.
-        return content.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+        return str(content[3:] if content[:3] == codecs.BOM_UTF8 else content, "utf-8")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         line_start = error.object.rfind(b"\n", 0, error.start) + 1
@@ -119,10 +137,43 @@ def _decode(content: bytes) -> str:
         ) from error
 
 
-def _parse_json(content: bytes) -> Any:
+def _parse_json(content: memoryview) -> Any:
+    text = _decode(content)
+    with _json_errors():
+        return json.loads(text)
+
+
+def _list_items(text: str) -> Iterator[Any]:
+    """Yield the items of a JSON list one by one, so that only one of them is in memory."""
+    decoder, position = json.JSONDecoder(), _skip_space(text, 0) + 1
+    with _json_errors():
+        position = _skip_space(text, position)
+        while text[position : position + 1] != "]":
+            value, position = decoder.raw_decode(text, position)
+            yield value
+            position = _skip_space(text, position)
+            if text[position : position + 1] == ",":
+                position = _skip_space(text, position + 1)
+                if text[position : position + 1] == "]":
+                    raise json.JSONDecodeError("Illegal trailing comma before end of array", text, position)
+            elif text[position : position + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+        position = _skip_space(text, position + 1)
+        if position < len(text):
+            raise json.JSONDecodeError("Extra data", text, position)
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _JSON_SPACE.match(text, position)
+    assert match is not None  # it matches the empty string
+    return match.end()
+
+
+@contextlib.contextmanager
+def _json_errors() -> Iterator[None]:
     try:
-        return json.loads(_decode(content))
-    except ValueError as error:
+        yield
+    except ValueError as error:  # JSONDecodeError, or a number of too many digits
         raise BadDocument(f"not JSON: {error}") from error
     except RecursionError as error:
         raise BadDocument("JSON nested too deeply") from error
@@ -143,7 +194,7 @@ def _to_document(value: object, options: DocumentOptions) -> Document:
     for key in options.keys:
         if key not in value:
             present = ", ".join(list(value)[:8]) or "none"
-            raise BadDocument(f"no key {key!r}; its keys: {present}")
+            raise BadDocument(f"no key {key!r}; its keys: {present[:200]}")
         text = value[key]
         if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
             text = "\n\n".join(text)  # as lm-dataformat joins paragraphs
@@ -159,9 +210,7 @@ def _checked_text(text: str, options: DocumentOptions) -> str:
         import ftfy
 
         text = ftfy.fix_text(text)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        # JSON escapes can express half of a surrogate pair, which no tokenizer accepts.
-        raise BadDocument(f"unpaired surrogate at character {error.start}") from error
+    # JSON escapes can express half of a surrogate pair, which no tokenizer accepts.
+    if not text.isascii() and (surrogate := _SURROGATE.search(text)):
+        raise BadDocument(f"unpaired surrogate at character {surrogate.start()}")
     return text

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -27,6 +27,10 @@ Result = TypeVar("Result")
 # Minimum input per work item, so that sending it to a worker is cheap compared to tokenizing it.
 WORK_ITEM_BYTES = 1 << 19
 ITEMS_IN_FLIGHT_PER_WORKER = 3
+_MAX_WORKERS = 1024
+
+_LONG_TEXT = 1 << 20  # characters; longer texts are tokenized in pieces
+_MAX_LENGTH = np.iinfo(np.int32).max  # tokens of a document in an .idx
 
 
 @dataclass
@@ -49,32 +53,49 @@ class EncodedDocuments:
 
 
 def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: DocumentOptions) -> EncodedDocuments:
-    """Parse and tokenize chunks.
+    """Parse and tokenize chunks. Memory for a long text is bounded by that of the text and of its ids.
 
     Raises:
-        UserError: a document is unreadable and options.skip_bad is False.
+        UserError: a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens.
     """
     encoded = EncodedDocuments()
     documents = [document for chunk in chunks for document in parse_documents(chunk, options, encoded.skipped)]
     dtype = id_type_for(tokenizer.vocab_size)
+    eod = np.array([tokenizer.eod] * options.append_eod, dtype=dtype).tobytes()
     for column in range(len(options.keys)):
         texts = [document.texts[column] for document in documents]
-        all_ids = tokenizer.tokenize_batch(texts)
-        nonempty = [ids for ids in all_ids if ids]
-        if options.append_eod:
-            for ids in nonempty:
-                ids.append(tokenizer.eod)
-        lengths = np.array([len(ids) for ids in nonempty], dtype=np.int32)
-        tokens = np.empty(int(lengths.sum(dtype=np.int64)), dtype=dtype)
-        start = 0
-        for ids in nonempty:
-            tokens[start : start + len(ids)] = ids
-            start += len(ids)
-        encoded.tokens.append(tokens)
-        encoded.lengths.append(lengths)
-        encoded.text_bytes.append(sum(len(text.encode("utf-8")) for text in texts))
-        encoded.empty.append(len(all_ids) - len(nonempty))
+        tokens, lengths = bytearray(), []
+        for pieces in _tokenize(texts, tokenizer):
+            start = len(tokens)
+            for ids in pieces:
+                tokens += np.array(ids, dtype=dtype).tobytes()
+            if len(tokens) > start:
+                tokens += eod
+                lengths.append((len(tokens) - start) // dtype.itemsize)
+        if lengths and max(lengths) > _MAX_LENGTH:
+            raise UserError(f"a document has {max(lengths):,} tokens, but an .idx stores at most {_MAX_LENGTH:,}")
+        encoded.tokens.append(np.frombuffer(tokens, dtype=dtype))
+        encoded.lengths.append(np.array(lengths, dtype=np.int32))
+        encoded.text_bytes.append(sum(map(_utf8_bytes, texts)))
+        encoded.empty.append(len(texts) - len(lengths))
     return encoded
+
+
+def _tokenize(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[Iterable[list[int]]]:
+    """Yield the ids of each text, in pieces."""
+    if any(len(text) > _LONG_TEXT for text in texts):
+        for text in texts:
+            yield map(tokenizer.tokenize, tokenizer.pieces(text))
+    else:
+        for ids in tokenizer.tokenize_batch(texts):
+            yield [ids]
+
+
+def _utf8_bytes(text: str) -> int:
+    """The length of a text in UTF-8, without encoding a long text as a whole."""
+    if text.isascii():
+        return len(text)
+    return sum(len(text[start : start + _LONG_TEXT].encode("utf-8")) for start in range(0, len(text), _LONG_TEXT))
 
 
 @dataclass
@@ -106,9 +127,9 @@ def count_subsets(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
     counts = SubsetCounts(bad=skipped.bad)
     for column in range(len(options.keys)):
         texts = [document.texts[column] for document in documents]
-        for document, text, ids in zip(documents, texts, tokenizer.tokenize_batch(texts), strict=True):
+        for document, text, pieces in zip(documents, texts, _tokenize(texts, tokenizer), strict=True):
             count = counts.subsets.setdefault(document.subset, SubsetCount())
-            count.add(SubsetCount(int(column == 0), len(ids), len(text.encode("utf-8"))))
+            count.add(SubsetCount(int(column == 0), sum(map(len, pieces)), _utf8_bytes(text)))
     return counts
 
 
@@ -136,8 +157,8 @@ def work_items(source: ChunkSource, start: ReadPosition) -> Iterator[WorkItem]:
 
 
 def check_workers(workers: int) -> None:
-    if workers < 1:
-        raise UserError(f"workers is {workers}; it must be at least 1")
+    if not 1 <= workers <= _MAX_WORKERS:
+        raise UserError(f"workers is {workers}; it must be at least 1 and at most {_MAX_WORKERS:,}")
 
 
 def process_in_order(

@@ -110,7 +110,7 @@ class IndexedWriter:
             raise ValueError(f"lengths add up to {lengths.sum()}, but there are {len(tokens)} tokens")
         if tokens.dtype != self.dtype:
             raise ValueError(f"tokens are {tokens.dtype}, but this vocabulary is stored as {self.dtype}")
-        content = tokens.tobytes()
+        content = np.ascontiguousarray(tokens).data  # not tobytes(), which copies
         try:
             self._bin_stream.write(content)
             self._lengths_stream.write(np.ascontiguousarray(lengths, dtype="<i4").tobytes())

@@ -323,6 +323,7 @@ class _Job:
                 total = "" if num_docs is None else f"/{num_docs:,}"
                 status = f"{documents:,}{total} documents, {writers[0].tokens:,} tokens"
                 display.update(item.bytes_read, status, first_output.text_bytes / 1e6)
+            del encoded  # before the next item is tokenized
             if time.monotonic() - committed_at >= COMMIT_INTERVAL_SECONDS:
                 self._commit(writers, current)
                 committed_at = time.monotonic()

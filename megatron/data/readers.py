@@ -4,42 +4,54 @@
 Chunks are parsed in the worker processes, so that the single reading process can feed many of them.
 """
 
+import codecs
 import gzip
 import hashlib
 import io
 import json
 import lzma
 import shutil
+import struct
+import sys
 import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
 
 import zstandard
 
 from megatron.data.input_files import READABLE, SEEKABLE_FORMATS, InputFile, file_format, is_hidden
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line
 
 # Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
 
-_COMPRESSED_BLOCK = 1 << 17
-# `zstd --ultra --long=31` uses a window of 2 GiB.
-_MAX_ZSTD_WINDOW = 1 << 31
+# Limit for one document (line, JSON list, or text) of a compressed file or archive, which may be far larger than the
+# file. A document of an uncompressed file is limited by the size of the file.
+MAX_COMPRESSED_DOCUMENT = 100 << 20
+# Limit for the window or dictionary of a decompressor: `zstd --long=28`, `xz -9` with a dictionary four times as large.
+_MAX_WINDOW = 1 << 28
+# 1 kB of Zstandard can expand to 32 MB.
+_COMPRESSED_BLOCK = 1 << 10
+_MAX_NESTED_ARCHIVES = 4
+_MAX_TAR_HEADER = 1 << 20  # a long name, or PAX records
 
 # Exceptions that the libraries raise for damaged files.
-_DAMAGE_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile)
+_DAMAGE_ERRORS = (
+    *(EOFError, ValueError, OverflowError, RuntimeError, LookupError, AttributeError, struct.error),
+    *(zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile),
+)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextChunk:
-    """A piece of input, not yet parsed.
+    """A piece of input, not yet parsed. It can be parsed once, because `take_content` frees the memory.
 
     Attributes:
         source: the file, and the member or record of an archive.
@@ -55,6 +67,11 @@ class TextChunk:
     content: bytes
     unit: str = "line"
     fraction_read: float | None = None
+
+    def take_content(self) -> bytes:
+        """Return the content and remove it from the chunk, which several generators still refer to."""
+        content, self.content = self.content, b""
+        return content
 
 
 class ReadPosition(NamedTuple):
@@ -135,10 +152,10 @@ class FileCorpus:
         """Yield the chunks of a file, with the number of its bytes read so far."""
         try:
             with file.open() as raw:
-                for chunk in self._stream_chunks(raw, file.base_name, file.name, seekable=True):
+                for chunk in self._stream_chunks(raw, file.base_name, file.name):
                     yield chunk, raw.tell() if chunk.fraction_read is None else int(chunk.fraction_read * file.size)
         except _DAMAGE_ERRORS as error:
-            raise UserError(f"{file.name} is damaged or truncated: {error}") from error
+            raise UserError(f"{file.name} is damaged or truncated: {first_line(error)}") from error
         except OSError as error:  # includes gzip's "not a gzipped file"
             raise UserError(f"cannot read {file.name}: {error.strerror or error}") from error
         except UserError:
@@ -148,8 +165,18 @@ class FileCorpus:
                 raise
             raise UserError(f"cannot read {file.name}: {error}") from error  # object stores raise their own exceptions
 
-    def _stream_chunks(self, raw: BinaryIO, name: str, source: str, seekable: bool = False) -> Iterator[TextChunk]:
-        """Yield the chunks of a file or archive member. `name` determines its format; `source` is for messages."""
+    def _stream_chunks(
+        self, raw: BinaryIO, name: str, source: str, depth: int = 0, seekable: bool = True
+    ) -> Iterator[TextChunk]:
+        """Yield the chunks of a file or archive member.
+
+        Args:
+            name: determines the format.
+            source: the name for messages.
+            depth: number of archives that `raw` is in.
+        """
+        if depth > _MAX_NESTED_ARCHIVES:
+            raise UserError(f"{source} is in more than {_MAX_NESTED_ARCHIVES} nested archives; unpack them first")
         format_name = file_format(name, self._suffixes)
         if format_name is None:
             raise UserError(f"{source} has an unsupported file type; supported: {READABLE}")
@@ -157,25 +184,26 @@ class FileCorpus:
             with tempfile.TemporaryFile() as copy:
                 shutil.copyfileobj(raw, copy, BLOCK)
                 copy.seek(0)
-                yield from self._stream_chunks(cast(BinaryIO, copy), name, source, seekable=True)
+                yield from self._stream_chunks(cast(BinaryIO, copy), name, source, depth)
             return
         if format_name == "parquet":
             yield from parquet_chunks(raw, source, self._columns)
             return
         if format_name == "zip":
-            yield from self._zip_chunks(raw, source)
+            yield from self._zip_chunks(raw, source, depth)
             return
         stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
+        limit = MAX_COMPRESSED_DOCUMENT if depth or stream is not raw else sys.maxsize
         if format_name == "tar":
-            yield from self._tar_chunks(stream, source)
+            yield from self._tar_chunks(stream, source, depth)
         elif format_name == "text":
-            yield TextChunk(source, "text", 1, stream.read())
+            yield TextChunk(source, "text", 1, read_document(stream, source, limit))
         elif format_name == "dat":
-            yield from dat_chunks(stream, source)
+            yield from dat_chunks(stream, source, limit)
         else:
-            yield from line_chunks(stream, source, may_be_list=format_name == "json")
+            yield from line_chunks(stream, source, format_name == "json", limit)
 
-    def _tar_chunks(self, stream: BinaryIO, source: str) -> Iterator[TextChunk]:
+    def _tar_chunks(self, stream: BinaryIO, source: str, depth: int) -> Iterator[TextChunk]:
         # "r|" reads in one pass without seeking, so a compressed archive is never held in memory. Nothing is extracted:
         # paths that lead outside are harmless, and links and devices are skipped.
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive:
@@ -184,7 +212,7 @@ class FileCorpus:
                 name = PurePosixPath(member.name).name
                 content = archive.extractfile(member) if member.isfile() and not self._skips_member(name) else None
                 if content is not None:
-                    yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.name}")
+                    yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.name}", depth)
             # Read to the end of the file, which also verifies the checksum of a compressed archive.
             remainder = cast(BinaryIO, archive.fileobj)
             while block := remainder.read(BLOCK):
@@ -194,7 +222,7 @@ class FileCorpus:
                         "concatenated; pack it again"
                     )
 
-    def _zip_chunks(self, raw: BinaryIO, source: str) -> Iterator[TextChunk]:
+    def _zip_chunks(self, raw: BinaryIO, source: str, depth: int) -> Iterator[TextChunk]:
         with zipfile.ZipFile(raw) as archive:
             for member in archive.infolist():
                 name = PurePosixPath(member.filename).name
@@ -203,19 +231,35 @@ class FileCorpus:
                 if member.flag_bits & 1:
                     raise UserError(f"{source}:{member.filename} is encrypted; unpack it first")
                 with archive.open(member) as content:
-                    yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.filename}")
+                    yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.filename}", depth)
 
     def _skips_member(self, name: str) -> bool:
         """With `suffixes`, all other members are skipped. Otherwise only hidden ones; unknown types are an error."""
         return file_format(name, self._suffixes) is None if self._suffixes else is_hidden(name)
 
-    def _member_chunks(self, content: BinaryIO, name: str, source: str) -> Iterator[TextChunk]:
-        for chunk in self._stream_chunks(content, name, source):
-            yield replace(chunk, fraction_read=None)  # it is a fraction of the member, not of the archive
+    def _member_chunks(self, content: BinaryIO, name: str, source: str, depth: int) -> Iterator[TextChunk]:
+        for chunk in self._stream_chunks(content, name, source, depth + 1, seekable=False):
+            chunk.fraction_read = None  # it is a fraction of the member, not of the archive
+            yield chunk
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-    """A header that must be valid. `tarfile` itself treats a damaged or missing header as the end of the archive."""
+    """A header that must be valid, and of limited size.
+
+    `tarfile` itself treats a damaged or missing header as the end of the archive, and reads long names, PAX records and
+    maps of sparse files of any size into memory.
+    """
+
+    def _proc_member(self, archive: tarfile.TarFile) -> "_StrictTarInfo":
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError("sparse files are not supported")
+        if self.type not in tarfile.REGULAR_TYPES and self.size > _MAX_TAR_HEADER:
+            raise tarfile.ReadError(f"a header has {self.size:,} bytes")
+        member: _StrictTarInfo = super()._proc_member(archive)  # type: ignore[misc]  # missing in typeshed
+        return member
+
+    def _proc_gnusparse_10(self, *arguments: object) -> None:
+        raise tarfile.ReadError("sparse files are not supported")
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "_StrictTarInfo":
@@ -227,37 +271,72 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"{error} at byte {archive.offset:,} of the archive") from error
 
 
-def line_chunks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[TextChunk]:
+def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = b"", size: int = sys.maxsize) -> bytes:
+    """Return `beginning` and the rest of the stream, or its next `size` bytes.
+
+    Raises:
+        UserError: these are more than `limit` bytes.
+    """
+    content = io.BytesIO()
+    content.write(beginning)
+    while content.tell() < size and (block := stream.read(min(BLOCK, size - content.tell()))):
+        content.write(block)
+        _check_document_size(content.tell(), source, limit)
+    return content.getvalue()  # without a copy
+
+
+def _check_document_size(size: int, source: str, limit: int) -> None:
+    if size > limit:
+        raise UserError(
+            f"{source}: a document has more than {limit >> 20} MiB, the limit in compressed files and archives; unpack "
+            "the file, or split the document"
+        )
+
+
+def line_chunks(stream: BinaryIO, source: str, may_be_list: bool, limit: int) -> Iterator[TextChunk]:
     """Yield blocks of complete lines, or one list if `may_be_list` and the first character of the file is `[`."""
-    pieces: list[bytes] = []
-    line = 1
+    pieces: list[bytes] = []  # the beginning of an incomplete line
+    size, line = 0, 1
     while block := stream.read(BLOCK):
-        if may_be_list and block.lstrip()[:1] == b"[":
-            yield TextChunk(source, "list", 1, block + stream.read())
+        if may_be_list and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            yield TextChunk(source, "list", 1, read_document(stream, source, limit, block))
             return
         may_be_list = False
         end = block.rfind(b"\n") + 1
+        size += len(block)
+        _check_document_size(size if end == 0 else len(block) - end, source, limit)
         if end == 0:
             pieces.append(block)
             continue
-        content = b"".join([*pieces, block[:end]])
-        pieces = [block[end:]] if end < len(block) else []
-        yield TextChunk(source, "lines", line, content)
-        line += content.count(b"\n")
+        pieces.append(block[:end])
+        chunk = TextChunk(source, "lines", line, _join(pieces))
+        line += block.count(b"\n")
+        yield chunk
+        if end < len(block):
+            pieces.append(block[end:])
+        size = len(block) - end
     if pieces:
-        yield TextChunk(source, "lines", line, b"".join(pieces))
+        yield TextChunk(source, "lines", line, _join(pieces))
 
 
-def dat_chunks(stream: BinaryIO, source: str) -> Iterator[TextChunk]:
+def _join(pieces: list[bytes]) -> bytes:
+    """Join the pieces and empty the list, so that a long line is in memory once."""
+    content = b"".join(pieces)
+    pieces.clear()
+    return content
+
+
+def dat_chunks(stream: BinaryIO, source: str, limit: int) -> Iterator[TextChunk]:
     record = 0
     while header := stream.read(16):
         record += 1
         if len(header) < 16 or not header.isdigit():
             raise UserError(f"{source}, record {record}: expected 16 digits, found {header!r}")
-        content = stream.read(int(header))
-        if len(content) < int(header):
-            raise UserError(f"{source}, record {record}: truncated, {len(content)} of {int(header)} bytes")
-        yield TextChunk(f"{source}, record {record}", "text", 1, content)
+        name = f"{source}, record {record}"
+        chunk = TextChunk(name, "text", 1, read_document(stream, name, limit, size=int(header)))
+        if len(chunk.content) < int(header):
+            raise UserError(f"{name}: truncated, {len(chunk.content)} of {int(header)} bytes")
+        yield chunk
 
 
 def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterator[TextChunk]:
@@ -294,29 +373,78 @@ def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
     """Return a stream of the decompressed content, or `raw` itself if `suffix` does not name a compression.
 
     Raises:
-        UserError: while reading Zstandard: the file is truncated. gzip and lzma raise exceptions of their own.
+        UserError: while reading Zstandard or xz: the file is truncated. The libraries raise exceptions of their own.
     """
     if suffix in (".gz", ".tgz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if suffix == ".xz":
-        return cast(BinaryIO, lzma.LZMAFile(raw))
+        return cast(BinaryIO, io.BufferedReader(_DecompressedStream(raw, source, _XzFrame), BLOCK))
     if suffix == ".zst":
-        return cast(BinaryIO, io.BufferedReader(_ZstdStream(raw, source), BLOCK))
+        return cast(BinaryIO, io.BufferedReader(_DecompressedStream(raw, source, _ZstdFrame), BLOCK))
     return raw
 
 
-class _ZstdStream(io.RawIOBase):
-    """Decompresses one or several Zstandard frames. Unlike zstandard's own reader, it detects a truncated file."""
+class _Frame(Protocol):
+    """Decompresses one frame. `decompress(b"")` returns more of the output if there is any."""
 
-    def __init__(self, raw: BinaryIO, source: str):
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, compressed: bytes) -> bytes: ...
+
+
+class _ZstdFrame:
+    needs_input = True
+
+    def __init__(self) -> None:
+        self._frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
+        self.decompress = self._frame.decompress
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data
+
+
+class _XzFrame:
+    def __init__(self) -> None:
+        self._frame = lzma.LZMADecompressor(memlimit=_MAX_WINDOW + (16 << 20))
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof
+
+    @property
+    def needs_input(self) -> bool:
+        return self._frame.needs_input
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data.lstrip(b"\0")  # padding between frames
+
+    def decompress(self, compressed: bytes) -> bytes:
+        return self._frame.decompress(compressed, BLOCK)
+
+
+class _DecompressedStream(io.RawIOBase):
+    """Decompresses one or several frames in limited memory, and detects a truncated file.
+
+    zstandard's own reader does not detect it, and LZMAFile has no memory limit.
+    """
+
+    def __init__(self, raw: BinaryIO, source: str, new_frame: Callable[[], _Frame]):
         self._raw = raw
         self._source = source
-        self._start_frame()
-        self._output = memoryview(b"")
-
-    def _start_frame(self) -> None:
-        self._frame = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW).decompressobj()
+        self._new_frame = new_frame
+        self._frame = new_frame()
         self._frame_has_data = False
+        self._output = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -336,13 +464,13 @@ class _ZstdStream(io.RawIOBase):
         compressed = b""
         if self._frame.eof:
             compressed = self._frame.unused_data
-            self._start_frame()
-        if not compressed:
+            self._frame, self._frame_has_data = self._new_frame(), False
+        if not compressed and self._frame.needs_input:
             compressed = self._raw.read(_COMPRESSED_BLOCK)
-        if not compressed:
-            if self._frame_has_data:
-                raise UserError(f"{self._source} is truncated: its last compressed frame is incomplete")
-            return False
+            if not compressed:
+                if self._frame_has_data:
+                    raise UserError(f"{self._source} is truncated: its last compressed frame is incomplete")
+                return False
         self._frame_has_data = True
         self._output = memoryview(self._frame.decompress(compressed))
         return True

@@ -36,9 +36,10 @@ class _LibraryTokenizer(Tokenizer):
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
-        if len(text) <= _MAX_CHARACTERS or not self._splittable:
-            return self._tokenizer.encode(text).ids
-        return [token for piece in split_text(text, _MAX_CHARACTERS) for token in self._tokenizer.encode(piece).ids]
+        return [token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids]
+
+    def pieces(self, text: str) -> Iterator[str]:
+        return split_text(text, _MAX_CHARACTERS) if self._splittable else iter([text])
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if any(len(text) > _MAX_CHARACTERS for text in texts):

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # building a tokenizer needs no configuration
     from megatron.config import Config
 
 END_OF_DOCUMENT = "<|endoftext|>"
+
+_PIECE = 1 << 20  # characters
 
 TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer")
 
@@ -57,6 +59,10 @@ class Tokenizer(ABC):
         """Tokenize every text. Subclasses override this if the library has a faster batch call."""
         return [self.tokenize(text) for text in texts]
 
+    def pieces(self, text: str) -> Iterator[str]:
+        """Split a long text so that the ids of its pieces are those of the text. Encoding them needs less memory."""
+        yield text
+
     def byte_lengths(self) -> np.ndarray | None:
         """Return the UTF-8 bytes of each id, int64 [vocab_size], or None if they depend on neighbouring tokens.
 
@@ -78,6 +84,10 @@ class CharLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def pieces(self, text: str) -> Iterator[str]:
+        for start in range(0, len(text), _PIECE):
+            yield text[start : start + _PIECE]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         # An untrained model may sample ids above 255. The byte 0xFF never occurs in UTF-8, so they decode as U+FFFD.

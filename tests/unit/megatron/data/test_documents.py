@@ -75,5 +75,17 @@ def test_text_file_that_is_not_utf8():
 
 
 def test_list_that_is_not_json():
-    with pytest.raises(UserError, match=r"shard.jsonl: not JSON"):
-        parse(b"[1, 2", kind="list")
+    for content in (b'["a", "b"', b'["a" "b"]', b'["a",]', b"[", b'["a"]]', b"[,]", b"[" * 10**5, b"[\xff]"):
+        with pytest.raises(UserError, match=r"shard.jsonl: (not JSON|JSON nested too deeply|not UTF-8)"):
+            parse(content, kind="list")
+
+
+def test_list():
+    """Items are parsed one by one. White space as in JSON, and a BOM, are allowed."""
+    for values in ([], ["a"], ["a", {"text": "b,]["}, {"text": ["c", "d"]}]):
+        expected = [["a"], ["b,]["], ["c\n\nd"]][: len(values)]
+        for indent in (None, 2):
+            content = b"\xef\xbb\xbf \r\n" + json.dumps(values, indent=indent).encode() + b"\n\t "
+            assert parse(content, kind="list") == expected
+    with pytest.raises(UserError, match=r"shard.jsonl, line 1: expected an object or a string, found int"):
+        parse(b"[1]", kind="list")
