@@ -41,6 +41,12 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             f"{parallel.model_parallel_size}; remove the key (it is computed)"
         )
     stage = config.optimizer.zero_stage
+    offload = config.optimizer.zero.get("offload_optimizer", {})
+    if config.optimizer.zero.get("cpu_offload") or offload.get("device", "none") != "none":
+        yield (
+            "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
+            "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
+        )
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
         yield (
             f"attention_dropout {model.attention_dropout} with model_parallel_size "
@@ -99,16 +105,9 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
         hint = f"nearest: {', '.join(nearest)}; known: " if nearest else "known: "
         yield f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}'
         return
-    shape = positional.ModelShape(
-        num_heads=model.num_attention_heads,
-        head_size=model.head_size,
-        hidden_size=model.hidden_size,
-        num_layers=model.num_layers,
-        max_positions=model.max_position_embeddings,
-    )
     try:
         with torch.device("meta"):  # checks the options without allocating memory
-            method = positional.build(model.pos_emb, shape, **model.positional_options)
+            method = positional.build(model.pos_emb, model.shape, **model.positional_options)
         requirements = Requirements(
             weight=method.has_weight,
             modify_scores=method.modifies_scores,

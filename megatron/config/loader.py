@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megatron.config import neox_compat, schema
 from megatron.config.checks import find_contradictions
-from megatron.config.schema.base import REST, Group, KeyPath, field_aliases, field_path, has_placeholders
+from megatron.config.schema.base import MAX_INT, REST, Group, KeyPath, field_aliases, field_path, has_placeholders
 from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, Entry, find_file, parse_override, read_file
 from megatron.utils.errors import UserError, shortened
 from megatron.utils.secrets import is_secret_name
@@ -257,8 +257,8 @@ def _check_plain(entry: Entry) -> None:
                 stack += [(path, key), ((*path, str(key)), child)]
         elif isinstance(value, list | tuple):
             stack += [((*path, str(index)), child) for index, child in enumerate(value)]
-        elif isinstance(value, int) and value.bit_length() > 63:
-            problem = f"is an integer of {value.bit_length():,} bits; the limit is 64, with the sign"
+        elif isinstance(value, int) and abs(value) > MAX_INT:
+            problem = f"is an integer of {value.bit_length():,} bits; the limit is 2^53"
         elif isinstance(value, float) and not math.isfinite(value):
             problem = f"is {value}; numbers must be finite"
         elif isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):

@@ -13,9 +13,7 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
     """
     micro_batch, accumulation, global_batch = config.batch.resolve(data_parallel_size)
     precision, optimizer = config.precision, config.optimizer
-    zero = dict(optimizer.zero)
-    if zero.pop("cpu_offload", False):  # GPT-NeoX's name; DeepSpeed has renamed it
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    zero = {name: value for name, value in optimizer.zero.items() if name != "cpu_offload"}  # which is false
     # In half precision, stage 1 does the arithmetic of stage 0 on flat tensors instead of parameter by parameter.
     stage = 1 if optimizer.zero_stage == 0 and precision.dtype != "fp32" else optimizer.zero_stage
     settings: dict[str, Any] = {

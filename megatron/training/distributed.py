@@ -76,6 +76,11 @@ def initialize(config: Config) -> Layout:
         backend = "gloo"
         if int(os.environ.get("RANK", "0")) == 0:
             print("distributed-backend: nccl requires a GPU, but none is available; using gloo", flush=True)
+    if not dist.is_backend_available(backend):
+        raise UserError(
+            f"distributed_backend {backend} is not available: this PyTorch was built without it; remove the key (nccl "
+            "on GPUs, gloo on CPUs)"
+        )
     if not dist.is_initialized():
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")

@@ -7,6 +7,7 @@ Legend: b batch, s tokens, v padded vocabulary.
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from megatron.training.deepspeed_config import deepspeed_dict
 from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import configure_optimizer, project_masters
+from megatron.utils.errors import shortened
 
 Batch = dict[str, Tensor]  # tokens and labels int64 [b, s], and optionally loss_mask float32 [b, s]
 
@@ -122,7 +124,7 @@ class Engine:
             optimizer=optimizer,
             mpu=grid,
             config=deepspeed_settings,
-            config_class=DeepSpeedConfig(deepspeed_settings, grid),
+            config_class=_checked_by_deepspeed(deepspeed_settings, grid),
             dist_init_required=False,
         )
         if hasattr(self.deepspeed.optimizer, "loss_scaler"):
@@ -276,6 +278,17 @@ class Engine:
                 dtype = DTYPES[self.config.precision.dtype]
                 return module.attention.choice(self.layout.device, dtype, module.head_size)
         return ""
+
+
+def _checked_by_deepspeed(settings: dict[str, Any], grid: PipelineParallelGrid | None) -> DeepSpeedConfig:
+    """DeepSpeed's own configuration. Raises UserError for values of zero_optimization and deepspeed_extra_args that it
+    rejects.
+    """
+    try:
+        return DeepSpeedConfig(settings, grid)
+    except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
+        problem = shortened(" ".join(str(error).split()), 500)
+        raise UserError(f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}") from error
 
 
 def _pipeline_batches(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:

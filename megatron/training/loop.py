@@ -18,6 +18,7 @@ from megatron.training import distributed
 from megatron.training.engine import Engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss
+from megatron.training.machine import check_machine, check_number_of_samples
 from megatron.training.optimizer import Schedule
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.locks import Lock
@@ -71,6 +72,7 @@ class Trainer:
         vocab_size = config.model.padded_vocab_size or padded_vocab_size(
             tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
         )
+        check_machine(config, layout, vocab_size)
         load, save = config.checkpoint.load, config.checkpoint.save
         checkpoint = locate_checkpoint(config, layout, vocab_size, logger.info)
         if checkpoint is None and self.last_iteration == 0:
@@ -140,6 +142,7 @@ class Trainer:
             validations * samples_per_validation,
             samples_per_validation,
         )
+        check_number_of_samples(sum(num_samples))
         datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
         if self.last_iteration and datasets.train is None:
             raise UserError("there are no training documents: check split, or set train-data-paths")

@@ -6,7 +6,7 @@ nested one. A path that ends in `"*"` collects all keys of that mapping that no 
 
 from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 KeyPath = tuple[str, ...]
@@ -60,14 +60,39 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
     return cast(dict[str, Any], field.json_schema_extra)
 
 
-# YAML reads 1.0e5 as a float. An integral float is accepted as an integer.
-Int = Annotated[int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
+_MAX_NAME = 200  # bytes; file systems allow 255, and suffixes are appended
+_MAX_PATH = 4000  # bytes
+
+
+def _check_path(text: str) -> str:
+    """`text`, if a file or folder can have this path. Raises ValueError otherwise."""
+    if not text.strip():
+        raise ValueError("must be the name of a file or folder")
+    names = text.split("/")
+    if len(text.encode()) > _MAX_PATH or max(len(name.encode()) for name in names) > _MAX_NAME:
+        raise ValueError(f"must be a path of at most {_MAX_PATH} bytes with names of at most {_MAX_NAME}")
+    return text
+
+
+# The largest integer up to which a float represents all integers exactly. The loader rejects larger ones.
+MAX_INT = 2**53
+
+
+def _integral(value: Any) -> Any:
+    """YAML reads 1.0e5 as a float. An integral float is accepted as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INT else value
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
 Steps = Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
-# A single string is accepted instead of a list.
-Texts = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
-Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
+# A path of a file or folder; a single one is accepted instead of a list.
+PathText = Annotated[str, AfterValidator(_check_path)]
+_one_is_enough = BeforeValidator(lambda x: [x] if isinstance(x, str) else x)
+Texts = Annotated[tuple[str, ...], Field(strict=False), _one_is_enough]
+Paths = Annotated[tuple[PathText, ...], Field(strict=False), _one_is_enough]
+Weights = Annotated[tuple[Annotated[float, Field(gt=0, le=1e30)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
 CaseInsensitive = BeforeValidator(lambda x: x.lower() if isinstance(x, str) else x)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megatron.config.schema.base import Group, Int, Ints, Texts, key
+from megatron.config.schema.base import MAX_INT, Group, Int, Ints, Paths, PathText, Texts, key
 
 
 class EvaluationConfig(Group):
@@ -13,9 +13,9 @@ class EvaluationConfig(Group):
     )
     eval_num_fewshot: Int | None = key(None, "Few-shot examples per question. Default: the task's own number.", ge=0)
     eval_limit: float | None = key(
-        None, "Maximum number of documents per task; below 1, a fraction of them. Default: all.", gt=0
+        None, "Maximum number of documents per task; below 1, a fraction of them. Default: all.", gt=0, le=MAX_INT
     )
-    eval_include_path: Texts | None = key(None, "Folders with further task files (YAML).")
+    eval_include_path: Paths | None = key(None, "Folders with further task files (YAML).")
     eval_max_length: Int | None = key(
         None,
         """Maximum number of tokens per model call in tasks: longer prompts are cut at the start, longer documents are
@@ -33,7 +33,7 @@ class EvaluationConfig(Group):
         path="eval_tokens",
         ge=1,
     )
-    eval_results_prefix: str | None = key(
+    eval_results_prefix: PathText | None = key(
         None, "Folder of the report; same as evaluate.py --output.", placeholders=True
     )
 
@@ -53,6 +53,6 @@ class GenerationConfig(Group):
     maximum_tokens: Int = key(64, "Maximum number of tokens to generate per sample.", ge=1)
     num_samples: Int = key(1, "Number of samples, in total or per prompt.", ge=1)
     prompt_end: str = key("\n", "Separator of prompts, in the interactive mode and in the prompt file.")
-    sample_input_file: str | None = key(None, "File of prompts, separated by prompt_end; same as generate.py -i.")
-    sample_output_file: str | None = key("samples.txt", "Output file, in JSON lines.", placeholders=True)
+    sample_input_file: PathText | None = key(None, "File of prompts, separated by prompt_end; same as generate.py -i.")
+    sample_output_file: PathText | None = key("samples.txt", "Output file, in JSON lines.", placeholders=True)
     recompute: bool = key(False, "True: generate without a KV cache, recomputing the full prefix for every token.")

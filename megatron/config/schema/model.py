@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
+from kerple.positional.base import ModelShape
 from kerple.positional.registry import canonical_name
 from megatron.config.schema.base import CaseInsensitive, Group, Int, key
 from megatron.utils.errors import UserError
@@ -24,14 +25,19 @@ InitMethod = Literal[
 class ModelConfig(Group):
     """Model"""
 
-    num_layers: Int = key(..., "Number of transformer blocks.", ge=1)
-    hidden_size: Int = key(..., "Width of the residual stream. Must be divisible by num_attention_heads.", ge=1)
-    num_attention_heads: Int = key(..., "Attention heads per block. Must be divisible by model_parallel_size.", ge=1)
-    seq_length: Int = key(..., "Sequence length of training, in tokens.", ge=1)
+    num_layers: Int = key(..., "Number of transformer blocks.", ge=1, le=10_000)
+    hidden_size: Int = key(
+        ..., "Width of the residual stream. Must be divisible by num_attention_heads.", ge=1, le=2**20
+    )
+    num_attention_heads: Int = key(
+        ..., "Attention heads per block. Must be divisible by model_parallel_size.", ge=1, le=2**16
+    )
+    seq_length: Int = key(..., "Sequence length of training, in tokens.", ge=1, le=2**31)
     max_position_embeddings: Int = key(
         None,
         "Number of positions of `pos_emb: learned`; other methods have no limit. Default: seq_length.",
         ge=1,
+        le=2**31,
     )
     norm: Literal["layernorm", "rmsnorm"] = key(
         "layernorm", "Normalization before attention, before the MLP and after the last block."
@@ -54,10 +60,10 @@ class ModelConfig(Group):
     rotary_pct: float = key(1.0, "rotary: fraction of each head's dimensions that is rotated.", gt=0, le=1)
     rotary_emb_base: Int = key(10000, "rotary: base of the wavelengths.", gt=1)
     mlp_width: Int | None = key(
-        None, "DAPE and FIRE: hidden units of their MLPs. Default: the method's default, 32.", ge=1
+        None, "DAPE and FIRE: hidden units of their MLPs. Default: the method's default, 32.", ge=1, le=2**20
     )
     dapev2_kernel: Int | None = key(
-        None, "DAPE V2: width of the convolutions, an odd number. Default: the method's default, 3.", ge=1
+        None, "DAPE V2: width of the convolutions, an odd number. Default: the method's default, 3.", ge=1, le=2**16
     )
     noise_seq_length: Int | None = key(
         None,
@@ -65,7 +71,7 @@ class ModelConfig(Group):
         (pos_emb_options: {threshold: ...}).""",
         ge=2,
     )
-    rpe_num_buckets: Int = key(32, "rpe (T5): number of distance buckets.", ge=2)
+    rpe_num_buckets: Int = key(32, "rpe (T5): number of distance buckets.", ge=2, le=2**20)
     rpe_max_distance: Int = key(128, "rpe (T5): distance, in tokens, from which all keys share the last bucket.", ge=2)
     activation: Literal["gelu", "relu", "silu"] = key("gelu", "Activation of the MLP.")
     bias_gelu_fusion: bool = key(
@@ -79,7 +85,7 @@ class ModelConfig(Group):
     hidden_dropout: float = key(0.0, "Dropout probability after embedding, attention and MLP.", ge=0, lt=1)
     attention_dropout: float = key(0.0, "Dropout probability of the attention weights.", ge=0, lt=1)
     make_vocab_size_divisible_by: Int = key(
-        128, "The vocabulary is padded to a multiple of this times model_parallel_size.", ge=1
+        128, "The vocabulary is padded to a multiple of this times model_parallel_size.", ge=1, le=2**24
     )
     padded_vocab_size: Int | None = key(
         None, "Vocabulary size after padding; at least that of the tokenizer. Default: computed.", ge=1
@@ -133,6 +139,17 @@ class ModelConfig(Group):
         if method in ("fire", "dape_fire", "dape_v2_fire") and self.noise_seq_length is not None:
             options["threshold"] = self.noise_seq_length // 2
         return {**{name: value for name, value in options.items() if value is not None}, **self.pos_emb_options}
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that positional methods are built for."""
+        return ModelShape(
+            num_heads=self.num_attention_heads,
+            head_size=self.head_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            max_positions=self.max_position_embeddings,
+        )
 
     @property
     def head_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, NamedTuple
 
-from megatron.config.schema.base import CaseInsensitive, Group, Int, key
+from megatron.config.schema.base import CaseInsensitive, Group, Int, PathText, key
 from megatron.utils.errors import UserError
 
 
@@ -105,7 +105,7 @@ class BatchConfig(Group):
 class LauncherConfig(Group):
     """Launcher"""
 
-    hostfile: str | None = key(
+    hostfile: PathText | None = key(
         None,
         """File with one `HOST slots=N` line per node. Default: the file named by the environment variable
         DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is used.""",
@@ -120,7 +120,7 @@ class LauncherConfig(Group):
     )
     num_nodes: Int = key(-1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1)
     num_gpus: Int | None = key(
-        None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1
+        None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1, le=1024
     )
     master_addr: str | None = key(
         None,

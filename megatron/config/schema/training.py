@@ -5,13 +5,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from megatron.config.schema.base import Betas, CaseInsensitive, Group, Int, Ints, Steps, Texts, Weights, key
+from megatron.config.schema.base import (
+    MAX_INT,
+    Betas,
+    CaseInsensitive,
+    Group,
+    Int,
+    Ints,
+    Paths,
+    PathText,
+    Steps,
+    Weights,
+    key,
+)
 from megatron.optimizers import OPTIMIZERS, OptimizerType
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, shortened
 
 EXTRAPOLATION_TOKENS = 65_536
 _OPTIMIZER_DEFAULTS = OPTIMIZERS["adam"].defaults
 _NUM_SPLITS = 3
+_MIN_FACTOR = 1.01
 
 # DeepSpeed's ZeRO keys, and GPT-NeoX's cpu_offload.
 ZeroKey = Literal[
@@ -46,15 +59,29 @@ ZeroKey = Literal[
     "zero_quantized_nontrainable_weights",
     "zero_quantized_weights",
 ]
+# Those whose value is an integer, with the lowest value. The others are true or false, except for offloading.
+_ZERO_SIZES = {
+    "allgather_bucket_size": 1,
+    "reduce_bucket_size": 1,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_model_persistence_threshold": 0,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "sub_group_size": 1,
+    "zero_hpz_partition_size": 1,
+}
+_OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 
 
 class DataConfig(Group):
     """Data"""
 
-    data_path: str | None = key(None, "Prefix of the dataset (path without .bin and .idx), which `split` divides.")
-    train_data_paths: Texts | None = key(None, "Prefixes of training datasets, instead of data_path.")
-    valid_data_paths: Texts | None = key(None, "Prefixes of validation datasets.")
-    test_data_paths: Texts | None = key(None, "Prefixes of test datasets.")
+    data_path: PathText | None = key(None, "Prefix of the dataset (path without .bin and .idx), which `split` divides.")
+    train_data_paths: Paths | None = key(None, "Prefixes of training datasets, instead of data_path.")
+    valid_data_paths: Paths | None = key(None, "Prefixes of validation datasets.")
+    test_data_paths: Paths | None = key(None, "Prefixes of test datasets.")
     train_data_weights: Weights | None = key(None, "Weights of the training datasets in the blend. Default: equal.")
     valid_data_weights: Weights | None = key(None, "Weights of the validation datasets. Default: equal.")
     test_data_weights: Weights | None = key(None, "Weights of the test datasets. Default: equal.")
@@ -64,14 +91,18 @@ class DataConfig(Group):
         given weights. (This is GPT-NeoX's documented rule; its code also multiplies by 1 - weight.)""",
     )
     weighted_sampler_alpha: float = key(
-        1.0, "Exponent of weight_by_num_documents: below 1 favors small datasets, 0 weights all equally.", ge=0
+        1.0, "Exponent of weight_by_num_documents: below 1 favors small datasets, 0 weights all equally.", ge=0, le=10
     )
     split: str = key("969, 30, 1", "Proportions of training, validation and test documents in data_path.")
     data_impl: Literal["infer", "mmap"] = key(
         "infer", "Format of the dataset: mmap (.bin and .idx) is the only one, so infer means the same."
     )
-    num_workers: Int = key(2, "Processes per rank that prefetch batches. 0: read in the training process.", ge=0)
-    data_cache_path: str | None = key(None, "Folder for the shuffled sample indices. Default: next to the dataset.")
+    num_workers: Int = key(
+        2, "Processes per rank that prefetch batches. 0: read in the training process.", ge=0, le=256
+    )
+    data_cache_path: PathText | None = key(
+        None, "Folder for the shuffled sample indices. Default: next to the dataset."
+    )
     eod_mask_loss: bool = key(False, "True: exclude the token after each end-of-document token from the loss.")
 
 
@@ -98,8 +129,8 @@ class TokenizerConfig(Group):
         Hugging Face tokenizers; HFGPT2Tokenizer: vocab_file is a folder or a name on the Hugging Face hub, by default
         gpt2; CharLevelTokenizer: one token per UTF-8 byte, no files.""",
     )
-    vocab_file: str | None = key(None, "Vocabulary file of the tokenizer.")
-    merge_file: str | None = key(None, "Merges file of GPT-2's BPE.")
+    vocab_file: PathText | None = key(None, "Vocabulary file of the tokenizer.")
+    merge_file: PathText | None = key(None, "Merges file of GPT-2's BPE.")
 
 
 class OptimizerConfig(Group):
@@ -147,10 +178,27 @@ class OptimizerConfig(Group):
     )
     zero: dict[ZeroKey, Any] = key(
         {},
-        """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/), except that
-        cpu_offload: true becomes offload_optimizer: {device: cpu}.""",
+        """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/). Offloading the
+        optimizer is not supported, so cpu_offload must be false.""",
         path="zero_optimization.*",
     )
+
+    @model_validator(mode="after")
+    def _check_zero(self) -> "OptimizerConfig":
+        for name, value in self.zero.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name in ("offload_optimizer", "offload_param"):
+                expected = f"a mapping with the key device, one of {', '.join(_OFFLOAD_DEVICES)}"
+                fits = isinstance(value, dict) and value.get("device") in _OFFLOAD_DEVICES
+            elif name in _ZERO_SIZES:
+                lowest = _ZERO_SIZES[name]
+                expected = f"an integer from {lowest} to {MAX_INT}"
+                fits = is_number and float(value).is_integer() and lowest <= value <= MAX_INT
+            else:
+                expected, fits = "true or false", isinstance(value, bool)
+            if not fits:
+                raise UserError(f'"zero_optimization.{name}": must be {expected}, not {shortened(repr(value))}')
+        return self
 
 
 class ScheduleConfig(Group):
@@ -186,15 +234,19 @@ class PrecisionConfig(Group):
         "fp16", "Data type that fp16.enabled selects; bfloat16 is equivalent to bf16.enabled.", path="fp16.type"
     )
     bf16_enabled: bool = key(False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled")
-    loss_scale: float = key(0.0, "fp16: constant loss scale. 0: dynamic loss scaling.", path="fp16.loss_scale", ge=0)
+    loss_scale: float = key(
+        0.0, "fp16: constant loss scale. 0: dynamic loss scaling.", path="fp16.loss_scale", ge=0, le=1e19
+    )
     loss_scale_window: Int = key(
         1000, "fp16: steps without overflow before the loss scale is doubled.", path="fp16.loss_scale_window", ge=1
     )
     initial_scale_power: Int = key(
-        16, "fp16: the dynamic loss scale starts at 2 to this power.", path="fp16.initial_scale_power", ge=0
+        16, "fp16: the dynamic loss scale starts at 2 to this power.", path="fp16.initial_scale_power", ge=0, le=64
     )
     hysteresis: Int = key(2, "fp16: overflows before the loss scale is halved.", path="fp16.hysteresis", ge=1)
-    min_loss_scale: float = key(1.0, "fp16: minimum of the dynamic loss scale.", path="fp16.min_loss_scale", gt=0)
+    min_loss_scale: float = key(
+        1.0, "fp16: minimum of the dynamic loss scale.", path="fp16.min_loss_scale", gt=0, le=1e19
+    )
 
     @model_validator(mode="after")
     def _check_consistent(self) -> "PrecisionConfig":
@@ -275,8 +327,8 @@ class TrainingConfig(Group):
 class CheckpointConfig(Group):
     """Checkpoint"""
 
-    save: str | None = key(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
-    load: str | None = key(
+    save: PathText | None = key(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
+    load: PathText | None = key(
         None,
         "Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch.",
         placeholders=True,
@@ -319,8 +371,11 @@ class CheckpointConfig(Group):
         factor = self.save_interval
         if factor is not None and self.checkpoint_scale == "linear" and not factor.is_integer():
             raise UserError(f"save_interval {factor} must be an integer, unless checkpoint_scale is log")
-        if factor == 1 and self.checkpoint_scale == "log":
-            raise UserError("save_interval 1 with checkpoint_scale log would save only step 1; use a larger factor")
+        if factor is not None and factor < _MIN_FACTOR and self.checkpoint_scale == "log":
+            raise UserError(
+                f"save_interval {factor} with checkpoint_scale log is the factor between the steps of consecutive "
+                f"checkpoints; it must be at least {_MIN_FACTOR}"
+            )
         return self
 
     def saves(self, iteration: int) -> bool:
@@ -340,13 +395,13 @@ class CheckpointConfig(Group):
 class LoggingConfig(Group):
     """Logging"""
 
-    log_dir: str | None = key(None, "Folder for a copy of the console output. Default: none.", placeholders=True)
+    log_dir: PathText | None = key(None, "Folder for a copy of the console output. Default: none.", placeholders=True)
     peak_theoretical_tflops: float | None = key(
         None,
         "Peak of the device in TFLOP/s, for the MFU in the log. Default: the dense bf16 peak, if the GPU is known.",
         gt=0,
     )
-    tensorboard_dir: str | None = key(None, "Folder for TensorBoard. Default: none.", placeholders=True)
+    tensorboard_dir: PathText | None = key(None, "Folder for TensorBoard. Default: none.", placeholders=True)
     use_wandb: bool | None = key(
         None, "True: log to Weights & Biases. The API key is read from WANDB_API_KEY, never from a configuration."
     )

@@ -305,7 +305,7 @@ def nested_list(depth: int) -> list:
     [
         (float("inf"), "is inf; numbers must be finite"),
         ([float("nan")], "is nan; numbers must be finite"),
-        ({"a": 2**63}, "is an integer of 64 bits"),
+        ({"a": 2**53 + 1}, "is an integer of 54 bits"),
         (10**6000, "is an integer of 19,932 bits"),
         ("a\0b", r"contains characters that are not text: 'a\\x00b'"),
         ({"\ud800": 1}, "contains characters that are not text"),

@@ -66,5 +66,35 @@ def test_steps_of_checkpoints(flat):
     assert steps(checkpoint_scale="log", extra_save_iters=[3]) == [3]
     with pytest.raises(UserError, match=r"save_interval 2\.5 must be an integer, unless checkpoint_scale is log"):
         steps(save_interval=2.5)
-    with pytest.raises(UserError, match="save_interval 1 with checkpoint_scale log would save only step 1"):
+    with pytest.raises(UserError, match=r"save_interval 1\.0 with checkpoint_scale log .* at least 1\.01"):
         steps(save_interval=1, checkpoint_scale="log")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("reduce_bucket_size", 0, "must be an integer from 1 to"),
+        ("allgather_bucket_size", True, "must be an integer from 1 to"),
+        ("stage3_max_live_parameters", 0.5, "must be an integer from 0 to"),
+        ("overlap_comm", 1, "must be true or false, not 1"),
+        ("offload_param", {"device": "gpu"}, "must be a mapping with the key device, one of none, cpu, nvme"),
+        ("offload_optimizer", "cpu", "must be a mapping with the key device"),
+        ("cpu_offload", True, "cpu_offload are not supported"),
+        ("offload_optimizer", {"device": "cpu"}, "cpu_offload are not supported"),
+    ],
+)
+def test_values_of_zero_keys_are_checked(flat, key, value, message):
+    with pytest.raises(UserError, match=message) as caught:
+        Config.from_flat({**flat, "zero_optimization": {"stage": 2, key: value}})
+    assert key in str(caught.value)
+
+
+def test_paths_that_no_file_can_have(flat):
+    for path in ("x" * 300, "a/" * 3000, "", " "):
+        with pytest.raises(
+            UserError, match=r'"save": .*(must be the name of a file|must be a path of at most 4000 bytes)'
+        ):
+            Config.from_flat({**flat, "save": path})
+    Config.from_flat({**flat, "save": "é" * 100, "train_data_paths": ["a" * 200]})
+    with pytest.raises(UserError, match=r'"train_data_paths.1": .*names of at most 200'):
+        Config.from_flat({**flat, "train_data_paths": ["a", "é" * 101]})
