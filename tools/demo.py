@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from megatron.evaluation.records import ExtrapolationRecord  # noqa: E402
 from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
 from megatron.reporting.differences import PairedLosses  # noqa: E402
 from megatron.utils.files import write_atomically  # noqa: E402
+from megatron.utils.processes import signal_without_parent  # noqa: E402
 
 METHODS = ("kerple_log", "alibi", "rotary")
 LENGTHS = ("128", "512", "2048")
@@ -110,7 +112,9 @@ def under_root(path: str) -> Path:
 def run_step(title: str, command: list[str]) -> int:
     """Run a script of this project; returns its exit status."""
     console.print(Rule(title, align="left"))
-    return subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, preexec_fn=signal_without_parent(signal.SIGTERM)
+    ).returncode
 
 
 def train(method: str, options: argparse.Namespace) -> int:

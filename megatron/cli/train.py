@@ -12,6 +12,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     from megatron.training.loop import train
+    from megatron.training.output import detachable_output
 
-    train(config)
+    with detachable_output():
+        train(config)
     return 0

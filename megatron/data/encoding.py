@@ -6,7 +6,6 @@ Worker processes import this module, so it must not import torch.
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,6 +20,7 @@ from megatron.data.indexed_dataset import id_type_for
 from megatron.data.readers import ChunkSource, ReadPosition, TextChunk
 from megatron.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError
+from megatron.utils.processes import exit_with_parent
 
 Result = TypeVar("Result")
 
@@ -215,15 +215,7 @@ def _start_worker(tokenizer_files: TokenizerFiles, options: DocumentOptions) -> 
     global _worker_state
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one worker per processor already
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def exit_with_parent() -> None:
-        # If the parent is killed, the worker would otherwise wait for its next item forever.
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    exit_with_parent()
     _worker_state = (tokenizer_files.build(), options)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from megatron.data.datasets import Samples
 from megatron.utils.errors import UserError
+from megatron.utils.processes import exit_with_parent
 
 _USER_ERROR_PREFIX = f"{UserError.__module__}.{UserError.__qualname__}: "
 
@@ -52,6 +53,7 @@ class Loader:
             collate_fn=_Collate(dataset.settings.eod_mask_loss),
             generator=torch.Generator(),
             pin_memory=pin_memory,
+            worker_init_fn=exit_with_parent,
         )
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

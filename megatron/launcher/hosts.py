@@ -4,7 +4,6 @@ srun and mpirun start every rank. pdsh starts node.py on every host, which start
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import secrets
@@ -16,18 +15,26 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from megatron.launcher.commands import node_command, pdsh_command, signal_command
-from megatron.launcher.node import KILL_SIGNAL, Node, stop_signals
+from megatron.launcher.node import KILL_SIGNAL, STATUS_OF_LOST_CONNECTION, Node, describe_signal, stop_signals
+from megatron.launcher.rank import LAUNCHER_DIED
 from megatron.utils.errors import UserError
+from megatron.utils.processes import signal_without_parent
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 # Seconds until the ranks of other hosts are killed after a host failed. Most lose the connection and end earlier.
 _SECONDS_AFTER_FAILURE = 60
 _SECONDS_TO_KILL = 15
+_NODE_FAILURE = re.compile(r": (error: rank \d+ on \S+ (?:was killed|exited) .*)")
 _PDSH_STATUS = re.compile(r"pdsh@[^:]+: ([^:]+): ssh exited with exit code (\d+)")
 _SSH_FAILED = 255
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+# "srun: error: node-2: task 1: Killed", "srun: error: node-1: tasks 0-3: Segmentation fault (core dumped)"
+_SRUN_FAILURE = re.compile(r"srun: error: ([^:\s]+): tasks? (\d+)[-,\d]*: (.*?)(?: \(core dumped\))?$")
+# "mpirun noticed that process rank 1 with PID 4711 on node node-2 exited on signal 9 (Killed)."
+_MPI_FAILURE = re.compile(r"noticed that process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
+_SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 
 
 def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -71,18 +78,62 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) 
 
     The first of `stop_signals` is forwarded as SIGUSR1, which srun and mpirun pass on to the ranks; they save
     and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the ranks. If this process is
-    killed, srun or mpirun receives SIGUSR1. Must be called in the main thread.
+    killed, they pass LAUNCHER_DIED on to the ranks. Must be called in the main thread.
     """
     process = subprocess.Popen(
         command,
         env=dict(environment),
         stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_signal_without_parent(signal.SIGUSR1),
+        preexec_fn=signal_without_parent(LAUNCHER_DIED),
     )
-    with _forward_signals(lambda again: process.send_signal(signal.SIGTERM if again else signal.SIGUSR1), ranks):
+    stderr = process.stderr
+    assert stderr is not None
+    stopping = False
+    failure = None
+
+    def stop(again: bool) -> None:
+        nonlocal stopping
+        stopping = True
+        process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
+
+    def copy() -> None:
+        nonlocal failure
+        for line in stderr:
+            with contextlib.suppress(OSError):
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+            # srun kills the other ranks after the first one has failed.
+            failure = failure or parse_failure(line.decode(errors="replace"))
+
+    copier = threading.Thread(target=copy, daemon=True)
+    copier.start()
+    with _forward_signals(stop, ranks):
         status = process.wait()
+    copier.join(timeout=5)  # another process may keep the pipe open
+    if failure is not None and failure.signal is not None and not stopping:
+        print(describe_signal(failure.rank, failure.host, failure.signal), file=sys.stderr, flush=True)
     return 128 - status if status < 0 else status
+
+
+class Failure(NamedTuple):
+    """A rank that srun or mpirun reports. `signal` is None if it exited with a status."""
+
+    rank: int
+    host: str
+    signal: int | None
+
+
+def parse_failure(line: str) -> Failure | None:
+    """The failure of a rank in a line of srun or mpirun; None if there is none, or if the rank only noticed that
+    another one has ended.
+    """
+    if match := _MPI_FAILURE.search(line):
+        return Failure(int(match[1]), match[2], int(match[3]))
+    if not (match := _SRUN_FAILURE.match(line)) or match[3] == f"Exited with exit code {STATUS_OF_LOST_CONNECTION}":
+        return None
+    return Failure(int(match[2]), match[1], _SIGNALS.get(match[3]))
 
 
 def run_pdsh(
@@ -91,7 +142,8 @@ def run_pdsh(
     """Run `command` as every rank of the hosts `nodes`, and return the largest exit status of the hosts.
 
     The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one kills
-    them. If a host fails, the ranks of the others are killed after a minute. If this process is killed, so is pdsh;
+    them. If a host fails, the ranks of the others are killed after a minute; the last line says which rank was the
+    first to fail, and why. If this process is killed, so is pdsh;
     its connections end, and the ranks save and exit. Must be called in the main thread.
 
     Args:
@@ -104,6 +156,7 @@ def run_pdsh(
     options = f"-o ServerAliveInterval=15 -o ServerAliveCountMax=4 {environment.get('PDSH_SSH_ARGS_APPEND', '')}"
     environment = {**environment, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": options.strip()}
     failed: list[str] = []
+    reasons: list[str] = []
     lost = False
     senders: list[subprocess.Popen[bytes]] = []
 
@@ -139,26 +192,23 @@ def run_pdsh(
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=_signal_without_parent(signal.SIGKILL),
+        preexec_fn=signal_without_parent(signal.SIGKILL),
     )
     assert process.stderr is not None
     with _forward_signals(stop, sum(len(node.slots) for node in nodes)):
         for line in process.stderr:
-            match = _PDSH_STATUS.match(line)
-            if match is None:
-                text = line.rstrip("\n")
-            elif int(match[2]) == _SSH_FAILED:
-                text = f"error: the ssh connection to {match[1]} was lost, or its processes were killed"
-                lost = True
-            else:
-                text = ""  # node.py on this host has printed the reason
-            if text:
-                with contextlib.suppress(OSError):
-                    print(text, file=sys.stderr, flush=True)
-            if match is not None:
+            if match := _NODE_FAILURE.search(line):
+                reasons.append(match[1])
+            elif match := _PDSH_STATUS.match(line):
                 failed.append(match[1])
                 if len(failed) == 1:
                     timers[0].start()
+                if int(match[2]) == _SSH_FAILED:  # otherwise node.py on this host has printed the reason
+                    reasons.append(f"error: the ssh connection to {match[1]} was lost, or its processes were killed")
+                    lost = True
+            else:
+                with contextlib.suppress(OSError):
+                    print(line.rstrip("\n"), file=sys.stderr, flush=True)
         status = process.wait()
         for timer in timers:
             timer.cancel()
@@ -166,13 +216,9 @@ def run_pdsh(
         send("0")  # only removes the file of a node.py that was killed
     for sender in senders:
         sender.wait()
+    for reason in sorted(reasons, key=lambda reason: "was killed by" in reason):
+        print(reason, file=sys.stderr, flush=True)
     return 128 - status if status < 0 else status
-
-
-def _signal_without_parent(number: int) -> Callable[[], None]:
-    """A preexec_fn: on Linux, the new process receives a signal when this one ends, even by SIGKILL."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
-    return lambda: prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextlib.contextmanager
@@ -181,6 +227,8 @@ def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]
     received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
+        if received and number == signal.SIGHUP:
+            return
         received.append(number)
         name, again = signal.Signals(number).name, len(received) > 1
         asked = f": asked {ranks} process(es) to save and exit; repeat to kill them"

@@ -15,6 +15,7 @@ import math
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,11 +23,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+# The process id of deepy.py or node.py, in the environment of its ranks. A rank stops when this is not its parent.
+LAUNCHER_VARIABLE = "LAUNCHER_PID"
 # deepy.py sends it to node.py on the other hosts.
 KILL_SIGNAL = signal.SIGUSR2
 # A rank prints its own message before it exits with one of these: a UserError, the loss of the connection to another
 # rank, or an unexpected error (megatron/config/command_line.py).
 EXPLAINED_STATUSES = (2, 3, 70)
+STATUS_OF_LOST_CONNECTION = 3
+# What usually sends a signal that nobody sent on purpose.
+_MEANINGS: dict[int, str] = {
+    signal.SIGKILL: "the system ran out of memory (see dmesg), or kill -9",
+    signal.SIGSEGV: "native code crashed, such as a driver or an extension",
+    signal.SIGABRT: "native code aborted, such as NCCL after a timeout; its message is above",
+    signal.SIGBUS: "a file that it reads was truncated, or /dev/shm is full",
+    signal.SIGTERM: "a user or the scheduler stopped it",
+}
 # Seconds after a rank has failed in which the others can print their own messages. They can no longer save.
 _SECONDS_AFTER_FAILURE = 10
 _SECONDS_TO_SAVE = 300
@@ -64,7 +76,10 @@ class Node:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """SIGTERM, SIGINT, SIGUSR1 (a batch system's warning) and, unless nohup has set it to be ignored, SIGHUP."""
+    """SIGTERM, SIGINT, SIGUSR1 (a batch system's warning) and, unless nohup has set it to be ignored, SIGHUP.
+
+    A shell may send SIGHUP several times, so it never counts as the second signal.
+    """
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1] + [signal.SIGHUP] * (not nohup)
 
@@ -73,7 +88,7 @@ def run_node(
     node: Node,
     command: Sequence[str],
     environment: Mapping[str, str],
-    connected: Callable[[], bool] = lambda: True,
+    connected: Callable[[], bool] | None = None,
     stdin: int | None = None,
     stdout: int | None = None,
     stderr: int | None = None,
@@ -81,30 +96,39 @@ def run_node(
     """Run one process per rank until all have ended. Must be called in the main thread.
 
     The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one, or
-    KILL_SIGNAL, kills them. If a rank fails, the others are killed after ten seconds. If `connected` returns False, no
-    one can stop the ranks or read their output any longer, so they are asked to save and exit.
+    KILL_SIGNAL, kills them. If a rank fails, the others are killed after ten seconds, and the last line says why. If
+    `connected` returns False, no one can stop the ranks or read their output any longer, so they are asked to save and
+    exit. They are killed after five minutes if then, or after a signal, no one is left who could send a second one.
 
     Args:
         environment: of the ranks, without the variables of `Node.variables`.
+        connected: whether deepy.py still runs, on another host; None if this process is deepy.py.
         stdin, stdout, stderr: file descriptors of the ranks; by default those of this process.
 
     Returns:
-        The exit status of the first rank that failed (128 + N if signal N killed it), or 0.
+        The exit status of the rank that failed first (128 + N if signal N killed it), or 0.
     """
     received: list[str] = []
-    previous_handlers = {
-        number: signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
-        for number in (*stop_signals(), KILL_SIGNAL)
-    }
+
+    def receive(number: int, _frame: object) -> None:
+        if not (received and number == signal.SIGHUP):
+            received.append(signal.Signals(number).name)
+
+    previous_handlers = {number: signal.signal(number, receive) for number in (*stop_signals(), KILL_SIGNAL)}
     running: dict[int, subprocess.Popen[bytes]] = {}
+    failures: list[tuple[int, int]] = []  # (rank, exit status or minus a signal), without ranks killed by this process
+    parent = os.getppid()
+    killed = False
 
     def kill_all() -> None:
+        nonlocal killed
+        killed = True
         for process in running.values():
             _kill(process)
 
     try:
         for index in range(len(node.slots)):
-            variables = {**environment, **node.variables(index)}
+            variables = {**environment, **node.variables(index), LAUNCHER_VARIABLE: str(os.getpid())}
             # In a session of its own, a rank does not receive Ctrl-C, which would end its data workers at once.
             running[node.first_rank + index] = subprocess.Popen(
                 command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
@@ -118,51 +142,74 @@ def run_node(
                 if node.host is None:
                     _report(node, f"{received[-1]} again: killing all processes")
                 kill_all()
-            elif len(received) > handled or not (stopping or connected()):
+            elif len(received) > handled or not (stopping or connected is None or connected()):
                 stopping = True
                 if received and node.host is None:
                     asked = f"asked {len(running)} process(es) to save and exit; repeat to kill them"
                     _report(node, f"{received[0]}: {asked}")
                 for process in running.values():
                     process.terminate()
-                if not received:
-                    kill_at = time.monotonic() + _SECONDS_TO_SAVE
             handled = len(received)
-            for rank, process in list(running.items()):
-                code = process.poll()
-                if code is None:
+            if stopping and not (os.getppid() == parent if connected is None else connected()):
+                kill_at = min(kill_at, time.monotonic() + _SECONDS_TO_SAVE)
+            codes = {rank: process.poll() for rank, process in running.items()}
+            # If several ranks have ended at about the same time, the one that a signal killed is the cause.
+            for code, rank in sorted((code, rank) for rank, code in codes.items() if code is not None):
+                _kill(running.pop(rank))  # its data workers
+                if code == 0:
                     continue
-                del running[rank]
-                _kill(process)  # its data workers
-                if code != 0 and status == 0:
-                    status = 128 - code if code < 0 else code
-                    if not stopping:
-                        _report_failure(node, rank, code)
-                    seconds = _SECONDS_TO_SAVE if stopping else _SECONDS_AFTER_FAILURE
-                    kill_at = min(kill_at, time.monotonic() + seconds)
+                status = status or _exit_status(code)
+                if not killed and not (stopping and (code > 0 or code == -signal.SIGTERM)):
+                    failures.append((rank, code))
+                seconds = _SECONDS_TO_SAVE if stopping else _SECONDS_AFTER_FAILURE
+                kill_at = min(kill_at, time.monotonic() + seconds)
             if running and time.monotonic() > kill_at:
                 _report(node, f"killing rank {', '.join(map(str, running))}, which did not exit")
                 kill_all()
                 kill_at = math.inf
-        return status
+        if not failures:
+            return status
+        # A rank that lost the connection to another one has only noticed the failure.
+        rank, code = next((each for each in failures if each[1] != STATUS_OF_LOST_CONNECTION), failures[0])
+        _report_failure(node, rank, code)
+        return _exit_status(code)
     finally:
         kill_all()
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
+def describe_signal(rank: int, host: str, number: int) -> str:
+    """The line that says which rank was killed, by which signal, and what that usually means."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = "a signal"
+    meaning = _MEANINGS.get(number)
+    return f"error: rank {rank} on {host} was killed by {name} ({number})" + (f"; usually: {meaning}" if meaning else "")
+
+
+def _exit_status(code: int) -> int:
+    """What a shell reports for a process with the `returncode` of subprocess."""
+    return 128 - code if code < 0 else code
+
+
 def _report_failure(node: Node, rank: int, code: int) -> None:
-    """Name the first rank that failed, unless its own message is enough."""
+    """Name the rank that failed, unless its own message is enough."""
+    host = node.host or socket.gethostname()
     if code < 0:
-        hint = "; the system does this when memory runs out" if -code == signal.SIGKILL else ""
-        _report(node, f"error: rank {rank} was killed by {signal.Signals(-code).name}{hint}")
-    elif node.host is not None and code not in EXPLAINED_STATUSES:
-        _report(node, f"error: rank {rank} exited with status {code}; its message is above")
+        _print(describe_signal(rank, host, -code))
+    elif node.world_size > 1 and code not in EXPLAINED_STATUSES:
+        _print(f"error: rank {rank} on {host} exited with status {code}; its message is above")
 
 
 def _report(node: Node, text: str) -> None:
+    _print(text if node.host is None else f"{text} (host {node.host})")
+
+
+def _print(text: str) -> None:
     with contextlib.suppress(OSError):  # the connection may be lost
-        print(text if node.host is None else f"{text} (host {node.host})", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

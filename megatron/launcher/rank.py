@@ -2,15 +2,19 @@
 
 import os
 import re
+import select
 import signal
 import threading
 import time
 from collections.abc import MutableMapping
 
 from megatron.config import Config
+from megatron.launcher.node import LAUNCHER_VARIABLE
 from megatron.utils.errors import UserError
 
 DEFAULT_PORT = 29500
+# srun and mpirun receive it when deepy.py has been killed, and pass it on to the ranks.
+LAUNCHER_DIED = signal.SIGUSR2
 _SECONDS_TO_SAVE = 300
 
 # Rank, rank on this node and number of processes, as srun and the MPI launchers pass them.
@@ -60,21 +64,30 @@ def first_host(nodelist: str) -> str:
 
 
 def follow_launcher() -> None:
-    """Treat SIGUSR1 as SIGTERM, and send SIGTERM to this process when the process that started it has died.
+    """Stop like after SIGTERM when SIGUSR1 or LAUNCHER_DIED arrives, or when the process that started this one has
+    ended. In the latter two cases, no one can stop the run any more, so SIGKILL follows after five minutes.
 
-    srun and mpirun forward SIGUSR1, but kill all ranks when they receive SIGTERM. If a host's launcher daemon
-    (slurmstepd, orted) or ssh connection is killed, nothing else would end its ranks.
+    srun and mpirun forward SIGUSR1, but kill all ranks when they receive SIGTERM. If deepy.py, node.py, or the daemon of
+    Slurm or Open MPI on this host is killed, nothing else would end its ranks.
     """
     if threading.current_thread() is not threading.main_thread():
         return
+    launcher = int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
-    launcher = os.getppid()
+    # The interpreter writes the number of every signal that has a handler to the pipe, even if the main thread never
+    # gets to run the handler because it waits for another rank.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(LAUNCHER_DIED, lambda *_: None)
 
     def watch() -> None:
         while os.getppid() == launcher:
-            time.sleep(1)
+            if select.select([reader], [], [], 1)[0] and LAUNCHER_DIED in os.read(reader, 4096):
+                break
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_SECONDS_TO_SAVE)
-        os.kill(os.getpid(), signal.SIGKILL)
+        # deepy.py makes each rank the leader of a process group, which includes its data workers.
+        os.killpg(os.getpid(), signal.SIGKILL) if os.getpgrp() == os.getpid() else os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

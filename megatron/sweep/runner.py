@@ -3,7 +3,6 @@
 If the sweep itself dies, its trainings save and exit. The next sweep waits for those that are still running.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import psutil
 from rich.console import Console
 
 from megatron.sweep.planning import State, Status, SweepRun
+from megatron.utils.processes import signal_without_parent
 from megatron.utils.progress import Progress, readable_time
 
 OUTPUT = "output.log"
@@ -25,8 +25,6 @@ RUN_VARIABLE = "SWEEP_RUN"
 POLL_INTERVAL = 0.2  # seconds
 REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
 LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -241,12 +239,8 @@ def start_process(
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_terminate_with_parent if sys.platform == "linux" else None,
+            preexec_fn=signal_without_parent(signal.SIGTERM),
         )
-
-
-def _terminate_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def find_processes(folder: Path) -> list[int]:

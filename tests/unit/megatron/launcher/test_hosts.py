@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import UserError
 from megatron.launcher import hosts
-from megatron.launcher.hosts import check_hosts
+from megatron.launcher.hosts import Failure, check_hosts, parse_failure
 
 ANSWERS = {
     "good": (0, "10.0.0.7 172.17.0.1\n", ""),
@@ -56,3 +56,23 @@ def test_without_ssh(commands, monkeypatch):
     with pytest.raises(UserError, match="ssh is not installed here"):
         check_hosts(["good"], "/w", [], {})
     assert commands == []
+
+
+@pytest.mark.parametrize(
+    ("line", "failure"),
+    [
+        ("srun: error: node-2: task 1: Killed\n", Failure(1, "node-2", 9)),
+        ("srun: error: node-1: tasks 0-3: Segmentation fault (core dumped)\n", Failure(0, "node-1", 11)),
+        ("srun: error: 127.0.0.2: task 12: Bus error\n", Failure(12, "127.0.0.2", 7)),
+        ("srun: error: node-2: task 1: Exited with exit code 1\n", Failure(1, "node-2", None)),
+        ("srun: error: node-1: task 0: Exited with exit code 3\n", None),  # has lost the connection to another rank
+        ("srun: error: Unable to allocate resources: Invalid node name specified\n", None),
+        (
+            "mpirun noticed that process rank 1 with PID 4711 on node node-2 exited on signal 6 (Aborted).\n",
+            Failure(1, "node-2", 6),
+        ),
+        ("iteration 5/10: task 1: Killed\n", None),
+    ],
+)
+def test_failures_in_the_output_of_srun_and_mpirun(line, failure):
+    assert parse_failure(line) == failure

@@ -1,5 +1,7 @@
 """The variables and messages of the ranks of one host (tests/integration/test_launch.py starts ranks)."""
 
+import socket
+
 import pytest
 
 from megatron.launcher.node import Node, _report_failure
@@ -19,16 +21,22 @@ def test_variables():
 
 
 @pytest.mark.parametrize(
-    ("host", "code", "message"),
+    ("host", "world_size", "code", "message"),
     [
-        ("n2", -9, "error: rank 3 was killed by SIGKILL; the system does this when memory runs out (host n2)\n"),
-        ("n2", -11, "error: rank 3 was killed by SIGSEGV (host n2)\n"),
-        ("n2", 1, "error: rank 3 exited with status 1; its message is above (host n2)\n"),
-        ("n2", 2, ""),  # a UserError, which the rank has printed
-        (None, -15, "error: rank 3 was killed by SIGTERM\n"),
-        (None, 1, ""),
+        ("n2", 4, -9, "error: rank 3 on n2 was killed by SIGKILL (9); usually: the system ran out of memory (see dmesg)"),
+        (None, 1, -11, f"error: rank 3 on {socket.gethostname()} was killed by SIGSEGV (11); usually: native code crashed"),
+        ("n2", 4, -6, "error: rank 3 on n2 was killed by SIGABRT (6); usually: native code aborted, such as NCCL after a"),
+        ("n2", 4, -7, "error: rank 3 on n2 was killed by SIGBUS (7); usually: a file that it reads was truncated, or /dev"),
+        ("n2", 4, -15, "error: rank 3 on n2 was killed by SIGTERM (15); usually: a user or the scheduler stopped it"),
+        ("n2", 4, -8, "error: rank 3 on n2 was killed by SIGFPE (8)\n"),
+        ("n2", 4, -40, "error: rank 3 on n2 was killed by a signal (40)\n"),
+        ("n2", 4, 1, "error: rank 3 on n2 exited with status 1; its message is above\n"),
+        (None, 1, 1, ""),  # its message is the last line
+        ("n2", 4, 2, ""),  # a UserError, which the rank has printed
     ],
 )
-def test_failed_rank_is_named(capsys, host, code, message):
-    _report_failure(Node(host, [0], 3, 4, "n1", 29500), 3, code)
-    assert capsys.readouterr().err == message
+def test_failed_rank_is_named(capsys, host, world_size, code, message):
+    _report_failure(Node(host, [0], 3, world_size, "n1", 29500), 3, code)
+    errors = capsys.readouterr().err
+    assert errors.startswith(message)
+    assert errors.count("\n") == bool(message)

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from megatron.config import Config, UserError
 from megatron.launcher import rank
+from megatron.launcher.node import LAUNCHER_VARIABLE
 from megatron.launcher.rank import first_host, follow_launcher, set_rank_variables
 
 KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
@@ -70,22 +72,51 @@ def test_first_host(nodelist, host):
     assert first_host(nodelist) == host
 
 
-def test_rank_stops_on_sigusr1_and_when_its_launcher_dies(monkeypatch):
-    received = []
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
-    sent, slept = [], []
-    monkeypatch.setattr(rank.os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(rank.time, "sleep", slept.append)
+@pytest.fixture
+def signals(monkeypatch) -> Iterator[list[str]]:
+    """What happens in this process: signals that it receives, signals that it sends itself, and seconds it sleeps."""
+    events: list[str] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1, rank.LAUNCHER_DIED)
+    previous = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGTERM, lambda *_: events.append("received SIGTERM"))
+    kill = f"kill {os.getpid()} "
+    monkeypatch.setattr(rank.os, "kill", lambda pid, number: events.append(f"kill {pid} {number.name}".replace(kill, "")))
+    monkeypatch.setattr(rank.os, "getpgrp", lambda: 1)
+    monkeypatch.setattr(rank.time, "sleep", lambda seconds: events.append(str(seconds)))
     monkeypatch.setattr(rank.threading.Thread, "start", rank.threading.Thread.run)  # in this thread
+    yield events
+    signal.set_wakeup_fd(-1)
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+def test_a_rank_stops_on_sigusr1_and_when_its_launcher_has_died(signals, monkeypatch):
     parents = iter([10, 10, 10, 1])
+    monkeypatch.delenv(LAUNCHER_VARIABLE, raising=False)
     monkeypatch.setattr(rank.os, "getppid", lambda: next(parents))
-    try:
-        follow_launcher()
-        signal.raise_signal(signal.SIGUSR1)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    assert received == ["SIGTERM"]
-    assert sent == [(os.getpid(), signal.SIGTERM), (os.getpid(), signal.SIGKILL)]
-    assert slept == [1, 1, 300]
+    monkeypatch.setattr(rank.select, "select", lambda *_: ([], [], []))
+    follow_launcher()
+    assert signals == ["SIGTERM", "300", "SIGKILL"]
+    signal.raise_signal(signal.SIGUSR1)
+    assert signals[3:] == ["received SIGTERM"]
+
+
+def test_a_launcher_that_died_before_its_rank_was_ready(signals, monkeypatch):
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "10")
+    monkeypatch.setattr(rank.os, "getppid", lambda: 1)
+    follow_launcher()
+    assert signals == ["SIGTERM", "300", "SIGKILL"]
+
+
+def test_a_signal_that_says_that_the_launcher_has_died(signals, monkeypatch):
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "10")
+    monkeypatch.setattr(rank.os, "getppid", lambda: 10)
+    select = rank.select.select
+
+    def raise_and_select(*arguments):
+        signal.raise_signal(rank.LAUNCHER_DIED)
+        return select(*arguments)
+
+    monkeypatch.setattr(rank.select, "select", raise_and_select)
+    follow_launcher()
+    assert signals == ["SIGTERM", "300", "SIGKILL"]

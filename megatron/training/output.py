@@ -1,0 +1,52 @@
+"""Standard output that may disappear during training: the terminal is closed, or `tee` in `... | tee log` has ended."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+
+class DetachableStream:
+    """Wraps stdout or stderr, so that training can save a checkpoint after its output has lost its reader.
+
+    The first failed write redirects the stream to /dev/null and raises SIGHUP in this process, on which training saves
+    and exits. Under nohup it continues.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._detached_without_reader():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._detached_without_reader():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _detached_without_reader(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+            signal.raise_signal(signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def detachable_output() -> Iterator[None]:
+    """Within the block, sys.stdout and sys.stderr are `DetachableStream`s."""
+    streams = DetachableStream(sys.stdout), DetachableStream(sys.stderr)
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):  # type: ignore[type-var]
+        yield

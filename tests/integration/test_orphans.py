@@ -1,0 +1,147 @@
+"""Nothing keeps running after kill -9 of deepy.py, train.py, a sweep or the demo, or after the terminal is closed.
+
+test_multi_host.py (slow) covers other hosts, test_preprocessing.py the workers of preprocessing.
+"""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.checkpoint.directory import saved_iterations
+from tests.support.runs import ROOT, environment, training_settings
+from tests.support.sweeps import write_sweep
+
+# A rank of the script below saves on SIGTERM, or never reacts to it and has a process of its own.
+SCRIPT = f"""
+import os, signal, subprocess, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from megatron.launcher import rank
+from megatron.launcher.script_arguments import parse_arguments
+open("started" + os.environ["RANK"], "w").close()
+time.sleep({{delay}})
+rank._SECONDS_TO_SAVE = 2
+parse_arguments("a script")
+def save(*_):
+    open("saved" + os.environ["RANK"], "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, {{handler}})
+subprocess.Popen(["sleep", "60"]) if {{handler}} != save else None
+open("ready" + os.environ["RANK"], "w").close()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def kill_and_wait(process: subprocess.Popen, seconds: float = 20) -> None:
+    """kill -9 a process, and wait until all its descendants have ended."""
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    assert descendants
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(descendants, timeout=seconds)
+    for each in alive:
+        each.kill()
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("delay", "handler", "wait_for", "saved"),
+    [
+        (0, "save", "ready", True),
+        (0, "signal.SIG_IGN", "ready", False),  # as in a collective that never returns
+        (1, "save", "started", False),  # while the ranks import modules
+    ],
+    ids=["saves", "hangs", "starts"],
+)
+def test_deepy(delay, handler, wait_for, saved, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.format(delay=delay, handler=handler))
+    (tmp_path / "model.yml").write_text(
+        '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "deepy.py"), "script.py", "model", "--set", "num_gpus=2"],
+        cwd=tmp_path,
+        env={**environment(), "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.DEVNULL,
+    )
+    wait_until(lambda: (tmp_path / f"{wait_for}0").exists() and (tmp_path / f"{wait_for}1").exists())
+    kill_and_wait(process)
+    assert [(tmp_path / f"saved{rank}").exists() for rank in (0, 1)] == [saved] * 2
+
+
+def test_data_workers(tmp_path, data_path):
+    """train.py without deepy.py, and its two data workers."""
+    settings = training_settings(tmp_path, data_path, train_iters=100_000, num_workers=2, eval_iters=0, save_interval=None)
+    (tmp_path / "config.yml").write_text(json.dumps(settings))
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "config.yml"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_until(lambda: len(psutil.Process(process.pid).children()) >= 2)
+    kill_and_wait(process, seconds=4)  # PyTorch's own check is made every five seconds
+
+
+def test_sweep(tmp_path):
+    """tools/sweep.py, its deepy.py, and the rank, which saves."""
+    path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"]}, set={"train-iters": 100_000, "seed": 7})
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tools/sweep.py"), str(path)],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    run = tmp_path / "out" / "runs" / "kerple_log"
+    log = run / "logs" / "metrics.jsonl"
+    wait_until(lambda: log.is_file() and log.stat().st_size)
+    kill_and_wait(process)
+    assert saved_iterations(run / "checkpoints")
+
+
+def test_demo(tmp_path):
+    """Its first step, which starts two processes of preprocessing."""
+    command = [sys.executable, str(ROOT / "tools/demo.py"), "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
+    wait_until(lambda: psutil.Process(process.pid).children())
+    kill_and_wait(process)
+
+
+@pytest.mark.parametrize("command", [["train.py"], pytest.param(["deepy.py", "train.py"], marks=pytest.mark.slow)])
+def test_a_closed_terminal_saves_and_exits(command, tmp_path, data_path):
+    settings = training_settings(tmp_path, data_path, train_iters=100_000, eval_iters=0, save_interval=None)
+    (tmp_path / "config.yml").write_text(json.dumps(settings))
+    script, *words = command
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, str(ROOT / script), *words, "config.yml"], environment())
+    output = b""
+    while b"iteration 5/" not in output:
+        output += os.read(terminal, 4096)
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+    (iteration,) = saved_iterations(tmp_path / "checkpoints")
+    assert iteration >= 5
