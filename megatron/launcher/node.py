@@ -185,8 +185,8 @@ def describe_signal(rank: int, host: str, number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:  # a real-time signal
         name = "a signal"
-    meaning = _MEANINGS.get(number)
-    return f"error: rank {rank} on {host} was killed by {name} ({number})" + (f"; usually: {meaning}" if meaning else "")
+    meaning = f"; usually: {_MEANINGS[number]}" if number in _MEANINGS else ""
+    return f"error: rank {rank} on {host} was killed by {name} ({number}){meaning}"
 
 
 def _exit_status(code: int) -> int:

@@ -67,8 +67,8 @@ def follow_launcher() -> None:
     """Stop like after SIGTERM when SIGUSR1 or LAUNCHER_DIED arrives, or when the process that started this one has
     ended. In the latter two cases, no one can stop the run any more, so SIGKILL follows after five minutes.
 
-    srun and mpirun forward SIGUSR1, but kill all ranks when they receive SIGTERM. If deepy.py, node.py, or the daemon of
-    Slurm or Open MPI on this host is killed, nothing else would end its ranks.
+    srun and mpirun forward SIGUSR1, but kill all ranks when they receive SIGTERM. If deepy.py, node.py, or the daemon
+    of Slurm or Open MPI on this host is killed, nothing else would end its ranks.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -88,6 +88,7 @@ def follow_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_SECONDS_TO_SAVE)
         # deepy.py makes each rank the leader of a process group, which includes its data workers.
-        os.killpg(os.getpid(), signal.SIGKILL) if os.getpgrp() == os.getpid() else os.kill(os.getpid(), signal.SIGKILL)
+        kill = os.killpg if os.getpgrp() == os.getpid() else os.kill
+        kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

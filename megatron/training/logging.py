@@ -1,11 +1,9 @@
 """The training log: text on the console and in a file, metrics (JSON lines, TensorBoard, Weights & Biases)."""
 
 import contextlib
-import errno
 import json
 import os
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,13 +92,7 @@ class Logger:
         """Print a line."""
         if not self._is_main:
             return
-        try:
-            print(text, flush=True)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            # The terminal was closed. Training saves before it exits.
-            sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the exit)
+        print(text, flush=True)
         if self._text is not None:
             self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 

@@ -1,4 +1,4 @@
-"""Standard output that may disappear during training: the terminal is closed, or `tee` in `... | tee log` has ended."""
+"""Output that loses its reader during training: the terminal is closed, or `tee` in `... | tee log` has ended."""
 
 import contextlib
 import errno

@@ -37,15 +37,16 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)
 
 
-def test_a_closed_terminal_saves_a_checkpoint(tmp_path, data_path):
-    """The kernel sends SIGHUP to plain train.py and its data workers, and later output to the terminal fails."""
+@pytest.mark.parametrize("words", [["train.py"], pytest.param(["deepy.py", "train.py"], marks=pytest.mark.slow)])
+def test_a_closed_terminal_saves_a_checkpoint(words, tmp_path, data_path):
+    """The kernel sends SIGHUP to train.py and its data worker, or to deepy.py. Later output to the terminal fails."""
     keys = {"save_interval": None, "eval_iters": 0, "num_workers": 1, "train_iters": 100_000}
     config = tmp_path / "config.yml"
     config.write_text(json.dumps(training_settings(tmp_path, data_path, **keys)))
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
-        os.execve(sys.executable, [sys.executable, "train.py", str(config)], environment())
+        os.execve(sys.executable, [sys.executable, *words, str(config)], environment())
     output = b""
     while b"iteration 5/" not in output:
         output += os.read(terminal, 4096)

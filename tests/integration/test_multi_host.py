@@ -184,10 +184,11 @@ def test_the_last_line_names_the_rank_that_was_killed(launcher, start):
     rank_process(run.folder, 1).kill()
     assert run.finish() == 128 + signal.SIGKILL
     host = MPI_HOSTS[1] if launcher == "openmpi" else HOSTS[1]
-    line = f"error: rank 1 on {host} was killed by SIGKILL (9); usually: the system ran out of memory (see dmesg), or kill -9"
-    assert run.output.splitlines()[-1] == line
+    last = run.output.splitlines()[-1]
+    meaning = "usually: the system ran out of memory (see dmesg), or kill -9"
+    assert last == f"error: rank 1 on {host} was killed by SIGKILL (9); {meaning}"
     if launcher == "pdsh":
-        assert run.errors() == [line]
+        assert run.errors() == [last]
         assert "rank 0 on" in run.output
         assert "stops: another rank has ended; its messages say why" in run.output
 

@@ -1,17 +1,13 @@
-"""Nothing keeps running after kill -9 of deepy.py, train.py, a sweep or the demo, or after the terminal is closed.
+"""Nothing keeps running after kill -9 of deepy.py, train.py, a sweep or the demo.
 
 test_multi_host.py (slow) covers other hosts, test_preprocessing.py the workers of preprocessing.
 """
 
 import json
-import os
-import pty
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -87,7 +83,8 @@ def test_deepy(delay, handler, wait_for, saved, tmp_path):
 
 def test_data_workers(tmp_path, data_path):
     """train.py without deepy.py, and its two data workers."""
-    settings = training_settings(tmp_path, data_path, train_iters=100_000, num_workers=2, eval_iters=0, save_interval=None)
+    keys = {"train_iters": 100_000, "num_workers": 2, "eval_iters": 0, "save_interval": None}
+    settings = training_settings(tmp_path, data_path, **keys)
     (tmp_path / "config.yml").write_text(json.dumps(settings))
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "config.yml"],
@@ -123,25 +120,3 @@ def test_demo(tmp_path):
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
     wait_until(lambda: psutil.Process(process.pid).children())
     kill_and_wait(process)
-
-
-@pytest.mark.parametrize("command", [["train.py"], pytest.param(["deepy.py", "train.py"], marks=pytest.mark.slow)])
-def test_a_closed_terminal_saves_and_exits(command, tmp_path, data_path):
-    settings = training_settings(tmp_path, data_path, train_iters=100_000, eval_iters=0, save_interval=None)
-    (tmp_path / "config.yml").write_text(json.dumps(settings))
-    script, *words = command
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execve(sys.executable, [sys.executable, str(ROOT / script), *words, "config.yml"], environment())
-    output = b""
-    while b"iteration 5/" not in output:
-        output += os.read(terminal, 4096)
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert not alive
-    (iteration,) = saved_iterations(tmp_path / "checkpoints")
-    assert iteration >= 5

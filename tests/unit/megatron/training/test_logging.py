@@ -1,9 +1,7 @@
 """The training log: console, metrics, TensorBoard, Weights & Biases, and the timing of iterations."""
 
-import errno
 import math
 import os
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.config import Config, UserError
 from megatron.training.engine import Engine
-from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog
+from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, StepLog
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
 
@@ -170,20 +168,3 @@ def test_the_minimum_loss_scale_is_tolerated_for_some_steps(tmp_path, data_path,
     keys = {"fp16": {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
     assert list(metrics(tmp_path, "train/skipped_steps").values()) == [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]
-
-
-# -- a terminal that was closed ---------------------------------------------------------------------------------------
-
-
-def test_text_after_the_terminal_was_closed_goes_to_the_file_only(tmp_path, monkeypatch):
-    def closed(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    config = Config.from_flat(training_settings(tmp_path, "data"))
-    logger = Logger(config, SimpleNamespace(is_main=True))
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=closed, flush=closed))
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    logger.info("one")
-    logger.info("two")
-    logger.close()
-    assert [line.split()[-1] for line in (tmp_path / "logs" / "train.log").read_text().splitlines()] == ["one", "two"]
