@@ -48,5 +48,5 @@ class DetachableStream:
 def detachable_output() -> Iterator[None]:
     """Within the block, sys.stdout and sys.stderr are `DetachableStream`s."""
     streams = DetachableStream(sys.stdout), DetachableStream(sys.stderr)
-    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):  # type: ignore[type-var]
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         yield
