@@ -34,6 +34,7 @@ from megatron.evaluation.records import Checkpoint, Provenance, ResultsFile
 from megatron.evaluation.runner import (
     BATCH_TOKENS_CPU,
     BATCH_TOKENS_GPU,
+    LOSS_NOTE,
     QUERY_CHUNK,
     EvalTask,
     ExtrapolationTask,
@@ -42,15 +43,18 @@ from megatron.evaluation.runner import (
     unique_lengths,
 )
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
+from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.reporting.summary import TITLE, print_summary, write_summary
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.utils.errors import shortened, visible
 from megatron.utils.ranks import run_on_rank_0
 
 DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training length and longer."
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64
 RESOLUTION_TEXTS = 8
+MAX_DIGITS = 12  # of numbers on the command line
 
 # Options that tasks of lm-evaluation-harness do not support.
 EXTRAPOLATION_OPTIONS = (
@@ -183,11 +187,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--label",
         nargs="+",
+        type=printable,
         metavar="TEXT",
         help="one label per checkpoint, stored and shown with the method, to distinguish models with the same method "
         "and seed",
     )
-    report.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
+    report.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
     report.add_argument(
         "--compare-with",
         metavar="POS_EMB",
@@ -251,9 +256,20 @@ def _check(options: argparse.Namespace, train_length: int | None, *, tasks: bool
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
+    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a positive integer of at most {MAX_DIGITS} digits, not {shortened(text)!r}"
+        )
     return int(text)
+
+
+def printable(text: str) -> str:
+    """A title or label. Raises ArgumentTypeError if it has control characters or more than 300 characters."""
+    if not text.isprintable() or len(text) > 300:
+        raise argparse.ArgumentTypeError(
+            f"must have at most 300 characters and no control characters, unlike {shortened(text)!r}"
+        )
+    return text
 
 
 def _fraction(text: str) -> float:
@@ -348,6 +364,7 @@ def _evaluate(
             if not missing:
                 continue  # without loading the model
             loaded, _ = load(model.folder, config, options, check=len(models) == 1)
+            _check_weights(loaded, model.step)
             text.check_ids(loaded.settings.padded_vocab_size)
             if prompts is not None:
                 check_ids(prompts.token_ids, loaded.settings.padded_vocab_size)
@@ -365,6 +382,27 @@ def _evaluate(
             print_summary(results.records, options.title, compare_with=options.compare_with)
             for path in write_summary(results.records, output, options.title, compare_with=options.compare_with):
                 report(str(path))
+            _check_losses(results)
+
+
+def _check_weights(model: GPT, step: Path) -> None:
+    """Raises UserError if a weight is NaN or infinite."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(
+                f"{step}: weight {name} contains NaN or infinity, so no loss can be measured; choose an earlier "
+                "checkpoint (--iteration N), or train again with a lower learning rate"
+            )
+
+
+def _check_losses(results: ResultsFile) -> None:
+    """Raises UserError if a loss is NaN or infinite although all weights are finite, as with fp16 overflows."""
+    for record in results.records:
+        if record["kind"] == "extrapolation" and str(record["note"]).startswith(LOSS_NOTE):
+            raise UserError(
+                f"{results.path}: {record['pos_emb']} {record['mode']} at {record['length']:,}: {record['note']} (n/a "
+                "in the report); evaluate with --precision fp32"
+            )
 
 
 def _sample_lines(text: Text, tasks: Sequence[EvalTask]) -> list[str]:
@@ -418,7 +456,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
         fingerprint = weights_fingerprint(step)
         provenance = Provenance(
             checkpoint=Checkpoint(
-                path=str(folder),
+                path=visible(str(folder)),
                 iteration=iteration_of(step),
                 fingerprint=fingerprint,
                 layers=saved.model.num_layers,

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+import torch
+
 from megatron.cli.model_options import (
     checkpoint_folders,
     first_process,
@@ -19,11 +22,13 @@ from megatron.inference.generation import Generation, generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import read_file, write_atomically
 from megatron.utils.progress import Progress
 
 DESCRIPTION = "Generate text from a checkpoint."
 STANDARD_OUTPUT = "-"
+MAX_PROMPT_BYTES = 1 << 26
+MAX_TEXTS = 1_000_000
 EMPTY_PROMPT_END = "prompt_end is empty; set it to the text that ends a prompt, such as a newline"
 
 
@@ -43,7 +48,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         if output != STANDARD_OUTPUT and not Path(output).parent.is_dir():
             raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
+        if Path(output).is_dir():
+            raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
         prompts = [""] if prompt_file is None else read_prompts(prompt_file, settings.prompt_end)
+        if len(prompts) * settings.num_samples > MAX_TEXTS:
+            raise UserError(
+                f"num_samples {settings.num_samples:,}: {len(prompts):,} prompts would give more than {MAX_TEXTS:,} "
+                f"texts; choose at most {MAX_TEXTS // len(prompts):,}"
+            )
         contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
 
     model, saved = load(checkpoint_folders(config, options)[0], config, options)
@@ -96,9 +108,7 @@ def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tupl
 def read_prompts(path: str | Path, prompt_end: str) -> list[str]:
     """The prompts in a UTF-8 file, see `split_prompts`. Raises UserError if it cannot be read or has no prompt."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read the prompts in {path}: {error.strerror}") from error
+        text = read_file(path, MAX_PROMPT_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at {error.start}); save it as UTF-8"
@@ -138,6 +148,8 @@ class TextGenerator:
         """
         settings, tokenizer = self._settings, self._tokenizer
         prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
+        if not settings.recompute:
+            self._check_memory(min(self._batch_size, len(prompts)), max(map(len, prompts)))
         with Progress("generating", len(prompts), log_interval=None, enabled=show_progress) as progress:
             completed = 0
 
@@ -172,6 +184,21 @@ class TextGenerator:
             for context, generation in zip(contexts, generations, strict=True)
         ]
 
+    def _check_memory(self, rows: int, longest: int) -> None:
+        """Raises UserError if the KV cache of a batch cannot fit into memory. longest: of its prompts, in tokens."""
+        model, limit = self._model.settings, self._settings.maximum_tokens
+        parameter = next(self._model.parameters())
+        needed = 2 * rows * (longest + limit) * model.num_layers * model.hidden_size * parameter.element_size()
+        if parameter.is_cuda:
+            available = torch.cuda.mem_get_info(parameter.device)[0]
+        else:
+            available = psutil.virtual_memory().available
+        if needed > available:
+            raise UserError(
+                f"maximum_tokens {limit:,}: the KV cache of {rows} texts needs {needed / 1e9:,.1f} GB, but only "
+                f"{available / 1e9:,.1f} GB of memory are available; reduce maximum_tokens or --batch-size"
+            )
+
 
 def interact(generator: TextGenerator, prompt_end: str, source: IO[bytes] | None = None) -> None:
     """Read prompts from standard input and continue each one, until the end of the input."""
@@ -194,11 +221,13 @@ def _typed_prompts(source: IO[bytes], prompt_end: str, marker: str) -> Iterator[
     buffer = ""
     while True:
         print("" if buffer else marker, end="", flush=True)
-        line = source.readline()
+        line = source.readline(MAX_PROMPT_BYTES)
         try:
             buffer += line.decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(f"the prompt is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from error
+        if len(buffer) >= MAX_PROMPT_BYTES:
+            raise UserError(f"the prompt has more than {MAX_PROMPT_BYTES:,} bytes without prompt_end, {prompt_end!r}")
         if not line:
             yield from split_prompts(buffer, prompt_end)
             return

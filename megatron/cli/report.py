@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kerple.positional.registry import canonical_name
+from megatron.cli.evaluate import printable
 from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="show the loss of every other method minus that of POS_EMB, and mark with † the methods that POS_EMB "
         f"significantly improves on (default: {REFERENCE.pos_emb})",
     )
-    parser.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
+    parser.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
     options = parser.parse_args(argv)
     if not (options.results or options.checkpoint or options.benchmark):
         raise UserError("nothing to report: give folders with results, --checkpoint or --benchmark")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kerple.attention import FULL, Span
 from megatron.utils.errors import UserError
 
-_SIZED = re.compile(r"(window|blockwise)@([1-9][0-9]*)")
+_SIZED = re.compile(r"(window|blockwise)@([1-9][0-9]{0,11})")
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class Sliding(LastK):
 PROTOCOLS: dict[str, type[Protocol]] = {
     protocol.base_name: protocol for protocol in (NonOverlapping, Kerple, LastK, Sliding)
 }
-_SIZED = re.compile(r"([a-z-]+)@([1-9][0-9]*)")
+_SIZED = re.compile(r"([a-z-]+)@([1-9][0-9]{0,11})")
 
 
 def parse_protocol(name: str) -> Protocol:

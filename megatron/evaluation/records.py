@@ -7,6 +7,7 @@ incomplete last line, which a killed process can leave, is ignored and overwritt
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import itertools
@@ -411,9 +412,12 @@ class ResultsFile:
         return None
 
     def add(self, record: Record) -> None:
-        """Append a record and flush it to disk. Raises UserError if it cannot be written."""
+        """Append a record and flush it to disk. Raises UserError if it is not valid or cannot be written."""
+        line = json.dumps(record).encode() + b"\n"
+        _parse_record(line[:-1], f"cannot write {self.path}", strict=True)  # never write what cannot be read
         try:
-            self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from error

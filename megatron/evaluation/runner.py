@@ -32,6 +32,7 @@ from megatron.utils.progress import Progress
 from megatron.utils.ranks import run_on_all_ranks
 
 QUERY_CHUNK = 512
+LOSS_NOTE = "the loss is"  # nan or inf: the start of the note of such a record
 # Larger batches do not fit into a CPU's caches; smaller ones do not keep a GPU busy.
 BATCH_TOKENS_CPU, BATCH_TOKENS_GPU = 8192, 32768
 # For the progress bar only: attention over this many keys is assumed to cost as much as the rest of a small model.
@@ -96,7 +97,7 @@ class ExtrapolationTask(EvalTask):
         if note is None:
             sums.reduce()
             if not math.isfinite(sums.loss):
-                note = f"the loss is {sums.loss}"
+                note = f"{LOSS_NOTE} {sums.loss}"
         measured = note is None
         losses: ExtrapolationRecord = {
             **self.planned[0],

@@ -191,6 +191,7 @@ class LossAccumulator:
         Bin i covers the positions `edges[i]` to `edges[i + 1] - 1`.
         """
         first, length = self.segments.first, self.segments.length
+        bins = min(bins, length - first)
         edges = np.unique(np.linspace(first, length, bins + 1).round().astype(np.int64))
         sums = np.add.reduceat(self.position_losses.numpy(), edges[:-1])
         counts = np.add.reduceat(self.position_counts.numpy(), edges[:-1])

@@ -19,7 +19,7 @@ from megatron.data.streams import (
     evaluation_stream,
 )
 from megatron.evaluation.protocols import Segments
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, visible
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
@@ -199,5 +199,6 @@ def text_by_document(
 
 
 def corpus_name(prefixes: Sequence[str]) -> str:
-    """The file names without `_text_document`; several are joined by +."""
-    return "+".join(Path(prefix).name.removesuffix("_document").removesuffix("_text") for prefix in prefixes)
+    """The file names without `_text_document`; several are joined by +. A very long name is shortened."""
+    names = (Path(prefix).name.removesuffix("_document").removesuffix("_text") for prefix in prefixes)
+    return visible("+".join(names))[:300]

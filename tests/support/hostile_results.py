@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.sweep.definition import read_sweep
+from megatron.sweep.planning import plan
 from tests.support.records import passkey_record, record
 from tests.support.sweeps import write_sweep
 
@@ -253,7 +255,7 @@ def _results(generator: random.Random, place: Path, checkpoint: Path | None) -> 
 
 def _names(generator: random.Random, place: Path, checkpoint: Path | None) -> Case:
     """Valid results with hostile names in every field, folder and option."""
-    chosen = [generator.choice(NAMES) for _ in range(6)]
+    chosen = [generator.choice([name for name in NAMES if len(name) < 300]) for _ in range(6)]
     names = dict(zip(("pos_emb", "corpus", "mode", "protocol", "note", "title"), chosen, strict=True))
     source = place / (names["title"].replace("/", "_").strip(". ")[:100] or "in")
     source.mkdir()
@@ -289,16 +291,15 @@ def _metrics(generator: random.Random, place: Path, checkpoint: Path | None) -> 
 
 def _journal(generator: random.Random, place: Path, checkpoint: Path | None) -> Case:
     command, run = _sweep(place)
+    config = plan(read_sweep(command[1]))[0].write_config()
     step = run / "checkpoints" / "global_step6" / "configs"
     step.mkdir(parents=True)
-    (step / "config.yml").write_text("{}")
+    (step / "config.yml").write_bytes(config.read_bytes())
     (run / "checkpoints" / "latest").write_text("global_step6")
     (run / "evaluation").mkdir()
     (run / "evaluation" / "results.jsonl").write_text("")
     journal = {"iteration": 6, "options": ["--lengths", "32"]}
     changed = write_hostile(generator, run / "evaluation" / "evaluated.json", [journal])
-    # Without a config.yml, the sweep refuses to use a folder with checkpoints.
-    (run / "config.yml").write_text((place / "configs" / "tiny.yml").read_text())
     return Case(f"journal: {changed}", command)
 
 

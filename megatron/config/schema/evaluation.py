@@ -50,8 +50,8 @@ class GenerationConfig(Group):
         0.0, "Nucleus sampling: sample from the most likely tokens with this total probability. 0: off.", ge=0, le=1
     )
     top_k: Int = key(0, "Sample from this many most likely tokens. 0: from all.", ge=0)
-    maximum_tokens: Int = key(64, "Maximum number of tokens to generate per sample.", ge=1)
-    num_samples: Int = key(1, "Number of samples, in total or per prompt.", ge=1)
+    maximum_tokens: Int = key(64, "Maximum number of tokens to generate per sample.", ge=1, le=10**9)
+    num_samples: Int = key(1, "Number of samples, in total or per prompt.", ge=1, le=10**9)
     prompt_end: str = key("\n", "Separator of prompts, in the interactive mode and in the prompt file.")
     sample_input_file: PathText | None = key(None, "File of prompts, separated by prompt_end; same as generate.py -i.")
     sample_output_file: PathText | None = key("samples.txt", "Output file, in JSON lines.", placeholders=True)

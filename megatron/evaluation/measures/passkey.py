@@ -27,6 +27,7 @@ from megatron.utils.errors import UserError
 PROTOCOL = "passkey"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TRIALS = 10
+MAX_TOKENS = 1 << 27  # of the prompts of one length and depth
 
 # Part of the measure: other sentences give other numbers.
 INTRODUCTION = "There is a pass key somewhere in this text. Find it and keep it in mind."
@@ -173,6 +174,11 @@ def plan_passkey(
     corpus: str | None = None,
 ) -> list[PasskeyTask]:
     """The tasks by mode, length and depth, in this order. Raises UserError if a length is too short for the prompt."""
+    if trials * (max(lengths) + 1) > MAX_TOKENS:
+        raise UserError(
+            f"--passkey-trials {trials:,}: the prompts of {max(lengths):,} tokens have more than {MAX_TOKENS:,} tokens "
+            f"in total; choose at most {MAX_TOKENS // (max(lengths) + 1):,} trials"
+        )
     determined_by = {}
     for length in lengths:
         for depth in dict.fromkeys(depths):

@@ -1,6 +1,7 @@
 """evaluate.py on small checkpoints and data."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,14 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration, preci
             "--compare-with alibi: none of the checkpoints has this method; choose one of kerple_log",
         ),
         ({}, ["--passkey-trials", "3"], "--passkey-trials requires --passkey"),
+        (
+            {},
+            ["--passkey", "--passkey-trials", "10000000", "--lengths", "64"],
+            "--passkey-trials 10,000,000: .* at most 2,",
+        ),
+        ({}, ["--lengths", "999999999999"], "too short for a segment of 999,999,999,999"),
+        ({}, ["--protocol", "kerple@" + "9" * 5000], "is unknown"),
+        ({}, ["--modes", "window@" + "9" * 5000], "is unknown"),
         ({}, ["--passkey", "--lengths", "64"], "--passkey: 64 tokens are too few"),
         ({}, ["--lengths", "64", "--resolution", "99"], "--resolution 99: the text has only 62 segments of 64 tokens"),
         ({"pos_emb": "alibi"}, [], "pos_emb kerple_log in the checkpoint, alibi here"),
@@ -206,10 +215,51 @@ def test_several_checkpoints_require_an_output_folder_and_the_same_data(tmp_path
 def test_invalid_option_values(configuration, capsys):
     with pytest.raises(SystemExit):
         main([configuration(), "--lengths", "12", "0"])
-    assert "--lengths: must be a positive integer, not '0'" in capsys.readouterr().err
+    assert "--lengths: must be a positive integer of at most 12 digits, not '0'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([configuration(), "--tokens", "9" * 5000])
+    error = capsys.readouterr().err
+    assert "--tokens: must be a positive integer of at most 12 digits, not '999" in error
+    assert len(error) < 10_000
+    with pytest.raises(SystemExit):
+        main([configuration(), "--label", "a\x1b[31m"])
+    assert "--label: must have at most 300 characters and no control characters" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([configuration(), "--passkey", "--passkey-depths", "0.5", "2"])
     assert "--passkey-depths: must be a number from 0 to 1, not '2'" in capsys.readouterr().err
+
+
+def test_any_number_of_bins_is_limited_by_the_length(tmp_path, configuration):
+    words = ["--lengths", "32", "--tokens", "64", "--by-position", "999999999999", "--output", str(tmp_path / "out")]
+    main([configuration(), *words])
+    _, positions = read_results(tmp_path / "out")
+    assert positions["edges"] == list(range(33))
+
+
+def test_weights_that_are_not_finite_are_an_error(tmp_path, data):
+    folder = tmp_path / "nan"
+    write_checkpoint(folder, "alibi", data)
+    path = next((folder / "global_step4").glob("layer_03*"))
+    state = torch.load(path, weights_only=True)
+    name = next(name for name in state if name.endswith("dense.weight"))
+    state[name][0, 0] = float("nan")
+    torch.save(state, path)
+    (folder / "global_step4" / "manifest.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"global_step4: weight .*dense\.weight contains NaN or infinity"):
+        main(["--checkpoint", str(folder), "--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "out")])
+    assert (tmp_path / "out" / "results.jsonl").read_bytes() == b""
+
+
+def test_a_loss_that_is_not_finite_is_an_error_after_the_report(tmp_path, configuration, monkeypatch):
+    loss = property(lambda sums: math.nan)
+    monkeypatch.setattr("megatron.evaluation.scoring.LossAccumulator.loss", loss)
+    words = [configuration(), "--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
+    for _ in range(2):  # the second run finds the record
+        with pytest.raises(
+            UserError, match=r"results\.jsonl: kerple_log full at 32: the loss is nan .n/a in the report"
+        ):
+            main(words)
+    assert "n/a" in (tmp_path / "extrapolation.md").read_text()
 
 
 def test_the_report_folder_of_the_configuration(tmp_path, checkpoints, data):

@@ -175,7 +175,7 @@ def test_prompt_files_of_other_systems(tmp_path):
         (b"good\nb\xe9d\n", r"p\.txt is not UTF-8 text \(byte 0xe9 at 6\)"),
         (b"", r"p\.txt has no prompt"),
         (b" \n\n", r"p\.txt has no prompt"),
-        (None, r"cannot read the prompts in .*p\.txt: No such file"),
+        (None, r"cannot read .*p\.txt: No such file"),
     ],
 )
 def test_bad_prompt_files(tmp_path, content, message):
@@ -195,6 +195,24 @@ def test_bad_prompt_files(tmp_path, content, message):
         ({"text_gen_type": "unconditional"}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
         ({"text_gen_type": "unconditional", "hidden_size": 64}, [], "hidden_size 32 in the checkpoint, 64 here"),
         ({"text_gen_type": "unconditional"}, ["--device", "abacus"], "--device abacus"),
+        (
+            {"text_gen_type": "unconditional", "num_samples": 10**9},
+            [],
+            "num_samples 1,000,000,000: .* at most 1,000,000",
+        ),
+        ({"text_gen_type": "unconditional", "num_samples": 10**10}, [], "num_samples"),
+        (
+            {"text_gen_type": "unconditional", "num_samples": 2},
+            ["--set", "maximum-tokens=1000000000"],
+            "maximum_tokens 1,000,000,000: the KV cache",
+        ),
+        (
+            {"text_gen_type": "unconditional", "num_samples": 2},
+            ["--set", "maximum-tokens=1000000000000"],
+            "maximum_tokens",
+        ),
+        ({}, ["-i", "/dev/zero"], "/dev/zero is not a regular file"),
+        ({"text_gen_type": "unconditional"}, ["-o", "/"], "cannot write /: it is a folder"),
         ({"text_gen_type": "unconditional"}, ["--batch-size", "0"], "batch_size must be at least 1"),
         ({"text_gen_type": "interactive", "prompt_end": ""}, [], "prompt_end is empty"),
     ],
@@ -218,7 +236,7 @@ def test_an_error_is_one_line_and_status_2(configuration, capsys):
     arguments = [configuration(), "-i", "missing.txt"]
     assert run_main(lambda: main(arguments)) == 2
     errors = capsys.readouterr().err
-    assert errors == "error: cannot read the prompts in missing.txt: No such file or directory\n"
+    assert errors == "error: cannot read missing.txt: No such file or directory\n"
 
 
 def test_a_file_of_prompts_overrides_the_type(tmp_path, configuration, capsys):
