@@ -41,9 +41,9 @@ class T5(PositionalMethod):
 
     def __init__(self, num_heads: int, head_size: int, num_buckets: int = 32, max_distance: int = 128):
         super().__init__()
-        if num_buckets < 2 or max_distance <= num_buckets // 2:
+        if not 2 <= num_buckets <= 1024 or not num_buckets // 2 < max_distance < 2**31:
             raise ValueError(
-                f"rpe needs num_buckets >= 2 and max_distance > num_buckets / 2; "
+                f"rpe needs num_buckets from 2 to 1,024, and max_distance above num_buckets / 2 and below 2^31; "
                 f"got num_buckets {num_buckets}, max_distance {max_distance}"
             )
         self.scale = math.sqrt(head_size)

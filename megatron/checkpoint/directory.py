@@ -11,27 +11,31 @@ release have no manifest. A checkpoint saved by this project that lost its manif
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
-from megatron.checkpoint.storage import CheckpointError, FileRecord, file_record, load_tensors, write_json
-from megatron.utils.files import sync_folder, write_atomically
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from megatron.checkpoint.storage import CheckpointError, FileRecord, file_record, load_tensors, read_json, write_json
+from megatron.utils.errors import UserError, first_line, first_problem
+from megatron.utils.files import open_file, read_file, sync_folder, write_atomically
 
 # Files of a checkpoint.
-LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+LAYER_FILE = re.compile(r"layer_([0-9]{1,9})-model_([0-9]{1,9})-model_states\.pt")
 STATE_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILES = "optimizer_rank_*.pt"
 RANDOM_STATE_FILES = "random_rank_*.pt"
 CONFIG_FILE = "configs/config.yml"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+LATEST_LIMIT = 1000
 
-STEP = re.compile(r"global_step(\d+)")
+STEP = re.compile(r"global_step([0-9]{1,18})")
 UNFINISHED = re.compile(r"global_step\d+\.unfinished")
 REPLACED = re.compile(r"\.(global_step\d+)\.replaced")
 DELETED = re.compile(r"\.global_step\d+\.deleted")
@@ -58,7 +62,7 @@ def layer_file(step: Path, index: int, tensor_rank: int) -> Path:
 def layer_files(step: Path) -> dict[int, list[Path]]:
     """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError if a rank's file is missing."""
     by_layer: dict[int, dict[int, Path]] = {}
-    for path in step.iterdir():
+    for path in _list(step):
         if match := LAYER_FILE.fullmatch(path.name):
             by_layer.setdefault(int(match[1]), {})[int(match[2])] = path
     if not by_layer:
@@ -72,14 +76,23 @@ def layer_files(step: Path) -> dict[int, list[Path]]:
 
 
 def has_checkpoint(directory: str | Path) -> bool:
-    return (Path(directory) / "latest").is_file()
+    """Whether the folder has a `latest`, which may still be unreadable: `find_step` reports that."""
+    return os.path.lexists(Path(directory) / "latest")
+
+
+def _list(directory: Path) -> list[Path]:
+    """The files and folders in a folder. Raises CheckpointError if it cannot be read."""
+    try:
+        return list(directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
 
 
 def saved_iterations(directory: Path) -> list[int]:
     """Iterations of the saved checkpoints, oldest first. Unfinished saves do not count."""
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         return []
-    names = [path.name for path in directory.iterdir() if path.is_dir()]
+    names = [path.name for path in _list(directory) if path.is_dir()]
     matches = (STEP.fullmatch(replaced[1] if (replaced := REPLACED.fullmatch(name)) else name) for name in names)
     return sorted({int(match[1]) for match in matches if match})
 
@@ -98,7 +111,7 @@ def find_step(directory: str | Path, iteration: int | None = None) -> Path:
     Raises CheckpointError if it does not exist, listing the checkpoints that do.
     """
     directory = Path(directory)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # unlike Path.is_dir, False for any name that cannot be used
         raise CheckpointError(f"{directory}: no such folder; give the folder that contains `latest` and global_stepN")
     iterations = saved_iterations(directory)
     available = ", ".join(map(str, iterations)) or "none"
@@ -107,13 +120,16 @@ def find_step(directory: str | Path, iteration: int | None = None) -> Path:
             raise CheckpointError(f"{directory}: no checkpoint of iteration {iteration}; available: {available}")
         return step_folder(directory, tag_for(iteration))
     latest = directory / "latest"
-    if not latest.is_file():
+    if not os.path.lexists(latest):
         raise CheckpointError(
             f"{directory}: has no file `latest`; choose a checkpoint with `iteration` (available: {available})"
         )
-    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        tag = read_file(latest, LATEST_LIMIT).decode(errors="replace").strip()
+    except UserError as error:
+        raise CheckpointError(f"{error}; choose a checkpoint with `iteration` (available: {available})") from error
     if not STEP.fullmatch(tag) or not step_folder(directory, tag).is_dir():
-        raise CheckpointError(f"{latest}: names {tag!r}, which does not exist; available iterations: {available}")
+        raise CheckpointError(f"{latest}: names {tag[:80]!r}, which does not exist; available iterations: {available}")
     return step_folder(directory, tag)
 
 
@@ -234,24 +250,42 @@ def write_manifest_of_folder(step: Path, iteration: int) -> None:
     write_manifest(step, iteration, {path.relative_to(step).as_posix(): file_record(path) for path in paths})
 
 
+class _ManifestFile(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    size: int = Field(ge=0, lt=2**63)
+    crc32: str = Field(pattern="^[0-9a-f]{8}$")
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: Literal[1]
+    iteration: int = Field(ge=0, lt=2**63)
+    checksum: Literal["crc32"]
+    files: dict[str, _ManifestFile]
+
+    @field_validator("files")
+    @classmethod
+    def _names_are_inside(cls, files: dict[str, _ManifestFile]) -> dict[str, _ManifestFile]:
+        for name in files:
+            if not name or "\0" in name or name.startswith("/") or {"", ".", ".."} & set(name.split("/")):
+                raise ValueError(f"{name[:80]!r} is not the name of a file inside the checkpoint")
+        return files
+
+
 def read_manifest(step: Path) -> dict[str, FileRecord] | None:
     """File name -> record, or None if there is no manifest. Raises CheckpointError if it is damaged."""
     path = step / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read, the file is damaged ({error})") from error
     try:
-        if manifest["format"] != MANIFEST_FORMAT or manifest["checksum"] != "crc32":
-            raise CheckpointError(
-                f"{path}: has format {manifest['format']} with {manifest['checksum']} checksums; "
-                f"this version reads format {MANIFEST_FORMAT} with crc32"
-            )
-        return {name: FileRecord(int(file["size"]), int(file["crc32"], 16)) for name, file in manifest["files"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not a checkpoint manifest; the file is damaged") from error
+        manifest = _Manifest.model_validate(read_json(path))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path}: is not a checkpoint manifest; the file is damaged ({first_problem(error)})"
+        ) from error
+    return {name: FileRecord(file.size, int(file.crc32, 16)) for name, file in manifest.files.items()}
 
 
 def find_damage(
@@ -278,9 +312,13 @@ def find_damage(
     if unlisted:
         return f"{step / unlisted[0]}: is not in the manifest, so it does not belong to this checkpoint"
 
+    folder = step.resolve()
+
     def damage_of(name: str) -> str | None:
         path, record = step / name, records[name]
         try:
+            if not path.resolve(strict=True).is_relative_to(folder):
+                return f"{path}: is a link to a file outside the checkpoint"
             size = path.stat().st_size
             if size != record.size:
                 return f"{path}: has {size:,} bytes instead of {record.size:,}"
@@ -288,8 +326,10 @@ def find_damage(
                 return f"{path}: contents differ from what was saved (wrong checksum)"
         except FileNotFoundError:
             return f"{path}: no such file"
-        except OSError as error:
-            return f"{path}: cannot be read ({error.strerror})"
+        except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+            return f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})"
+        except UserError as error:
+            return str(error)
         return None
 
     # Largest first, so that equal numbers of files are roughly equal work.
@@ -303,7 +343,7 @@ def saved_by_this_project(step: Path) -> bool:
     if any(any(step.glob(pattern)) for pattern in (OPTIMIZER_FILES, RANDOM_STATE_FILES)):
         return True
     try:
-        state = load_tensors(step / STATE_FILE, mmap=True)
+        state = load_tensors(step / STATE_FILE)
     except CheckpointError:
         return False
     return isinstance(state, dict) and "training" in state
@@ -324,7 +364,7 @@ def weights_fingerprint(step: Path) -> str:
                 digest.update(f"{path.name} {record.size} {record.crc32}\n".encode())
                 continue
             contents = hashlib.sha256()
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 while chunk := file.read(1 << 22):
                     contents.update(chunk)
             digest.update(f"{path.name} {contents.hexdigest()}\n".encode())

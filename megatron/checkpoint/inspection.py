@@ -19,7 +19,7 @@ from megatron.checkpoint.directory import (
     read_manifest,
 )
 from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, merge_shards
-from megatron.checkpoint.storage import CheckpointError, load_file, load_layer_file
+from megatron.checkpoint.storage import CheckpointError, load_file, read_weights
 from megatron.model.settings import ModelSettings
 
 
@@ -70,7 +70,7 @@ def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[d
     counts: dict[str, int] = {}
     dtypes: set[str] = set()
     for index, paths in layers.items():
-        shards = [load_layer_file(path) for path in paths]
+        shards = [read_weights(path) for path in paths]
         for name, tensor in shards[0].items():
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
             if name in COMPUTED_BUFFERS:
@@ -96,7 +96,7 @@ def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[st
         method = _build_method(settings)
         if method.embeds:
             continue
-        shards = [load_layer_file(path) for path in paths]
+        shards = [read_weights(path) for path in paths]
         parameters = {}
         for name, parameter in method.named_parameters():
             key = next((prefix + name for prefix in POSITIONAL_PREFIXES if prefix + name in shards[0]), None)
@@ -130,7 +130,7 @@ def check_finite(step: Path) -> None:
     """Read all weights. Raises CheckpointError, naming the first tensor that contains NaN or infinity."""
     for paths in layer_files(step).values():
         for path in paths:
-            for name, tensor in load_layer_file(path).items():
+            for name, tensor in read_weights(path).items():
                 count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
                 if count:
                     raise CheckpointError(f"{path}: {name} contains {count} values that are NaN or infinite")
@@ -157,7 +157,7 @@ def differences(first: dict[str, Any], second: dict[str, Any], first_step: Path,
             tensors[f"layer {index}"] = f"{shards} tensor-parallel shards"
             continue
         for first_path, second_path in zip(first_files[index], second_files[index], strict=True):
-            left, right = load_layer_file(first_path), load_layer_file(second_path)
+            left, right = read_weights(first_path), read_weights(second_path)
             for name in sorted(left.keys() | right.keys()):
                 key = f"{first_path.name}/{name}"
                 if name not in left or name not in right:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kerple.positional import PositionalMethod
 from megatron.checkpoint.directory import layer_file, layer_files
-from megatron.checkpoint.storage import CheckpointError, load_layer_file
+from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 
@@ -112,7 +112,7 @@ def open_layers(step: Path, indices: Iterable[int] | None = None) -> dict[int, l
     """Open the files of all layers, or of `indices`. The tensors are memory-mapped: do not write to them."""
     files = layer_files(step)
     chosen = files if indices is None else [index for index in indices if index in files]
-    return {index: [load_layer_file(path) for path in files[index]] for index in chosen}
+    return {index: [read_weights(path) for path in files[index]] for index in chosen}
 
 
 def load_layers(
@@ -136,14 +136,15 @@ def load_layers(
                 tensor.copy_(slice_for_rank(tensor, full[name], tensor_rank))
 
 
-def check_sizes(step: Path, settings: ModelSettings) -> None:
+def check_sizes(step: Path, settings: ModelSettings, states: LayerStates | None = None) -> None:
     """Compare names, shapes and number of all tensors in a checkpoint with a model of these settings, on one rank.
 
-    Neither reads nor allocates weights. Raises CheckpointError, naming both sides of a difference.
+    Neither reads nor allocates weights. states: the opened files, from `open_layers`. Raises CheckpointError, naming
+    both sides of a difference.
     """
     states = {
         index: [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
-        for index, shards in open_layers(step).items()
+        for index, shards in (open_layers(step) if states is None else states).items()
     }
     check_dimensions(states, settings, step)
     with torch.device("meta"):
@@ -153,7 +154,7 @@ def check_sizes(step: Path, settings: ModelSettings) -> None:
 
 
 def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -> None:
-    """Compare the number of layers and the hidden size with the checkpoint's, before the model is allocated. Raises
+    """Compare the number of layers and the hidden size with the checkpoint's, before the model is built. Raises
     CheckpointError, naming both sides of a difference.
     """
     # A checkpoint may contain the output layer even if the model uses the embedding's weights for it.
@@ -163,6 +164,9 @@ def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -
             f"{step}: the last layer file has index {max(states)}, but the configured model would have {last}; "
             "num-layers (or no-weight-tying) differs"
         )
+    for index in (0, *range(2, settings.num_layers + 2), settings.num_layers + 3):
+        if index not in states:
+            raise CheckpointError(f"{layer_file(step, index, 0)}: no such file; the checkpoint is incomplete")
     rows = embedding_rows(states, step)
     shards = [shard[EMBEDDING].to("meta") for shard in states[0]]
     merge_shards(EMBEDDING, shards, torch.Size((rows, settings.hidden_size)), layer_file(step, 0, 0))

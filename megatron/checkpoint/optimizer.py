@@ -38,7 +38,7 @@ from megatron.checkpoint.layers import (
     weight_layers,
 )
 from megatron.checkpoint.state_dict import TrainingEngine
-from megatron.checkpoint.storage import CheckpointError, load_layer_file, load_tensors
+from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
 from megatron.optimizers import OPTIMIZERS, get_step, initialize_state, set_step
 
 
@@ -231,7 +231,7 @@ class SavedOptimizer:
         # Parameter name -> tensor-parallel rank -> the fragments of all files.
         self._entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
         for path in sorted(step.glob(OPTIMIZER_FILES)):
-            content = load_tensors(path, mmap=True)
+            content = load_tensors(path)
             try:
                 for name, entry in content["parameters"].items():
                     length = max((item.numel() for item in entry.values() if torch.is_tensor(item)), default=0)
@@ -321,7 +321,7 @@ def read_released_optimizer(
         return empty, "the checkpoint is tensor parallel"
     shapes: dict[str, torch.Size] = {}
     for index, (path, *_) in files.items():
-        for name, tensor in load_layer_file(path).items():
+        for name, tensor in read_weights(path).items():
             if name in COMPUTED_BUFFERS or index == tied_output:
                 continue
             prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)

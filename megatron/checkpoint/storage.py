@@ -1,21 +1,26 @@
 """Read and write checkpoint files. Reading never executes a pickle; writing is durable when it returns."""
 
+import contextlib
 import json
 import os
 import pickle
 import re
-import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.checkpoint.torch_files import RejectedFile, check_file, check_tensors, check_weights, is_zip
+from megatron.utils.errors import UserError, first_line, is_library_error
+from megatron.utils.files import open_file, read_file, write_atomically
+
+# Largest manifest, config.json or index of a checkpoint. Python's objects are about 10 times larger.
+JSON_LIMIT = 16 << 20
 
 
 class CheckpointError(UserError):
@@ -77,9 +82,9 @@ def save_file(
 
 
 def file_record(path: str | Path, chunk_size: int = 1 << 22) -> FileRecord:
-    """Size and CRC-32 of a file on disk. Raises OSError if it cannot be read."""
+    """Size and CRC-32 of a file on disk. Raises UserError or OSError if it cannot be read."""
     size = crc32 = 0
-    with open(path, "rb", buffering=0) as handle:
+    with open_file(path) as handle:
         buffer = bytearray(chunk_size)
         view = memoryview(buffer)
         while count := handle.readinto(buffer):
@@ -88,17 +93,17 @@ def file_record(path: str | Path, chunk_size: int = 1 << 22) -> FileRecord:
     return FileRecord(size, crc32)
 
 
-def load_tensors(path: str | Path, *, mmap: bool = False) -> Any:
+def load_tensors(path: str | Path) -> Any:
     """Load a file of tensors and plain Python values to the CPU. Raises CheckpointError as `load_file` does.
 
-    mmap: map the tensors from the file, so that only what is used is read. Do not write to them.
+    The tensors are mapped from the file, so that only what is used is read. Do not write to them.
     """
-    return _load(path, [], mmap=mmap)
+    return _load(path, [])
 
 
 def load_file(path: str | Path) -> Any:
     """Load a file of tensors, plain Python values and a fixed set of data classes (NumPy arrays, DeepSpeed's loss
-    scalers) to the CPU.
+    scalers) to the CPU, as `load_tensors` does.
 
     Raises CheckpointError if the file is missing, damaged, or contains any other object.
     """
@@ -109,7 +114,7 @@ def load_file(path: str | Path) -> Any:
     try:
         return _load(path, allowed)
     except CheckpointError as error:
-        if "deepspeed." not in str(error):
+        if "contains deepspeed." not in str(error):
             raise
     # Data classes in the optimizer state of checkpoints that DeepSpeed wrote. None of them runs code when built.
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -119,56 +124,82 @@ def load_file(path: str | Path) -> Any:
     return _load(path, [*allowed, LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
 
 
-def _load(path: str | Path, allowed: list[Any], *, mmap: bool = False) -> Any:
-    try:
+def _load(path: str | Path, allowed: list[Any]) -> Any:
+    names = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in allowed}
+    with _errors_of(path):
+        with open_file(path) as stream:
+            check_file(stream, frozenset(names))
+            mapped = is_zip(stream)
         with torch.serialization.safe_globals(allowed):
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-            except RuntimeError:
-                # Files written by torch before 1.6 are not zip archives and cannot be mapped.
-                if not mmap or zipfile.is_zipfile(path):
-                    raise
-                return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete") from error
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        check_tensors(value)
+        return value
+
+
+def read_weights(path: Path, ignored: re.Pattern[str] | None = None) -> dict[str, Tensor]:
+    """Tensor name -> tensor of a floating-point dtype, from a torch or .safetensors file. Omits names that match
+    `ignored`.
+
+    Raises CheckpointError if the file is missing, damaged or contains anything else.
+    """
+    if path.suffix == ".safetensors":
+        with _errors_of(path):
+            open_file(path).close()
+            state: Any = safetensors.torch.load_file(path)
+    else:
+        state = load_tensors(path)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: contains a {type(state).__name__} instead of named tensors")
+    if ignored is not None:
+        state = {name: tensor for name, tensor in state.items() if not ignored.fullmatch(str(name))}
+    with _errors_of(path):
+        check_weights(state)
+    weights: dict[str, Tensor] = state
+    return weights
+
+
+@contextlib.contextmanager
+def _errors_of(path: str | Path) -> Iterator[None]:
+    """Turn every error that a damaged file can cause into a CheckpointError of one line."""
+    try:
+        yield
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete") from error
+        raise CheckpointError(str(error)) from error
+    except RejectedFile as error:
+        raise CheckpointError(f"{path}: rejected because it {error}") from error
     except pickle.UnpicklingError as error:
         # torch's own message advises weights_only=False, which would execute the file.
-        rejected = re.search(r"GLOBAL (\S+)", str(error))
-        if rejected:
-            raise CheckpointError(
-                f"{path}: rejected because it contains {rejected[1]}; only tensors and plain Python values are loaded"
-            ) from error
         raise CheckpointError(
             f"{path}: rejected because it is damaged or contains objects other than tensors and plain Python values"
         ) from error
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged data can make the unpickler raise anything
+    except BaseException as error:  # damaged data can make the unpickler raise anything
+        if not is_library_error(error):
+            raise
         reason = next((line for line in str(error).splitlines() if line and "weights_only" not in line), "")
         raise CheckpointError(
             f"{path}: cannot be read, the file is damaged ({reason or type(error).__name__})"
         ) from error
 
 
-def load_layer_file(path: Path) -> dict[str, Tensor]:
-    """Tensor name -> memory-mapped tensor. Raises CheckpointError if the file contains anything else."""
-    state = load_tensors(path, mmap=True)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: contains a {type(state).__name__} instead of named tensors")
-    for name, value in state.items():
-        if not torch.is_tensor(value):
-            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor")
-    return state
+def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError if the file is missing, too large, or is not a JSON object."""
 
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            raise ValueError(f"a key appears twice, one of {', '.join(map(repr, values))[:80]}")
+        return values
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError if the file is missing or is not a JSON object."""
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        value = json.loads(read_file(path, limit), object_pairs_hook=without_duplicates)
+    except UserError as error:
+        raise CheckpointError(str(error)) from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not valid JSON ({error})") from error
+        raise CheckpointError(f"{path}: is not valid JSON ({first_line(error)})") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: is nested too deeply") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: is not a JSON object")
     return value

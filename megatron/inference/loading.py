@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_valid_step
-from megatron.checkpoint.layers import check_dimensions, embedding_rows, load_layers, open_layers, weight_layers
+from megatron.checkpoint.layers import check_sizes, embedding_rows, load_layers, open_layers, weight_layers
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -43,7 +43,7 @@ def load_model(
     config = checkpoint_config(step, overrides)
     states = open_layers(step)
     settings = ModelSettings.from_config(config, embedding_rows(states, step))
-    check_dimensions(states, settings, step)
+    check_sizes(step, settings, states)
     model = GPT(settings)
     load_layers(weight_layers(model.layers(), settings), step, states=states)
     return model.to(device=device, dtype=dtype).eval(), config

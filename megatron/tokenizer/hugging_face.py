@@ -1,7 +1,9 @@
 """Tokenizers based on Hugging Face's `tokenizers` library: tokenizer.json files, GPT-2's vocabulary, BPE training."""
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,11 +12,16 @@ import numpy as np
 import tokenizers
 
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.errors import UserError, first_line, is_library_error
+from megatron.utils.files import read_file
 
 # The library needs about 100 bytes of memory per token of the text it encodes, so longer texts are encoded in pieces.
 _MAX_CHARACTERS = 1 << 20
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
+
+# Largest file of a tokenizer (those of 260,000 tokens have 35 MB), and number of ids, of which there are tables.
+MAX_BYTES = 1 << 26
+MAX_VOCAB_SIZE = 1 << 24
 
 # 256 byte symbols and the end-of-document token.
 MIN_VOCAB_SIZE = 257
@@ -36,7 +43,8 @@ class _LibraryTokenizer(Tokenizer):
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
-        return [token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids]
+        with _library_errors("the tokenizer cannot encode the text"):
+            return [token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids]
 
     def pieces(self, text: str) -> Iterator[str]:
         return split_text(text, _MAX_CHARACTERS) if self._splittable else iter([text])
@@ -44,10 +52,12 @@ class _LibraryTokenizer(Tokenizer):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if any(len(text) > _MAX_CHARACTERS for text in texts):
             return [self.tokenize(text) for text in texts]
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        with _library_errors("the tokenizer cannot encode the texts"):
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+        with _library_errors("the tokenizer cannot decode the ids"):
+            return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def byte_lengths(self) -> np.ndarray | None:
         # In a byte-level vocabulary each character of a token is one byte.
@@ -74,13 +84,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     name = "HFTokenizer"
 
     def __init__(self, path: Path):
-        content = _read(path)
-        try:
+        content = read_file(path, MAX_BYTES)
+        with _library_errors(f"the tokenizers library cannot read {path} as a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"the tokenizers library cannot read {path} as a tokenizer.json: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        _check(tokenizer, path)
         eod = tokenizer.token_to_id(END_OF_DOCUMENT)
         if eod is None:
             special = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
@@ -105,13 +112,11 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: Path, merge_file: Path):
-        vocab_content, merges_content = _read(vocab_file), _read(merge_file)
+        vocab_content, merges_content = read_file(vocab_file, MAX_BYTES), read_file(merge_file, MAX_BYTES)
         vocab = _parse_vocab(vocab_content, vocab_file)
         merges = _parse_merges(merges_content, merge_file)
-        try:
+        with _library_errors(f"merge-file {merge_file} does not belong to vocab-file {vocab_file}"):
             model = tokenizers.models.BPE(vocab=vocab, merges=merges)
-        except Exception as error:
-            raise UserError(f"merge-file {merge_file} does not belong to vocab-file {vocab_file}: {error}") from error
         if END_OF_DOCUMENT not in vocab:
             raise UserError(f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256")
         missing = [symbol for symbol in tokenizers.pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
@@ -148,28 +153,50 @@ class HFGPT2Tokenizer(_LibraryTokenizer):
 def read_gpt2_tokenizer(source: str | Path) -> tokenizers.Tokenizer:
     """The library's tokenizer of an HFGPT2Tokenizer. Raises UserError."""
     path = Path(source)
-    try:
-        if (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file():
-            model = tokenizers.models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
-            tokenizer = _byte_level_tokenizer(model)
-        elif path.exists():
-            tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+    exists = os.path.exists(path)
+    problem = "" if exists else " is not a file or folder, and cannot be downloaded from the Hugging Face hub"
+    with _library_errors(
+        f"vocab-file {source}{problem}",
+        "HFGPT2Tokenizer needs a folder with tokenizer.json or with vocab.json and merges.txt, or a name on the hub "
+        "such as gpt2",
+    ):
+        if os.path.isfile(path / "vocab.json") and not os.path.isfile(path / "tokenizer.json"):
+            vocab = _parse_vocab(read_file(path / "vocab.json", MAX_BYTES), path / "vocab.json")
+            merges = _parse_merges(read_file(path / "merges.txt", MAX_BYTES), path / "merges.txt")
+            tokenizer = _byte_level_tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
         else:
-            import huggingface_hub  # a dependency of tokenizers; needed only for downloads
+            if exists:
+                file = path / "tokenizer.json" if path.is_dir() else path
+            else:
+                import huggingface_hub  # a dependency of tokenizers; needed only for downloads
 
-            tokenizer = tokenizers.Tokenizer.from_file(huggingface_hub.hf_hub_download(str(source), "tokenizer.json"))
-    except Exception as error:  # the libraries raise many types, tokenizers also bare Exception
-        problem = (
-            "" if path.exists() else " is not a file or folder, and cannot be downloaded from the Hugging Face hub"
-        )
-        raise UserError(
-            f"vocab-file {source}{problem}: {first_line(error)}; HFGPT2Tokenizer needs a folder with tokenizer.json or "
-            "with vocab.json and merges.txt, or a name on the hub such as gpt2"
-        ) from error
+                file = Path(huggingface_hub.hf_hub_download(str(source), "tokenizer.json"))
+            tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file, MAX_BYTES))
+        tokenizer.add_special_tokens([END_OF_DOCUMENT, "<|padding|>"])
+    _check(tokenizer, path)
+    return tokenizer
+
+
+def _check(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+    """Remove truncation and padding. Raises UserError if an id is so large that tables over the vocabulary do not fit
+    into memory.
+    """
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token_id >= MAX_VOCAB_SIZE:
+            raise UserError(f"{path}: the token {token[:40]!r} has id {token_id}; ids must be below {MAX_VOCAB_SIZE:,}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.add_special_tokens([END_OF_DOCUMENT, "<|padding|>"])
-    return tokenizer
+
+
+@contextlib.contextmanager
+def _library_errors(problem: str, advice: str = "") -> Iterator[None]:
+    """Turn errors of the tokenizers library, which raises bare Exception and panics, into a UserError."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        raise UserError(f"{problem}: {first_line(error)}" + (f"; {advice}" if advice else "")) from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> tokenizers.Tokenizer:
@@ -209,23 +236,24 @@ def _byte_level_tokenizer(model: tokenizers.models.Model) -> tokenizers.Tokenize
     return tokenizer
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-
-
 def _parse_vocab(content: bytes, path: Path) -> dict[str, int]:
     try:
         vocab = json.loads(content)
     except ValueError as error:
         raise UserError(f"vocab-file {path} is not JSON ({error}); GPT-2's is encoder.json or vocab.json") from error
-    if not isinstance(vocab, dict) or not all(isinstance(token_id, int) for token_id in vocab.values()):
+    except RecursionError as error:
+        raise UserError(f"vocab-file {path} is nested too deeply; GPT-2's is encoder.json or vocab.json") from error
+    if not isinstance(vocab, dict) or not all(type(token_id) is int for token_id in vocab.values()):
         raise UserError(
             f"vocab-file {path} does not map tokens to ids; GPT-2's is encoder.json or vocab.json "
             "(for a tokenizer.json use tokenizer-type HFTokenizer)"
         )
+    for token, token_id in vocab.items():
+        if not 0 <= token_id < MAX_VOCAB_SIZE:
+            raise UserError(
+                f"vocab-file {path}: the token {token[:40]!r} has id {str(token_id)[:20]}; ids must be from 0 to "
+                f"{MAX_VOCAB_SIZE - 1:,}"
+            )
     return vocab
 
 

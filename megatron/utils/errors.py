@@ -1,5 +1,10 @@
 """The exception for wrong user input, and the text of other exceptions."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class UserError(Exception):
     """Wrong user input. The message names the key, file or value, and says how to fix it.
@@ -12,6 +17,18 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or the name of its class if it has no text."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def first_problem(error: "ValidationError") -> str:
+    """The first problem that pydantic found, as `key.key: what is wrong`."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part)[:80] for part in problem["loc"])
+    return f"{place}: {problem['msg']}" if place else problem["msg"]
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Whether `error` is an Exception or a panic of a Rust library, which pyo3 derives from BaseException only."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def visible(text: str) -> str:

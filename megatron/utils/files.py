@@ -6,20 +6,34 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron.utils.errors import UserError
+
+
+def open_file(path: str | Path) -> BufferedReader:
+    """Open a regular file for reading. Never waits for a FIFO or opens a device.
+
+    Raises UserError if the file is missing, unreadable, or not a regular file.
+    """
+    try:
+        # O_NONBLOCK: open() would wait for the writer of a FIFO.
+        stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise UserError(f"{path} is not a regular file")
+    return stream
 
 
 def read_file(path: str | Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
-    Use it for files from outside that are parsed as a whole. It never waits for a FIFO or reads a device.
-
-    Raises UserError if the file is missing, unreadable, larger, or not a regular file.
+    Use it for files from outside that are parsed as a whole. Raises UserError if the file is larger, or as `open_file`.
     """
-    with _open_regular(path) as stream:
+    with _read_errors(path), open_file(path) as stream:
         content = stream.read(min(os.fstat(stream.fileno()).st_size, limit) + 1)
     if len(content) > limit:
         raise UserError(f"{path} is larger than {limit:,} bytes, the limit for files of this kind")
@@ -28,7 +42,7 @@ def read_file(path: str | Path, limit: int) -> bytes:
 
 def read_lines(path: str | Path, limit: int) -> Iterator[bytes]:
     """The lines of a regular file of any size, with their newlines. Like `read_file`; `limit` is that of a line."""
-    with _open_regular(path) as stream:
+    with _read_errors(path), open_file(path) as stream:
         number = 0
         while line := stream.readline(limit + 1):
             number += 1
@@ -38,17 +52,11 @@ def read_lines(path: str | Path, limit: int) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _open_regular(path: str | Path) -> Iterator[BinaryIO]:
-    """Raises UserError, also for errors while the file is read."""
+def _read_errors(path: str | Path) -> Iterator[None]:
     try:
-        # O_NONBLOCK: open() would wait for the writer of a FIFO.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UserError(f"{path} is not a regular file")
-            yield stream
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:

@@ -1,20 +1,34 @@
 """Unpacking an untrusted archive: no files outside its folder, no links, no unlimited sizes."""
 
+import bz2
+import gzip
+import io
+import lzma
 import shutil
 import stat
+import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
-from lzma import LZMAError
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 from megatron.checkpoint.storage import CheckpointError
+from megatron.checkpoint.torch_files import RejectedFile, check_zip_directory
+from megatron.utils.errors import first_line
+from megatron.utils.files import open_file
 
 MAX_BYTES = 64 * 1024**3
 MAX_FILES = 100_000
+MAX_HEADER = 1 << 20
 _BLOCK = 1 << 20
+# What the libraries raise for damaged archives.
+_DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, struct.error),
+    *(ValueError, IndexError, NotImplementedError, OverflowError),
+)
 
 
 def unpack(archive: str | Path, folder: Path, max_bytes: int = MAX_BYTES) -> int:
@@ -25,8 +39,6 @@ def unpack(archive: str | Path, folder: Path, max_bytes: int = MAX_BYTES) -> int
     must then remove what was unpacked before.
     """
     archive = Path(archive)
-    if not archive.is_file():
-        raise CheckpointError(f"{archive}: no such file; give a zip, tar or tar.gz archive")
     free = shutil.disk_usage(folder).free
     limit, reason = min((max_bytes, "the limit (change it with --max-gigabytes)"), (free, "the free disk space"))
     remaining = limit
@@ -49,12 +61,16 @@ def unpack(archive: str | Path, folder: Path, max_bytes: int = MAX_BYTES) -> int
                     if remaining < 0:
                         raise CheckpointError(f"{archive}: unpacks to more than {limit} bytes, {reason}")
                     handle.write(block)
-    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError) as error:
-        raise CheckpointError(f"{archive}: is not a complete archive ({error})") from error
+    except RejectedFile as error:
+        raise CheckpointError(f"{archive}: rejected because it {error}") from error
+    except _DAMAGE as error:
+        raise CheckpointError(f"{archive}: is not a complete archive ({first_line(error)})") from error
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"{archive}: {Path(error.filename).name!r} is both a file and a folder") from error
-    except RuntimeError as error:  # zipfile raises it for an encrypted member
-        raise CheckpointError(f"{archive}: cannot be unpacked ({error})") from error
+    except (RuntimeError, OSError) as error:  # RuntimeError: an encrypted member of a zip file
+        raise CheckpointError(
+            f"{archive}: cannot be unpacked ({getattr(error, 'strerror', None) or first_line(error)})"
+        ) from error
     if not written:
         raise CheckpointError(f"{archive}: contains no files")
     return len(written)
@@ -72,20 +88,81 @@ def _relative_path(archive: Path, name: str) -> Path:
 
 def _members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
     """(name, content) of every member; content is None for a folder."""
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as zip_file:
-            for info in zip_file.infolist():
-                file_type = stat.S_IFMT(info.external_attr >> 16)
-                if file_type not in (0, stat.S_IFREG, stat.S_IFDIR):
-                    raise CheckpointError(f"{archive}: {info.filename!r} is a link or a device; only files are allowed")
-                yield info.filename, None if info.is_dir() else zip_file.open(info)
-        return
-    with tarfile.open(archive, mode="r|*") as tar_file:
-        for member in tar_file:
-            if member.isdir():
-                if PurePosixPath(member.name).parts:
-                    yield member.name, None
-            elif member.isreg():
-                yield member.name, tar_file.extractfile(member)
-            else:
-                raise CheckpointError(f"{archive}: {member.name!r} is a link or a device; only files are allowed")
+    with open_file(archive) as stream:
+        if stream.read(4) in (b"PK\3\4", b"PK\5\6"):  # the second is an empty archive
+            check_zip_directory(stream)
+            with zipfile.ZipFile(stream) as zip_file:
+                for info in zip_file.infolist():
+                    file_type = stat.S_IFMT(info.external_attr >> 16)
+                    if file_type not in (0, stat.S_IFREG, stat.S_IFDIR):
+                        raise CheckpointError(
+                            f"{archive}: {info.filename!r} is a link or a device; only files are allowed"
+                        )
+                    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                        raise CheckpointError(f"{archive}: {info.filename!r} is not compressed with deflate")
+                    yield info.filename, None if info.is_dir() else zip_file.open(info)
+            return
+        with tarfile.open(fileobj=(content := _Decompressed(stream)), mode="r|") as tar_file:
+            while True:
+                # tarfile reads names, PAX and sparse headers into memory, of any size.
+                content.remaining = MAX_HEADER
+                member = tar_file.next()
+                content.remaining = None
+                if member is None:
+                    return
+                if member.isdir():
+                    if PurePosixPath(member.name).parts:
+                        yield member.name, None
+                elif member.isreg():
+                    yield member.name, tar_file.extractfile(member)
+                else:
+                    raise CheckpointError(f"{archive}: {member.name!r} is a link or a device; only files are allowed")
+
+
+class _Decompressed(io.RawIOBase):
+    """The contents of a plain, gzip, bzip2 or xz file. Reading more than `remaining` bytes raises tarfile.ReadError."""
+
+    def __init__(self, stream: IO[bytes]):
+        self.remaining: int | None = MAX_HEADER  # tarfile.open reads the first header
+        self._stream: Any = stream
+        stream.seek(0)
+        start = stream.read(6)
+        stream.seek(0)
+        self._decompressor: Any = None
+        if start[:2] == b"\x1f\x8b":
+            self._stream = gzip.GzipFile(fileobj=stream)
+        elif start[:3] == b"BZh":
+            self._new: Callable[[], Any] = bz2.BZ2Decompressor
+            self._decompressor = self._new()
+        elif start == b"\xfd7zXZ\0":
+            # The file determines how much memory this takes. xz -9 needs 65 MiB.
+            self._new = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=128 << 20)
+            self._decompressor = self._new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer)) if self._decompressor is None else self._decompress(len(buffer))
+        if self.remaining is not None:
+            self.remaining -= len(data)
+            if self.remaining < 0:
+                raise tarfile.ReadError(f"a header has more than {MAX_HEADER:,} bytes")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _decompress(self, size: int) -> bytes:
+        while True:
+            rest = b""
+            if self._decompressor.eof:
+                rest = self._decompressor.unused_data or self._stream.read(_BLOCK)
+                if not rest:
+                    return b""
+                self._decompressor = self._new()
+            elif self._decompressor.needs_input:
+                rest = self._stream.read(_BLOCK)
+                if not rest:
+                    raise EOFError("the compressed data ends too early")
+            data: bytes = self._decompressor.decompress(rest, size)
+            if data:
+                return data

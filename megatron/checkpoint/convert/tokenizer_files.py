@@ -1,14 +1,15 @@
 """Writing and reading the tokenizers of Hugging Face folders."""
 
-import shutil
+import os
 from pathlib import Path
 
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerFiles
-from megatron.tokenizer.hugging_face import read_gpt2_tokenizer
+from megatron.tokenizer.hugging_face import MAX_BYTES, read_gpt2_tokenizer
 from megatron.utils.errors import UserError
+from megatron.utils.files import read_file
 
 # The character that represents byte 0 in GPT-2's byte-level alphabet.
 NUL = "\u0100"
@@ -26,7 +27,7 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> int
         raise UserError(f"{error} (or convert without a tokenizer: --no-tokenizer)") from error
     check_rows(tokenizer, vocabulary)
     if files.tokenizer_type == "HFTokenizer":
-        converted = tokenizers.Tokenizer.from_file(str(files.vocab_file))
+        converted = tokenizers.Tokenizer.from_file(str(files.vocab_file))  # `build` has checked it
         converted.no_truncation()
         converted.no_padding()
     elif files.tokenizer_type == "GPT2BPETokenizer":
@@ -87,9 +88,9 @@ def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> 
     """Copy the tokenizer of a Hugging Face folder into `folder`; return the configuration keys for it, with the paths
     that the files will have in `final`. Raises UserError if there is no supported tokenizer.
     """
-    if (source / "tokenizer.json").is_file():
+    if os.path.lexists(source / "tokenizer.json"):
         tokenizer_type, files = "HFTokenizer", {"vocab_file": "tokenizer.json"}
-    elif (source / "vocab.json").is_file() and (source / "merges.txt").is_file():
+    elif os.path.lexists(source / "vocab.json") and os.path.lexists(source / "merges.txt"):
         tokenizer_type, files = "GPT2BPETokenizer", {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
     else:
         raise CheckpointError(
@@ -97,7 +98,7 @@ def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> 
             "tokenizer: --no-tokenizer"
         )
     for name in files.values():
-        shutil.copyfile(source / name, folder / name)
+        (folder / name).write_bytes(read_file(source / name, MAX_BYTES))
     copied = TokenizerFiles(tokenizer_type, **{key: folder / name for key, name in files.items()})
     check_rows(copied.build(), vocabulary)
     return {"tokenizer_type": tokenizer_type, **{key: str(final / name) for key, name in files.items()}}

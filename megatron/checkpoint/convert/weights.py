@@ -3,16 +3,15 @@
 The values are identical: both keep the rows of query_key_value grouped by head, `[heads, 3, d]`.
 """
 
+import os
 import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file as load_safetensors
 from torch import Tensor, nn
 
 from megatron.checkpoint.layers import POSITIONAL_PREFIXES, tensors_of, weight_layers
-from megatron.checkpoint.storage import CheckpointError, load_tensors, read_json
+from megatron.checkpoint.storage import CheckpointError, read_json, read_weights
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 
@@ -107,29 +106,24 @@ def read_hugging_face(folder: Path) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
-        try:
-            content = load_safetensors(path) if path.suffix == ".safetensors" else load_tensors(path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot be read, it is missing or damaged ({error})") from error
-        for name, tensor in content.items():
-            if not torch.is_tensor(tensor):
-                raise CheckpointError(f"{path}: {name} is not a tensor")
-            if not COMPUTED.fullmatch(name):
-                tensors[SYNONYMS.get(name, name)] = tensor
+        content = read_weights(path, ignored=COMPUTED)
+        tensors |= {SYNONYMS.get(name, name): tensor for name, tensor in content.items()}
     return tensors
 
 
 def _weight_files(folder: Path) -> list[Path]:
     for name in (SAFETENSORS, PYTORCH_BIN):
-        if (folder / name).is_file():
+        if os.path.lexists(folder / name):
             return [folder / name]
         index = folder / f"{name}.index.json"
-        if index.is_file():
-            parts = sorted(set(read_json(index).get("weight_map", {}).values()))
-            for part in parts:
-                if Path(part).name != part:
+        if os.path.lexists(index):
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: weight_map is missing, or does not map names of tensors to files")
+            for part in weight_map.values():
+                if not isinstance(part, str) or Path(part).name != part:
                     raise CheckpointError(f"{index}: names {part!r}, which is not a file in this folder")
-            return [folder / part for part in parts]
+            return [folder / part for part in sorted(set(weight_map.values()))]
     raise CheckpointError(f"{folder}: has neither {SAFETENSORS} nor {PYTORCH_BIN}, so there are no weights to convert")
 
 

@@ -12,14 +12,14 @@ from megatron.checkpoint.storage import (
     FileRecord,
     file_record,
     load_file,
-    load_layer_file,
     load_tensors,
     read_json,
+    read_weights,
     save_file,
 )
 from tests.support.checkpoints import Exploit
 
-READERS = [load_file, load_tensors, lambda path: load_tensors(path, mmap=True)]
+READERS = [load_file, load_tensors]
 
 
 def test_the_exploit_works_without_protection(tmp_path):
@@ -57,7 +57,7 @@ def test_a_truncated_file_is_damaged(tmp_path):
     torch.save({"w": torch.ones(1000)}, tmp_path / "file.pt")
     data = (tmp_path / "file.pt").read_bytes()
     (tmp_path / "file.pt").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=r"file\.pt: cannot be read, the file is damaged") as caught:
+    with pytest.raises(CheckpointError, match=r"file\.pt: rejected because it is not a complete zip archive") as caught:
         load_tensors(tmp_path / "file.pt")
     assert "weights_only" not in str(caught.value)
     with pytest.raises(CheckpointError, match=r"missing\.pt: no such file"):
@@ -77,12 +77,12 @@ def test_data_classes_of_deepspeed_and_numpy_are_loaded(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [([1], "contains a list instead of named tensors"), ({"w": 3}, "w is a int, not a tensor")],
+    [([1], "contains a list instead of named tensors"), ({"w": 3}, "has w, a int, not a tensor")],
 )
 def test_layer_files_contain_named_tensors(content, message, tmp_path):
     torch.save(content, tmp_path / "layer.pt")
     with pytest.raises(CheckpointError, match=message):
-        load_layer_file(tmp_path / "layer.pt")
+        read_weights(tmp_path / "layer.pt")
 
 
 @pytest.mark.parametrize("zip_checksums", [True, False])
@@ -101,10 +101,18 @@ def test_a_full_disk_raises_its_own_error():
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "cannot be read"), (b"{", "is not valid JSON"), (b"[1]", "is not a JSON object")]
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"{", "is not valid JSON"),
+        (b"[1]", "is not a JSON object"),
+        (b'{"a": 1, "a": 2}', "is not valid JSON .*twice"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "is not valid JSON"),
+    ],
 )
 def test_json_errors_name_the_file(content, message, tmp_path):
     if content is not None:
         (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"a\.json: {message}"):
+    with pytest.raises(CheckpointError, match=rf"a\.json.* {message}"):
         read_json(tmp_path / "a.json")

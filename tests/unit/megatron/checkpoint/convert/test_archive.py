@@ -1,6 +1,9 @@
 """Archives are unpacked only inside their folder, without links and up to a size."""
 
+import bz2
+import gzip
 import io
+import lzma
 import stat
 import tarfile
 import zipfile
@@ -10,7 +13,8 @@ import pytest
 from megatron.checkpoint.convert import archive as archive_module
 from megatron.checkpoint.convert.archive import unpack
 from megatron.checkpoint.convert.output import new_folder
-from megatron.checkpoint.storage import CheckpointError
+from megatron.utils.errors import UserError
+from tests.support.hostile_files import write_long_header
 
 FILES = {"run/latest": b"global_step5", "run/global_step5/a.pt": bytes(range(256)) * 50}
 
@@ -36,7 +40,7 @@ def write_zip(path, files=FILES, compression=zipfile.ZIP_DEFLATED):
 def check_rejected(path, tmp_path, message, **options):
     """Unpacking fails and leaves nothing, neither in the folder nor next to it."""
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=message), new_folder(tmp_path / "out") as folder:
+    with pytest.raises(UserError, match=message), new_folder(tmp_path / "out") as folder:
         unpack(path, folder, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -104,5 +108,35 @@ def test_damaged_and_missing_archives(tmp_path):
     check_rejected(tmp_path / "cut.tar.gz", tmp_path, "is not a complete archive")
     (tmp_path / "text.zip").write_text("no archive")
     check_rejected(tmp_path / "text.zip", tmp_path, "is not a complete archive")
-    check_rejected(tmp_path / "missing.zip", tmp_path, "no such file")
+    check_rejected(tmp_path / "missing.zip", tmp_path, "No such file")
     check_rejected(write_zip(tmp_path / "empty.zip", {}), tmp_path, "contains no files")
+
+
+@pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K", b"S"])
+@pytest.mark.parametrize("opened", [open, gzip.open, bz2.open, lzma.open])
+def test_headers_of_any_size_are_not_read(kind, opened, tmp_path):
+    """PAX headers, GNU's long names, and a chain of sparse headers."""
+    with opened(tmp_path / "bad.tar", "wb") as target:
+        write_long_header(target, kind, 3 << 20)
+    check_rejected(tmp_path / "bad.tar", tmp_path, "a header has more than 1,048,576 bytes")
+
+
+def test_xz_files_do_not_choose_the_memory(tmp_path):
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30}]
+    (tmp_path / "bad.tar.xz").write_bytes(lzma.compress(bytes(10_000), filters=filters))
+    check_rejected(tmp_path / "bad.tar.xz", tmp_path, "Memory usage limit exceeded")
+
+
+def test_concatenated_bz2_streams(tmp_path):
+    plain = write_tar(tmp_path / "plain.tar").read_bytes()
+    (tmp_path / "a.tar.bz2").write_bytes(bz2.compress(plain[:700]) + bz2.compress(plain[700:]))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert unpack(tmp_path / "a.tar.bz2", folder) == 2
+
+
+def test_zip_members_are_stored_or_deflated(tmp_path):
+    """Python's zipfile reads others without a limit."""
+    check_rejected(
+        write_zip(tmp_path / "bad.zip", compression=zipfile.ZIP_LZMA), tmp_path, "is not compressed with deflate"
+    )
