@@ -51,7 +51,7 @@ from megatron.checkpoint.storage import CheckpointError, FileRecord, file_record
 from megatron.config import Config
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import sync_folder, write_atomically
-from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
+from megatron.utils.ranks import run_on_rank_0
 from megatron.utils.secrets import without_secrets
 
 # File name -> record (None if this rank failed), and the error.
@@ -74,8 +74,6 @@ class Checkpointer:
         if config.checkpoint.async_save and dist.get_world_size() > 1:
             # Background threads communicate in a group of their own, while training uses the others.
             self._group = dist.new_group(backend="gloo")
-        if dist.get_world_size() > 1:
-            _check_that_all_hosts_share(self.directory)
 
     def save(self, state: TrainingState) -> None:
         """Write global_stepN and point `latest` at it. With `async_save`, returns after copying all tensors to host
@@ -152,36 +150,6 @@ class Checkpointer:
                 "permissions. Previously saved checkpoints are unchanged"
             )
         self.report(f"saved {self.directory / tag}")
-
-
-def _check_that_all_hosts_share(directory: Path) -> None:
-    """Raises CheckpointError on every rank if a host does not see the files that rank 0 writes to the directory.
-
-    Otherwise the first save would fail, hours later. Every rank must call this.
-    """
-
-    def create() -> Path | None:
-        probe = directory / f".shared-{os.uname().nodename}-{os.getpid()}"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-        except OSError:
-            return None  # `save` reports that the directory cannot be written
-        return probe
-
-    def check() -> None:
-        if probe is not None and not probe.exists():
-            raise CheckpointError(
-                f"save: {directory.absolute()} on {os.uname().nodename} is not the folder that rank 0 "
-                "writes to; checkpoints need a folder that all hosts share"
-            )
-
-    probe = run_on_rank_0(create)
-    try:
-        run_on_all_ranks(check)
-    finally:
-        if probe is not None and dist.get_rank() == 0:
-            probe.unlink(missing_ok=True)
 
 
 def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:

@@ -1,19 +1,25 @@
 """train.py: train a model."""
 
+import argparse
 import warnings
 from collections.abc import Sequence
 
+from megatron.config.command_line import add_lock_option
 from megatron.launcher.script_arguments import parse_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train with the configuration files on the command line. Returns the exit status."""
-    config, _ = parse_arguments("Train a model with the given configuration files.", argv)
+    config, options = parse_arguments("Train a model with the given configuration files.", argv, _add_options)
     # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     from megatron.training.loop import train
     from megatron.training.output import detachable_output
 
     with detachable_output():
-        train(config)
+        train(config, force_lock=options.force_lock)
     return 0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_lock_option(parser, "save")

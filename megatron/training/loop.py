@@ -2,11 +2,10 @@
 
 import contextlib
 import math
-from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.directory import has_checkpoint
+from megatron.checkpoint.directory import has_checkpoint, iteration_of
 from megatron.checkpoint.loading import load_checkpoint, locate_checkpoint
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
@@ -20,13 +19,16 @@ from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss
 from megatron.training.machine import check_machine, check_number_of_samples
 from megatron.training.optimizer import Schedule
+from megatron.training.startup import check_log_folders, check_space, lock_save_folder
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.locks import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 
-def train(config: Config) -> TrainingState:
+def train(config: Config, *, force_lock: bool = False) -> TrainingState:
     """Train as configured, or only validate if `train-iters` is 0. Returns the state at the end of the run.
+
+    force_lock: take over the lock of another run that saves to the same folder.
 
     Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before anything is written.
     """
@@ -34,7 +36,7 @@ def train(config: Config) -> TrainingState:
     try:
         with contextlib.ExitStack() as resources:
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
-            trainer = Trainer(config, layout, logger, resources)
+            trainer = Trainer(config, layout, logger, resources, force_lock=force_lock)
             with distributed.DistributedSignalHandler() as signals:
                 try:
                     finished = trainer.train(signals)
@@ -51,12 +53,20 @@ def train(config: Config) -> TrainingState:
 class Trainer:
     """A training run on this rank: data, engine, state, checkpoints and log."""
 
-    def __init__(self, config: Config, layout: distributed.Layout, logger: Logger, resources: contextlib.ExitStack):
+    def __init__(
+        self,
+        config: Config,
+        layout: distributed.Layout,
+        logger: Logger,
+        resources: contextlib.ExitStack,
+        *,
+        force_lock: bool,
+    ):
         """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
         `save`.
 
-        Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, if possible before the
-        model is built.
+        Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked,
+        not writable or too small; if possible before the model is built.
         """
         if config.schedule.train_iters is None:
             raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
@@ -64,6 +74,7 @@ class Trainer:
         self.last_iteration = config.schedule.train_iters
         logger.info(layout.describe())
         distributed.seed_everything(config.training.seed, layout)
+        check_log_folders(config)
 
         tokenizer = build_tokenizer(
             config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file
@@ -74,12 +85,18 @@ class Trainer:
         )
         check_machine(config, layout, vocab_size)
         load, save = config.checkpoint.load, config.checkpoint.save
+        self.lock: Lock | None = None
+        if save is not None and self.last_iteration > 0:
+            self.lock = lock_save_folder(save, resources, force=force_lock)
         checkpoint = locate_checkpoint(config, layout, vocab_size, logger.info)
         if checkpoint is None and self.last_iteration == 0:
             problem = f"load: {load} contains no checkpoint" if load else "load is not set"
             raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
         if save is not None and save != load and has_checkpoint(save):
             logger.info(f"save: {save} already contains checkpoints of another run; this run adds to them")
+        if self.lock is not None:
+            start = 0 if checkpoint is None or config.checkpoint.finetune else iteration_of(checkpoint)
+            check_space(config, vocab_size, start, logger.info)
         datasets = self._build_datasets(tokenizer)
         self.curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
 
@@ -91,8 +108,6 @@ class Trainer:
             f"({config.model.pos_emb}); vocabulary {tokenizer.vocab_size:,} padded to {vocab_size:,}; "
             f"{config.precision.dtype}"
         )
-        if save is not None and self.last_iteration > 0:
-            _lock_folder(save, resources)
         self.state = load_checkpoint(self.engine, config, checkpoint, logger.info)
         self.engine.project()
 
@@ -157,7 +172,7 @@ class Trainer:
         training, saves = self.config.training, self.config.checkpoint.saves
         state, log = self.state, StepLog(self.config, self.engine, self.logger, self.flops_per_token)
         if self.checkpointer is not None and state.iteration == 0 and self.last_iteration > 0 and saves(0):
-            self.checkpointer.save(state)
+            self._save()
         while state.iteration < self.last_iteration:
             learning_rate = self.schedule(state.iteration)
             loss = self.engine.train_step(self.train_batches, learning_rate, state.iteration)
@@ -188,12 +203,19 @@ class Trainer:
                     batch = {"tokens": self.probe[:, :-1], "labels": self.probe[:, 1:]}
                     if not math.isfinite(self.engine.validate(iter([batch]), 1)):
                         raise non_finite_loss(self.config, f"after iteration {state.iteration}")
-                    self.checkpointer.save(state)
+                    self._save()
             if exit_reason:
                 saved = "checkpoint saved" if self.checkpointer else "no checkpoint saved (`save` is not set)"
                 self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
                 return False
         return True
+
+    def _save(self) -> None:
+        """Save a checkpoint. Raises UserError if another run has taken over the lock on `save`."""
+        if self.checkpointer is not None:
+            if self.lock is not None:
+                run_on_rank_0(self.lock.check)
+            self.checkpointer.save(self.state)
 
     def evaluate_at_end(self) -> None:
         """Validation, extrapolation curves and test at the last iteration."""
@@ -204,23 +226,6 @@ class Trainer:
             self.curves.measure(self.engine, self.state.iteration)
         if has_validation and self.last_iteration > 0:
             self.validator.test(self.state)
-
-
-def _lock_folder(save: str, resources: contextlib.ExitStack) -> None:
-    """Lock the folder until `resources` are released, so that no other run saves to it.
-
-    Raises UserError, on all ranks, if the folder is not writable or another run holds the lock.
-    """
-    lock = Lock(Path(save) / "run.lock", f"another run saves to {save}; wait until it ends, or choose another folder")
-    resources.callback(lock.release)
-
-    def acquire() -> None:
-        try:
-            lock.acquire()
-        except UserError as error:
-            raise UserError(f"save: {error}") from error
-
-    run_on_rank_0(acquire)
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

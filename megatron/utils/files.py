@@ -1,5 +1,5 @@
-"""Reading files of limited size, and writing files atomically: a file has either its old or its complete new content,
-even after a crash.
+"""Reading files of limited size, writing files atomically (a file has either its old or its complete new content, even
+after a crash), and checking in advance that a folder is writable.
 """
 
 import contextlib
@@ -57,6 +57,28 @@ def _read_errors(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def check_writable(folder: str | Path, key: str) -> None:
+    """Prove that files can be written to `folder`, by writing, flushing and deleting a small one.
+
+    Commands call it before long work whose result they write to `folder`. If it does not exist, its closest existing
+    parent is checked. Raises UserError that names `key`, the key or option of the folder.
+    """
+    folder = Path(folder)
+    try:
+        place = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+        probe = place / f".writable-{os.uname().nodename}-{os.getpid()}"
+        try:
+            with open(probe, "xb") as stream:
+                stream.write(bytes(4096))
+                stream.flush()
+                os.fsync(stream.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{key}: cannot write to {folder}: {reason}; choose a writable folder") from error
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:

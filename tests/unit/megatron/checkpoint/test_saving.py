@@ -8,7 +8,7 @@ import torch
 from megatron.checkpoint import saving
 from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.checkpoint.saving import to_host, write_files
-from megatron.checkpoint.storage import CheckpointError, file_record
+from megatron.checkpoint.storage import file_record
 
 
 def test_the_manifest_lists_all_files(trained_run):
@@ -65,21 +65,3 @@ def test_host_copies_are_independent_and_reuse_memory():
     assert second["w"].tolist() == [1, 2, 3, 4]
     assert second["nested"][0][1] == 3
     assert to_host({"w": torch.ones(9)}, first)["w"].shape == (9,)
-
-
-def test_all_hosts_must_share_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
-    folder = tmp_path / "checkpoints"
-    saving._check_that_all_hosts_share(folder)
-    assert list(folder.iterdir()) == []
-
-    def on_a_host_with_a_folder_of_its_own(check):
-        for path in folder.iterdir():
-            path.unlink()
-        check()
-
-    monkeypatch.setattr(saving, "run_on_all_ranks", on_a_host_with_a_folder_of_its_own)
-    with pytest.raises(
-        CheckpointError, match="is not the folder that rank 0 writes to; checkpoints need a folder that all hosts sh"
-    ):
-        saving._check_that_all_hosts_share(folder)

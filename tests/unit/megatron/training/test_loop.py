@@ -10,7 +10,6 @@ from megatron.checkpoint.directory import saved_iterations, write_manifest_of_fo
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.training.loop import train
-from megatron.utils.locks import Lock
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
@@ -35,22 +34,6 @@ def assert_same_end(resumed, uninterrupted):
 
 
 # -- training and resuming --------------------------------------------------------------------------------------------
-
-
-def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path):
-    settings = training_settings(tmp_path, data_path)
-    with Lock(tmp_path / "checkpoints" / "run.lock", "held"):
-        with pytest.raises(UserError, match=r"save: another run saves to .*checkpoints;.*held by process \d+ on "):
-            train(Config.from_flat(settings))
-        assert not (tmp_path / "logs" / "metrics.jsonl").exists()
-        # A run that only evaluates needs no lock.
-        with pytest.raises(UserError, match="contains no checkpoint"):
-            train(Config.from_flat({**settings, "train_iters": 0}))
-    trained(tmp_path, data_path)
-    assert not (tmp_path / "checkpoints" / "run.lock").exists()
-    with pytest.raises(UserError, match="not finite"):
-        trained(tmp_path / "failed", data_path, **EXPLODE)
-    assert not (tmp_path / "failed" / "checkpoints" / "run.lock").exists()
 
 
 @pytest.mark.parametrize("pos_emb", ["dape_alibi", "dape_v2_kerple", "dape_fire", "cope", "transformer_xl", "xpos"])
@@ -244,12 +227,6 @@ def test_unusable_input_is_an_error(keys, message, tmp_path, data_path):
     with pytest.raises(UserError, match=message):
         train(Config.from_flat(training_settings(tmp_path, **{"data_path": data_path, **keys})))
     assert not (tmp_path / "checkpoints").exists()
-
-
-def test_a_save_folder_that_cannot_be_created_is_an_error(tmp_path, data_path):
-    (tmp_path / "file").write_text("a file")
-    with pytest.raises(UserError, match=r"save: cannot write .*file/checkpoints: Not a directory"):
-        trained(tmp_path, data_path, save=str(tmp_path / "file" / "checkpoints"))
 
 
 def test_a_checkpoint_of_another_size_is_an_error(tmp_path, data_path):

@@ -1,0 +1,217 @@
+"""Checks before anything is built: folders, the lock, and space for checkpoints."""
+
+import contextlib
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.checkpoint.directory import saved_iterations
+from megatron.config import Config, UserError
+from megatron.training import loop, startup
+from megatron.training.loop import train
+from megatron.utils.locks import Lock
+from tests.support.runs import copy_checkpoint, training_settings
+
+
+@pytest.fixture
+def nothing_is_built(monkeypatch):
+    """Building the datasets or the model fails the test."""
+    for name in ("build_datasets", "Engine"):
+        monkeypatch.setattr(loop, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets the free space of every disk, in bytes."""
+
+    def set_free(size):
+        monkeypatch.setattr(startup.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
+
+    return set_free
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("save", r"save: cannot write to .*file/x: Not a directory; choose a writable folder"),
+        ("log_dir", r"log-dir: cannot write to .*file/x"),
+        ("tensorboard_dir", r"tensorboard-dir: cannot write to .*file/x"),
+        ("eval_results_prefix", r"eval-results-prefix: cannot write to .*file/x"),
+    ],
+)
+def test_a_folder_that_is_not_writable(key, message, tmp_path, data_path, nothing_is_built):
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(UserError, match=message):
+        train(Config.from_flat(training_settings(tmp_path, data_path, **{key: str(tmp_path / "file" / "x")})))
+
+
+def test_the_folder_of_wandb_is_not_writable(tmp_path, data_path, nothing_is_built, monkeypatch):
+    """Otherwise, wandb would write to the system's temporary folder."""
+    (tmp_path / "file").write_text("a file")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"use_wandb \(environment variable WANDB_DIR\): cannot write to .*file"):
+        train(Config.from_flat(training_settings(tmp_path, data_path, use_wandb=True)))
+
+
+def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
+    """The sample indices are written before the model is built."""
+    monkeypatch.setattr(loop, "Engine", lambda *_: pytest.fail("the model was built"))
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(
+        UserError, match=r"cannot write the sample indices to .*file/x .*; set data-cache-path to a wri"
+    ):
+        train(Config.from_flat(training_settings(tmp_path, data_path, data_cache_path=str(tmp_path / "file" / "x"))))
+
+
+def test_a_full_disk(tmp_path, data_path, nothing_is_built, free):
+    free(1_000_000)
+    message = (
+        r"save: .*checkpoints has 1.00 MB of free space, but training needs 1.40 MB for 2 checkpoints of about 0.70 MB "
+        r"\(58,240 parameters: weights 0.23 MB, optimizer 0.47 MB\); free some space"
+    )
+    with pytest.raises(UserError, match=message):
+        train(Config.from_flat(training_settings(tmp_path, data_path)))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path, nothing_is_built):
+    settings = training_settings(tmp_path, data_path)
+    with Lock(tmp_path / "checkpoints" / "run.lock", "held"):
+        message = r"save: another run saves to .*checkpoints;.*--force-lock \(held by process \d+ on "
+        with pytest.raises(UserError, match=message):
+            train(Config.from_flat(settings))
+        assert not (tmp_path / "logs" / "metrics.jsonl").exists()
+        # A run that only evaluates needs no lock.
+        with pytest.raises(UserError, match="contains no checkpoint"):
+            train(Config.from_flat({**settings, "train_iters": 0}))
+
+
+def test_the_lock_is_released_after_success_and_failure(tmp_path, data_path):
+    train(Config.from_flat(training_settings(tmp_path, data_path)))
+    assert not (tmp_path / "checkpoints" / "run.lock").exists()
+    keys = {"optimizer": {"type": "Adam", "params": {"lr": 1e20}}, "warmup": 0.0, "gradient_clipping": 0.0}
+    with pytest.raises(UserError, match="not finite"):
+        train(Config.from_flat(training_settings(tmp_path / "failed", data_path, **keys)))
+    assert not (tmp_path / "failed" / "checkpoints").exists()
+
+
+def test_a_run_stops_if_another_one_takes_its_lock_over(tmp_path, data_path, monkeypatch, capsys):
+    path = tmp_path / "checkpoints" / "run.lock"
+    step = loop.Engine.train_step
+
+    def with_another_run(engine, batches, learning_rate, iteration):
+        if iteration == 4:
+            other.acquire()
+        return step(engine, batches, learning_rate, iteration)
+
+    monkeypatch.setattr(loop.Engine, "train_step", with_another_run)
+    other = Lock(path, "busy", force=True)
+    with pytest.raises(UserError, match=r"run.lock: this process has lost the lock"):
+        train(Config.from_flat(training_settings(tmp_path, data_path)))
+    assert saved_iterations(tmp_path / "checkpoints") == [3]
+    other.check()
+    monkeypatch.undo()
+    # --force-lock
+    train(Config.from_flat(training_settings(tmp_path, data_path)), force_lock=True)
+    assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
+    assert "run.lock: took over the lock (held by process" in capsys.readouterr().out
+    with pytest.raises(UserError, match="has lost the lock"):
+        other.check()
+
+
+def test_all_hosts_must_share_the_folder(tmp_path, monkeypatch):
+    with contextlib.ExitStack() as resources:
+        startup.lock_save_folder(str(tmp_path), resources, force=False)
+        assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+    def on_a_host_with_a_folder_of_its_own(check):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        check()
+
+    monkeypatch.setattr(startup, "run_on_all_ranks", on_a_host_with_a_folder_of_its_own)
+    with (
+        contextlib.ExitStack() as resources,
+        pytest.raises(UserError, match="is not the folder that rank 0 writes to; checkpoints need a folder that all h"),
+    ):
+        startup.lock_save_folder(str(tmp_path), resources, force=False)
+
+
+# -- the estimate -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision": "fp32"},
+        {"precision": "bfloat16"},
+        {"precision": "fp16", "no_save_optim": True},
+        {"precision": "bfloat16", "no_weight_tying": False, "norm": "rmsnorm"},
+    ],
+    ids=["fp32", "bfloat16", "no_save_optim", "tied"],
+)
+def test_the_estimate_is_the_size_of_a_checkpoint(keys, tmp_path, data_path):
+    keys = {"hidden_size": 128, "train_iters": 1, "eval_iters": 0, **keys}
+    config = Config.from_flat(training_settings(tmp_path, data_path, **keys))
+    size, description = startup.checkpoint_bytes(config, 512)
+    train(config)
+    step = tmp_path / "checkpoints" / "global_step1"
+    saved = sum(path.stat().st_size for path in step.iterdir() if path.name.startswith(("layer_", "optimizer_")))
+    assert size == pytest.approx(saved, rel=0.03)
+    assert ("optimizer 0.00 MB" in description) == ("no_save_optim" in keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "start", "count"),
+    [
+        ({"save_interval": 10}, 0, 10),
+        ({"save_interval": 10}, 50, 5),
+        ({"save_interval": 30}, 50, 3),  # 60, 90, 100
+        ({"save_interval": None}, 0, 1),
+        ({"save_interval": None}, 100, 0),
+        ({"save_interval": 10}, 100, 0),
+        ({"save_interval": None, "extra_save_iters": [0, 1, 50, 200]}, 0, 4),
+        ({"save_interval": 50, "extra_save_iters": [0, 1, 50]}, 0, 4),
+        ({"save_interval": 2, "checkpoint_scale": "log"}, 0, 8),  # 1, 2, 4 ... 64, 100
+        ({"save_interval": 10, "checkpoint_scale": "log", "extra_save_iters": [10, 11]}, 1, 3),
+    ],
+)
+def test_the_number_of_checkpoints_is_that_of_the_training_loop(keys, start, count, tmp_path):
+    config = Config.from_flat(training_settings(tmp_path, "data", train_iters=100, **keys))
+    assert startup._count_saves(config, start) == count
+    saves = config.checkpoint.saves
+    looped = [i for i in range(start + 1, 101) if saves(i) or i == 100] + [0] * (start == 0 and saves(0))
+    assert len(looped) == count
+
+
+@pytest.mark.parametrize(
+    ("keep", "existing", "needed"),
+    [(None, 0, 2), (None, 2, 2), (1, 0, 2), (3, 0, 4), (3, 1, 3), (3, 2, 2), (1, 2, 1)],
+)
+def test_the_number_of_checkpoints_that_must_fit(keep, existing, needed, tmp_path, data_path, free):
+    """Old checkpoints are deleted after the new one is written."""
+    keys = {"train_iters": 100, "save_interval": 10, "keep_last_n_checkpoints": keep}
+    config = Config.from_flat(training_settings(tmp_path, data_path, **keys))
+    for number in range(existing):
+        (tmp_path / "checkpoints" / f"global_step{10 * (number + 1)}").mkdir(parents=True)
+    size, _ = startup.checkpoint_bytes(config, 512)
+    lines = []
+    free(needed * size)
+    startup.check_space(config, 512, 10 * existing, lines.append)
+    (line,) = lines
+    assert line.startswith(f"checkpoints: {10 - existing} up to iteration 100, about 0.70 MB each (58,")
+    assert line.endswith(f"only about {needed} of them fit: set keep_last_n_checkpoints") == (keep is None)
+    free(needed * size - 1)
+    with pytest.raises(UserError, match=rf"for {needed} checkpoint"):
+        startup.check_space(config, 512, 10 * existing, lines.append)
+
+
+def test_a_finished_run_needs_no_space(tmp_path, data_path, free):
+    train(Config.from_flat(training_settings(tmp_path, data_path)))
+    free(0)
+    train(Config.from_flat(training_settings(tmp_path, data_path)))
+    copy_checkpoint(tmp_path, tmp_path / "resumed", 3)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match=r"for 1 checkpoint of about"):
+        train(Config.from_flat(training_settings(tmp_path / "resumed", data_path)))
