@@ -28,7 +28,8 @@ from megatron.config.command_line import OptionParser, run_main  # noqa: E402
 from megatron.evaluation.records import ExtrapolationRecord  # noqa: E402
 from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
 from megatron.reporting.differences import PairedLosses  # noqa: E402
-from megatron.utils.files import write_atomically  # noqa: E402
+from megatron.utils.files import check_writable, write_atomically  # noqa: E402
+from megatron.utils.locks import Lock  # noqa: E402
 from megatron.utils.processes import signal_without_parent  # noqa: E402
 
 METHODS = ("kerple_log", "alibi", "rotary")
@@ -42,6 +43,13 @@ console = Console()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the steps that are not finished. Returns 0, or the exit status of the step that failed."""
     options = parse_options(argv)
+    check_writable(options.output, "--output")
+    check_writable(options.data, "--data")
+    with Lock(options.output / "demo.lock", f"{options.output}: another demo is using this folder; wait until it ends"):
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
     started_at = time.perf_counter()
     # prepare_data.py itself skips a corpus that is complete and has the same options.
     status = run_step(

@@ -17,12 +17,13 @@ from megatron.chomsky.experiment import (
     write_chomsky_results,
 )
 from megatron.chomsky.tasks import TASKS
-from megatron.config.command_line import OptionParser, option_name
+from megatron.config.command_line import OptionParser, add_lock_option, option_name
 from megatron.reporting.chomsky import chomsky_figure, chomsky_table
 from megatron.reporting.figures import save_figure
 from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import terminal_table
-from megatron.utils.files import write_atomically
+from megatron.utils.files import check_writable, write_atomically
+from megatron.utils.locks import Lock
 from megatron.utils.progress import Progress
 
 DESCRIPTION = "Train small transformers on the tasks of the Chomsky hierarchy, and test them on longer inputs."
@@ -48,11 +49,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises UserError.
     """
     options = _parse(argv)
+    check_writable(options.output, "--output")
+    busy_message = (
+        f"{options.output}: another process is using this folder; wait until it ends, choose another --output, or use "
+        "--force-lock if it has ended"
+    )
+    with Lock(options.output / "chomsky.lock", busy_message, force=options.force_lock) as lock:
+        _run_experiments(options, lock)
+
+
+def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
     settings = ExperimentSettings(**{field.name: getattr(options, field.name) for field in fields(ExperimentSettings)})
     for name in options.methods:
         check_method(name)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "chomsky.json"
     results = read_chomsky_results(path, settings)
     requested = [(task, method, seed) for task in options.tasks for method in options.methods for seed in options.seeds]
@@ -68,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         state_file = options.output / "unfinished" / f"{task}-{method}-{seed}.pt"
         experiment = Experiment(task, method, seed, settings, device, state_file)
         results.append(_run(experiment, title, console))
+        lock.check()
         write_chomsky_results(path, settings, results)
         experiment.delete_state()
     shown = [result for result in results if (result["task"], result["pos_emb"], result["seed"]) in set(requested)]
@@ -125,6 +136,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="folder for the results (default: %(default)s)",
     )
+    add_lock_option(parser, "the output folder")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if available)")
     group = parser.add_argument_group("training, testing and the model")
     for field in fields(ExperimentSettings):

@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
-from megatron.cli.eval_tasks import add_task_options, harness_options, run_harness
+from megatron.cli.eval_tasks import TASK_RESULTS, add_task_options, harness_options, run_harness
 from megatron.cli.model_options import (
     checkpoint_folders,
     chosen_step,
@@ -24,7 +24,7 @@ from megatron.cli.model_options import (
     saved_config,
 )
 from megatron.config import Config, UserError
-from megatron.config.command_line import OptionParser, option_name
+from megatron.config.command_line import OptionParser, add_lock_option, option_name
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
@@ -48,6 +48,8 @@ from megatron.model.settings import ModelSettings
 from megatron.reporting.summary import TITLE, print_summary, write_summary
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.errors import shortened, visible
+from megatron.utils.files import check_writable
+from megatron.utils.locks import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training length and longer."
@@ -91,8 +93,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         output = folders[0] / "evaluation"
         print(f"writing the report to {output} (--output)", flush=True)
     if harness is not None:
-        return run_harness(harness, folders, config, options, Path(output))
+        check_writable(output, "--output")
+        busy_message = (
+            f"{output}: another evaluation is writing {TASK_RESULTS}; wait for it, or choose another --output"
+        )
+        with Lock(Path(output) / f"{TASK_RESULTS}.lock", busy_message, force=options.force_lock):
+            return run_harness(harness, folders, config, options, Path(output))
     with _process_group() as (rank, world_size):
+        run_on_rank_0(partial(check_writable, output, "--output"))
         _evaluate(folders, Path(output), config, options, rank, world_size)
 
 
@@ -184,6 +192,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "that it already contains for these models are not measured again",
     )
     report.add_argument("--replace", action="store_true", help="delete results of other models from the folder")
+    add_lock_option(report, "the folder")
     report.add_argument(
         "--label",
         nargs="+",
@@ -351,7 +360,8 @@ def _evaluate(
     for line in _sample_lines(text, planned[0]):
         report(line)
 
-    results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
+    fingerprints = [model.fingerprint for model in models]
+    results = ResultsFile(output, fingerprints, replace=options.replace, force_lock=options.force_lock)
     with contextlib.ExitStack() as stack:
         # Only rank 0 opens the file. If that fails, all ranks raise the error.
         run_on_rank_0(lambda: stack.enter_context(results) and None)

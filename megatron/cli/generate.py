@@ -22,7 +22,7 @@ from megatron.inference.generation import Generation, generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
-from megatron.utils.files import read_file, write_atomically
+from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.progress import Progress
 
 DESCRIPTION = "Generate text from a checkpoint."
@@ -46,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not settings.prompt_end:
             raise UserError(EMPTY_PROMPT_END)
     else:
-        if output != STANDARD_OUTPUT and not Path(output).parent.is_dir():
-            raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
+        if output != STANDARD_OUTPUT:
+            if not Path(output).parent.is_dir():
+                raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
+            check_writable(Path(output).parent, "--output")
         if Path(output).is_dir():
             raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
         prompts = [""] if prompt_file is None else read_prompts(prompt_file, settings.prompt_end)

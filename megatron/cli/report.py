@@ -12,6 +12,7 @@ from megatron.reporting.paper_tables import REFERENCE
 from megatron.reporting.report import Sources, write_report
 from megatron.reporting.summary import TITLE
 from megatron.utils.errors import UserError
+from megatron.utils.files import check_writable
 
 DESCRIPTION = (
     "Write the tables and figures of the KERPLE, DAPE and LEX papers from stored evaluation results, as an HTML report "
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if not (options.results or options.checkpoint or options.benchmark):
         raise UserError("nothing to report: give folders with results, --checkpoint or --benchmark")
+    check_writable(options.output, "--output")
     sources = Sources(read_results(options.results, strict=False), options.checkpoint, options.benchmark)
     reference = REFERENCE
     if options.reference is not None:

@@ -12,12 +12,13 @@ from rich.text import Text
 
 from megatron.cli.evaluate import check_options
 from megatron.config import UserError
-from megatron.config.command_line import OptionParser
+from megatron.config.command_line import OptionParser, add_lock_option
 from megatron.evaluation.records import read_results
 from megatron.reporting.report import Sources, write_report
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, SweepRun, missing_data, plan
 from megatron.sweep.runner import Display, Runner
+from megatron.utils.files import check_writable
 from megatron.utils.locks import Lock
 from megatron.utils.progress import readable_time
 
@@ -41,6 +42,7 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rate", type=float, metavar="TOKENS/S", help="training speed for the time estimate; default: the logged speed"
     )
+    add_lock_option(parser, "the output folder of the sweep")
     options = parser.parse_args(argv)
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
@@ -55,8 +57,12 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
         return 0
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
-    with Lock(sweep.output / ".lock", f"{sweep.output}: another sweep is using this folder; wait for it, or stop it"):
-        return _run(console, root, sweep, runs, devices)
+    check_writable(sweep.output, f"{sweep.path}: output")
+    busy_message = (
+        f"{sweep.output}: another sweep is using this folder; wait for it, stop it, or use --force-lock if it has ended"
+    )
+    with Lock(sweep.output / ".lock", busy_message, force=options.force_lock) as lock:
+        return _run(console, root, sweep, runs, devices, lock)
 
 
 def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> list[str]:
@@ -91,7 +97,9 @@ def _visible_gpus() -> list[str]:
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _run(console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str]) -> int:
+def _run(
+    console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str], lock: Lock
+) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
@@ -101,6 +109,7 @@ def _run(console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], d
     with Display(runs, statuses, console) as display:
         runner = Runner(root, devices, display)
         stopped_by = runner.run(unfinished)
+    lock.check()
     finished = [run for run in runs if run.status().state is State.FINISHED]
     if finished:
         sources = Sources(read_results(run.results for run in finished))

@@ -101,13 +101,13 @@ def add_key_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*names, metavar="VALUE", help=f"same as --set {key}=VALUE")
 
 
-def add_lock_option(parser: argparse.ArgumentParser, folder: str) -> None:
+def add_lock_option(parser: argparse._ActionsContainer, folder: str) -> None:
     """Add --force-lock, for a command that locks `folder`."""
     parser.add_argument(
         "--force-lock",
         action="store_true",
-        help=f"take over the lock on {folder}, if you know that the process that holds it has ended; if it still runs, "
-        "it stops before its next write",
+        help=f"take over the lock on {folder}, if you know that the process that holds it has ended (if it still runs, "
+        "it stops when it notices)",
     )
 
 

@@ -353,12 +353,20 @@ class ResultsFile:
         folder: created if needed.
         checkpoints: fingerprints of the models to evaluate.
         replace: drop stored records of other models.
+        force_lock: take over the lock of another process.
 
     Entering raises UserError if the folder cannot be written to, if another process is writing to it, or if it
     contains records of other models and `replace` is False.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], checkpoints: Sequence[str] = (), *, replace: bool = False):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        checkpoints: Sequence[str] = (),
+        *,
+        replace: bool = False,
+        force_lock: bool = False,
+    ):
         self.folder = Path(folder)
         self.path = self.folder / RESULTS
         self.records: list[Record] = []
@@ -366,7 +374,9 @@ class ResultsFile:
         self._replace = replace
         self._lock = Lock(
             self.folder / f"{RESULTS}.lock",
-            f"{self.path}: another evaluation is writing to it; wait until it ends, or choose another --output",
+            f"{self.path}: another evaluation is writing to it; wait until it ends, choose another --output, or use "
+            "--force-lock if it has ended",
+            force=force_lock,
         )
 
     def __enter__(self) -> "ResultsFile":
@@ -412,7 +422,10 @@ class ResultsFile:
         return None
 
     def add(self, record: Record) -> None:
-        """Append a record and flush it to disk. Raises UserError if it is not valid or cannot be written."""
+        """Append a record and flush it to disk. Raises UserError if it is not valid or cannot be written, or if the lock
+        was lost.
+        """
+        self._lock.check()
         line = json.dumps(record).encode() + b"\n"
         _parse_record(line[:-1], f"cannot write {self.path}", strict=True)  # never write what cannot be read
         try:

@@ -55,8 +55,8 @@ def lock_save_folder(save: str, resources: contextlib.ExitStack, *, force: bool)
     """
     lock = Lock(
         Path(save) / "run.lock",
-        f"save: another run saves to {save}; wait until it ends, choose another folder, or, if you know that it has "
-        "ended, take the lock over with --force-lock",
+        f"save: another run saves to {save}; wait until it ends, choose another folder, or use --force-lock if it has "
+        "ended",
         force=force,
     )
     resources.callback(lock.release)
@@ -112,16 +112,16 @@ def check_space(config: Config, padded_vocab_size: int, start: int, report: Call
         needed = min(at_once, 2) if keep is None else at_once
         if needed * size > free:
             raise UserError(
-                f"save: {folder} has {_gigabytes(free)} of free space, but training needs {_gigabytes(needed * size)} "
-                f"for {needed} checkpoint{'s' * (needed > 1)} of about {_gigabytes(size)} ({description}); free some "
+                f"save: {folder} has {_readable(free)} of free space, but training needs {_readable(needed * size)} "
+                f"for {needed} checkpoint{'s' * (needed > 1)} of about {_readable(size)} ({description}); free some "
                 "space, choose another folder, or lower keep_last_n_checkpoints"
             )
         note = ""
         if at_once * size > free:
             note = f"; only about {free // size} of them fit: set keep_last_n_checkpoints"
         return (
-            f"checkpoints: {count:,} up to iteration {last:,}, about {_gigabytes(size)} each ({description}); "
-            f"{_gigabytes(free)} of free space{note}"
+            f"checkpoints: {count:,} up to iteration {last:,}, about {_readable(size)} each ({description}); "
+            f"{_readable(free)} of free space{note}"
         )
 
     report(run_on_rank_0(check))
@@ -147,7 +147,7 @@ def checkpoint_bytes(config: Config, padded_vocab_size: int) -> tuple[int, str]:
     if not config.checkpoint.no_save_optim:
         tensors = len(OPTIMIZERS[config.optimizer.type].state_tensors) + (dtype != torch.float32)  # master weights
         optimizer = parameters * tensors * torch.float32.itemsize
-    description = f"{parameters:,} parameters: weights {_gigabytes(weights)}, optimizer {_gigabytes(optimizer)}"
+    description = f"{parameters:,} parameters: weights {_readable(weights)}, optimizer {_readable(optimizer)}"
     return weights + optimizer, description
 
 
@@ -167,5 +167,5 @@ def _count_saves(config: Config, start: int) -> int:
     return len(steps | {step for step in (int(factor**power) for power in powers) if start < step <= last})
 
 
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"
+def _readable(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"

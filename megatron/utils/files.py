@@ -65,9 +65,10 @@ def check_writable(folder: str | Path, key: str) -> None:
     Commands call it before long work whose result they write to `folder`. If it does not exist, its closest existing
     parent is checked. Raises UserError that names `key`, the key or option of the folder.
     """
-    folder = Path(folder)
+    place = Path(folder).absolute()
     try:
-        place = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+        while not _exists(place):
+            place = place.parent
         probe = place / f".writable-{os.uname().nodename}-{os.getpid()}"
         try:
             with open(probe, "xb") as stream:
@@ -79,6 +80,15 @@ def check_writable(folder: str | Path, key: str) -> None:
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{key}: cannot write to {folder}: {reason}; choose a writable folder") from error
+
+
+def _exists(path: Path) -> bool:
+    """Unlike pathlib's method: true for a broken link; raises OSError for a name that is invalid."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:

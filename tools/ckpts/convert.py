@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face, to_release
+from megatron.checkpoint.convert.output import check_new_folder
 from megatron.checkpoint.directory import find_step, iteration_of
 from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
 from megatron.config import Config
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for command in (to_hf, from_hf):
         command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
     options = parser.parse_args(arguments)
+    check_new_folder(options.output)
     options.run(options)
     print(f"wrote {options.output}")
 

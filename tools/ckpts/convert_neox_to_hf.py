@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from megatron.checkpoint.configuration import model_differences
 from megatron.checkpoint.convert import to_hugging_face
+from megatron.checkpoint.convert.output import check_new_folder
 from megatron.checkpoint.directory import STEP
 from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
 from megatron.config import Config, UserError
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(
             f"--architecture {options.architecture} is not supported: all models have GPT-NeoX's architecture; use neox"
         )
+    check_new_folder(options.output_dir)
     model, saved = load_model(options.input_dir.parent, int(match[1]))
     config = _with_keys_of(options.config_file, saved)
     tokenizer = None

@@ -19,7 +19,7 @@ from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
-from megatron.utils.files import sync_folder
+from megatron.utils.files import check_writable, sync_folder
 
 # Largest allowed difference of two logits, in units of max(1, standard deviation of the logits).
 TOLERANCE = 1e-4
@@ -30,15 +30,24 @@ Logits = Callable[[Tensor], Tensor]
 Report = Callable[[str], None]
 
 
-@contextmanager
-def new_folder(output: str | Path) -> Iterator[Path]:
-    """Yield an empty folder next to `output`. It is renamed to `output` if the block succeeds, and removed otherwise.
-
-    Raises CheckpointError if `output` exists and is not an empty folder, or cannot be written.
+def check_new_folder(output: str | Path) -> None:
+    """Raises UserError if `output` exists and is not an empty folder, or if its parent is not writable. Tools call it
+    before they load a model.
     """
     output = Path(output).absolute()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError(f"{output}: already exists; name a new folder, or remove this one")
+    check_writable(output.parent, str(output))
+
+
+@contextmanager
+def new_folder(output: str | Path) -> Iterator[Path]:
+    """Yield an empty folder next to `output`. It is renamed to `output` if the block succeeds, and removed otherwise.
+
+    Raises UserError if `output` exists and is not an empty folder, or cannot be written.
+    """
+    output = Path(output).absolute()
+    check_new_folder(output)
     unfinished = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from megatron.cli import chomsky as command
 from megatron.cli.chomsky import main
 from megatron.utils.errors import UserError
+from megatron.utils.locks import Lock
 
 TINY = {
     "steps": 6,
@@ -44,6 +46,22 @@ def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
 
     with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):
         main(arguments(tmp_path, *words, steps=7))
+
+
+def test_the_folder_must_be_writable_and_unused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "read_chomsky_results", lambda *_: pytest.fail("too late"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--output: cannot write to .*file/results: Not a directory"):
+        main(arguments(tmp_path / "file" / "results"))
+    with (
+        Lock(tmp_path / "chomsky.lock", "busy"),
+        pytest.raises(UserError, match=r"another process is using this folder; .*--force-lock .*\(held by process"),
+    ):
+        main(arguments(tmp_path))
+    monkeypatch.undo()
+    with Lock(tmp_path / "chomsky.lock", "busy"):
+        main(arguments(tmp_path, "--tasks", "even_pairs", "--methods", "none", "--force-lock"))
+    assert "took over the lock" in capsys.readouterr().out
 
 
 def test_unsupported_methods_are_rejected(tmp_path):

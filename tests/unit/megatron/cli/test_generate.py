@@ -191,6 +191,7 @@ def test_bad_prompt_files(tmp_path, content, message):
         ({}, [], "text_gen_type is not set"),
         ({"text_gen_type": "input-file"}, [], "sample_input_file"),
         ({"text_gen_type": "unconditional"}, ["-o", "nowhere/out.jsonl"], "folder nowhere does not exist"),
+        ({"text_gen_type": "unconditional"}, ["-o", "/proc/out.jsonl"], r"--output: cannot write to /proc: .*choose"),
         ({"text_gen_type": "unconditional"}, ["--iteration", "9"], "no checkpoint of iteration 9; available: 4"),
         ({"text_gen_type": "unconditional"}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
         ({"text_gen_type": "unconditional", "hidden_size": 64}, [], "hidden_size 32 in the checkpoint, 64 here"),

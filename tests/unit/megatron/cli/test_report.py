@@ -25,6 +25,12 @@ def test_report_of_several_folders(tmp_path, capsys):
     assert "<title>Mine</title>" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_a_folder_that_is_not_writable_is_found_before_results_are_read(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--output: cannot write to .*file/out: Not a directory"):
+        main([str(tmp_path / "nowhere"), "--output", str(tmp_path / "file" / "out")])
+
+
 def test_invalid_arguments_and_results_are_rejected(tmp_path):
     output = ["--output", str(tmp_path / "out")]
     with pytest.raises(UserError, match="nothing to report"):

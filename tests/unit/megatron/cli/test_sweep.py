@@ -41,3 +41,9 @@ def test_only_one_sweep_runs_in_a_folder(sweep):
         pytest.raises(UserError, match="another sweep is using this folder"),
     ):
         sweep()
+
+
+def test_the_folder_of_a_sweep_must_be_writable(sweep):
+    (sweep.folder / "file").write_text("")
+    with pytest.raises(UserError, match=r"sweep.yml: output: cannot write to .*file/out: Not a directory"):
+        sweep(output=str(sweep.folder / "file" / "out"))

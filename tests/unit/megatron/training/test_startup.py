@@ -78,7 +78,7 @@ def test_a_full_disk(tmp_path, data_path, nothing_is_built, free):
 def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path, nothing_is_built):
     settings = training_settings(tmp_path, data_path)
     with Lock(tmp_path / "checkpoints" / "run.lock", "held"):
-        message = r"save: another run saves to .*checkpoints;.*--force-lock \(held by process \d+ on "
+        message = r"save: another run saves to .*checkpoints;.*--force-lock if it has ended \(held by process \d+ on "
         with pytest.raises(UserError, match=message):
             train(Config.from_flat(settings))
         assert not (tmp_path / "logs" / "metrics.jsonl").exists()

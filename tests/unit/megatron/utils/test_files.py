@@ -1,9 +1,10 @@
+import errno
 import os
 
 import pytest
 
 from megatron.utils.errors import UserError
-from megatron.utils.files import read_file, read_lines, sync_folder, write_atomically
+from megatron.utils.files import check_writable, read_file, read_lines, sync_folder, write_atomically
 
 
 def test_content_is_replaced(tmp_path):
@@ -32,6 +33,33 @@ def test_missing_folder(tmp_path):
     with pytest.raises(UserError, match=r"cannot write .*file: No such file or directory"):
         write_atomically(tmp_path / "missing" / "file", b"")
     sync_folder(tmp_path / "missing")  # is ignored
+
+
+def test_a_folder_is_writable(tmp_path):
+    for folder in (tmp_path, tmp_path / "new" / "folder"):
+        check_writable(folder, "save")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for folder, reason in {
+        "file": "Not a directory",
+        "file/folder": "Not a directory",
+        "link": "No such file or directory",
+        "a\0b": "embedded null byte",
+        "x" * 300: "File name too long",
+    }.items():
+        with pytest.raises(UserError, match=rf"^log-dir: cannot write to .*: {reason}; choose a writable folder"):
+            check_writable(tmp_path / folder, "log-dir")
+
+
+def test_a_full_disk_is_not_writable(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"save: cannot write to .*: No space left on device"):
+        check_writable(tmp_path, "save")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_read_file_accepts_only_small_regular_files(tmp_path):

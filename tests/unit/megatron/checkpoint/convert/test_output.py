@@ -13,6 +13,7 @@ from megatron.checkpoint.convert.output import (
 )
 from megatron.checkpoint.directory import find_damage, find_valid_step
 from megatron.checkpoint.storage import CheckpointError
+from megatron.utils.errors import UserError
 from tests.support.checkpoints import VOCABULARY
 from tests.support.conversion import make_model, random_tokens
 
@@ -38,7 +39,10 @@ def test_an_existing_folder_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="empty: already exists"), new_folder(tmp_path / "empty"):
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"), new_folder(tmp_path / "file" / "out"):
+    with (
+        pytest.raises(UserError, match=r"out: cannot write to .*file: Not a dir"),
+        new_folder(tmp_path / "file" / "out"),
+    ):
         pass
 
 
