@@ -422,8 +422,9 @@ class ResultsFile:
         return None
 
     def add(self, record: Record) -> None:
-        """Append a record and flush it to disk. Raises UserError if it is not valid or cannot be written, or if the lock
-        was lost.
+        """Append a record and flush it to disk.
+
+        Raises UserError if it is not valid or cannot be written, or if another process has taken over the lock.
         """
         self._lock.check()
         line = json.dumps(record).encode() + b"\n"
