@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support import hostile_configs, hostile_results
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.hostile import Case, MakeCase
-from tests.support.hostile_data import hostile_dataset, hostile_download, hostile_input
+from tests.support.hostile_data import hostile_dataset, hostile_download, hostile_input, hostile_journal
 from tests.support.runs import training_settings
 
 # With these values of `save` and the like, a configuration would be right to write outside the folder of its case.
@@ -46,6 +46,7 @@ def hostile_config(generator: random.Random, folder: Path, resources: contextlib
 FILES: dict[str, MakeCase] = {
     "inputs of preprocessing": hostile_input,
     "datasets (.bin, .idx, manifest)": hostile_dataset,
+    "journals of preprocessing": hostile_journal,
     "downloads": hostile_download,
     "results, metrics, journals, names": hostile_result,
 }

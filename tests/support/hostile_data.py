@@ -17,6 +17,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -24,13 +25,16 @@ import zstandard
 
 from megatron.data.documents import DocumentOptions
 from megatron.data.indexed_dataset import HEADER
+from megatron.data.indexed_writer import IndexedWriter
 from megatron.data.input_files import find_files
 from megatron.data.preprocessing import preprocess
 from megatron.data.readers import FileCorpus
 from tests.support.checkpoints import settings_of
 from tests.support.corpora import BYTE_TOKENIZER, json_lines
-from tests.support.hostile import Case
+from tests.support.forks import start_run
+from tests.support.hostile import SECONDS, Case, replace_constants
 from tests.support.hostile_results import change_value
+from tests.support.runs import environment
 from tests.support.servers import serve_bytes
 from tests.support.texts import KINDS, PYTHON
 
@@ -301,6 +305,67 @@ def _dataset_command(generator: random.Random, folder: Path, prefix: str) -> lis
         ["tools/datasets/merge_datasets.py", "--input", prefix, prefix, "--output-prefix", output],
         ["tools/datasets/split_dataset.py", "--input", prefix, "--output-prefix", output],
     ))  # fmt: skip
+
+
+def hostile_journal(generator: random.Random, folder: Path, resources: contextlib.ExitStack) -> Case:
+    """The journal and the partial files of an interrupted preprocess_data.py, which then resumes.
+
+    If it succeeds, the dataset must be that of an uninterrupted run.
+    """
+    source = folder / "source.jsonl"
+    source.write_bytes(json_lines(*(PYTHON[start : start + 300] for start in range(0, 12_000, 300))))
+    words = ["tools/datasets/preprocess_data.py", "--input", str(source), "--append-eod"]
+    words += ["--tokenizer-type", "CharLevelTokenizer", "--output-prefix"]
+    expected = _preprocess_partly(words, folder / "expected", None)
+    _preprocess_partly(words, folder / "out", generator.randrange(1, 8))
+    path = generator.choice([folder / "out.progress.json"] * 4 + sorted(folder.glob("out*partial*")))
+    content = path.read_bytes()
+    how = generator.choices(("values", "bytes", "special"), (60, 30, 10))[0]
+    if how == "special":
+        how = replace_by_special_file(generator, path)
+    elif how == "values" and path.suffix == ".json":
+        path.write_text(json.dumps(change_value(generator, json.loads(content))))
+    else:
+        path.write_bytes(damage(generator, content))
+
+    def problem(status: int, output: str) -> str | None:
+        names = ("_text_document.bin", "_text_document.idx")
+        written = [(folder / f"out{name}").read_bytes() for name in names] if status == 0 else expected
+        return None if written == expected else "the dataset differs from that of an uninterrupted run"
+
+    return Case(f"{path.name}: {how}", [*words, str(folder / "out")], constants=_SMALL_WORK_ITEMS, problem=problem)
+
+
+_SMALL_WORK_ITEMS = {
+    "megatron.data.preprocessing:COMMIT_INTERVAL_SECONDS": 0.0,
+    "megatron.data.readers:BLOCK": 600,
+    "megatron.data.encoding:WORK_ITEM_BYTES": 1200,
+}
+
+
+def _preprocess_partly(words: list[str], prefix: Path, items: int | None) -> list[bytes]:
+    """Run preprocess_data.py in a fork, and end it without warning after a number of work items; None: at the end.
+    Returns the contents of the finished dataset.
+    """
+
+    def prepare() -> None:
+        replace_constants(_SMALL_WORK_ITEMS)
+        add, left = IndexedWriter.add, iter(range(items or 10**9))
+
+        def add_or_die(*arguments: Any) -> None:
+            if next(left, None) is None:
+                os._exit(9)
+            add(*arguments)
+
+        IndexedWriter.add = add_or_die  # type: ignore[method-assign]
+
+    run = start_run(
+        [*words, str(prefix)], prefix.with_suffix(".log"), cwd=prefix.parent, environment=environment(), prepare=prepare
+    )
+    run.wait(SECONDS)
+    return [
+        path.read_bytes() for path in sorted(prefix.parent.glob(f"{prefix.name}_*")) if path.suffix in (".bin", ".idx")
+    ]
 
 
 # -- downloads ---------------------------------------------------------------------------------------------------------
