@@ -12,7 +12,7 @@
     int64[D]  document index: first sequence of each document, followed by S
 
 `PREFIX.json` is the manifest that preprocessing writes. Preprocessing stores each document as one sequence. This module
-needs only NumPy, because preprocessing workers must not import torch.
+needs only NumPy and pydantic, because preprocessing workers must not import torch.
 """
 
 import itertools
@@ -23,9 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import read_file, write_atomically
+from megatron.utils.typed_json import Count
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -268,26 +270,30 @@ class Manifest:
             belonged to another subset of the Pile.
     """
 
-    documents: int
-    tokens: int
-    text_bytes: int | None
-    largest_id: int
+    documents: Count
+    tokens: Count
+    text_bytes: Count | None
+    largest_id: Count
     sha256: str
     dtype: str
     tokenizer: str
     tokenizer_fingerprint: str
-    vocab_size: int
+    vocab_size: Count
     append_eod: bool
     ftfy: bool
     key: str
     inputs: list[str]
-    skipped_empty: int
-    skipped_bad: int
-    skipped_other: int
+    skipped_empty: Count
+    skipped_bad: Count
+    skipped_other: Count
 
     def describes(self, files: IndexedFiles) -> bool:
         """Whether the counts are those of `files`. False if other software has replaced the files."""
         return (self.tokens, self.documents) == (files.tokens, files.documents)
+
+
+_MANIFEST = TypeAdapter(Manifest)
+_MANIFEST_LIMIT = 64 << 20  # bytes; `inputs` can be long
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -301,8 +307,8 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
 def read_manifest(prefix: str | Path) -> Manifest | None:
     """Read the manifest of `prefix`. Returns None if it is missing or unreadable, as for data from other software."""
     try:
-        return Manifest(**json.loads(manifest_path(prefix).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return _MANIFEST.validate_json(read_file(manifest_path(prefix), _MANIFEST_LIMIT), strict=True)
+    except (UserError, ValueError):
         return None
 
 

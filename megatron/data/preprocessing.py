@@ -7,6 +7,7 @@ journal.
 
 import copy
 import glob
+import hashlib
 import importlib.util
 import json
 import time
@@ -14,6 +15,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from megatron.data.documents import DocumentOptions, SkippedDocuments
 from megatron.data.encoding import check_workers, encode_chunks, process_in_order, work_items
@@ -22,7 +26,7 @@ from megatron.data.indexed_writer import IndexedWriter, WriterState, is_resumabl
 from megatron.data.readers import BLOCK, START, ChunkSource, ReadPosition
 from megatron.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock
 from megatron.utils.progress import Progress
 
@@ -151,10 +155,23 @@ class JournalState:
     manifests: list[Manifest] = field(default_factory=list)
 
 
+@dataclass
+class JournalContent:
+    """The JSON in the journal. `work` contains the settings of the run."""
+
+    work: dict[str, Any]
+    progress: JournalState
+
+
+_JOURNAL = TypeAdapter(JournalContent)
+_JOURNAL_LIMIT = 64 << 20  # bytes
+
+
 class Journal:
     """The journal of one output, and the lock that keeps other processes away from it. A context manager.
 
-    `OUTPUT_PREFIX.progress.json` is replaced atomically, and only after everything it describes is on disk.
+    `OUTPUT_PREFIX.progress.json` is replaced atomically, and only after everything it describes is on disk. Its first
+    line is the SHA-256 of the rest, so that no edited or damaged journal is resumed.
 
     Args:
         settings: JSON values that determine the output. A journal with other settings is ignored.
@@ -181,29 +198,25 @@ class Journal:
 
     def load(self) -> JournalState | None:
         """Load the state of an earlier run. Returns None, after printing why, if there is none with these settings."""
+        if not self.exists:
+            return None
         try:
-            journal = json.loads(self._path.read_bytes())
-            settings, fields = journal["work"], journal["progress"]
-            state = JournalState(
-                ReadPosition(*fields["position"]),
-                fields["bytes_read"],
-                [OutputState(WriterState(**output.pop("writer")), **output) for output in fields["outputs"]],
-                RejectedDocuments(**fields["rejected"]),
-                [Manifest(**manifest) for manifest in fields["manifests"]],
-            )
-        except FileNotFoundError:
+            checksum, _, content = read_file(self._path, _JOURNAL_LIMIT).partition(b"\n")
+            if checksum.decode() != hashlib.sha256(content).hexdigest():
+                raise ValueError("the checksum is wrong")
+            stored = _JOURNAL.validate_json(content, strict=True)
+        except (UserError, ValueError):
+            print(f"{self._path}: journal ignored: damaged or edited; starting from the beginning")
             return None
-        except (OSError, ValueError, KeyError, TypeError):
-            print(f"{self._path}: journal ignored: unreadable; starting from the beginning")
-            return None
-        if settings == self._settings:
-            return state
-        changed = ", ".join(key for key in self._settings if settings.get(key) != self._settings[key]) or "version"
+        if stored.work == self._settings:
+            return stored.progress
+        changed = ", ".join(key for key in self._settings if stored.work.get(key) != self._settings[key]) or "version"
         print(f"{self._path}: journal ignored: {changed} changed; starting from the beginning")
         return None
 
     def save(self, state: JournalState) -> None:
-        write_atomically(self._path, json.dumps({"work": self._settings, "progress": asdict(state)}).encode())
+        content = json.dumps(asdict(JournalContent(self._settings, state))).encode()
+        write_atomically(self._path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)

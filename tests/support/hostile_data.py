@@ -324,7 +324,8 @@ def hostile_journal(generator: random.Random, folder: Path, resources: contextli
     if how == "special":
         how = replace_by_special_file(generator, path)
     elif how == "values" and path.suffix == ".json":
-        path.write_text(json.dumps(change_value(generator, json.loads(content))))
+        checksum, _, text = content.partition(b"\n")
+        path.write_bytes(checksum + b"\n" + json.dumps(change_value(generator, json.loads(text))).encode())
     else:
         path.write_bytes(damage(generator, content))
 

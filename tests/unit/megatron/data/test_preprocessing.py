@@ -331,7 +331,7 @@ def test_no_resume_without_skip_bad_after_skipping(tmp_path, shared_input, small
     )
 
 
-@pytest.mark.parametrize("damage", ["removed", "truncated", "unreadable journal"])
+@pytest.mark.parametrize("damage", ["removed", "truncated", "unreadable journal", "edited journal"])
 def test_unusable_files_of_an_unfinished_run(
     tmp_path, shared_input, expected, small_items, monkeypatch, capsys, damage
 ):
@@ -341,8 +341,13 @@ def test_unusable_files_of_an_unfinished_run(
         partial.unlink()
     elif damage == "truncated":
         os.truncate(partial, 3)
-    else:
+    elif damage == "unreadable journal":
         (tmp_path / "out.progress.json").write_text('{"work"')
+    else:
+        journal = (tmp_path / "out.progress.json").read_text()
+        edited = journal.replace('"position": [0', '"position": [1')
+        assert edited != journal
+        (tmp_path / "out.progress.json").write_text(edited)
     build(shared_input, tmp_path / "out")
     assert "starting from the beginning" in capsys.readouterr().out
     assert contents(tmp_path / "out") == expected
