@@ -25,17 +25,20 @@ from rich.rule import Rule  # noqa: E402
 
 import check_megatron  # noqa: E402, F401
 from megatron.config.command_line import OptionParser, run_main  # noqa: E402
-from megatron.evaluation.records import ExtrapolationRecord  # noqa: E402
+from megatron.evaluation.records import ExtrapolationRecord, extrapolation_records, read_results  # noqa: E402
 from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
 from megatron.reporting.differences import PairedLosses  # noqa: E402
-from megatron.utils.files import check_writable, write_atomically  # noqa: E402
+from megatron.utils.errors import UserError, shortened  # noqa: E402
+from megatron.utils.files import check_writable, read_file, write_atomically  # noqa: E402
 from megatron.utils.locks import Lock  # noqa: E402
 from megatron.utils.processes import signal_without_parent  # noqa: E402
+from megatron.utils.typed_json import load_json  # noqa: E402
 
 METHODS = ("kerple_log", "alibi", "rotary")
 LENGTHS = ("128", "512", "2048")
 CORPUS = "python_stdlib"
 INPUTS_FILE = "made_from.json"
+MAX_INPUTS_BYTES = 1 << 20
 
 console = Console()
 
@@ -43,6 +46,7 @@ console = Console()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the steps that are not finished. Returns 0, or the exit status of the step that failed."""
     options = parse_options(argv)
+    check_options(options)
     check_writable(options.output, "--output")
     check_writable(options.data, "--data")
     with Lock(options.output / "demo.lock", f"{options.output}: another demo is using this folder; wait until it ends"):
@@ -63,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
         console.print("[red]stopped[/]; run the same command again to resume")
         return status
     report = options.output / "report"
-    for line in conclusions(json.loads((report / "extrapolation.json").read_text())["rows"]):
+    for line in conclusions(extrapolation_records(read_results(report))):
         console.print(line)
-    console.print(f"total time {time.perf_counter() - started_at:.0f} s; report: {report}")
+    console.print(f"total time {time.perf_counter() - started_at:.0f} s; report: {report}", markup=False)
     return 0
 
 
@@ -112,6 +116,22 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Raises UserError, before anything is trained, if a step would fail."""
+    known = sorted(path.stem for path in (ROOT / "configs" / "pos_emb").glob("*.yml"))
+    for method in options.methods:
+        if method not in known:
+            raise UserError(f"--methods {shortened(method)}: there is no configs/pos_emb file of this name")
+    if options.iterations < 1:
+        raise UserError(f"--iterations must be at least 1, not {options.iterations}")
+    longest = int(LENGTHS[-1])
+    if options.tokens < longest:
+        raise UserError(
+            f"--tokens {options.tokens}: the models are evaluated on texts of {longest:,} tokens; choose at least "
+            f"{longest}"
+        )
+
+
 def under_root(path: str) -> Path:
     """Relative paths start at the project's folder, where the steps run."""
     return ROOT / path
@@ -130,11 +150,19 @@ def train(method: str, options: argparse.Namespace) -> int:
     folder, corpus = options.output / method, options.data / CORPUS
     checkpoints = folder / "checkpoints"
     inputs = training_inputs(method, options)
-    if checkpoints.exists() and read_inputs(folder) != inputs:
-        console.print(f"{folder}: corpus, tokenizer or configuration changed; training again")
-        shutil.rmtree(folder)
+    recorded = read_inputs(folder)
+    if checkpoints.exists() and recorded is None:
+        raise UserError(
+            f"{checkpoints}: was not written by the demo, or its {INPUTS_FILE} was deleted; choose another --output, "
+            "or delete that folder"
+        )
+    if checkpoints.exists() and recorded != inputs:
+        console.print(f"{folder}: corpus, tokenizer or configuration changed; training again", markup=False)
+        # The record of the old inputs comes last, so that a killed deletion is completed.
+        for name in ("logs", "checkpoints"):
+            shutil.rmtree(folder / name, ignore_errors=True)
     latest = checkpoints / "latest"
-    if latest.is_file() and latest.read_text().strip() == f"global_step{options.iterations}":
+    if latest.is_file() and latest.read_bytes().strip() == b"global_step%d" % options.iterations:
         console.print(f"[green]already done:[/] {title}")
         return 0
     write_inputs(folder, inputs)
@@ -188,11 +216,9 @@ def training_inputs(method: str, options: argparse.Namespace) -> dict[str, objec
 
 
 def read_inputs(folder: Path) -> object:
-    """The recorded inputs of a folder; None if there is no record."""
-    try:
-        return json.loads((folder / INPUTS_FILE).read_text())
-    except (OSError, ValueError):
-        return None
+    """The recorded inputs of a folder; None if there is no record. Raises UserError if it is not JSON."""
+    path = folder / INPUTS_FILE
+    return load_json(read_file(path, MAX_INPUTS_BYTES), str(path)) if path.exists() else None
 
 
 def write_inputs(folder: Path, inputs: object) -> None:

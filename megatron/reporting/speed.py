@@ -80,11 +80,11 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
     for path, corpus in corpora.items():
         try:
             config = checkpoint_config(find_step(path))
-        except UserError:
+            folders = [Path(config.logging.log_dir)] if config.logging.log_dir else []
+            folders.append(Path(path).parent / "logs")
+            log = next((folder / METRICS for folder in folders if (folder / METRICS).is_file()), None)
+        except (UserError, OSError):  # OSError: the path is too long
             continue
-        folders = [Path(config.logging.log_dir)] if config.logging.log_dir else []
-        folders.append(Path(path).parent / "logs")
-        log = next((folder / METRICS for folder in folders if (folder / METRICS).is_file()), None)
         speed = read_log(log) if log else None
         if speed:
             model = (config.model.num_layers, config.model.hidden_size, config.model.seq_length)

@@ -9,6 +9,7 @@ import re
 import runpy
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,30 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     # Rank 1 does not wait for rank 0 if the results cannot be written.
     (tmp_path / "file").write_text("")
     run_ranks(tmp_path, [*words, str(tmp_path / "file" / "x")], expected_error="cannot write to")
+
+
+def test_a_killed_evaluation_loses_nothing(tmp_path):
+    """Four kills at different records; each run continues where the last one was killed."""
+    data = write_corpus(tmp_path)
+    write_checkpoint(tmp_path / "checkpoints", "kerple_log", data)
+    modes = [f"window@{size}" for size in range(1, 25)]
+    words = ["--checkpoint", str(tmp_path / "checkpoints"), "--lengths", "32", "64", "--modes", *modes, "--output"]
+    results, fork = tmp_path / "killed" / "results.jsonl", multiprocessing.get_context("fork")
+    for kill in range(1, 6):
+        process = fork.Process(target=run_rank, args=(tmp_path, [*words, str(results.parent)], {}, 0, None))
+        process.start()
+        while (
+            kill < 5 and process.is_alive() and (not results.is_file() or results.read_bytes().count(b"\n") < 9 * kill)
+        ):
+            time.sleep(0.001)
+        if kill < 5:
+            process.kill()
+        process.join(timeout=240)
+        assert process.exitcode == (-9 if kill < 5 else 0), (tmp_path / "output of 0").read_text()
+        assert len(read_results(results.parent)) >= 9 * min(kill, 5)
+    assert len(results.read_bytes().splitlines()) == 48, "nothing was measured twice"
+    main([*words, str(tmp_path / "whole")])
+    assert read_results(results.parent) == read_results(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import yaml
 
 from megatron.checkpoint.directory import find_damage, find_step
 from megatron.data.prepare import PrepareOptions, prepare
+from megatron.evaluation.records import read_results
 from megatron.sweep.runner import RUN_VARIABLE, find_processes, last_lines, start_process
 from tests.support.runs import ROOT
 from tests.support.sweeps import kill_all, logged_iterations, run_sweep, start_sweep, write_sweep
@@ -73,6 +75,34 @@ def test_the_processes_of_a_run_receive_sigterm_when_the_sweep_dies(tmp_path):
     process.wait()
     wait_for(lambda: log.read_text() == "started\nSIGTERM\n")
     wait_for(lambda: not find_processes(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_at_random_moments_loses_nothing(tmp_path):
+    """Ten kills of the sweep and all its processes, then the results of a sweep that was never killed."""
+    keys = {"axes": {"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}, {"seed": 8}]}}
+    (tmp_path / "whole").mkdir()
+    started_at = time.monotonic()
+    run_sweep(write_sweep(tmp_path / "whole", **keys))
+    duration = time.monotonic() - started_at
+    (tmp_path / "killed").mkdir()
+    path, generator = write_sweep(tmp_path / "killed", **keys), random.Random(3)
+    for _ in range(10):
+        process = start_sweep(path)
+        time.sleep(generator.uniform(0.1, 0.6) * duration)
+        if process.poll() is None:
+            kill_all(process)
+        else:
+            assert process.returncode == 0, process.communicate()[0]
+    run_sweep(path)
+    killed, whole = (read_results(tmp_path / name / "out") for name in ("killed", "whole"))
+    # The text is the same, but in another folder.
+    values = [
+        [(row["seed"], row["length"], row["loss"], row["measurement"]) for row in rows] for rows in (killed, whole)
+    ]
+    assert values[0] == values[1]
+    assert len(whole) == 4
+    assert not list((tmp_path / "killed" / "out").rglob("*.unfinished"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron.utils.errors import UserError
 from tests.support.records import record
 from tests.support.runs import ROOT
 from tools import demo
@@ -44,6 +45,34 @@ def test_the_demo_writes_a_report_and_skips_finished_steps(run_demo, monkeypatch
     assert "training again" in run_demo("--iterations", "3")
     assert commands[1:] == ["prepare_data.py", "deepy.py", "evaluate.py"]
     assert not (run_demo.folder / "kerple_log" / "checkpoints").exists()
+
+
+def test_a_wrong_option_is_an_error_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "run_step", lambda title, command: pytest.fail(f"ran {command}"))
+    for words, message in (
+        (["--tokens", "512"], r"--tokens 512: .* 2,048 tokens; choose at least 2048"),
+        (["--methods", "kerple_log", "../demo"], r"--methods \.\./demo: there is no configs/pos_emb file"),
+        (["--iterations", "0"], "--iterations must be at least 1, not 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            demo.main(["--output", str(tmp_path), *words])
+
+
+def test_checkpoints_of_others_and_damaged_records_are_kept(tmp_path):
+    corpus = tmp_path / "data" / demo.CORPUS
+    corpus.mkdir(parents=True)
+    (corpus / f"{demo.CORPUS}_text_document.idx").write_bytes(b"1")
+    (corpus / "tokenizer.json").write_bytes(b"2")
+    checkpoints = tmp_path / "alibi" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest").write_text("global_step9")
+    options = demo.parse_options(["--output", str(tmp_path), "--data", str(tmp_path / "data")])
+    with pytest.raises(UserError, match=r"checkpoints: was not written by the demo"):
+        demo.train("alibi", options)
+    (tmp_path / "alibi" / "made_from.json").write_text('{"iterations": 6')
+    with pytest.raises(UserError, match=r"made_from\.json: not valid JSON"):
+        demo.train("alibi", options)
+    assert (checkpoints / "latest").read_text() == "global_step9"
 
 
 def test_the_conclusions_claim_what_the_standard_errors_support():

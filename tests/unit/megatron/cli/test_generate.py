@@ -210,7 +210,7 @@ def test_bad_prompt_files(tmp_path, content, message):
         (
             {"text_gen_type": "unconditional", "num_samples": 2},
             ["--set", "maximum-tokens=1000000000000"],
-            "maximum_tokens",
+            "maximum-tokens.: must be less than or equal",
         ),
         ({}, ["-i", "/dev/zero"], "/dev/zero is not a regular file"),
         ({"text_gen_type": "unconditional"}, ["-o", "/"], "cannot write /: it is a folder"),

@@ -25,6 +25,7 @@ def test_seconds_per_step_from_logs(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     write_checkpoint(checkpoints, "alibi", "nowhere")
     records = [record("alibi", 32, 3.0, checkpoint={"path": str(checkpoints), "iteration": 4}), record("rpe", 32, 3.0)]
+    records.append(record("rpe", 64, 3.0, checkpoint={"path": "x" * 4000, "iteration": 4}))
     times = step_times(records)
     assert [(time.pos_emb, time.seconds, time.model) for time in times] == [("alibi", 2.0, (2, 32, 32))]
     (table,) = step_time_tables(times)
