@@ -170,6 +170,12 @@ def open_indexed_files(prefix: str | Path) -> IndexedFiles:
     """
     if is_remote(prefix):
         raise UserError(f"{prefix} is on an object store, which only training can read; download its .bin and .idx")
+    binary, index = find_files(prefix)
+    return IndexedFiles(str(prefix), *validate_index(index, str(binary), binary.stat().st_size))
+
+
+def find_files(prefix: str | Path) -> tuple[Path, Path]:
+    """The paths of the local .bin and .idx of a prefix. Raises UserError if one is missing."""
     binary, index = bin_path(prefix), idx_path(prefix)
     missing = [path for path in (binary, index) if not path.is_file()]
     if missing:
@@ -181,7 +187,7 @@ def open_indexed_files(prefix: str | Path) -> IndexedFiles:
             nearby = sorted(path.stem for path in binary.parent.glob("*.idx") if not path.stem.endswith(".partial"))
             hint = f"datasets in that folder: {', '.join(nearby[:5])}" if nearby else f"build it with {_BUILD_COMMANDS}"
         raise UserError(f"no data at {prefix}: {' and '.join(str(path) for path in missing)} missing; {hint}")
-    return IndexedFiles(str(prefix), *validate_index(index, str(binary), binary.stat().st_size))
+    return binary, index
 
 
 def is_remote(prefix: str | Path) -> bool:

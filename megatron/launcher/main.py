@@ -2,12 +2,13 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config, load_config
 from megatron.config.command_line import extract_overrides
+from megatron.data.indexed_dataset import bin_path, find_files, idx_path
 from megatron.launcher.commands import (
     ReservedPort,
     forwarded_variables,
@@ -85,8 +86,14 @@ def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
     return DeepyArguments(path, files, config_dir, overrides, strict, words)
 
 
-def main(words: Sequence[str]) -> int:
+def main(
+    words: Sequence[str], check_script: Callable[[Path, Config, Sequence[str]], list[str]] = lambda *_: []
+) -> int:
     """Run deepy.py with the words of its command line, and return the exit status of the script.
+
+    Args:
+        check_script: receives the script, the configuration and the options of the script. It raises UserError, or
+            exits, if the script would reject them, and returns the prefixes of the datasets that every host needs.
 
     Raises UserError, before anything is started, if the configuration is wrong or does not fit this machine.
     """
@@ -103,9 +110,13 @@ def main(words: Sequence[str]) -> int:
     data_parallel_size = config.parallel.data_parallel_size(resources.world_size)
     if config.batch.is_set:
         config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
+    prefixes = check_script(arguments.script, config, arguments.script_options)
+    if not on_other_hosts:
+        for prefix in prefixes:
+            find_files(prefix)
     print(f"deepy: {resources.describe()}", flush=True)
     if on_other_hosts:
-        return _run_on_other_hosts(config, resources, arguments)
+        return _run_on_other_hosts(config, resources, arguments, prefixes)
     environment, notes = local_environment(resources, os.environ)
     for note in notes:
         print(f"deepy: {note}", flush=True)
@@ -116,10 +127,12 @@ def main(words: Sequence[str]) -> int:
         return run_node(node, rank_command(config, arguments.script, arguments.script_options), environment)
 
 
-def _run_on_other_hosts(config: Config, resources: Resources, arguments: DeepyArguments) -> int:
+def _run_on_other_hosts(
+    config: Config, resources: Resources, arguments: DeepyArguments, prefixes: Sequence[str]
+) -> int:
     """Start the ranks with config.launcher.launcher and wait for them; returns the exit status.
 
-    Raises UserError, before anything is started, if a host cannot be reached or lacks the project.
+    Raises UserError, before anything is started, if a host cannot be reached or lacks the project or a dataset.
     """
     launcher = config.launcher
     variables = forwarded_variables(os.environ)
@@ -128,6 +141,7 @@ def _run_on_other_hosts(config: Config, resources: Resources, arguments: DeepyAr
     first_address = None
     if needs_ssh and not launcher.no_ssh_check:
         files = [sys.executable, str(arguments.script.absolute())]
+        files += [str(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
         first_address = check_hosts(resources.hosts, os.getcwd(), files, os.environ)
     # With Slurm, the ranks read the address of the first node from Slurm's variables.
     address = launcher.master_addr or first_address or resources.hosts[0]

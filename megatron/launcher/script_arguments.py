@@ -42,19 +42,7 @@ def parse_arguments(
         UserError: the configuration is wrong. (An invalid option prints the usage and exits with status 2.)
     """
     overrides, words = extract_overrides(sys.argv[1:] if argv is None else argv)
-    parser = OptionParser(description=description)
-    parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted")
-    parser.add_argument("-d", "--conf-dir", metavar="DIR", help="folder of the configuration files")
-    add_key_options(parser)
-    parser.add_argument(STRICT_OPTION, action="store_true", help="reject keys that appear in two configuration files")
-    parser.add_argument(MERGED_CONFIG_OPTION, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--fallback", action="store_true", help="if the checkpoint is damaged, load the newest intact one"
-    )
-    # Some launchers add this option; the rank itself is read from the environment.
-    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
-    if add_options is not None:
-        add_options(parser)
+    parser = make_parser(description, add_options)
     options = parser.parse_intermixed_args(words)
     if options.neox_config is not None:
         if options.files or overrides:
@@ -72,6 +60,26 @@ def parse_arguments(
     if options.neox_config is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         follow_launcher()
     return config, options
+
+
+def make_parser(
+    description: str, add_options: Callable[[argparse.ArgumentParser], None] | None = None, prog: str | None = None
+) -> OptionParser:
+    """The parser of a script's command line without the words that `extract_overrides` removes."""
+    parser = OptionParser(prog=prog, description=description)
+    parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted")
+    parser.add_argument("-d", "--conf-dir", metavar="DIR", help="folder of the configuration files")
+    add_key_options(parser)
+    parser.add_argument(STRICT_OPTION, action="store_true", help="reject keys that appear in two configuration files")
+    parser.add_argument(MERGED_CONFIG_OPTION, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--fallback", action="store_true", help="if the checkpoint is damaged, load the newest intact one"
+    )
+    # Some launchers add this option; the rank itself is read from the environment.
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
+    if add_options is not None:
+        add_options(parser)
+    return parser
 
 
 def print_notices(config: Config) -> None:

@@ -76,11 +76,7 @@ def initialize(config: Config) -> Layout:
         backend = "gloo"
         if int(os.environ.get("RANK", "0")) == 0:
             print("distributed-backend: nccl requires a GPU, but none is available; using gloo", flush=True)
-    if not dist.is_backend_available(backend):
-        raise UserError(
-            f"distributed_backend {backend} is not available: this PyTorch was built without it; remove the key (nccl "
-            "on GPUs, gloo on CPUs)"
-        )
+    check_backend(backend)
     if not dist.is_initialized():
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -120,6 +116,15 @@ def initialize(config: Config) -> Layout:
         tensor_rank=rank % tensor_size,
         device=torch.device(get_accelerator().device_name(local_rank) if on_gpu else "cpu"),
     )
+
+
+def check_backend(backend: str) -> None:
+    """Raises UserError if torch.distributed lacks a backend."""
+    if not dist.is_backend_available(backend):
+        raise UserError(
+            f"distributed_backend {backend} is not available: this PyTorch was built without it; remove the key (nccl "
+            "on GPUs, gloo on CPUs)"
+        )
 
 
 def _check_address(name: str) -> None:
