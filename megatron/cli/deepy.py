@@ -33,6 +33,7 @@ def check_script(script: Path, config: Config, options: Sequence[str]) -> list[s
         from megatron.training.distributed import check_backend
 
         check_backend(backend)
-    blends = config_blends(config)
-    paths = [config.data.data_path or ""] if blends is None else [p for b in blends if b is not None for p in b.prefixes]
-    return [path for path in dict.fromkeys(paths) if not is_remote(path)]
+    prefixes = [config.data.data_path or ""]
+    if (blends := config_blends(config)) is not None:
+        prefixes = [prefix for blend in blends if blend is not None for prefix in blend.prefixes]
+    return [prefix for prefix in dict.fromkeys(prefixes) if not is_remote(prefix)]

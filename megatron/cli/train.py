@@ -10,7 +10,7 @@ from megatron.launcher.script_arguments import parse_arguments
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train with the configuration files on the command line. Returns the exit status."""
-    config, options = parse_arguments("Train a model with the given configuration files.", argv, _add_options)
+    config, options = parse_arguments("Train a model with the given configuration files.", argv, add_options)
     # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     from megatron.training.loop import train
@@ -21,5 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of train.py, except those for the configuration."""
     add_lock_option(parser, "save")

@@ -74,7 +74,7 @@ def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], envi
 
 
 def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) -> int:
-    """Run srun or mpirun, and return its exit status; 128 + N if signal N ended it.
+    """Run srun or mpirun, and return its exit status; 128 + N if signal N killed it or the rank that failed first.
 
     The first of `stop_signals` is forwarded as SIGUSR1, which srun and mpirun pass on to the ranks; they save
     and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the ranks. If this process is
@@ -114,6 +114,7 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) 
     copier.join(timeout=5)  # another process may keep the pipe open
     if failure is not None and failure.signal is not None and not stopping:
         print(describe_signal(failure.rank, failure.host, failure.signal), file=sys.stderr, flush=True)
+        return 128 + failure.signal  # srun returns the status of a rank that it has killed
     return 128 - status if status < 0 else status
 
 

@@ -86,9 +86,7 @@ def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
     return DeepyArguments(path, files, config_dir, overrides, strict, words)
 
 
-def main(
-    words: Sequence[str], check_script: Callable[[Path, Config, Sequence[str]], list[str]] = lambda *_: []
-) -> int:
+def main(words: Sequence[str], check_script: Callable[[Path, Config, Sequence[str]], list[str]] = lambda *_: []) -> int:
     """Run deepy.py with the words of its command line, and return the exit status of the script.
 
     Args:

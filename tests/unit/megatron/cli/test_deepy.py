@@ -51,7 +51,8 @@ def test_unknown_option(start, capsys):
 
 def test_accepted(tmp_path):
     keys = {"train_data_paths": ["a", "b"], "valid_data_paths": ["s3://bucket/a", "b"], "distributed_backend": "nccl"}
-    config = Config.from_flat(training_settings(tmp_path, "data", data_path=None, **keys))
+    settings = {key: value for key, value in training_settings(tmp_path, "data").items() if key != "data_path"}
+    config = Config.from_flat({**settings, **keys})
     assert check_script(ROOT / "train.py", config, ["--fallback"]) == ["a", "b"]
     assert check_script(ROOT / "evaluate.py", config, ["--lengths", "8"]) == []
 
