@@ -143,9 +143,9 @@ def run_pdsh(
     """Run `command` as every rank of the hosts `nodes`, and return the largest exit status of the hosts.
 
     The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one kills
-    them. If a host fails, the ranks of the others are killed after a minute; the last line says which rank was the
-    first to fail, and why. If this process is killed, so is pdsh;
-    its connections end, and the ranks save and exit. Must be called in the main thread.
+    them. If a host fails, the ranks of the others are killed after a minute. The last line names the rank that was
+    killed, or the host that was lost. If this process is killed, so is pdsh; its connections end, and the ranks save
+    and exit. Must be called in the main thread.
 
     Args:
         variables: environment variables of the ranks.
