@@ -144,7 +144,7 @@ def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def run_main(main: Callable[[], int | None]) -> int:
     """Run an entry point and return its exit status. Every exception except SystemExit becomes one line on stderr:
 
-    - UserError: status 2.
+    - UserError: status 2. The error of another rank is not printed again.
     - In a rank, a lost connection to another rank: status 3.
     - KeyboardInterrupt: status 130. If its only argument is a text, the line contains it.
     - The reader of standard output has gone, as in `... | head`: no line, status 141.
@@ -167,6 +167,8 @@ def run_main(main: Callable[[], int | None]) -> int:
         raise
     except BaseException as error:  # some panics of Rust libraries are not derived from Exception
         status, text = _explain(error)
+        if isinstance(error, UserError) and error.printed_by_other_rank:
+            return status
         if status in (EXIT_STATUS_OF_USER_ERROR, EXIT_STATUS_OF_UNEXPECTED_ERROR):
             rank = os.environ.get("RANK", "0")
             text = f"error: {text}" if rank == "0" else f"error on rank {rank}: {text}"

@@ -10,7 +10,12 @@ class UserError(Exception):
     """Wrong user input. The message names the key, file or value, and says how to fix it.
 
     Entry points print only the message and exit with status 2, without a traceback.
+
+    Attributes:
+        printed_by_other_rank: another rank raises the same error and prints it.
     """
+
+    printed_by_other_rank = False
 
 
 def first_line(error: BaseException) -> str:

@@ -41,6 +41,7 @@ def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = N
     if failure is not None:
         raise failure
     if reported is not None:
+        reported.printed_by_other_rank = True
         raise reported
     return value  # type: ignore[return-value]  # not None unless `function` returned None
 
@@ -67,6 +68,7 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
         raise failure
     for _, reported in outcomes:
         if reported is not None:
+            reported.printed_by_other_rank = True
             raise reported
     return [value for value, _ in outcomes]
 

@@ -3,15 +3,17 @@
 import json
 import os
 import pty
+import re
 import signal
 import sys
 
+import psutil
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config
 from megatron.training.loop import train
-from tests.support.runs import ROOT, environment, metrics, start, training_settings
+from tests.support.runs import ROOT, environment, metrics, run, start, training_settings
 
 
 def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
@@ -35,6 +37,35 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
     train(Config.from_flat(training_settings(tmp_path / "one", data_path, train_iters=5, load=None, save=None, **keys)))
     losses = metrics(tmp_path)
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)
+
+
+def test_a_second_run_in_the_same_folder(tmp_path, data_path):
+    """It stops on all ranks with one message, and the first run is not affected. After kill -9, the folder is free."""
+    keys = {
+        "eval_iters": 0,
+        "num_gpus": 2,
+        "save": str(tmp_path / "checkpoints"),
+        "load": str(tmp_path / "checkpoints"),
+    }
+    first = start(tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, save_interval=100, **keys))
+    for line in first.stdout:
+        if "iteration 1/" in line:
+            break
+    ranks = psutil.Process(first.pid).children(recursive=True)
+    second = training_settings(tmp_path / "second", data_path, train_iters=4, **keys)
+    output = run(tmp_path / "second", second, status=2)
+    holder = re.search(r"error: save: another run saves to .* \(held by process (\d+) on ", output)
+    assert holder is not None, output
+    assert int(holder[1]) in [rank.pid for rank in ranks]
+    assert output.count("another run saves") == 1, output
+    assert first.poll() is None
+    for process in (first, *ranks):
+        process.kill()
+    psutil.wait_procs(ranks)
+    first.communicate()
+    assert (tmp_path / "checkpoints" / "run.lock").exists()
+    run(tmp_path / "second", second)
+    assert not (tmp_path / "checkpoints" / "run.lock").exists()
 
 
 @pytest.mark.parametrize("words", [["train.py"], pytest.param(["deepy.py", "train.py"], marks=pytest.mark.slow)])

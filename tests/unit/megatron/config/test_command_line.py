@@ -99,6 +99,16 @@ def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
     assert run_main(lambda: 3) == 3
 
 
+def test_an_error_that_another_rank_prints_is_not_repeated(capsys):
+    def main() -> None:
+        error = UserError("what is wrong")
+        error.printed_by_other_rank = True
+        raise error
+
+    assert run_main(main) == 2
+    assert capsys.readouterr().err == ""
+
+
 @pytest.fixture
 def no_rank(monkeypatch, tmp_path):
     """Run outside of a launcher, in an empty folder."""

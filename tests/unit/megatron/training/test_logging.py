@@ -2,12 +2,14 @@
 
 import math
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config, UserError
 from megatron.training.engine import Engine
 from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, StepLog
@@ -67,6 +69,25 @@ def test_pauses_are_not_counted_as_training(monkeypatch):
     now[0] = 102.0
     with log.paused():
         assert log.seconds == pytest.approx(5.0)
+
+
+def test_a_clock_that_jumps_back(tmp_path, data_path, monkeypatch, wandb_offline):
+    """Between all steps, by a day: rates, metrics, and the order of checkpoints do not depend on the clock."""
+    now, days = time.time(), iter(range(10_000))
+    monkeypatch.setattr(time, "time", lambda: now - 86400 * next(days))
+    keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "keep_last_n_checkpoints": 1}
+    for last in (4, 6):  # resumes
+        train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=last, save_interval=1, **keys)))
+    assert next(days) > 10
+    assert all(0 < rate < math.inf for rate in metrics(tmp_path, "train/tokens_per_second").values())
+    assert list(metrics(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert saved_iterations(tmp_path / "checkpoints") == [6]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step6"
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(metrics(tmp_path))
+    lines = (tmp_path / "logs" / "train.log").read_text().splitlines()
+    assert all(line.split()[-2].endswith("s") for line in lines if line.endswith(" left"))
 
 
 # -- skipped steps ----------------------------------------------------------------------------------------------------

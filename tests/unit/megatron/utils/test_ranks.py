@@ -73,10 +73,12 @@ def test_all_ranks_raise_the_error_of_rank_0(as_rank, error, reported_class, mes
     with pytest.raises(type(error)) as raised:
         run_on_rank_0(lambda: fail(error))
     assert raised.value is error
+    assert not getattr(error, "printed_by_other_rank", False)
     as_rank(1)
     with pytest.raises(reported_class, match=message) as raised:
         run_on_rank_0(lambda: None)
     assert type(raised.value) is reported_class
+    assert raised.value.printed_by_other_rank
 
 
 def test_all_ranks_return_all_values(as_rank):
@@ -91,5 +93,6 @@ def test_all_ranks_raise_the_error_of_any_rank(as_rank):
     with pytest.raises(DataError, match="damaged"):
         run_on_all_ranks(lambda: fail(DataError("damaged")))
     as_rank(1)
-    with pytest.raises(DataError, match="damaged"):
+    with pytest.raises(DataError, match="damaged") as raised:
         run_on_all_ranks(lambda: 3)
+    assert raised.value.printed_by_other_rank
