@@ -1,9 +1,10 @@
 """tools/chomsky.py: run the Chomsky-hierarchy benchmark and write its results as JSON, table and figure."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,11 +18,12 @@ from megatron.chomsky.experiment import (
     write_chomsky_results,
 )
 from megatron.chomsky.tasks import TASKS
-from megatron.config.command_line import OptionParser, add_lock_option, option_name
+from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
 from megatron.reporting.chomsky import chomsky_figure, chomsky_table
 from megatron.reporting.figures import save_figure
 from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import terminal_table
+from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.locks import Lock
 from megatron.utils.progress import Progress
@@ -40,6 +42,17 @@ SETTINGS_HELP = {
     "hidden_size": "hidden size of the encoder",
     "num_heads": "attention heads of the encoder",
     "architecture": "pre-norm, or original: the benchmark's own layers, for comparisons with published numbers",
+}
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "architecture": str,
+    "learning_rate": number(0, 1e6, above=True),
+    "batch": integer(1, 2**20),
+    "test_longest": integer(1, 2**16),
+    "test_samples": integer(1, 2**20),
+    "num_layers": integer(1, 1000),
+    "hidden_size": integer(1, 2**16),
+    "num_heads": integer(1, 2**16),
 }
 
 
@@ -62,7 +75,11 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
     settings = ExperimentSettings(**{field.name: getattr(options, field.name) for field in fields(ExperimentSettings)})
     for name in options.methods:
         check_method(name)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"--device {options.device} cannot be used: {first_line(error)}") from error
     path = options.output / "chomsky.json"
     results = read_chomsky_results(path, settings)
     requested = [(task, method, seed) for task in options.tasks for method in options.methods for seed in options.seeds]
@@ -73,8 +90,8 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
         f"{len(requested)} experiments on {device}, {len(requested) - len(missing)} of them already finished",
         highlight=False,
     )
-    for number, (task, method, seed) in enumerate(missing, start=1):
-        title = f"[{number}/{len(missing)}] {task}, {method}, seed {seed}"
+    for index, (task, method, seed) in enumerate(missing, start=1):
+        title = f"[{index}/{len(missing)}] {task}, {method}, seed {seed}"
         state_file = options.output / "unfinished" / f"{task}-{method}-{seed}.pt"
         experiment = Experiment(task, method, seed, settings, device, state_file)
         results.append(_run(experiment, title, console))
@@ -128,7 +145,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="POS_EMB",
         help=f"positional methods (default: {' '.join(METHODS)})",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="random seeds (default: 0)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=integer(0, 2**32 - 1), default=[0], metavar="N", help="random seeds (default: 0)"
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -142,7 +161,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for field in fields(ExperimentSettings):
         group.add_argument(
             option_name(field.name),
-            type=type(field.default),
+            type=_TYPES.get(field.name, integer(1, 10**9)),
             default=field.default,
             choices=ARCHITECTURES if field.name == "architecture" else None,
             metavar="NAME" if field.name == "architecture" else "N",

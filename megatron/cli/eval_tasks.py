@@ -14,7 +14,8 @@ from rich.text import Text
 from megatron.checkpoint.directory import iteration_of
 from megatron.cli.model_options import chosen_step, load, load_tokenizer
 from megatron.config import Config, UserError
-from megatron.config.command_line import option_name
+from megatron.config.command_line import integer, number, option_name
+from megatron.config.schema.base import MAX_INT
 from megatron.reporting.terminal import compact_table, standard_output
 from megatron.utils.files import write_atomically
 
@@ -40,15 +41,18 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         "--eval-tasks", nargs="+", metavar="TASK", help="task names, groups or YAML files (default: eval_tasks)"
     )
     group.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="examples before each question (default: set by the task)"
+        "--num-fewshot", type=integer(0), metavar="N", help="examples before each question (default: set by the task)"
     )
     group.add_argument(
-        "--limit", type=float, metavar="N", help="number of documents per task, or a fraction of them if below 1"
+        "--limit",
+        type=number(0, MAX_INT, above=True),
+        metavar="N",
+        help="number of documents per task, or a fraction of them if below 1",
     )
     group.add_argument("--include-path", nargs="+", metavar="DIR", help="folders with your own task files")
     group.add_argument(
         "--max-length",
-        type=int,
+        type=integer(1),
         metavar="N",
         help="tokens read at once: longer prompts are truncated on the left, longer documents are read in windows "
         "(default: prompts are never truncated, windows have up to 16 times the training length)",

@@ -20,7 +20,7 @@ from megatron.checkpoint.configuration import checkpoint_config, evaluated_metho
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
-from megatron.config.command_line import OptionParser, extract_overrides
+from megatron.config.command_line import OptionParser, extract_overrides, integer
 from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.inference.loading import load_model
@@ -59,7 +59,9 @@ def parse_with_checkpoint(
             metavar="DIR",
             help="folder with `latest`; default: `load` in the configuration, or else `save`",
         )
-        parser.add_argument("--iteration", type=int, help="checkpoint to load; default: the one named in `latest`")
+        parser.add_argument(
+            "--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`"
+        )
         parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if available")
         parser.add_argument(
             "--precision",

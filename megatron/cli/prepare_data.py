@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.dataset_options import add_bad_documents_argument, split_words
-from megatron.config.command_line import OptionParser
+from megatron.config.command_line import OptionParser, integer
 from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
 from megatron.tokenizer import TOKENIZER_TYPES
 
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     parser.add_argument("-m", "--merge-file", help="GPT-2's BPE merges")
     parser.add_argument(
         "--vocab-size",
-        type=int,
+        type=integer(1, 2**24),
         default=2048,
         help="vocabulary size of the BPE trained without -t (default: %(default)s)",
     )
@@ -78,7 +78,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         help="read a source tree (folder or tar): files with these extensions, one document each (e.g. .c,.h)",
     )
     parser.add_argument(
-        "--workers", type=int, default=default_workers(), help="number of processes (default: one per processor)"
+        "--workers",
+        type=integer(1, 1024),
+        default=default_workers(),
+        help="number of processes (default: one per processor)",
     )
     parser.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     add_bad_documents_argument(parser)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megatron.cli.evaluate import check_options
 from megatron.config import UserError
-from megatron.config.command_line import OptionParser, add_lock_option
+from megatron.config.command_line import OptionParser, add_lock_option, integer, number
 from megatron.evaluation.records import read_results
 from megatron.reporting.report import Sources, write_report
 from megatron.sweep.definition import Sweep, read_sweep
@@ -38,9 +38,14 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     where.add_argument(
         "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
     )
-    where.add_argument("--jobs", type=int, metavar="N", help="number of parallel runs on a CPU (default: 1)")
+    where.add_argument(
+        "--jobs", type=integer(1, 1024), metavar="N", help="number of parallel runs on a CPU (default: 1)"
+    )
     parser.add_argument(
-        "--rate", type=float, metavar="TOKENS/S", help="training speed for the time estimate; default: the logged speed"
+        "--rate",
+        type=number(0, above=True),
+        metavar="TOKENS/S",
+        help="training speed for the time estimate; default: the logged speed",
     )
     add_lock_option(parser, "the output folder of the sweep")
     options = parser.parse_args(argv)
@@ -73,13 +78,10 @@ def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> li
         if unknown:
             raise UserError(f"--devices {' '.join(unknown)}: no such GPU; visible: {' '.join(devices) or 'none'}")
         devices = list(options.devices)
-    if options.jobs is not None:
-        if devices:
-            raise UserError(
-                f"--jobs is for CPUs, but this machine has GPUs ({' '.join(devices)}); select them with --devices"
-            )
-        if options.jobs < 1:
-            raise UserError(f"--jobs must be at least 1, not {options.jobs}")
+    if options.jobs is not None and devices:
+        raise UserError(
+            f"--jobs is for CPUs, but this machine has GPUs ({' '.join(devices)}); select them with --devices"
+        )
     if not devices:
         return [""] * (options.jobs or 1)
     for run in runs:

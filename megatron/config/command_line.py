@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -21,7 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.utils.errors import UserError, first_line, visible
+from megatron.config.schema.base import MAX_INT
+from megatron.utils.errors import UserError, first_line, shortened, visible
 from megatron.utils.secrets import redact
 
 SET_OPTION = "--set"
@@ -86,6 +88,38 @@ class OptionParser(argparse.ArgumentParser):
 
 def _with_dashes(option: str) -> str:
     return option.replace("_", "-") if option.startswith("--") else option
+
+
+def integer(lowest: int, highest: int = MAX_INT) -> Callable[[str], int]:
+    """The `type` of an option whose value is an integer in this range."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = lowest - 1
+        if not lowest <= value <= highest:
+            limits = f"of at least {lowest:,}" if highest == MAX_INT else f"from {lowest:,} to {highest:,}"
+            raise argparse.ArgumentTypeError(f"must be an integer {limits}, not {shortened(text)!r}")
+        return value
+
+    return parse
+
+
+def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """The `type` of an option whose value is a finite number in this range, without `lowest` if `above`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (lowest <= value <= highest and math.isfinite(value)) or (above and value == lowest):
+            limits = f"{'above' if above else 'from'} {lowest:g}" + (f" to {highest:g}" if highest < math.inf else "")
+            raise argparse.ArgumentTypeError(f"must be a number {limits}, not {shortened(text)!r}")
+        return value
+
+    return parse
 
 
 def option_name(attribute: str) -> str:

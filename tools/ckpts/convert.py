@@ -26,7 +26,7 @@ from megatron.checkpoint.convert.output import check_new_folder
 from megatron.checkpoint.directory import find_step, iteration_of
 from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
 from megatron.config import Config
-from megatron.config.command_line import OptionParser, run_main
+from megatron.config.command_line import OptionParser, integer, run_main
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.tokenizer import TokenizerFiles
@@ -51,8 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     release = add_command("to-release", export_release, "DIR", "checkpoint folder -> the release's layout")
     from_hf = add_command("from-hf", import_folder, "FOLDER", "Hugging Face folder -> checkpoint folder")
     for command in (to_hf, release):
-        command.add_argument("--iteration", type=int, help="checkpoint to convert (default: the one `latest` names)")
-    release.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="number of shards (default: 1)")
+        command.add_argument(
+            "--iteration", type=integer(0), help="checkpoint to convert (default: the one `latest` names)"
+        )
+    release.add_argument(
+        "--tensor-parallel", type=integer(1, 1024), default=1, metavar="N", help="number of shards (default: 1)"
+    )
     for option in ("--vocab-file", "--merge-file"):
         to_hf.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
     to_hf.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")

@@ -33,7 +33,7 @@ from megatron.checkpoint.directory import (
 from megatron.checkpoint.inspection import describe, differences
 from megatron.checkpoint.layers import embedding_rows, open_layers
 from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.config.command_line import OptionParser, run_main
+from megatron.config.command_line import OptionParser, integer, run_main
 from megatron.model.settings import ModelSettings
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="checkpoint to compare with")
-    parser.add_argument("--iteration", type=int, help="iteration to show; default: the one `latest` names")
+    parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(arguments)
