@@ -162,7 +162,6 @@ def test_texts_beyond_a_position_table_are_rejected(task, checkpoints, task_fold
         ),
         (["--eval-tasks", "pages", "--label", "a", "--replace"], "--replace, --label: cannot be combined with tasks"),
         (["--eval-tasks", "pages", "--limit", "2.5"], "--limit must be a number of documents, or a fraction below 1"),
-        (["--eval-tasks", "pages", "--max-length", "0"], "--max-length must be at least 1, not 0"),
         (["--eval-tasks", "pages", "--include-path", "nowhere"], "--include-path nowhere: not a folder"),
         (
             ["--eval-tasks", "choices", "--max-length", "5"],
