@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from megatron.cli.model_options import (
     saved_config,
 )
 from megatron.config import Config, UserError
-from megatron.config.command_line import OptionParser, add_lock_option, option_name
+from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
@@ -56,7 +55,6 @@ DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training 
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64
 RESOLUTION_TEXTS = 8
-MAX_DIGITS = 12  # of numbers on the command line
 
 # Options that tasks of lm-evaluation-harness do not support.
 EXTRAPOLATION_OPTIONS = (
@@ -113,7 +111,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measurement.add_argument(
         "--lengths",
         nargs="+",
-        type=_positive,
+        type=integer(1, 10**12),
         metavar="N",
         help="lengths in tokens (default: evaluation_lengths, or the training length, doubled up to "
         f"{MAX_LENGTH_FACTOR} times)",
@@ -136,7 +134,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     measurement.add_argument(
         "--tokens",
-        type=_positive,
+        type=integer(1, 10**12),
         metavar="N",
         help="tokens to score, evenly spaced in the validation split and the same at every length (default: "
         "eval_tokens, or the whole split)",
@@ -150,7 +148,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     further.add_argument(
         "--by-position",
         nargs="?",
-        type=_positive,
+        type=integer(1, 10**12),
         const=POSITION_BINS,
         metavar="BINS",
         help=f"measure the loss by position in the text ({POSITION_BINS} bins)",
@@ -158,7 +156,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     further.add_argument(
         "--resolution",
         nargs="?",
-        type=_positive,
+        type=integer(1, 10**12),
         const=RESOLUTION_TEXTS,
         metavar="TEXTS",
         help=f"measure the attention resolution (LEX) on the first TEXTS texts of each length ({RESOLUTION_TEXTS})",
@@ -174,13 +172,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     further.add_argument(
         "--passkey-depths",
         nargs="+",
-        type=_fraction,
+        type=number(0, 1),
         metavar="DEPTH",
         help="position of the number, from 0 (start) to 1 (end) "
         f"(default: {' '.join(f'{depth:g}' for depth in DEPTHS)})",
     )
     further.add_argument(
-        "--passkey-trials", type=_positive, metavar="N", help=f"prompts per length and depth (default: {TRIALS})"
+        "--passkey-trials",
+        type=integer(1, 10**12),
+        metavar="N",
+        help=f"prompts per length and depth (default: {TRIALS})",
     )
     report = parser.add_argument_group("report")
     report.add_argument(
@@ -211,14 +212,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     speed = parser.add_argument_group("memory and speed")
     speed.add_argument(
         "--query-chunk",
-        type=_positive,
+        type=integer(1, 10**12),
         default=QUERY_CHUNK,
         metavar="N",
         help="queries computed at once (default: %(default)s)",
     )
     speed.add_argument(
         "--batch-tokens",
-        type=_positive,
+        type=integer(1, 10**12),
         metavar="N",
         help=f"tokens per batch of short texts (default: {BATCH_TOKENS_CPU} on CPU, {BATCH_TOKENS_GPU} on GPU)",
     )
@@ -264,14 +265,6 @@ def _check(options: argparse.Namespace, train_length: int | None, *, tasks: bool
             )
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be a positive integer of at most {MAX_DIGITS} digits, not {shortened(text)!r}"
-        )
-    return int(text)
-
-
 def printable(text: str) -> str:
     """A title or label. Raises ArgumentTypeError if it has control characters or more than 300 characters."""
     if not text.isprintable() or len(text) > 300:
@@ -279,16 +272,6 @@ def printable(text: str) -> str:
             f"must have at most 300 characters and no control characters, unlike {shortened(text)!r}"
         )
     return text
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
-    return value
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------

@@ -239,11 +239,11 @@ def test_several_checkpoints_require_an_output_folder_and_the_same_data(tmp_path
 def test_invalid_option_values(configuration, capsys):
     with pytest.raises(SystemExit):
         main([configuration(), "--lengths", "12", "0"])
-    assert "--lengths: must be a positive integer of at most 12 digits, not '0'" in capsys.readouterr().err
+    assert "--lengths: must be an integer from 1 to 1,000,000,000,000, not '0'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([configuration(), "--tokens", "9" * 5000])
     error = capsys.readouterr().err
-    assert "--tokens: must be a positive integer of at most 12 digits, not '999" in error
+    assert "--tokens: must be an integer from 1 to 1,000,000,000,000, not '999" in error
     assert len(error) < 10_000
     with pytest.raises(SystemExit):
         main([configuration(), "--label", "a\x1b[31m"])
@@ -430,7 +430,7 @@ def test_an_interrupted_run_resumes(tmp_path, configuration, monkeypatch):
 def test_options_are_checked_without_a_checkpoint():
     check_options(["--lengths", "32", "--modes", "window@8", "--protocol", "last-k@16"], "sweep.yml: evaluation")
     for words, message in (
-        (["--lengths", "x"], "sweep.yml: evaluation: argument --lengths: must be a positive integer"),
+        (["--lengths", "x"], "sweep.yml: evaluation: argument --lengths: must be an integer from 1"),
         (["--depth", "3"], "sweep.yml: evaluation: evaluate.py has no option depth"),
         (["--modes", "sliding"], "'sliding' is unknown"),
         (["--protocol", "windows"], "'windows' is unknown"),
