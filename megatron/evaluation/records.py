@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints, overload
 
-from pydantic import FailFast, Field, TypeAdapter
+from pydantic import FailFast, TypeAdapter
 from typing_extensions import TypedDict  # pydantic does not accept that of `typing` before Python 3.12
 
 from megatron.utils.errors import UserError
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     import pandas
 
 RESULTS = "results.jsonl"
-MAX_BYTES = 1 << 27  # of a results.jsonl; an extrapolation record has up to 10 KB
-MAX_LAYERS = 1 << 16
+# Of a results.jsonl. An extrapolation record has up to 10 KB and two lists. Short records and lists take many times
+# more memory than space in the file.
+MAX_BYTES = 1 << 25
+MAX_RECORDS = 50_000
+MAX_LISTS = 200_000
 
 
 Counts = Annotated[list[Count], FailFast()]
@@ -161,8 +164,8 @@ class EffectiveLengthRecord(Record):
         effective_lengths: one list per entry of `layers`, with one number per head. Empty for a method without a bias.
     """
 
-    layers: Annotated[list[Text], Field(max_length=MAX_LAYERS), FailFast()]
-    effective_lengths: Annotated[list[Counts], Field(max_length=MAX_LAYERS), FailFast()]
+    layers: Annotated[list[Text], FailFast()]
+    effective_lengths: Annotated[list[Counts], FailFast()]
 
 
 KINDS: dict[str, type[Record]] = {
@@ -276,8 +279,8 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
             without keys whose values may be unknown (`UNKNOWN`).
 
     If a file has several records with the same identity (measured on other tokens or in another precision), the last
-    one is returned. Raises UserError if a folder has no results, a file is larger than MAX_BYTES, or a line is not a
-    record; it names the file, the line and the key.
+    one is returned. Raises UserError if a folder has no results, a file is too large (MAX_BYTES, MAX_RECORDS,
+    MAX_LISTS), or a line is not a record; it names the file, the line and the key.
     """
     if isinstance(folders, str | os.PathLike):
         folders = [folders]
@@ -304,7 +307,13 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
 def _read_file(path: Path, strict: bool) -> list[Record]:
     """The records of one results.jsonl, the last one of each identity. Raises UserError."""
     records: dict[tuple[object, ...], Record] = {}
-    for number, line in enumerate(io.BytesIO(read_file(path, MAX_BYTES)), start=1):
+    content = read_file(path, MAX_BYTES)
+    for kind, count, limit in (("lines", content.count(b"\n"), MAX_RECORDS), ("lists", content.count(b"["), MAX_LISTS)):
+        if count > limit:
+            raise UserError(
+                f"{path} has {count:,} {kind}, more than the limit of {limit:,}; split it or remove records"
+            )
+    for number, line in enumerate(io.BytesIO(content), start=1):
         if line.endswith(b"\n"):  # otherwise a killed process has not completed it
             try:
                 record = _parse_record(line[:-1], f"{path}, line {number}", strict)

@@ -187,6 +187,13 @@ def test_only_regular_files_of_limited_size_are_read(tmp_path, monkeypatch):
     path.write_text(json.dumps(record()) + "\n" + 1000 * " ")
     with pytest.raises(UserError, match="is larger than 1,000 bytes"):
         read_results(tmp_path)
+    monkeypatch.undo()
+    path.write_bytes(b"\n" * 50_001)
+    with pytest.raises(UserError, match="has 50,001 lines, more than the limit of 50,000"):
+        read_results(tmp_path)
+    path.write_bytes(b"[" * 200_001)
+    with pytest.raises(UserError, match="has 200,001 lists, more than the limit of 200,000"):
+        read_results(tmp_path)
 
 
 def test_folders_without_results(tmp_path):
