@@ -45,7 +45,7 @@ class Kills:
     """Chains of kills of one command. The share of each command is its weight."""
 
     def __init__(self, folder: Path, only: str):
-        corpus = folder / "demo corpus"
+        corpus = folder / "corpus"
         self._folder = folder
         self._references: dict[str, kills.Reference] = {}
         self._commands: dict[str, tuple[int, Callable[[Path], kills.Command]]] = {
@@ -81,7 +81,7 @@ class Kills:
         if "with its corpus" in name and not self._corpus.exists():
             self._reference("demo")
         if name not in self._references:
-            folder = self._folder / f"uninterrupted {name}"
+            folder = self._folder / f"reference{len(self._references)}"
             if folder.exists():
                 hostile.remove(folder)
             command = self._commands[name][1](folder)

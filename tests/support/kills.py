@@ -21,6 +21,7 @@ import torch
 
 from megatron.checkpoint.directory import find_damage, find_step, has_checkpoint, iteration_of, read_manifest
 from megatron.checkpoint.storage import CheckpointError
+from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.forks import Run, start_run
 from tests.support.hostile import replace_constants
@@ -324,7 +325,7 @@ def start(words: list[str], command: Command, log: Path, fork: bool) -> Run:
 
 
 def run_reference(command: Command, fork: bool = True) -> Reference:
-    """Run the command without a kill. Raises RuntimeError if it fails."""
+    """Run the command without a kill. Raises UserError if it fails."""
     command.folder.mkdir(parents=True)
     log = command.folder / "output.log"
     run = start(command.prepare(), command, log, fork)
@@ -334,7 +335,7 @@ def run_reference(command: Command, fork: bool = True) -> Reference:
     run.kill_all()
     output = log.read_text()
     if status != 0 or orphans or TRACEBACK in output:
-        raise RuntimeError(f"without a kill: status {status}, {len(orphans)} orphans\n{output[-4000:]}")
+        raise UserError(f"{command}: without a kill: status {status}, {len(orphans)} orphans\n{output[-4000:]}")
     return Reference(json.dumps(command.result()), seconds, run.peak)
 
 
