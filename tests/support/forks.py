@@ -46,6 +46,7 @@ MODULES = (
     "safetensors.torch",
     "scipy.stats",
     "tokenizers",
+    "transformers",
 )
 
 

@@ -1,11 +1,15 @@
 """The groups of hostile inputs of `tools/soak.py`: `FILES` and `CONFIGS`."""
 
+import atexit
 import contextlib
+import functools
 import random
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
-from tests.support import hostile_configs, hostile_results
+from tests.support import hostile_checkpoints, hostile_configs, hostile_results
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.hostile import Case, MakeCase
 from tests.support.hostile_data import hostile_dataset, hostile_download, hostile_input, hostile_journal
@@ -21,6 +25,32 @@ def hostile_result(generator: random.Random, folder: Path, resources: contextlib
     write_checkpoint(folder / "checkpoints", "kerple_log", data)
     (case,) = hostile_results.cases(folder / "in", generator.getrandbits(32), 1, folder / "checkpoints")
     return Case(case.description, case.command, statuses=(0, 1, 2), problem=case.problem)
+
+
+def hostile_checkpoint(kind: str) -> MakeCase:
+    """Checkpoints, archives of checkpoints, Hugging Face folders and tokenizers, for the tools in tools/ckpts."""
+
+    def make(generator: random.Random, folder: Path, resources: contextlib.ExitStack) -> Case:
+        place = folder / "case"
+        (place / "in").mkdir(parents=True)
+        name, command, verified = hostile_checkpoints.MAKERS[kind](generator, _valid_checkpoints(), place)
+        case = hostile_checkpoints.HostileCase(name, kind, command, place, verified)
+
+        def problem(status: int, output: str) -> str | None:
+            return "; ".join(hostile_checkpoints.problems(case, status, output)) or None
+
+        return Case(name, command, statuses=(0, 1, 2), problem=problem)
+
+    return make
+
+
+@functools.cache
+def _valid_checkpoints() -> Path:
+    """What hostile checkpoints are made from, in a temporary folder."""
+    folder = Path(tempfile.mkdtemp(prefix="soak_"))
+    atexit.register(shutil.rmtree, folder)
+    hostile_checkpoints.write_base(folder / "base")
+    return folder / "base"
 
 
 def hostile_config(generator: random.Random, folder: Path, resources: contextlib.ExitStack) -> Case:
@@ -48,6 +78,13 @@ FILES: dict[str, MakeCase] = {
     "datasets (.bin, .idx, manifest)": hostile_dataset,
     "journals of preprocessing": hostile_journal,
     "downloads": hostile_download,
+    "checkpoint: files of torch": hostile_checkpoint("file"),
+    "checkpoint: manifest": hostile_checkpoint("manifest"),
+    "checkpoint: latest": hostile_checkpoint("latest"),
+    "checkpoint: configuration": hostile_checkpoint("config"),
+    "checkpoint: archive": hostile_checkpoint("archive"),
+    "checkpoint: safetensors, Hugging Face": hostile_checkpoint("convert"),
+    "tokenizers": hostile_checkpoint("tokenizer"),
     "results, metrics, journals, names": hostile_result,
 }
 CONFIGS: dict[str, MakeCase] = {"training": hostile_config}

@@ -63,7 +63,7 @@ def cases(folder: Path, seed: int, count: int) -> Iterator[HostileCase]:
     """`count` cases below `folder`, written one at a time. The caller may remove the folder of a case it has run."""
     base = folder / "base"
     if not base.exists():
-        _write_base(base)
+        write_base(base)
     makers = list(MAKERS.items())
     for number in range(count):
         kind, make = makers[number % len(makers)]
@@ -93,7 +93,7 @@ def problems(case: HostileCase, status: int, errors: str) -> list[str]:
     return found
 
 
-def _write_base(base: Path) -> None:
+def write_base(base: Path) -> None:
     """A released checkpoint with a manifest, a Hugging Face folder of the same sizes, and a tokenizer."""
     shutil.copytree(checkpoints("kerple_log"), base / "run")
     shutil.rmtree(base / "run" / "global_step0")
