@@ -240,13 +240,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*COUNTS, []], default=list(COUNTS), help="default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(COUNTS)} (default: all)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, help=f"kills or inputs of each part (default: {COUNTS})")
     parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
     parser.add_argument("--only", default="", metavar="TEXT", help="only kinds of trials whose name contains TEXT")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "soak", help="default: runs/soak")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.parts = options.parts or list(COUNTS)
+    if unknown := set(options.parts) - set(COUNTS):
+        parser.error(f"unknown part {unknown.pop()!r}; choose from {', '.join(COUNTS)}")
+    return options
 
 
 if __name__ == "__main__":
