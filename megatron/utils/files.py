@@ -5,6 +5,7 @@ after a crash), and checking in advance that a folder is writable.
 import contextlib
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -69,14 +70,11 @@ def check_writable(folder: str | Path, key: str) -> None:
     try:
         while not _exists(place):
             place = place.parent
-        probe = place / f".writable-{os.uname().nodename}-{os.getpid()}"
-        try:
-            with open(probe, "xb") as stream:
-                stream.write(bytes(4096))
-                stream.flush()
-                os.fsync(stream.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
+        # Without a name where the file system allows it, so that a killed process leaves nothing behind.
+        with tempfile.TemporaryFile(prefix=".writable-", dir=place) as stream:
+            stream.write(bytes(4096))
+            stream.flush()
+            os.fsync(stream.fileno())
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{key}: cannot write to {folder}: {reason}; choose a writable folder") from error
