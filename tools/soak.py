@@ -70,12 +70,13 @@ class Kills:
         if not self._names:
             raise UserError(f"--only {only}: choose a part of one of {'; '.join(self._commands)}")
 
-    def trial(self, generator: random.Random, folder: Path) -> Outcome:
+    def trial(self, generator: random.Random, folder: Path, limit: int) -> Outcome:
+        """One trial; `limit`: number of kills or inputs that are left."""
         name = generator.choices(self._names, [self._commands[name][0] for name in self._names])[0]
         reference = self._reference(name)
         command = self._commands[name][1](folder)
         fork = "new interpreters" not in name
-        return kills.run_chain(name, command, reference, generator, KILLS_PER_CHAIN, fork)
+        return kills.run_chain(name, command, reference, generator, min(limit, KILLS_PER_CHAIN), fork)
 
     def _reference(self, name: str) -> kills.Reference:
         if "with its corpus" in name and not self._corpus.exists():
@@ -100,7 +101,7 @@ class Cases:
         if not self._groups:
             raise UserError(f"--only {only}: choose a part of one of {'; '.join(groups)}")
 
-    def trial(self, generator: random.Random, folder: Path) -> Outcome:
+    def trial(self, generator: random.Random, folder: Path, limit: int) -> Outcome:
         group = generator.choice(list(self._groups))
         folder.mkdir()
         return hostile.run_case(group, self._groups[group], generator, folder)
@@ -136,7 +137,7 @@ def run_part(name: str, options: argparse.Namespace, header: dict[str, object], 
         while done < total and time.monotonic() < deadline:
             index = len(outcomes)
             folder = work / str(index)
-            outcome = part.trial(random.Random(f"{options.seed} {name} {index}"), folder)
+            outcome = part.trial(random.Random(f"{options.seed} {name} {index}"), folder, total - done)
             keep_or_remove(folder, outcome, options.output / "failed" / f"{name}-{index}")
             outcomes.append(outcome)
             print(json.dumps(dataclasses.asdict(outcome)), file=stream, flush=True)
