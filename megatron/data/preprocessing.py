@@ -26,7 +26,7 @@ from megatron.data.indexed_writer import IndexedWriter, WriterState, is_resumabl
 from megatron.data.readers import BLOCK, START, ChunkSource, ReadPosition
 from megatron.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError
-from megatron.utils.files import read_file, write_atomically
+from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.locks import Lock
 from megatron.utils.progress import Progress
 
@@ -186,6 +186,7 @@ class Journal:
         )
 
     def __enter__(self) -> "Journal":
+        check_writable(self._path.parent, "output prefix")
         self._lock.acquire()
         return self
 

@@ -21,7 +21,7 @@ from megatron.data.input_files import find_files
 from megatron.data.readers import FileCorpus
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.progress import Progress
 
 
@@ -46,6 +46,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
+    check_writable(arguments.output.parent, "--output")
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     corpus = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, options.keys)

@@ -130,6 +130,11 @@ def test_gpt2_tokenizer(tmp_path, archive, run):
         ),
         (
             "train_tokenizer",
+            ["--input", "nowhere", "--vocab-size", "300", "--output", "b.txt/t.json"],
+            "error: --output: cannot write to b.txt: Not a directory",
+        ),
+        (
+            "train_tokenizer",
             ["--input", "b.txt", "--vocab-size", "50", "--output", "t.json"],
             "error: vocabulary size 50 is too small",
         ),

@@ -381,6 +381,15 @@ def test_resume_after_a_full_disk(tmp_path, shared_input, expected, small_items,
     assert contents(tmp_path / "out") == expected
 
 
+def test_a_folder_that_is_not_writable(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match=r"output prefix: cannot write to .*file: Not a directory"),
+        Journal(tmp_path / "file" / "out", {}),
+    ):
+        pass
+
+
 def test_concurrent_runs_are_rejected(tmp_path, shared_input):
     with Journal(tmp_path / "out", {}), pytest.raises(UserError, match="another process is writing"):
         build(shared_input, tmp_path / "out")
