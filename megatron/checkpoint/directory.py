@@ -17,11 +17,19 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megatron.checkpoint.storage import CheckpointError, FileRecord, file_record, load_tensors, read_json, write_json
+from megatron.checkpoint.storage import (
+    CheckpointError,
+    FileRecord,
+    file_record,
+    load_file,
+    load_tensors,
+    read_json,
+    write_json,
+)
 from megatron.utils.errors import UserError, first_line, first_problem
 from megatron.utils.files import open_file, read_file, sync_folder, write_atomically
 
@@ -233,6 +241,28 @@ def remove_older(directory: Path, keep: int, newest: int) -> list[int]:
             shutil.rmtree(deleted)
             removed.append(iteration)
     return removed
+
+
+def read_state_file(step: Path) -> dict[str, Any]:
+    """The contents of `mp_rank_00_model_states.pt`, which the KERPLE release writes too; empty if there is none.
+
+    Raises CheckpointError if it is not a dictionary, or its iteration or samples are not numbers.
+    """
+    path = step / STATE_FILE
+    if not os.path.lexists(path):
+        return {}
+    saved = load_file(path)
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path}: contains a {type(saved).__name__} instead of a dictionary; the file is damaged")
+    for name in ("iteration", "global_samples"):
+        count = saved.get(name)
+        if count is not None and not (type(count) is int and 0 <= count < 2**63):
+            raise CheckpointError(f"{path}: {name} is not a number of steps or samples; the file is damaged")
+    for name in ("training", "shape"):
+        values = saved.get(name, {})
+        if not isinstance(values, dict) or not all(isinstance(value, int | str) for value in values.values()):
+            raise CheckpointError(f"{path}: {name} is not a dictionary of numbers; the file is damaged")
+    return saved
 
 
 # -- manifest ----------------------------------------------------------------------------------------------------------

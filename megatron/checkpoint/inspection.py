@@ -12,14 +12,14 @@ import torch
 from kerple.positional import PositionalMethod, build
 from megatron.checkpoint.directory import (
     OPTIMIZER_FILES,
-    STATE_FILE,
     find_damage,
     iteration_of,
     layer_files,
     read_manifest,
+    read_state_file,
 )
 from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, merge_shards
-from megatron.checkpoint.storage import CheckpointError, load_file, read_weights
+from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.model.settings import ModelSettings
 
 
@@ -33,18 +33,15 @@ def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any
     layers = layer_files(step)
     paths = [path for path in step.rglob("*") if path.is_file()]
     damage = find_damage(step)
-    state_file = step / STATE_FILE
-    saved = load_file(state_file) if state_file.is_file() else {}
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{state_file}: contains a {type(saved).__name__} instead of a dictionary")
+    saved = read_state_file(step)
     optimizer_files = len(list(step.glob(OPTIMIZER_FILES)))
-    optimizer = "the release's" if saved.get("optimizer") else "none"
+    optimizer = "the release's" if isinstance(saved.get("optimizer"), dict) else "none"
     if optimizer_files:
         optimizer = f"per parameter, in {optimizer_files} file{'s' * (optimizer_files > 1)}"
     counts, dtypes = _parameter_counts(layers, shared=settings is None or _build_method(settings).shared)
     description = {
         "step": str(step),
-        "iteration": int(saved.get("iteration", iteration_of(step))),
+        "iteration": saved.get("iteration") or iteration_of(step),
         "manifest": damage or ("none" if read_manifest(step) is None else "whole"),
         "files": len(paths),
         "bytes": sum(path.stat().st_size for path in paths),

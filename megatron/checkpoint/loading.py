@@ -11,6 +11,7 @@ from megatron.checkpoint.directory import (
     find_valid_step,
     has_checkpoint,
     iteration_of,
+    read_state_file,
     saved_by_this_project,
 )
 from megatron.checkpoint.layers import check_sizes, load_layers, tied_output, weight_layers
@@ -115,9 +116,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     """Load everything except the weights."""
     settings = config.checkpoint
     path = step / STATE_FILE
-    saved = load_file(path) if path.is_file() else {}
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{path}: contains a {type(saved).__name__} instead of a dictionary; the file is damaged")
+    saved = read_state_file(step)
     if "training" not in saved:
         if saved_by_this_project(step):
             raise CheckpointError(f"{path}: the entry training is missing; the checkpoint is incomplete")
@@ -161,8 +160,8 @@ def _resume_released(
     engine: TrainingEngine, config: Config, step: Path, saved: dict[str, Any], report: Report
 ) -> TrainingState:
     """From a checkpoint of the KERPLE release or GPT-NeoX of 2022: iteration, samples, and Adam's state if it fits."""
-    iteration = int(saved.get("iteration", iteration_of(step)))
-    samples = int(saved.get("global_samples") or iteration * engine.global_batch)
+    iteration: int = saved.get("iteration") or iteration_of(step)
+    samples: int = saved.get("global_samples") or iteration * engine.global_batch
     if config.checkpoint.no_load_optim:
         reason: str | None = "no-load-optim"
     else:

@@ -7,16 +7,18 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from pydantic import BaseModel, Field, StrictBool, ValidationError
 from torch import Tensor, nn
 
 from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.config import Config
 from megatron.model.settings import ModelSettings
+from megatron.utils.errors import first_line, first_problem
 
 FORWARD_PASS_FILE = "forward_pass.pt"
 FORWARD_PASS_LENGTH = 64
@@ -24,19 +26,12 @@ FORWARD_PASS_LENGTH = 64
 # layout.
 FORWARD_PASS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 
+# A number of steps, samples or tokens.
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+
 # Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration.
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-# Entries of `run_state` that loading requires, with their types.
-REQUIRED_ENTRIES = {
-    "training": dict,
-    "shape": dict,
-    "global_batch": int,
-    "optimizer_left_out": bool,
-    "counters": dict,
-    "loss_scaler": dict,
-}
 
 
 class RankLayout(Protocol):
@@ -95,10 +90,10 @@ class TrainingState:
         data_order: identifies the order of the training samples to which consumed_samples refers; empty if unknown.
     """
 
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_valid_samples: int = 0
-    tokens: int = 0
+    iteration: Count = 0
+    consumed_samples: Count = 0
+    consumed_valid_samples: Count = 0
+    tokens: Count = 0
     lr_schedule: Literal["neox", "neox-2022"] = "neox"
     data_order: str = ""
 
@@ -132,16 +127,37 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
     }
 
 
+class _Counters(BaseModel):
+    global_steps: Count
+    global_samples: Count
+    micro_steps: Count
+    skipped_steps: Count
+
+
+class _LossScaler(BaseModel):
+    cur_scale: float = Field(1.0, gt=0)
+    cur_iter: int = 0
+    last_overflow_iter: int | None = None
+    cur_hysteresis: int = 0
+
+
+class _RunState(BaseModel):
+    """Types of the entries of `run_state`."""
+
+    training: TrainingState
+    shape: dict[str, Count]
+    global_batch: Annotated[Count, Field(gt=0)]
+    optimizer_left_out: StrictBool
+    counters: _Counters
+    loss_scaler: _LossScaler
+
+
 def check_run_state(saved: Mapping[str, Any], path: Path) -> None:
     """Raises CheckpointError, naming `path`, if an entry of `run_state` is missing or has another type."""
-    for name, expected_type in REQUIRED_ENTRIES.items():
-        if not isinstance(saved.get(name), expected_type):
-            raise CheckpointError(
-                f"{path}: {name} is missing or is not a {expected_type.__name__}; the file is damaged"
-            )
-    for name in COUNTERS:
-        if name not in saved["counters"]:
-            raise CheckpointError(f"{path}: the counter {name} is missing; the file is damaged")
+    try:
+        _RunState.model_validate(saved)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {first_problem(error)}; the file is damaged") from error
 
 
 def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_scale: bool) -> None:
@@ -185,7 +201,7 @@ def restore_random_state(state: Mapping[str, Any], path: Path) -> None:
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: does not contain random states ({error}); the file is damaged") from error
 
 
@@ -211,17 +227,26 @@ def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
     if not path.is_file():
         return f"{step}: has no {FORWARD_PASS_FILE}, so the loaded model's logits are not verified"
     saved = load_tensors(path)
-    logits = engine.logits(saved["tokens"])
+    try:
+        tokens, expected, precision = saved["tokens"], saved["logits"], saved["precision"]
+        tolerance = max(FORWARD_PASS_TOLERANCE[precision], FORWARD_PASS_TOLERANCE[engine.config.precision.dtype])
+        vocabulary = engine.settings.padded_vocab_size
+        if tokens.dtype != torch.int64 or tokens.dim() != 2 or not ((tokens >= 0) & (tokens < vocabulary)).all():
+            raise ValueError("tokens")
+        largest = expected.abs().max().item()
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: does not contain tokens and logits of this model ({first_line(error)})"
+        ) from error
+    logits = engine.logits(tokens)
     if logits is None:
         return None
-    expected = saved["logits"]
     if logits.shape != expected.shape:
         raise CheckpointError(
             f"{path}: the saved logits have shape {tuple(expected.shape)}, this model's {tuple(logits.shape)}"
         )
     difference = (logits.float().cpu() - expected).abs().max().item()
-    tolerance = max(FORWARD_PASS_TOLERANCE[saved["precision"]], FORWARD_PASS_TOLERANCE[engine.config.precision.dtype])
-    allowed = tolerance * expected.abs().max().item()
+    allowed = tolerance * largest
     if not difference <= allowed:  # also true for NaN
         raise CheckpointError(
             f"{path}: the loaded model's logits differ from the saved ones by {difference:.3g}, more than the "

@@ -22,6 +22,8 @@ from megatron.utils.files import open_file, read_file, write_atomically
 # Largest manifest, config.json or index of a checkpoint. Python's objects are about 10 times larger.
 JSON_LIMIT = 16 << 20
 
+_NO_NAME = re.compile("(?!)")
+
 
 class CheckpointError(UserError):
     """A checkpoint cannot be read or written. The message names the file and says how to fix it."""
@@ -136,11 +138,13 @@ def _load(path: str | Path, allowed: list[Any]) -> Any:
         return value
 
 
-def read_weights(path: Path, ignored: re.Pattern[str] | None = None) -> dict[str, Tensor]:
-    """Tensor name -> tensor of a floating-point dtype, from a torch or .safetensors file. Omits names that match
-    `ignored`.
+def read_weights(
+    path: Path, ignored: re.Pattern[str] = _NO_NAME, any_dtype: re.Pattern[str] = _NO_NAME
+) -> dict[str, Tensor]:
+    """Tensor name -> tensor of a floating-point dtype, from a torch or .safetensors file. A torch file is mapped.
 
-    Raises CheckpointError if the file is missing, damaged or contains anything else.
+    Omits names that match `ignored`; names that match `any_dtype` need not be floating-point. Raises CheckpointError if
+    the file is missing, damaged or contains anything else.
     """
     if path.suffix == ".safetensors":
         with _errors_of(path):
@@ -150,11 +154,9 @@ def read_weights(path: Path, ignored: re.Pattern[str] | None = None) -> dict[str
         state = load_tensors(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: contains a {type(state).__name__} instead of named tensors")
-    if ignored is not None:
-        state = {name: tensor for name, tensor in state.items() if not ignored.fullmatch(str(name))}
+    weights = {name: tensor for name, tensor in state.items() if not ignored.fullmatch(str(name))}
     with _errors_of(path):
-        check_weights(state)
-    weights: dict[str, Tensor] = state
+        check_weights(weights, any_dtype)
     return weights
 
 

@@ -8,6 +8,7 @@ before 1.6 are five pickles and the storages.
 
 import io
 import pickletools
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from torch import Tensor
 PICKLE_LIMIT = 4 << 20
 # A record in memory is up to 13 times larger than its entry in the zip directory.
 DIRECTORY_LIMIT = 16 << 20
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _REBUILD = ("tensor_v2", "tensor_v3", "parameter", "sparse_tensor", "meta_tensor_no_storage")
 GLOBALS = frozenset(
@@ -140,9 +143,9 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise RejectedFile(f"has {name} of {tensor.dtype}, whose {tensor.numel():,} elements are not in the file")
 
 
-def check_weights(tensors: Mapping[Any, Any]) -> None:
-    """Check that all values are dense tensors of a floating-point dtype that models use, and all keys are names. Raises
-    RejectedFile.
+def check_weights(tensors: Mapping[Any, Any], any_dtype: re.Pattern[str]) -> None:
+    """Check that all values are dense tensors of a floating-point dtype that models use, except those whose names match
+    `any_dtype`, and all keys are names. Raises RejectedFile.
     """
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -150,5 +153,5 @@ def check_weights(tensors: Mapping[Any, Any]) -> None:
         if not isinstance(tensor, Tensor):
             raise RejectedFile(f"has {name}, a {type(tensor).__name__}, not a tensor")
         check_dense(name, tensor)
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if tensor.dtype not in WEIGHT_DTYPES and not any_dtype.fullmatch(name):
             raise RejectedFile(f"has {name} of {tensor.dtype}; weights are float32, bfloat16, float16 or float64")

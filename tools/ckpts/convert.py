@@ -23,7 +23,7 @@ import torch
 
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face, to_release
 from megatron.checkpoint.convert.output import check_new_folder
-from megatron.checkpoint.directory import find_step, iteration_of
+from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of
 from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
 from megatron.config import Config
 from megatron.config.command_line import OptionParser, integer, run_main
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument(
             "--iteration", type=integer(0), help="checkpoint to convert (default: the one `latest` names)"
         )
+        command.add_argument("--fallback", action="store_true", help="if it is damaged, convert the newest valid one")
     release.add_argument(
         "--tensor-parallel", type=integer(1, 1024), default=1, metavar="N", help="number of shards (default: 1)"
     )
@@ -70,8 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def load(options: argparse.Namespace, **overrides: str) -> tuple[GPT, Config, torch.dtype, Path]:
     """(model, configuration, dtype to convert to, global_stepN directory)."""
-    step = find_step(options.source, options.iteration)
-    model, config = load_model(options.source, options.iteration, overrides=overrides)
+    if options.fallback:
+        step = find_valid_step(options.source, options.iteration, fallback=True)
+    else:
+        step = find_step(options.source, options.iteration)  # load_model verifies it
+    model, config = load_model(options.source, iteration_of(step), overrides=overrides)
     saved = open_layers(step, [0])[0][0][EMBEDDING].dtype
     dtype = DTYPES[options.dtype] if options.dtype else saved
     print(f"{step}: {config.model.pos_emb}, weights {saved}, converting to {dtype}")

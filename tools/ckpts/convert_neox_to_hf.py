@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from megatron.checkpoint.configuration import model_differences
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.convert.output import check_new_folder
-from megatron.checkpoint.directory import STEP
+from megatron.checkpoint.directory import STEP, find_damage
 from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, run_main
@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--architecture {options.architecture} is not supported: all models have GPT-NeoX's architecture; use neox"
         )
     check_new_folder(options.output_dir)
+    if damage := find_damage(options.input_dir):
+        raise UserError(damage)
     model, saved = load_model(options.input_dir.parent, int(match[1]))
     config = _with_keys_of(options.config_file, saved)
     tokenizer = None

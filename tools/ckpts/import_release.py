@@ -30,8 +30,10 @@ from megatron.checkpoint.convert.archive import unpack
 from megatron.checkpoint.convert.output import new_folder
 from megatron.checkpoint.convert.tokenizer_files import check_rows
 from megatron.checkpoint.directory import (
+    find_damage,
     find_step,
     read_manifest,
+    read_state_file,
     saved_iterations,
     step_folder,
     tag_for,
@@ -45,6 +47,9 @@ from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
+from megatron.utils.files import read_file
+
+SAMPLE_LIMIT = 1 << 24
 
 SAMPLE = '''The river rises in the hills to the north of the town, and for most of the year it is no more than a stream
 that children cross on stones. In spring, when the snow melts, it fills the whole of its valley within a day.
@@ -92,26 +97,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{options.archive}: must contain exactly one folder with a file `latest`; it contains {listed}"
             )
         load = str(output / roots[0].relative_to(folder))
-        report = {"archive": str(options.archive), "load": load, **verify(roots[0], options)}
+        try:
+            report = {"archive": str(options.archive), "load": load, **verify(roots[0], options)}
+        except UserError as error:  # the folder is about to be removed, so name the file in the archive
+            raise CheckpointError(str(error).replace(f"{folder}/", f"{options.archive}: ")) from error
     print(json.dumps(report, indent=2) if options.json else readable(report))
 
 
 def verify(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The report on a checkpoint folder. Raises CheckpointError if anything is wrong with it."""
     step = find_step(root)
-    states = [load_file(path) for path in sorted(step.glob("mp_rank_*_model_states.pt"))]
+    for path in step.glob("*.pt"):
+        load_file(path)
+    state = read_state_file(step)
     check_finite(step)
     description = describe(step)
     for iteration in saved_iterations(root):
         folder = step_folder(root, tag_for(iteration))
         if read_manifest(folder) is None:
             write_manifest_of_folder(folder, iteration)
+    if damage := find_damage(step):
+        raise CheckpointError(damage)
     model, config = load_model(root)
     methods = model.positional_methods().values()
     return {
         "step": step.name,
-        "iteration": states[0].get("iteration") if states else None,
-        "optimizer": any(state.get("optimizer") is not None for state in states),
+        "iteration": state.get("iteration"),
+        "optimizer": state.get("optimizer") is not None,
         **{name: description[name] for name in ("tensor_parallel", "dtypes", "files", "bytes")},
         "pos_emb": config.model.pos_emb,
         "num_layers": config.model.num_layers,
@@ -140,8 +152,8 @@ def sample_loss(model: GPT, config: Config, options: argparse.Namespace) -> dict
             raise
         return {"left_out": str(error)}
     try:
-        text = options.sample.read_text(encoding="utf-8") if options.sample else SAMPLE
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_file(options.sample, SAMPLE_LIMIT).decode() if options.sample else SAMPLE
+    except UnicodeDecodeError as error:
         raise UserError(f"--sample {options.sample}: cannot be read as UTF-8 text ({error})") from error
     tokens, length = torch.tensor(tokenizer.tokenize(text), dtype=torch.long), config.model.seq_length
     if len(tokens) < 2:

@@ -102,7 +102,7 @@ def summary(description: dict[str, Any]) -> str:
         f"  optimizer       {description['optimizer']}",
     ]
     if description["training"]:
-        lines.append(f"  samples read    {description['training']['consumed_samples']:,}")
+        lines.append(f"  samples read    {description['training'].get('consumed_samples', 0):,}")
     if description["shape"]:
         sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in description["shape"].items())
         lines.append(f"  saved with      {sizes}")

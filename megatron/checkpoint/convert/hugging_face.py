@@ -6,6 +6,7 @@ can be read.
 """
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kerple.positional import method_class
-from megatron.checkpoint.convert.hugging_face_config import config_from, is_stock, self_contained_config, stock_config
+from megatron.checkpoint.convert.hugging_face_config import (
+    KNOWN_KEYS,
+    config_from,
+    is_stock,
+    self_contained_config,
+    stock_config,
+)
 from megatron.checkpoint.convert.output import (
     Report,
     check_same_logits,
@@ -30,6 +37,7 @@ from megatron.checkpoint.convert.weights import (
     POSITIONAL_TARGET,
     SAFETENSORS,
     cast,
+    check_tensors,
     fill,
     hugging_face_tensors,
     layers_with_weights,
@@ -90,6 +98,8 @@ def to_hugging_face(
             for name, text in self_contained_files(method_class(config.model.pos_emb)).items():
                 (folder / name).write_text(text, encoding="utf-8")
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
+        # safetensors writes files that only their owner can read, whatever the umask.
+        shutil.copymode(folder / "config.json", folder / SAFETENSORS)
         card = model_card(config, stock=stock, has_tokenizer=tokenizer is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -132,12 +142,18 @@ def from_hugging_face(
     theirs = read_json(source / "config.json")
     values = config_from(theirs, str(source / "config.json"))
     tensors = read_hugging_face(source)
+    if values["num_layers"] > len(tensors):
+        raise CheckpointError(
+            f"{source / 'config.json'}: num_hidden_layers is {values['num_layers']}, but the folder has only "
+            f"{len(tensors)} tensors"
+        )
     with new_folder(output) as folder:
         if with_tokenizer:
             values.update(copy_tokenizer(source, folder, output, values["padded_vocab_size"]))
         config = Config.from_flat(values, source=str(source / "config.json"))
         settings = ModelSettings.from_config(config, values["padded_vocab_size"])
-        model = GPT(settings).eval()
+        with torch.device("meta"):
+            model = GPT(settings).eval()
         file_dtype = dtype or next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
         # Self-contained models store buffers that our layer files omit, as gpt_neox.positional.METHOD.NAME.
         computed = {
@@ -151,8 +167,10 @@ def from_hugging_face(
             for name, tensor in tensors.items()
             if not (name.startswith("gpt_neox.positional.") and name.split(".", 3)[3] in computed)
         }
-        fill(model, own_tensors, source)
-        reference = load_reference(source, theirs, tensors)
+        check_tensors(model, own_tensors, source)
+        model = GPT(settings).eval()
+        fill(model, own_tensors)
+        reference = load_reference(theirs, tensors)
         layers = layers_with_weights(model)
         states = (
             (index, [{name: cast(tensor, file_dtype) for name, tensor in layer_state(layer).items()}])
@@ -187,15 +205,14 @@ def load_written(folder: Path, stock: bool) -> Any:
         unload_package(package)
 
 
-def load_reference(source: Path, theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """The source's model as transformers computes it, float32."""
+def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """The model of a config.json and tensors as transformers computes it, float32."""
     transformers = import_transformers()
+    # Other keys make transformers quantize, download kernels, or fail in its own ways.
+    theirs = {name: value for name, value in theirs.items() if name in KNOWN_KEYS}
     if theirs["model_type"] == "gpt_neox":
-        if any((source / name).is_file() for name in (SAFETENSORS, f"{SAFETENSORS}.index.json")):
-            model = transformers.GPTNeoXForCausalLM.from_pretrained(source, use_safetensors=True)
-        else:
-            config = transformers.GPTNeoXConfig.from_pretrained(source)
-            model = transformers.GPTNeoXForCausalLM.from_pretrained(None, config=config, state_dict=tensors)
+        config = transformers.GPTNeoXConfig(**theirs)
+        model = transformers.GPTNeoXForCausalLM.from_pretrained(None, config=config, state_dict=tensors)
         return model.float().eval()
     package = f"_reference_model_{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +254,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_cod
 {note}"""
 
 TOKENIZER_CODE = """
-tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER"{trust})
+tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")
 prompt = tokenizer(["def main("], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
@@ -256,8 +273,8 @@ def model_card(config: Config, *, stock: bool, has_tokenizer: bool) -> str:
         heads=config.model.num_attention_heads,
         length=config.model.seq_length,
         method=config.model.pos_emb,
-        tokenizer_class=", AutoTokenizer" if has_tokenizer else "",
+        tokenizer_class=", PreTrainedTokenizerFast" if has_tokenizer else "",
         trust=trust,
-        tokenizer_code=TOKENIZER_CODE.format(trust=trust) if has_tokenizer else "",
+        tokenizer_code=TOKENIZER_CODE if has_tokenizer else "",
         note="" if stock else SELF_CONTAINED_NOTE,
     )

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.settings import ModelSettings
+from megatron.utils.errors import first_problem
 
 # Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the embedding.
 SAME_VALUE = {
@@ -46,17 +49,37 @@ ACTIVATIONS = {
     ("silu", False): ("silu", "swish"),
 }
 
-# Defaults of transformers' GPT-NeoX for keys that config.json omits.
-NEOX_DEFAULTS = {
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-5,
-    "use_parallel_residual": True,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 2048,
-}
+
+class HuggingFaceConfig(BaseModel):
+    """Types and transformers' defaults of the keys in config.json that `config_from` reads. Others are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model_type: str
+    num_hidden_layers: PositiveInt
+    hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt = 2048
+    use_parallel_residual: bool = True
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = True
+    intermediate_size: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rotary_pct: float = 0.25
+    rotary_emb_base: float = 10_000
+    norm: str = "layernorm"
+    positional_method: str = ""
+    positional_options: dict[str, Any] | None = None
+
+
+KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields)
 
 
 def is_stock(config: Config) -> bool:
@@ -129,10 +152,16 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source}: model_type {model_type!r} is not supported; gpt_neox (GPT-NeoX, Pythia) and this project's "
             "kerple are"
         )
-    theirs = {**NEOX_DEFAULTS, **theirs}
-    missing = [name for name in SAME_VALUE.values() if name not in theirs]
+    missing = [
+        name for name, field in HuggingFaceConfig.model_fields.items() if field.is_required() and name not in theirs
+    ]
     if missing:
         raise CheckpointError(f"{source}: lacks {', '.join(missing)}; it is not the config.json of a complete model")
+    try:
+        given = HuggingFaceConfig.model_validate(theirs)
+    except ValidationError as error:
+        raise CheckpointError(f"{source}: {first_problem(error)}") from error
+    theirs = {name: value for name, value in given.model_dump().items() if value is not None}
     hidden_act = theirs["hidden_act"]
     activation, fused = next((key for key, names in ACTIVATIONS.items() if hidden_act in names), (None, False))
     if activation is None:
@@ -149,7 +178,7 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
             "layernorm_epsilon": theirs["layer_norm_eps"],
         }
     else:
-        norm = theirs.get("norm", "layernorm")
+        norm = theirs["norm"]
         own = {
             "pos_emb": theirs["positional_method"],
             "pos_emb_options": theirs.get("positional_options") or {},

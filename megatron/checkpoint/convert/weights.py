@@ -50,6 +50,9 @@ POSITIONAL_TARGET = "gpt_neox.positional.{method}."
 SYNONYMS = {"lm_head.weight": "embed_out.weight"}
 COMPUTED = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
 
+# Tensors of positional methods, whose buffers may be integers: `check_tensors` compares their dtypes with the model's.
+POSITIONAL = re.compile(r"gpt_neox\.positional\..*")
+
 SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 
 
@@ -106,7 +109,7 @@ def read_hugging_face(folder: Path) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
-        content = read_weights(path, ignored=COMPUTED)
+        content = read_weights(path, ignored=COMPUTED, any_dtype=POSITIONAL)
         tensors |= {SYNONYMS.get(name, name): tensor for name, tensor in content.items()}
     return tensors
 
@@ -127,10 +130,9 @@ def _weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder}: has neither {SAFETENSORS} nor {PYTORCH_BIN}, so there are no weights to convert")
 
 
-@torch.no_grad()
-def fill(model: GPT, tensors: dict[str, Tensor], source: Path) -> None:
-    """Copy tensors with Hugging Face's names into the model. Raises CheckpointError, naming `source`, for a tensor that
-    is missing, unknown, or has another shape.
+def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path) -> None:
+    """Compare tensors under Hugging Face's names with the model's, which may be on the meta device. Raises
+    CheckpointError, naming `source`, for a tensor that is missing, unknown, or has another shape or kind of dtype.
     """
     names = hugging_face_names(model)
     missing = [name for name in dict.fromkeys(names.values()) if name not in tensors]
@@ -147,7 +149,16 @@ def fill(model: GPT, tensors: dict[str, Tensor], source: Path) -> None:
             raise CheckpointError(
                 f"{source}: {theirs} has shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}"
             )
-        target.copy_(value)
+        if target.is_floating_point() != value.is_floating_point():
+            raise CheckpointError(f"{source}: {theirs} is a tensor of {value.dtype}, but the model's of {target.dtype}")
+
+
+@torch.no_grad()
+def fill(model: GPT, tensors: dict[str, Tensor]) -> None:
+    """Copy tensors under Hugging Face's names, which `check_tensors` has accepted, into the model."""
+    layers = layers_with_weights(model)
+    for (index, ours), theirs in hugging_face_names(model).items():
+        tensors_of(layers[index])[ours].copy_(tensors[theirs])
 
 
 def _shortened(names: list[str]) -> str:

@@ -54,7 +54,7 @@ def test_progress_ignores_unknown_fields():
 def test_run_state_is_checked():
     check_run_state(RUN_STATE, Path("a.pt"))
     for name in RUN_STATE:
-        with pytest.raises(CheckpointError, match=rf"a\.pt: {name} is missing or is not a"):
+        with pytest.raises(CheckpointError, match=rf"a\.pt: {name}: Input should be"):
             check_run_state({**RUN_STATE, name: None}, Path("a.pt"))
-    with pytest.raises(CheckpointError, match="counter micro_steps is missing"):
+    with pytest.raises(CheckpointError, match=r"counters\.micro_steps: Field required"):
         check_run_state({**RUN_STATE, "counters": {"global_steps": 1, "global_samples": 1}}, Path("a.pt"))
