@@ -15,6 +15,7 @@ from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
 from megatron.cli.eval_tasks import TASK_RESULTS, add_task_options, harness_options, run_harness
 from megatron.cli.model_options import (
+    add_checkpoint_options,
     checkpoint_folders,
     chosen_step,
     first_process,
@@ -226,20 +227,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_task_options(parser)
 
 
-def check_options(words: Sequence[str], place: str) -> None:
-    """Raises UserError, starting with `place`, if evaluate.py would reject these options."""
+def check_run(words: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:
+    """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run with this
+    configuration. has_data: whether its dataset exists; otherwise the amount of text is not checked.
+    """
     parser = OptionParser(prog=place, exit_on_error=False, add_help=False)
+    add_checkpoint_options(parser, several=True)
     add_options(parser)
     try:
         options, unknown = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
+        if unknown:
+            raise UserError(f"evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
+        tasks = harness_options(config, options) is not None
+        _check(options, config.model.seq_length, tasks=tasks)
+        lengths, protocols, budget = _lengths(config, options), _protocols(options), _budget(config, options)
+        if tasks or options.document_aware:
+            return
+        available = len(validation_text(config).tokens) if has_data else max(lengths) << 32
+        for protocol in protocols:
+            protocol.plan(available, lengths, budget)
+    except (argparse.ArgumentError, UserError) as error:
         raise UserError(f"{place}: {error}") from None
-    if unknown:
-        raise UserError(f"{place}: evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
-    for name in options.modes:
-        parse_mode(name)
-    for name in options.protocol:
-        parse_protocol(name)
 
 
 def _check(options: argparse.Namespace, train_length: int | None, *, tasks: bool) -> None:
@@ -263,6 +271,19 @@ def _check(options: argparse.Namespace, train_length: int | None, *, tasks: bool
             raise UserError(
                 f"--document-aware: protocol {protocol.name} reads one stream; choose non-overlapping or last-k"
             )
+
+
+def _lengths(config: Config, options: argparse.Namespace) -> list[int]:
+    default = [config.model.seq_length << power for power in range(MAX_LENGTH_FACTOR.bit_length())]
+    return unique_lengths(options.lengths or config.evaluation.lengths or default)
+
+
+def _protocols(options: argparse.Namespace) -> list[Protocol]:
+    return [parse_protocol(name) for name in options.protocol]
+
+
+def _budget(config: Config, options: argparse.Namespace) -> int | None:
+    return options.tokens or config.evaluation.tokens
 
 
 def printable(text: str) -> str:
@@ -316,12 +337,9 @@ def _evaluate(
             f"--compare-with {options.compare_with}: none of the checkpoints has this method; choose one of "
             f"{', '.join(methods)}, or add a checkpoint of it to --checkpoint"
         )
-    default_lengths = [config.model.seq_length << power for power in range(MAX_LENGTH_FACTOR.bit_length())]
-    lengths = unique_lengths(options.lengths or config.evaluation.lengths or default_lengths)
+    lengths, protocols, budget = _lengths(config, options), _protocols(options), _budget(config, options)
     if not options.lengths:
         report(f"lengths: {' '.join(map(str, lengths))}")
-    budget = options.tokens or config.evaluation.tokens
-    protocols = [parse_protocol(name) for name in options.protocol]
     for protocol in protocols:
         if budget is not None and not protocol.uses_budget:
             report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")

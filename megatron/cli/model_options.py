@@ -52,24 +52,7 @@ def parse_with_checkpoint(
     words = list(sys.argv[1:] if argv is None else argv)
 
     def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--checkpoint",
-            nargs="+" if several else 1,
-            default=[],
-            metavar="DIR",
-            help="folder with `latest`; default: `load` in the configuration, or else `save`",
-        )
-        parser.add_argument(
-            "--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`"
-        )
-        parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if available")
-        parser.add_argument(
-            "--precision",
-            choices=DTYPES,
-            default="fp32",
-            help="precision of weights and computation (default: %(default)s)",
-        )
-        parser.set_defaults(own=False)
+        add_checkpoint_options(parser, several=several)
         extra(parser)
 
     overrides, rest = extract_overrides(words)
@@ -89,6 +72,28 @@ def parse_with_checkpoint(
             }
             return checkpoint_config(step, module).updated(**options.overrides), options
     return parse_arguments(description, words, add_options)
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
+    """Add the options of all scripts that load a checkpoint."""
+    parser.add_argument(
+        "--checkpoint",
+        nargs="+" if several else 1,
+        default=[],
+        metavar="DIR",
+        help="folder with `latest`; default: `load` in the configuration, or else `save`",
+    )
+    parser.add_argument(
+        "--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if available")
+    parser.add_argument(
+        "--precision",
+        choices=DTYPES,
+        default="fp32",
+        help="precision of weights and computation (default: %(default)s)",
+    )
+    parser.set_defaults(own=False)
 
 
 def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path]:

@@ -2,7 +2,9 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,16 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron.cli.evaluate import check_options
+from megatron.cli.evaluate import check_run
 from megatron.config import UserError
-from megatron.config.command_line import OptionParser, add_lock_option, integer, number
+from megatron.config.command_line import OptionParser, integer, number
 from megatron.evaluation.records import read_results
 from megatron.reporting.report import Sources, write_report
 from megatron.sweep.definition import Sweep, read_sweep
-from megatron.sweep.planning import State, SweepRun, missing_data, plan
+from megatron.sweep.planning import State, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner
-from megatron.utils.files import check_writable
-from megatron.utils.locks import Lock
+from megatron.sweep.slurm import array_script
+from megatron.utils.files import check_writable, write_atomically
+from megatron.utils.locks import Lock, LockBusyError
 from megatron.utils.progress import readable_time
 
 
@@ -34,6 +37,10 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
     parser.add_argument("--dry-run", action="store_true", help="show the unfinished work and exit")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATTERN", help="only runs whose name matches a pattern, such as 'github/*/1235'"
+    )
+    parser.add_argument("--shard", metavar="I/N", help="only every N-th of these runs, from the I-th on (1 to N)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
@@ -47,12 +54,29 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
         metavar="TOKENS/S",
         help="training speed for the time estimate; default: the logged speed",
     )
-    add_lock_option(parser, "the output folder of the sweep")
+    slurm = parser.add_argument_group("Slurm")
+    slurm.add_argument(
+        "--write-slurm", metavar="FILE", help="write a job array script that runs this command, and exit: sbatch FILE"
+    )
+    slurm.add_argument("--slurm-tasks", type=integer(1, 100_000), default=4, metavar="N", help="tasks of the array (%(default)s)")
+    slurm.add_argument(
+        "--slurm-options",
+        default="",
+        metavar="TEXT",
+        help="options of sbatch: --slurm-options='--gpus=1 --time=24:00:00'",
+    )
     options = parser.parse_args(argv)
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
-    check_options(sweep.evaluation, f"{sweep.path}: evaluation")
-    runs = plan(sweep)
+    runs = select(plan(sweep), options.only, options.shard)
+    for run in runs:
+        place = f"{sweep.path}: evaluation of run {run.name}"
+        check_run(run.evaluation, run.config, place, has_data=not missing_data([run]))
+    if options.write_slurm is not None:
+        script = array_script(_command(root, options), sweep, options.slurm_tasks, options.slurm_options)
+        write_atomically(options.write_slurm, script.encode())
+        console.print(f"start it with: sbatch {options.write_slurm}", highlight=False, markup=False)
+        return 0
     devices = _select_devices(options, runs)
     missing = missing_data(runs)
     if options.dry_run:
@@ -63,11 +87,17 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
     check_writable(sweep.output, f"{sweep.path}: output")
-    busy_message = (
-        f"{sweep.output}: another sweep is using this folder; wait for it, stop it, or use --force-lock if it has ended"
-    )
-    with Lock(sweep.output / ".lock", busy_message, force=options.force_lock) as lock:
-        return _run(console, root, sweep, runs, devices, lock)
+    return _run(console, root, sweep, runs, devices)
+
+
+def _command(root: Path, options: argparse.Namespace) -> list[str]:
+    """This command without --dry-run and the options for Slurm."""
+    words = [sys.executable, str(root / "tools" / "sweep.py"), options.sweep]
+    for name in ("only", "shard", "devices", "jobs"):
+        value = getattr(options, name)
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
 
 
 def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> list[str]:
@@ -110,21 +140,39 @@ def _run(
     say(f"{sweep.title}: {len(runs)} runs, {len(runs) - len(unfinished)} of them already finished")
     with Display(runs, statuses, console) as display:
         runner = Runner(root, devices, display)
-        stopped_by = runner.run(unfinished)
-    lock.check()
-    finished = [run for run in runs if run.status().state is State.FINISHED]
-    if finished:
-        sources = Sources(read_results(run.results for run in finished))
-        report = write_report(sources, sweep.output / "report", sweep.title)
-        for note in sources.notes:
-            say(f"note: {note}")
-        say(f"report of {len(finished)} of {len(runs)} runs: {report}")
+        stopped_by, claimed_elsewhere = runner.run(unfinished)
+    _report(sweep, runs, say)
     for failure in runner.failures:
         say(f"failed: {failure.run.name} in {failure.task}: {failure.log}")
+    for reason in claimed_elsewhere:
+        say(reason)
     if stopped_by is not None:
         say("stopped; run the same command again to resume")
         return 128 + stopped_by
+    if claimed_elsewhere:
+        say(f"{len(claimed_elsewhere)} runs are left to other sweep processes; the last one reports all runs")
     return 1 if runner.failures else 0
+
+
+def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
+    """Write the report of the finished runs, after another sweep process that is writing it."""
+    lock = Lock(sweep.output / "report.lock", f"{sweep.output}: another sweep process writes the report")
+    while True:
+        try:
+            lock.acquire()
+            break
+        except LockBusyError:
+            time.sleep(1.0)
+    try:
+        finished = [run for run in runs if run.status().state is State.FINISHED]
+        if finished:
+            sources = Sources(read_results(run.results for run in finished))
+            report = write_report(sources, sweep.output / "report", sweep.title)
+            for note in sources.notes:
+                say(f"note: {note}")
+            say(f"report of {len(finished)} of {len(runs)} runs: {report}")
+    finally:
+        lock.release()
 
 
 def _print_plan(

@@ -7,9 +7,11 @@ produced them.
 
 import contextlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,8 @@ from megatron.utils.files import read_file, write_atomically
 from megatron.utils.typed_json import Count, parse_json
 
 EVALUATED = "evaluated.json"
+# The exit of the last failed training or evaluation; removed when the run is tried again.
+FAILED = "failed.json"
 MAX_JOURNAL_BYTES = 1 << 20
 # Keys for output folders. They may differ between two configurations of the same run.
 FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefix")
@@ -114,6 +118,17 @@ class SweepRun:
     def _evaluated_as(self) -> Evaluated:
         return {"iteration": self.steps, "options": list(self.evaluation)}
 
+    def mark_failed(self, task: str, exit_status: int) -> None:
+        content = json.dumps({"task": task, "exit_status": exit_status}) + "\n"
+        write_atomically(self.folder / FAILED, content.encode())
+
+    def failed_at(self) -> int | None:
+        """Modification time in ns of the record of the last failure; None if there is none."""
+        try:
+            return (self.folder / FAILED).stat().st_mtime_ns
+        except OSError:
+            return None
+
     def status(self) -> Status:
         if self.is_trained():
             return Status(State.FINISHED if self.is_evaluated() else State.EVALUATE, self.steps, 0)
@@ -193,6 +208,25 @@ def plan(sweep: Sweep) -> list[SweepRun]:
     return [
         replace(run, evaluation=(*run.evaluation, "--label", label)) for run, label in zip(runs, labels, strict=True)
     ]
+
+
+def select(runs: Sequence[SweepRun], patterns: Sequence[str] | None, shard: str | None) -> list[SweepRun]:
+    """The runs whose names match one of the shell patterns, and of these every N-th from the I-th on for shard "I/N".
+
+    Raises UserError if a pattern matches no run or the shard is invalid.
+    """
+    selected = list(runs)
+    if patterns is not None:
+        for pattern in patterns:
+            if not any(fnmatchcase(run.name, pattern) for run in runs):
+                raise UserError(f"--only {pattern}: matches no run; the first one is called {runs[0].name}")
+        selected = [run for run in runs if any(fnmatchcase(run.name, pattern) for pattern in patterns)]
+    if shard is not None:
+        match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", shard)
+        if match is None or int(match[1]) > int(match[2]):
+            raise UserError(f"--shard {shard}: must be I/N with 1 <= I <= N, such as 1/4")
+        selected = selected[int(match[1]) - 1 :: int(match[2])]
+    return selected
 
 
 def _ambiguous_axes(runs: Sequence[SweepRun], combinations: Sequence[tuple[Choice, ...]]) -> list[int]:

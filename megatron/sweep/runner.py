@@ -1,6 +1,8 @@
 """Trains and evaluates the unfinished runs of a sweep in processes, on a pool of devices.
 
-If the sweep itself dies, its trainings save and exit. The next sweep waits for those that are still running.
+Several sweep processes, also on several hosts, can share an output folder: before a process works on a run, it claims
+the run with a lock in its folder. If a sweep process dies, its trainings save and exit. The next one waits for those
+that are still running.
 """
 
 import os
@@ -16,10 +18,12 @@ import psutil
 from rich.console import Console
 
 from megatron.sweep.planning import State, Status, SweepRun
+from megatron.utils.locks import Lock, LockBusyError
 from megatron.utils.processes import signal_without_parent
 from megatron.utils.progress import Progress, readable_time
 
 OUTPUT = "output.log"
+CLAIM = "claim.lock"
 # Environment variable of all processes of a run: the folder of the run.
 RUN_VARIABLE = "SWEEP_RUN"
 POLL_INTERVAL = 0.2  # seconds
@@ -29,9 +33,10 @@ LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
 
 @dataclass
 class Job:
-    """A run in progress, and the devices it occupies."""
+    """A run in progress, the lock that claims it, and the devices it occupies."""
 
     run: SweepRun
+    claim: Lock
     devices: list[str]
     task: str = "waiting"
     process: subprocess.Popen[bytes] | None = None
@@ -80,6 +85,11 @@ class Display:
         self._finished += 1
         self._steps_done[run.name] = self._steps_left[run.name]
         self.print(f"[{self._counts()}] {run.name}: finished in {readable_time(seconds)}")
+
+    def finished_elsewhere(self, run: SweepRun) -> None:
+        self._finished += 1
+        self._steps_done[run.name] = self._steps_left[run.name]
+        self.print(f"[{self._counts()}] {run.name}: finished by another sweep process")
 
     def failed(self, failure: Failure) -> None:
         self._failed += 1
@@ -130,16 +140,26 @@ class Runner:
         self._jobs: list[Job] = []
         self._signals: list[int] = []
         self.failures: list[Failure] = []
+        # CPU runs in parallel share the cores; with a thread per core each, they would slow each other down.
+        self._threads = len(os.sched_getaffinity(0)) // len(devices) if len(devices) > 1 and not devices[0] else None
+        if "OMP_NUM_THREADS" in os.environ:
+            self._threads = None
+        elif self._threads:
+            display.print(f"{self._threads} thread(s) per run (OMP_NUM_THREADS is not set)")
 
-    def run(self, runs: Sequence[SweepRun]) -> int | None:
-        """Train and evaluate the unfinished `runs`, until all have finished or failed; `failures` lists the latter.
+    def run(self, runs: Sequence[SweepRun]) -> tuple[int | None, list[str]]:
+        """Train and evaluate the unfinished `runs` that no other sweep process works on. `failures` lists those that
+        failed here.
 
         The first SIGINT or SIGTERM makes the trainings save and exit, and waits for them. The second one kills them.
 
         Returns:
-            the signal that stopped the sweep, or None.
+            the signal that stopped the sweep or None, and why runs that other processes work on were left out.
         """
-        waiting = list(runs)
+        failed_before = {run.name: run.failed_at() for run in runs}
+        waiting, claimed_elsewhere = list(runs), dict[str, str]()
+        by_name = {run.name: run for run in runs}
+        has_worked = False
         previous = {number: signal.signal(number, self._handle_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self._jobs or (waiting and not self._signals):
@@ -148,21 +168,46 @@ class Runner:
                     if len(self._free_devices) < count:
                         break
                     run = waiting.pop(0)
-                    devices, self._free_devices = self._free_devices[:count], self._free_devices[count:]
-                    self._jobs.append(Job(run, devices))
-                    if pids := find_processes(run.folder):
-                        self._display.print(
-                            f"{run.name}: processes of an earlier sweep are still running "
-                            f"({', '.join(map(str, pids))}); waiting for them to exit"
-                        )
+                    try:
+                        has_worked |= self._claim(run, count, failed_before[run.name])
+                    except LockBusyError as error:
+                        claimed_elsewhere[run.name] = str(error)
                 for job in list(self._jobs):
                     self._advance(job)
                 self._display.update(self._jobs)
                 time.sleep(POLL_INTERVAL)
+                if has_worked and not self._jobs and not waiting:
+                    # Some of the other processes may have died in the meantime: try the runs that they had claimed.
+                    waiting, has_worked = [by_name[name] for name in claimed_elsewhere], False
+                    claimed_elsewhere.clear()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return self._signals[0] if self._signals else None
+        return (self._signals[0] if self._signals else None), list(claimed_elsewhere.values())
+
+    def _claim(self, run: SweepRun, num_devices: int, failed_before: int | None) -> bool:
+        """Claim a run and make it a job. Returns False if another process has finished it, or tried it and failed.
+
+        Raises LockBusyError if another process works on it.
+        """
+        claim = Lock(run.folder / CLAIM, f"{run.name}: another sweep process works on it")
+        claim.acquire()
+        if run.status().state is State.FINISHED:
+            self._display.finished_elsewhere(run)
+            claim.release()
+            return False
+        if run.failed_at() != failed_before:
+            self._display.print(f"{run.name}: failed in another sweep process; see {run.folder / OUTPUT}")
+            claim.release()
+            return False
+        devices, self._free_devices = self._free_devices[:num_devices], self._free_devices[num_devices:]
+        self._jobs.append(Job(run, claim, devices))
+        if pids := find_processes(run.folder):
+            self._display.print(
+                f"{run.name}: processes of an earlier sweep are still running ({', '.join(map(str, pids))}); waiting "
+                "for them to exit"
+            )
+        return True
 
     def _advance(self, job: Job) -> None:
         """Start the next process of a job that has none, or handle the exit of its process."""
@@ -174,6 +219,7 @@ class Runner:
             return
         exit_status = job.process.poll()
         if exit_status is None:
+            job.claim.check()
             return
         job.process = None
         if self._signals:  # a training that was asked to stop exits with 0 before its last iteration
@@ -186,6 +232,7 @@ class Runner:
                 self._display.finished(job.run, time.monotonic() - job.started_at)
                 self._remove(job)
             return
+        job.run.mark_failed(job.task, exit_status)
         log = job.run.folder / OUTPUT
         failure = Failure(job.run, job.task, exit_status, last_lines(log), log)
         self.failures.append(failure)
@@ -205,11 +252,14 @@ class Runner:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if job.devices[0]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(job.devices)
+        if self._threads:
+            environment["OMP_NUM_THREADS"] = str(self._threads)
         job.process = start_process([sys.executable, *command], run.folder, environment, run.folder / OUTPUT)
 
     def _remove(self, job: Job) -> None:
         self._jobs.remove(job)
         self._free_devices += job.devices
+        job.claim.release()
 
     def _handle_signal(self, number: int, _frame: object) -> None:
         self._signals.append(number)

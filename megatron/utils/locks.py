@@ -36,6 +36,10 @@ _HOLDER = re.compile(r"^pid=(\d{1,20})\nhost=([!-~]{1,255})$", re.MULTILINE)
 _IS_LEASE = re.compile(r"^mode=lease$", re.MULTILINE)
 
 
+class LockBusyError(UserError):
+    """Another process holds the lock."""
+
+
 class Lock:
     """An exclusive lock between processes. Use it as a context manager, or call `acquire` and `release`.
 
@@ -60,7 +64,8 @@ class Lock:
         """Acquire the lock. Waits only for a lease, for up to `LEASE_SECONDS`, until it sees that its holder runs.
 
         Raises:
-            UserError: another process holds the lock, or the file cannot be written.
+            LockBusyError: another process holds the lock.
+            UserError: the file cannot be written.
         """
         try:
             self._created_folder = not self._path.parent.exists()
@@ -161,8 +166,8 @@ class Lock:
                 with contextlib.suppress(OSError):
                     self._path.parent.rmdir()
 
-    def _busy(self) -> UserError:
-        return UserError(self._busy_message + self._holder())
+    def _busy(self) -> LockBusyError:
+        return LockBusyError(self._busy_message + self._holder())
 
     def _holder(self) -> str:
         """ " (held by process 123 on host)"; empty if the file does not say."""

@@ -9,7 +9,7 @@ import torch
 
 from kerple.attention import FULL, Span
 from megatron.cli import evaluate
-from megatron.cli.evaluate import check_options, main
+from megatron.cli.evaluate import check_run, main
 from megatron.cli.report import main as report
 from megatron.data.streams import validation_stream
 from megatron.evaluation.records import ResultsFile, read_results
@@ -427,16 +427,23 @@ def test_an_interrupted_run_resumes(tmp_path, configuration, monkeypatch):
     assert rows_in(tmp_path / "interrupted") == rows_in(tmp_path / "uninterrupted")
 
 
-def test_options_are_checked_without_a_checkpoint():
-    check_options(["--lengths", "32", "--modes", "window@8", "--protocol", "last-k@16"], "sweep.yml: evaluation")
+def test_options_are_checked_without_a_checkpoint(data):
+    keys = {"data-path": str(data), "seq-length": 32, "split": "1,1,0", "max-position-embeddings": 32}
+    config = Config.from_flat({**keys, "num-layers": 1, "hidden-size": 8, "num-attention-heads": 2})
+    place = "sweep.yml: evaluation"
+    good = ["--lengths", "32", "--modes", "window@8", "--protocol", "last-k@16", "--precision", "bf16"]
+    check_run(good, config, place, has_data=True)
+    check_run(["--lengths", str(1 << 30)], config, place, has_data=False)
     for words, message in (
         (["--lengths", "x"], "sweep.yml: evaluation: argument --lengths: must be an integer from 1"),
         (["--depth", "3"], "sweep.yml: evaluation: evaluate.py has no option depth"),
         (["--modes", "sliding"], "'sliding' is unknown"),
         (["--protocol", "windows"], "'windows' is unknown"),
+        (["--protocol", "last-k", "--lengths", "32"], "last-k"),
+        (["--lengths", str(1 << 30)], "is shorter|too short|has only"),
     ):
         with pytest.raises(UserError, match=message):
-            check_options(words, "sweep.yml: evaluation")
+            check_run(words, config, place, has_data=True)
 
 
 # Options of a positional method at evaluation: the same weights, other positions

@@ -6,7 +6,10 @@ import sys
 import pytest
 
 from megatron.cli import sweep as command
+from megatron.config import UserError
 from megatron.sweep import runner
+from megatron.utils.locks import Lock
+from tests.support.runs import ROOT
 from tests.support.sweeps import FakeProcess, fake_start_process, logged_iterations
 
 SEEDS = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": 7}, {"seed": 13}]}
@@ -135,3 +138,88 @@ def test_commands_of_a_run(seed, task, sweep, monkeypatch):
     config = str(sweep.runs / "alibi" / str(seed) / "config.yml")
     assert commands[0][3:] == [config]
     assert any(word.endswith(task) for word in commands[-1])
+
+
+# Several sweep processes in one folder
+
+
+def test_a_run_of_another_process_is_left_to_it(sweep):
+    with Lock(sweep.runs / "kerple_log" / "7" / runner.CLAIM, ""):
+        output = sweep()
+        assert "[1/2] alibi/7: finished" in output
+        assert "kerple_log/7: another sweep process works on it (held by process" in output
+        assert "1 runs are left to other sweep processes" in output
+    assert "[2/2] kerple_log/7: finished" in sweep()
+
+
+def test_a_run_is_taken_over_when_the_other_process_dies(sweep, monkeypatch):
+    claim = Lock(sweep.runs / "kerple_log" / "7" / runner.CLAIM, "")
+    claim.acquire()
+
+    def start_process(*arguments):
+        claim.release()
+        return fake_start_process(*arguments)
+
+    monkeypatch.setattr(runner, "start_process", start_process)
+    assert "[2/2] kerple_log/7: finished" in sweep()
+
+
+@pytest.mark.parametrize(("seed", "outcome"), [(7, "finished by another"), (13, "failed in another")])
+def test_a_run_that_another_process_has_tried_is_not_tried_again(seed, outcome, sweep, monkeypatch):
+    """The first run starts a second sweep process, which works on the second run."""
+
+    def start_process(*arguments):
+        monkeypatch.setattr(runner, "start_process", fake_start_process)
+        assert command.main(ROOT, [str(sweep.folder / "sweep.yml"), "--only", f"alibi/{seed}"]) == (seed == 13)
+        return fake_start_process(*arguments)
+
+    monkeypatch.setattr(runner, "start_process", start_process)
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": seed}]}
+    assert f"alibi/{seed}: {outcome} sweep process" in sweep(axes=axes)
+    assert len([line for line in sweep.output_lines(f"alibi/{seed}") if line.startswith("training")]) == 1
+
+
+def test_parallel_runs_on_a_cpu_share_the_cores(sweep, monkeypatch):
+    threads = []
+
+    def start_process(command, folder, environment, log):
+        threads.append(environment.get("OMP_NUM_THREADS"))
+        return fake_start_process(command, folder, environment, log)
+
+    monkeypatch.setattr(runner, "start_process", start_process)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "4 thread(s) per run" in sweep("--jobs", "2")
+    assert set(threads) == {"4"}
+
+
+def test_selected_runs(sweep):
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": seed} for seed in range(4)]}
+    assert "2 runs, 0 of them" in sweep("--only", "*/[123]", "--shard", "1/2", axes=axes)
+    assert sorted(path.name for path in (sweep.runs / "alibi").iterdir()) == ["1", "3"]
+    for words, message in (
+        (["--only", "rotary/*"], r"--only rotary/\*: matches no run; the first one is called alibi/0"),
+        (["--shard", "3/2"], "--shard 3/2: must be I/N with 1 <= I <= N"),
+        (["--shard", "0/2"], "--shard 0/2: must be"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sweep(*words, axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"lengths": [32, 64], "protocol": ["last-k"]}, "evaluation of run kerple_log/7: .*last-k"),
+        ({"lengths": [32], "tokens": 16}, "evaluation of run kerple_log/7: a budget of 16 tokens is shorter"),
+        ({"lengths": [32], "depth": 3}, "evaluation of run kerple_log/7: evaluate.py has no option depth"),
+        (
+            {"lengths": [32], "precision": "fp64"},
+            "evaluation of run kerple_log/7: argument --precision: invalid choice",
+        ),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_evaluation_options_are_checked_before_anything_is_trained(evaluation, message, options, sweep):
+    with pytest.raises(UserError, match=message):
+        sweep(*options, evaluation=evaluation)
+    assert not sweep.runs.exists()

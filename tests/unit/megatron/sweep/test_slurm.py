@@ -1,0 +1,35 @@
+"""The job array script; tests/integration/test_multi_host.py runs one."""
+
+import subprocess
+
+import pytest
+
+from megatron.config import UserError
+from tests.support.runs import ROOT
+
+
+def test_script_of_a_sweep(sweep, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "sweep.sh"
+    output = sweep("--only", "al*", "--write-slurm", str(path), "--slurm-tasks=3", "--slurm-options=--time=1:00")
+    assert f"sbatch {path}" in output
+    lines = path.read_text().splitlines()
+    assert {"#SBATCH --array=1-3", f"#SBATCH --chdir={tmp_path}", "#SBATCH --time=1:00"} < set(lines)
+    (command,) = [line for line in lines if line.endswith(" &")]
+    assert command.endswith(f"{ROOT}/tools/sweep.py {tmp_path}/sweep.yml --only 'al*' &")
+    assert subprocess.run(["bash", "-n", path]).returncode == 0
+    assert not sweep.runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slurm-tasks=0"], "--slurm-tasks must be at least 1, not 0"),
+        (["--slurm-options=gpu"], "--slurm-options gpu: write each option as --NAME=VALUE"),
+        (["--slurm-options=--a='"], "--slurm-options --a=': No closing quotation"),
+    ],
+)
+def test_invalid_options(words, message, sweep, tmp_path):
+    with pytest.raises(UserError, match=message):
+        sweep("--write-slurm", str(tmp_path / "sweep.sh"), *words)
+    assert not (tmp_path / "sweep.sh").exists()
