@@ -74,6 +74,7 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
         check_run(run.evaluation, run.config, place, has_data=not missing_data([run]))
     if options.write_slurm is not None:
         script = array_script(_command(root, options), sweep, options.slurm_tasks, options.slurm_options)
+        sweep.output.mkdir(parents=True, exist_ok=True)  # for the logs of the tasks
         write_atomically(options.write_slurm, script.encode())
         console.print(f"start it with: sbatch {options.write_slurm}", highlight=False, markup=False)
         return 0

@@ -27,6 +27,7 @@ from tests.support.hosts import (
     wait_for_none,
 )
 from tests.support.runs import ROOT, metrics, training_settings
+from tests.support.sweeps import run_sweep, write_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -249,6 +250,29 @@ def test_sbatch(command, cluster, tmp_path, data_path, expected_losses):
     assert len(saved_iterations(tmp_path / "checkpoints")) == 1
     losses = metrics(tmp_path)
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(expected_losses, abs=1e-4)
+
+
+def test_slurm_array_of_a_sweep(cluster, tmp_path):
+    """Two tasks share six runs. One of them receives Slurm's signal before its time limit, and is queued again."""
+    axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": seed} for seed in (1, 2, 3)]}
+    sweep = write_sweep(tmp_path, axes=axes)
+    script = tmp_path / "sweep.sh"
+    options = ["--write-slurm", str(script), "--slurm-tasks=2", "--slurm-options=--exclusive --export=ALL"]
+    assert "start it with: sbatch" in run_sweep(sweep, *options)
+    job = cluster.run_in(tmp_path, ["sbatch", "--parsable", str(script)]).communicate()[0].strip()
+    logs = {task: tmp_path / "out" / f"slurm-{job}_{task}.log" for task in (1, 2)}
+    wait_for(lambda: all(log.is_file() and "6 runs" in log.read_text() for log in logs.values()))
+    cluster.run_in(tmp_path, ["scancel", "--batch", "--signal=TERM", f"{job}_1"]).wait()
+    wait_for(lambda: "stopping: the runs save and exit" in logs[1].read_text())
+
+    def is_finished() -> bool:
+        queue = cluster.run_in(tmp_path, ["squeue", "--noheader"])
+        return not queue.communicate()[0].strip() and queue.returncode == 0
+
+    wait_for(is_finished, seconds=900)
+    assert logs[1].read_text().count("Sweep sweep: 6 runs") == 2
+    assert all("finished in" in log.read_text() for log in logs.values())
+    assert "6 runs, 6 of them already finished" in run_sweep(sweep), [log.read_text() for log in logs.values()]
 
 
 @pytest.mark.parametrize(

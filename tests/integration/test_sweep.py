@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ import yaml
 from megatron.checkpoint.directory import find_damage, find_step
 from megatron.data.prepare import PrepareOptions, prepare
 from megatron.evaluation.records import read_results
-from megatron.sweep.runner import RUN_VARIABLE, find_processes, last_lines, start_process
+from megatron.sweep.runner import CLAIM, RUN_VARIABLE, find_processes, last_lines, start_process
 from tests.support.runs import ROOT
 from tests.support.sweeps import kill_all, logged_iterations, run_sweep, start_sweep, write_sweep
 
@@ -29,8 +30,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_small_sweep_from_start_to_end(tmp_path):
     """Six iterations, trained, evaluated and reported through the real entry points."""
     path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"], "seed": [{"seed": 7}]})
-    output = run_sweep(path)
+    first = start_sweep(path)
+    claim = tmp_path / "out" / "runs" / "kerple_log" / "7" / CLAIM
+    wait_for(claim.exists)
+    assert f"kerple_log/7: another sweep process works on it (held by process {first.pid} on" in run_sweep(path)
+    output, _ = first.communicate(timeout=900)
+    assert first.returncode == 0, output
     assert "[1/1] kerple_log/7: finished" in output
+    assert not claim.exists()
     assert logged_iterations(tmp_path / "out" / "runs" / "kerple_log" / "7") == [1, 2, 3, 4, 5, 6]
     tables = tmp_path / "out" / "report" / "tables"
     rows = (tables / "kerple-3-2x32-32-non-overlapping.csv").read_text().splitlines()
@@ -153,3 +160,41 @@ def test_a_killed_sweep_resumes(tmp_path):
     assert len(rows) == 4
     assert all(row.count("±") == 6 for row in rows)  # 3 methods in 2 modes, over 2 seeds
     assert "6 of them already finished" in run_sweep(path)
+
+
+@pytest.mark.slow
+def test_four_sweep_processes_that_are_killed_at_random(tmp_path):
+    """Together they end with the same weights and results as one process that nobody kills."""
+    random = Random(5)
+    axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": seed} for seed in (1, 2, 3)]}
+    path = write_sweep(tmp_path, axes=axes)
+    processes, kills = {start_sweep(path): time.monotonic() + random.uniform(5, 40) for _ in range(4)}, 0
+    deadline = time.monotonic() + 1500
+    while processes:
+        assert time.monotonic() < deadline
+        for process, kill_at in list(processes.items()):
+            if process.poll() is not None:
+                assert process.returncode == 0, process.communicate()[0]
+                del processes[process]
+            elif time.monotonic() > kill_at and kills < 12:
+                kill_all(process)
+                kills += 1
+                del processes[process]
+                processes[start_sweep(path)] = time.monotonic() + random.uniform(5, 40)
+        time.sleep(0.1)
+    assert kills >= 4
+    run_sweep(path)  # runs that were claimed by a process that was killed last
+    shared = tmp_path / "out"
+    shared.rename(tmp_path / "shared")
+    run_sweep(path)
+    for name in (f"{method}/{seed}" for method in ("kerple_log", "alibi") for seed in (1, 2, 3)):
+        run, expected = tmp_path / "shared" / "runs" / name, shared / "runs" / name
+        assert find_damage(find_step(run / "checkpoints", 6)) is None
+        layers = sorted(expected.glob("checkpoints/global_step6/layer_*"))
+        assert layers
+        assert all((run / layer.relative_to(expected)).read_bytes() == layer.read_bytes() for layer in layers)
+        losses = [
+            [json.loads(line)["loss"] for line in (folder / "evaluation/results.jsonl").read_text().splitlines()]
+            for folder in (run, expected)
+        ]
+        assert losses[0] == losses[1]

@@ -11,6 +11,7 @@ from kerple.attention import FULL, Span
 from megatron.cli import evaluate
 from megatron.cli.evaluate import check_run, main
 from megatron.cli.report import main as report
+from megatron.config import Config
 from megatron.data.streams import validation_stream
 from megatron.evaluation.records import ResultsFile, read_results
 from megatron.utils.errors import UserError

@@ -24,7 +24,6 @@ def test_script_of_a_sweep(sweep, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--slurm-tasks=0"], "--slurm-tasks must be at least 1, not 0"),
         (["--slurm-options=gpu"], "--slurm-options gpu: write each option as --NAME=VALUE"),
         (["--slurm-options=--a='"], "--slurm-options --a=': No closing quotation"),
     ],
