@@ -130,9 +130,7 @@ def _visible_gpus() -> list[str]:
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _run(
-    console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str], lock: Lock
-) -> int:
+def _run(console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str]) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
