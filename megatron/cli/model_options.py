@@ -83,9 +83,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
         metavar="DIR",
         help="folder with `latest`; default: `load` in the configuration, or else `save`",
     )
-    parser.add_argument(
-        "--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`"
-    )
+    parser.add_argument("--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if available")
     parser.add_argument(
         "--precision",

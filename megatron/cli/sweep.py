@@ -58,7 +58,9 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     slurm.add_argument(
         "--write-slurm", metavar="FILE", help="write a job array script that runs this command, and exit: sbatch FILE"
     )
-    slurm.add_argument("--slurm-tasks", type=integer(1, 100_000), default=4, metavar="N", help="tasks of the array (%(default)s)")
+    slurm.add_argument(
+        "--slurm-tasks", type=integer(1, 100_000), default=4, metavar="N", help="tasks of the array (%(default)s)"
+    )
     slurm.add_argument(
         "--slurm-options",
         default="",
