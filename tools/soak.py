@@ -116,8 +116,8 @@ def make_part(name: str, folder: Path, only: str) -> Kills | Cases:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def run_part(name: str, options: argparse.Namespace, header: dict[str, object], deadline: float) -> list[Outcome]:
-    """Run the trials of a part that its journal does not contain yet; returns all outcomes."""
+def run_part(name: str, options: argparse.Namespace, header: dict[str, object], deadline: float) -> None:
+    """Run the trials of a part that its journal does not contain yet."""
     journal = options.output / f"{name}.jsonl"
     outcomes = read_journal(journal, header)
     work = options.output / "work" / name
@@ -147,7 +147,6 @@ def run_part(name: str, options: argparse.Namespace, header: dict[str, object], 
             failed = sum(not outcome.is_good for outcome in outcomes)
             display.update(done, f"{done:,} of {total:,}, {failed} failed trials")
     hostile.remove(work)
-    return outcomes
 
 
 def read_journal(path: Path, header: dict[str, object]) -> list[Outcome]:
@@ -231,7 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     header = describe_run(options)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-    results = {name: run_part(name, options, header, deadline) for name in options.parts}
+    for name in options.parts:
+        run_part(name, options, header, deadline)
+    # The other parts may run in other processes.
+    results = {
+        name: outcomes for name in COUNTS if (outcomes := read_journal(options.output / f"{name}.jsonl", header))
+    }
     rows = {name: dict(zip(COLUMNS, row(outcomes), strict=True)) for name, outcomes in results.items()}
     (options.output / "soak.json").write_text(json.dumps({**header, "parts": rows}, indent=1) + "\n")
     print(f"{header['date']}, commit {header['commit']}, seed {header['seed']}, {header['machine']}\n")
