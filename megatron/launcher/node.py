@@ -208,8 +208,13 @@ def _report(node: Node, text: str) -> None:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError):  # the connection may be lost
+    try:
         print(text, file=sys.stderr, flush=True)
+    except OSError:
+        # The terminal or connection is closed. The text stays in the buffer, and the exit status would be 120 if it
+        # could not be written at the end either.
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), sys.stderr.fileno())
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -191,10 +191,12 @@ class DistributedSignalHandler:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, _frame: object) -> None:
-        if self.received is not None and number != signal.SIGHUP:
+        # deepy.py sends SIGTERM when its terminal is closed; this rank may have noticed it before and received SIGHUP.
+        if self.received not in (None, signal.SIGHUP) and number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.received = self.received or number
+        if self.received in (None, signal.SIGHUP):
+            self.received = number
 
     def received_by_any_rank(self) -> bool:
         """True on all ranks if any rank has received a signal. A collective: call it on every rank."""
