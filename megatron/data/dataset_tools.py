@@ -1,6 +1,7 @@
 """Operations on `.bin/.idx` datasets, for tools/datasets: inspect, merge, and split."""
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from megatron.data.indexed_dataset import (
 from megatron.data.indexed_writer import IndexedWriter, WrittenFiles
 from megatron.data.splits import PARTS, split_spans
 from megatron.tokenizer import Tokenizer
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, visible
+from megatron.utils.progress import Progress
 
 TOKEN_BLOCK = 1 << 22  # tokens in memory at a time
 _DECODED_TOKENS = 1 << 20  # decoded to estimate bytes per token
@@ -68,10 +70,12 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
     digest = hashlib.sha256()
     smallest, largest = int(np.iinfo(np.int64).max), -1
     tokens = files.open_tokens()
-    for start in range(0, files.tokens, TOKEN_BLOCK):
-        block = tokens[start : start + TOKEN_BLOCK]
-        digest.update(block.data)
-        smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+    with _progress(f"reading {prefix}.bin", files.tokens) as display:
+        for start in range(0, files.tokens, TOKEN_BLOCK):
+            block = tokens[start : start + TOKEN_BLOCK]
+            digest.update(block.data)
+            smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+            display.update(start + len(block))
     sha256 = digest.hexdigest()
     if manifest and manifest.sha256 != sha256:
         raise UserError(
@@ -158,12 +162,13 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     """Concatenate the documents of all `prefixes` as `output`.
 
     Raises:
-        UserError: there are fewer than two datasets, the output is one of them, or their tokenizers differ.
+        UserError: there are fewer than two datasets, two are the same, the output is one of them, or their tokenizers
+            differ.
     """
     if len(prefixes) < 2:
         raise UserError("merging needs at least two datasets")
     sources = [_open_documents(prefix) for prefix in prefixes]
-    _check_not_an_input(prefixes, [output])
+    _check_distinct(prefixes, [output])
     manifests = []
     for source in sources:
         manifest = read_manifest(source.prefix)
@@ -208,7 +213,7 @@ def split(prefix: str, shares: str, output: str) -> dict[str, WrittenFiles]:
             raise UserError(
                 f"split {shares!r} of {prefix} ({source.sequences:,} documents) leaves no documents for {part}"
             )
-    _check_not_an_input([prefix], [f"{output}_{part}" for part in spans])
+    _check_distinct([prefix], [f"{output}_{part}" for part in spans])
     manifest = read_manifest(prefix)
     if manifest is not None:
         # The text size and the skipped documents are known only for the whole dataset.
@@ -223,11 +228,23 @@ def _open_documents(prefix: str) -> IndexedFiles:
     return files
 
 
-def _check_not_an_input(inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    input_paths = {bin_path(prefix).resolve() for prefix in inputs}
+def _check_distinct(inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    input_paths: dict[Path, str] = {}
+    for prefix in inputs:
+        path = bin_path(prefix).resolve()
+        if path in input_paths:
+            first = input_paths[path]
+            raise UserError(f"{prefix} is given twice" + ("" if first == prefix else f": it is also {first}"))
+        input_paths[path] = prefix
     for output in outputs:
         if bin_path(output).resolve() in input_paths:
             raise UserError(f"{output} is one of the inputs; choose another output")
+
+
+def _progress(task: str, tokens: int) -> Progress:
+    """A display of a task. Prints one line at once, because the display shows nothing in the first seconds."""
+    print(visible(f"{task}: {tokens:,} tokens"), file=sys.stderr, flush=True)
+    return Progress(task, tokens, unit="tokens")
 
 
 def _write_spans(
@@ -240,7 +257,8 @@ def _write_spans(
         # The vocabulary is unknown. Use one that is stored in a type that all sources fit into.
         wide = any(source.dtype.itemsize > 2 or source.dtype == np.int16 for source, _, _ in spans)
         vocab_size = np.iinfo(np.int32).max if wide else 65499
-    with IndexedWriter(output, vocab_size) as writer:
+    total = sum(int(source.lengths[first:last].sum(dtype=np.int64)) for source, first, last in spans)
+    with IndexedWriter(output, vocab_size) as writer, _progress(f"writing {output}.bin", total) as display:
         for source, first, last in spans:
             tokens, offsets = source.open_tokens(), source.offsets()
             while first < last:
@@ -249,6 +267,7 @@ def _write_spans(
                 end = min(max(end, first + 1), last)
                 writer.add(tokens[offsets[first] : offsets[end]].astype(writer.dtype), source.lengths[first:end])
                 first = end
+                display.update(writer.tokens)
         manifest_path(output).unlink(missing_ok=True)
         written = writer.finish()
     if manifest is not None:

@@ -32,7 +32,7 @@ from megatron.data.indexed_dataset import IndexedFiles, bin_path, largest_id
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import read_file, write_atomically
 from megatron.utils.ranks import run_on_rank_0
 
 _LARGEST_ID_FILE = "largest_id.json"
@@ -294,10 +294,10 @@ def _cached_largest_id(files: IndexedFiles, first: int, last: int, path: Path) -
     status = bin_path(files.prefix).stat()
     version = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
     try:
-        cached = json.loads(path.read_bytes())
+        cached = json.loads(read_file(path, 1000))
         if cached["bin"] == version:
             return int(cached["largest_id"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (UserError, ValueError, TypeError, KeyError):
         pass
     largest = largest_id(files, first, last)
     with contextlib.suppress(UserError):  # the cache folder may be read-only

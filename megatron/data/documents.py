@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from megatron.data.readers import TextChunk
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, visible
 
 _LONG_LINE = 1 << 20
+_MAX_EXAMPLES = 5
 _JSON_SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -58,6 +59,27 @@ class SkippedDocuments:
     other_subsets: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass
+class RejectedDocuments:
+    """Number of documents skipped for any key, with messages about the first few unreadable ones."""
+
+    bad: int = 0
+    examples: list[str] = field(default_factory=list)
+    other_subsets: dict[str, int] = field(default_factory=dict)
+
+    def add(self, skipped: SkippedDocuments) -> None:
+        self.bad += len(skipped.bad)
+        self.examples = (self.examples + skipped.bad)[:_MAX_EXAMPLES]
+        for name, count in skipped.other_subsets.items():
+            self.other_subsets[name] = self.other_subsets.get(name, 0) + count
+
+    def lines(self) -> list[str]:
+        """The unreadable documents, for the user."""
+        lines = [f"skipped: {visible(problem)}" for problem in self.examples]
+        more = self.bad - len(self.examples)
+        return [*lines, f"skipped: {more:,} more"] if more else lines
+
+
 class BadDocument(Exception):
     """A document is unreadable. `line` is the line of the problem within the document, from 1."""
 
@@ -89,11 +111,16 @@ def parse_documents(chunk: TextChunk, options: DocumentOptions, skipped: Skipped
             yield document
 
 
-def read_texts(chunks: Iterable[TextChunk], options: DocumentOptions) -> Iterator[str]:
-    """Yield every text of every document. Raises what `parse_documents` raises."""
+def read_texts(
+    chunks: Iterable[TextChunk], options: DocumentOptions, rejected: RejectedDocuments | None = None
+) -> Iterator[str]:
+    """Yield every text of every document, and count the skipped ones. Raises what `parse_documents` raises."""
     for chunk in chunks:
-        for document in parse_documents(chunk, options, SkippedDocuments()):
+        skipped = SkippedDocuments()
+        for document in parse_documents(chunk, options, skipped):
             yield from document.texts
+        if rejected is not None:
+            rejected.add(skipped)
 
 
 def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
@@ -187,7 +214,7 @@ def _to_document(value: object, options: DocumentOptions) -> Document:
         raise BadDocument(f"expected {expected}, found {type(value).__name__}")
     meta = value.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
-    subset = None if name is None else str(name)
+    subset = None if name is None else str(name)[:200]
     if subset is not None and options.subset not in (None, subset):
         return Document([], subset)  # skipped, so its texts may be invalid
     texts = []

@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from megatron.utils.errors import UserError
-from megatron.utils.files import read_file, write_atomically
+from megatron.utils.files import open_file, read_file, write_atomically
 from megatron.utils.typed_json import Count
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -177,7 +177,10 @@ def open_indexed_files(prefix: str | Path) -> IndexedFiles:
 def find_files(prefix: str | Path) -> tuple[Path, Path]:
     """The paths of the local .bin and .idx of a prefix. Raises UserError if one is missing."""
     binary, index = bin_path(prefix), idx_path(prefix)
-    missing = [path for path in (binary, index) if not path.is_file()]
+    try:
+        missing = [path for path in (binary, index) if not path.is_file()]
+    except OSError as error:
+        raise UserError(f"cannot read {prefix}.bin: {error.strerror}") from error
     if missing:
         if str(prefix).endswith((".bin", ".idx")):
             hint = f"give the prefix without the extension: {str(prefix)[:-4]}"
@@ -203,7 +206,7 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
     Raises:
         UserError: the .idx is damaged, or the .bin is not the one it describes.
     """
-    with open(index, "rb") as stream:
+    with open_file(index) as stream:
         header = stream.read(HEADER.size)
     if not header.startswith(MAGIC[: len(header)]) or not header:
         raise UserError(f"{index} is not a Megatron index: it does not start with MMIDIDX; {_REBUILD_HINT}")

@@ -15,12 +15,16 @@ With `suffixes` (for trees of source code), files with these extensions are one 
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.errors import UserError, first_line, visible
+from megatron.utils.files import open_file
 
 _FORMATS = {
     ".jsonl": "lines",
@@ -84,7 +88,7 @@ class InputFile:
 
     def open(self) -> BinaryIO:
         if not self.is_remote:
-            return open(self.name, "rb")
+            return open_file(self.name)
         filesystem, path = _filesystem(self.name)
         return cast(BinaryIO, filesystem.open(path, "rb"))
 
@@ -111,25 +115,54 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
         raise UserError("no input files given")
     files: list[InputFile] = []
     for name in map(str, inputs):
-        files += _remote_files(name, suffixes) if "://" in name else _local_files(Path(name), suffixes)
+        try:
+            files += _remote_files(name, suffixes) if "://" in name else _local_files(Path(name), suffixes)
+        except (OSError, ValueError) as error:  # ValueError: a null character in the name
+            raise UserError(f"cannot read input {name}: {getattr(error, 'strerror', None) or error}") from error
+    _note(f"input: {_count(len(files))}, {sum(file.size for file in files) / 1e6:,.1f} MB")
     return files
 
 
 def _local_files(path: Path, suffixes: Sequence[str]) -> list[InputFile]:
     if path.is_dir():
-        names = [
-            file.relative_to(path).as_posix()
-            for file in path.rglob("*")
-            if file.is_file() and not (suffixes and file.is_symlink())
-        ]
-        paths = [path / name for name in _select_names(str(path), names, suffixes)]
-    elif path.exists():
+        paths = [path / name for name in _select_names(str(path), _names_below(path, suffixes), suffixes)]
+    elif not path.exists():
+        raise UserError(f"input {path} does not exist")
+    elif not path.is_file():
+        raise UserError(f"input {path} is not a regular file or a folder; write its content to a file first")
+    else:
         _check_format(str(path), suffixes)
         paths = [path]
-    else:
-        raise UserError(f"input {path} does not exist")
     statuses = [(path, path.stat()) for path in paths]
     return [InputFile(str(path), status.st_size, str(status.st_mtime_ns)) for path, status in statuses]
+
+
+def _names_below(folder: Path, suffixes: Sequence[str]) -> list[str]:
+    """The relative paths of all regular files below a folder. Raises OSError if a folder cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise UserError(f"cannot read input {error.filename}: {error.strerror}") from error
+
+    names, other = [], 0
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        other += sum(os.path.islink(os.path.join(parent, name)) for name in folders)
+        for name in files:
+            path = Path(parent, name)
+            if path.is_file() and not (suffixes and path.is_symlink()):
+                names.append(path.relative_to(folder).as_posix())
+            else:
+                other += 1
+    if other:
+        _note(f"{folder}: skipped {other:,} links to folders, broken links, pipes, sockets or devices")
+    return names
+
+
+def _note(line: str) -> None:
+    print(visible(line), file=sys.stderr, flush=True)
+
+
+def _count(files: int) -> str:
+    return f"{files:,} file" + "s" * (files != 1)
 
 
 def _remote_files(url: str, suffixes: Sequence[str]) -> list[InputFile]:
@@ -161,7 +194,7 @@ def _remote_files(url: str, suffixes: Sequence[str]) -> list[InputFile]:
     return files
 
 
-def _select_names(folder: str, names: Iterable[str], suffixes: Sequence[str]) -> list[str]:
+def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) -> list[str]:
     """Select the files to read among the names below a folder, in reading order."""
     if suffixes:
         selected = [name for name in names if PurePosixPath(name).suffix in suffixes]
@@ -183,6 +216,10 @@ def _select_names(folder: str, names: Iterable[str], suffixes: Sequence[str]) ->
         expected = f"of a supported type ({READABLE}); for a tree of source code pass --suffixes"
     if not selected:
         raise UserError(f"{folder} contains no file {expected}")
+    skipped = Counter(PurePosixPath(name).suffix[:20] or "no extension" for name in set(names) - set(selected))
+    if skipped:
+        types = ", ".join(f"{count:,} {suffix}" for suffix, count in skipped.most_common(10))
+        _note(f"{folder}: skipped {_count(skipped.total())} that are hidden or of other types ({types})")
     return selected
 
 

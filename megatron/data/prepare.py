@@ -16,7 +16,7 @@ from megatron.data.readers import ChunkSource, FileCorpus
 from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock
 
 EMBEDDED = "python_stdlib"
@@ -263,8 +263,10 @@ def _rebuild_reason(
 ) -> str | None:
     """Return why the dataset must be rebuilt, an empty string if it does not exist, or None if it is up to date."""
     try:
-        present = json.loads(_recipe_path(prefix.parent).read_bytes())
-    except (OSError, ValueError):
+        present = json.loads(read_file(_recipe_path(prefix.parent), 1 << 20))
+    except (UserError, ValueError, RecursionError):
+        return ""
+    if not isinstance(present, dict):
         return ""
     labels = {"trained_vocab_size": "--vocab-size", "tokenizer_fingerprint": "tokenizer file"}
     changed = [key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]

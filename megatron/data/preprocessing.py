@@ -10,6 +10,7 @@ import glob
 import hashlib
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,21 +20,19 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron.data.documents import DocumentOptions, SkippedDocuments
+from megatron.data.documents import DocumentOptions, RejectedDocuments
 from megatron.data.encoding import check_workers, encode_chunks, process_in_order, work_items
 from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_files, write_manifest
 from megatron.data.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
 from megatron.data.readers import BLOCK, START, ChunkSource, ReadPosition
 from megatron.tokenizer import Tokenizer, TokenizerFiles
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, visible
 from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.locks import Lock
 from megatron.utils.progress import Progress
 
 # A kill loses at most this much work. Each commit takes a fraction of a second.
 COMMIT_INTERVAL_SECONDS = 10.0
-
-_MAX_EXAMPLES = 5
 
 
 def preprocess(
@@ -89,11 +88,8 @@ def preprocess(
         if not job.state.manifests:
             job.encode(source, tokenizer_files, workers, num_docs, log_interval)
         manifests = job.publish()
-    rejected = job.state.rejected
-    for problem in rejected.examples:
-        print(f"skipped: {problem}")
-    if rejected.bad > len(rejected.examples):
-        print(f"skipped: {rejected.bad - len(rejected.examples):,} more")
+    for line in job.state.rejected.lines():
+        print(line)
     return manifests
 
 
@@ -112,21 +108,6 @@ def summary(prefix: str | Path, manifest: Manifest) -> str:
     return f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens{rate}" + (
         f"; skipped: {', '.join(skipped)}" if skipped else ""
     )
-
-
-@dataclass
-class RejectedDocuments:
-    """Number of documents skipped for any key, with messages about the first few unreadable ones."""
-
-    bad: int = 0
-    examples: list[str] = field(default_factory=list)
-    other_subsets: dict[str, int] = field(default_factory=dict)
-
-    def add(self, skipped: SkippedDocuments) -> None:
-        self.bad += len(skipped.bad)
-        self.examples = (self.examples + skipped.bad)[:_MAX_EXAMPLES]
-        for name, count in skipped.other_subsets.items():
-            self.other_subsets[name] = self.other_subsets.get(name, 0) + count
 
 
 @dataclass
@@ -290,6 +271,9 @@ class _Job:
             if self.state.position == START:
                 self.journal.remove()  # of an earlier run that is not resumed: its files are overwritten from here on
             try:
+                size = "" if source.total_bytes is None else f" of {source.total_bytes / 1e6:,.1f} MB"
+                note = f"{self.name}: tokenizing input{size} with {self.tokenizer.name}"
+                print(visible(note), file=sys.stderr, flush=True)
                 with Progress(Path(self.name).name, source.total_bytes, unit="MB") as display:
                     self._write_documents(source, tokenizer_files, workers, writers, display, num_docs, log_interval)
                 self._finalize(writers)
@@ -341,9 +325,16 @@ class _Job:
             if time.monotonic() - committed_at >= COMMIT_INTERVAL_SECONDS:
                 self._commit(writers, current)
                 committed_at = time.monotonic()
-        if writers[0].tokens == 0 and current.rejected.other_subsets:
-            counts = sorted(current.rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
-            subsets = ", ".join(f"{name} ({count:,})" for name, count in counts)
+        rejected = current.rejected
+        counts = sorted(rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
+        subsets = ", ".join(f"{name} ({count:,})" for name, count in counts)
+        if writers[0].tokens == 0 and rejected.bad:
+            others = f", {sum(rejected.other_subsets.values()):,} are of other subsets" if subsets else ""
+            raise UserError(
+                f"no text to write: {rejected.bad:,} documents are unreadable, {first_output.empty:,} are empty"
+                f"{others}; the first unreadable one: {rejected.examples[0]}"
+            )
+        if writers[0].tokens == 0 and subsets:
             raise UserError(f"the input has no documents of subset {self.options.subset}; its subsets: {subsets}")
         current.position, current.bytes_read = source.position, source.bytes_read
         if self.journal.exists:

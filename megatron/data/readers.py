@@ -44,7 +44,7 @@ _MAX_TAR_HEADER = 1 << 20  # a long name, or PAX records
 
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
-    *(EOFError, ValueError, OverflowError, RuntimeError, LookupError, AttributeError, struct.error),
+    *(EOFError, ValueError, OverflowError, NotImplementedError, LookupError, AttributeError, struct.error),
     *(zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile),
 )
 
@@ -157,7 +157,7 @@ class FileCorpus:
         except _DAMAGE_ERRORS as error:
             raise UserError(f"{file.name} is damaged or truncated: {first_line(error)}") from error
         except OSError as error:  # includes gzip's "not a gzipped file"
-            raise UserError(f"cannot read {file.name}: {error.strerror or error}") from error
+            raise UserError(f"cannot read {file.name}: {error.strerror or first_line(error)}") from error
         except UserError:
             raise
         except Exception as error:

@@ -35,8 +35,8 @@ class Decoder(Protocol):
     vocab_size: int | None
     pos_emb: str | None
 
-    def new_cache(self, batch_size: int, max_length: int) -> Any:
-        """An empty cache for `batch_size` rows of up to `max_length` tokens; None if `cached` is False."""
+    def new_cache(self, batch_size: int, max_length: int | None) -> Any:
+        """An empty cache for `batch_size` rows of up to `max_length` tokens (None: any); None if not `cached`."""
 
     def supports(self, span: Span) -> bool:
         """Whether `hidden` supports this span."""
@@ -94,7 +94,7 @@ class CallableDecoder:
         except (TypeError, ValueError):  # some built-in callables have no signature
             self._arguments = set()
 
-    def new_cache(self, batch_size: int, max_length: int) -> None:
+    def new_cache(self, batch_size: int, max_length: int | None) -> None:
         return None
 
     def supports(self, span: Span) -> bool:
@@ -138,7 +138,7 @@ class TransformersDecoder:
         has_table = limit is not None and any(size >= limit for size in table_sizes)
         self._max_positions: int | None = limit if has_table else None
 
-    def new_cache(self, batch_size: int, max_length: int) -> Any:
+    def new_cache(self, batch_size: int, max_length: int | None) -> Any:
         from transformers import DynamicCache
 
         return DynamicCache(config=self._model.config)

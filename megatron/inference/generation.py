@@ -23,6 +23,7 @@ from megatron.inference.decoder import Decoder, as_decoder, inference, model_dev
 from megatron.utils.errors import UserError
 
 PROMPT_CHUNK = 512
+_ALLOCATED_TOKENS = 1 << 16  # a cache for more tokens is not allocated at once: texts usually end earlier
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,8 @@ class _NextTokenLogits:
         self._device = device
         # The last generated token is never fed.
         max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
-        self._cache = None if recompute else decoder.new_cache(len(rows), max_length)
+        allocated = max_length if max_length <= _ALLOCATED_TOKENS else None  # otherwise the cache grows
+        self._cache = None if recompute else decoder.new_cache(len(rows), allocated)
         self._cached = 0
 
     def after(self, rows: list[_Row], length: int) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import check_megatron  # noqa: F401
@@ -21,11 +22,12 @@ from megatron.cli.dataset_options import (
     split_words,
 )
 from megatron.config.command_line import run_main
-from megatron.data.documents import DocumentOptions
+from megatron.data.documents import DocumentOptions, RejectedDocuments, SkippedDocuments
 from megatron.data.encoding import SubsetCount, count_subsets, process_in_order, work_items
 from megatron.data.input_files import find_files
 from megatron.data.readers import START, FileCorpus
 from megatron.tokenizer import TokenizerFiles
+from megatron.utils.errors import visible
 from megatron.utils.progress import Progress
 
 
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer_files = TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
     source = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, (*options.keys, "meta"))
     subsets: dict[str, SubsetCount] = {}
-    total, unreadable = SubsetCount(), 0
+    total, rejected = SubsetCount(), RejectedDocuments()
     with Progress("counting", source.total_bytes, unit="MB") as display:
         results = process_in_order(
             work_items(source, START),
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, count in counts.subsets.items():
                 subsets.setdefault(name or "(none)", SubsetCount()).add(count)
                 total.add(count)
-            unreadable += len(counts.bad)
+            rejected.add(SkippedDocuments(counts.bad))
             status = f"{total.documents:,} documents, {total.tokens:,} tokens"
             display.update(item.bytes_read, status, total.text_bytes / 1e6)
     rows = [*sorted(subsets.items(), key=lambda item: -item[1].tokens), ("total", total)]
@@ -64,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         counts_by_name = {
             name: {**vars(count), "bytes_per_token": count.text_bytes / max(count.tokens, 1)} for name, count in rows
         }
-        print(json.dumps({"unreadable": unreadable, "subsets": counts_by_name}))
+        print(json.dumps({"unreadable": rejected.bad, "subsets": counts_by_name}))
     else:
         print_table(rows, total)
-        if unreadable:
-            print(f"skipped: {unreadable:,} unreadable documents")
+        for line in rejected.lines():
+            print(line)
 
 
 def print_table(rows: Sequence[tuple[str, SubsetCount]], total: SubsetCount) -> None:
@@ -77,7 +79,7 @@ def print_table(rows: Sequence[tuple[str, SubsetCount]], total: SubsetCount) -> 
         column.justify = "right"
     for name, count in rows:
         table.add_row(
-            name,
+            escape(visible(name)),
             f"{count.documents:,}",
             f"{count.tokens:,}",
             f"{count.tokens / max(total.tokens, 1):.1%}",

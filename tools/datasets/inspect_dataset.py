@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import check_megatron  # noqa: F401
@@ -22,6 +23,7 @@ from megatron.cli.dataset_options import add_tokenizer_arguments, new_parser
 from megatron.config.command_line import run_main
 from megatron.data.dataset_tools import Inspection, decode_document, inspect, plot_lengths
 from megatron.tokenizer import build_tokenizer
+from megatron.utils.errors import visible
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             assert tokenizer is not None  # checked by parse_arguments
             text = decode_document(files, number, tokenizer, arguments.sample_tokens)
             print(f"--- document {number}, {int(files.lengths[number]):,} tokens")
-            print(text)
+            print(visible(text))
 
 
 def print_table(inspection: Inspection) -> None:
-    table = Table(title=inspection.prefix, show_header=False)
+    table = Table(title=escape(visible(inspection.prefix)), show_header=False)
     rate = "unknown" if inspection.bytes_per_token is None else f"{inspection.bytes_per_token:.3f}"
     quantiles = ", ".join(f"{percent}%: {length:,}" for percent, length in inspection.length_quantiles.items())
     for label, value in (

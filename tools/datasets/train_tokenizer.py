@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_input_arguments, new_parser, split_words
 from megatron.config.command_line import run_main
-from megatron.data.documents import DocumentOptions, read_texts
+from megatron.data.documents import DocumentOptions, RejectedDocuments, read_texts
 from megatron.data.input_files import find_files
 from megatron.data.readers import FileCorpus
 from megatron.tokenizer.hugging_face import train_bpe
@@ -51,10 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     corpus = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, options.keys)
     with Progress("reading", corpus.total_bytes, unit="MB") as display:
-        texts = filter(None, read_texts(corpus.chunks(), options))
+        rejected = RejectedDocuments()
+        texts = filter(None, read_texts(corpus.chunks(), options, rejected))
         first = next(texts, None)
         if first is None:
-            raise UserError("there is nothing to train on: the input contains no text")
+            reason = f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})" if rejected.bad else ""
+            raise UserError(f"there is nothing to train on: the input contains no text{reason}")
         limited = limit_texts(itertools.chain([first], texts), corpus, display, arguments.max_megabytes)
         # After reading, the library shows its own progress bar for the merges.
         tokenizer = train_bpe(limited, arguments.vocab_size, progress=sys.stderr.isatty())
@@ -64,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     note = ""
     if vocab_size != arguments.vocab_size:
         note = f", not {arguments.vocab_size:,}: the text has no more pairs to merge"
+    for line in rejected.lines():
+        print(line)
     print(f"{arguments.output}: {vocab_size:,} ids{note}")
 
 

@@ -81,7 +81,7 @@ def test_keys_inputs_and_subset(tmp_path, run):
     output_options = ["--output-prefix", tmp_path / "x", "--tokenizer-type", "CharLevelTokenizer"]
     status, _, error = run("preprocess_data", *inputs, *output_options)
     assert status == 2
-    assert error.startswith(f"error: {tmp_path / 'b.jsonl'}, line 2: not JSON")
+    assert f"error: {tmp_path / 'b.jsonl'}, line 2: not JSON" in error
     assert not list(tmp_path.glob("x*"))
     keys = ["--jsonl-keys", "text", "title", "--pile-subset", "Github", "--bad-documents", "skip"]
     status, output, error = run("preprocess_data", *inputs, *output_options, *keys)
@@ -206,8 +206,15 @@ def test_count_subsets(pile, run):
     assert counts["subsets"]["ArXiv"]["documents"] == 10
     _, table, _ = run("count_subsets", *arguments, "--bad-documents", "skip")
     assert "33." in next(line for line in table.splitlines() if "Github" in line)
-    assert "skipped: 1 unreadable documents" in table
-    assert run("count_subsets", *arguments)[2].startswith(f"error: {pile}, line 31: not JSON")
+    assert f"skipped: {pile}, line 31: not JSON" in table
+    assert f"error: {pile}, line 31: not JSON" in run("count_subsets", *arguments)[2]
+    pile.write_text(json.dumps({"text": "a", "meta": {"pile_set_name": "[/b]\x1b[2J"}}) + "\n")
+    assert "[/b]\\x1b[2J" in run("count_subsets", *arguments)[1]
+    pile.write_text("broken\n")
+    options = ["--bad-documents", "skip", "--vocab-size", 300, "--output", "t"]
+    status, _, error = run("train_tokenizer", "--input", pile, *options)
+    assert status == 2
+    assert f"the input contains no text (1 documents are unreadable: {pile}, line 1: not JSON" in error
 
 
 def test_inspect(dataset, tmp_path, run):

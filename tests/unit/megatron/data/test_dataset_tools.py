@@ -1,5 +1,6 @@
 """Inspecting, merging and splitting datasets."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,7 +189,9 @@ def test_merge_of_other_id_types(tmp_path):
         for document in ([1, 2, 3], [4]):
             builder.add_document(torch.tensor(document), [len(document)])
         builder.finalize(str(tmp_path / "external.idx"))
-        merge([str(tmp_path / "external")] * 2, str(tmp_path / "out"))
+        for extension in ("bin", "idx"):
+            shutil.copy(tmp_path / f"external.{extension}", tmp_path / f"copy.{extension}")
+        merge([str(tmp_path / "external"), str(tmp_path / "copy")], str(tmp_path / "out"))
         assert contents(tmp_path / "out") == [[1, 2, 3], [4]] * 2
         assert open_indexed_files(tmp_path / "out").dtype.name == stored
         assert not manifest_path(tmp_path / "out").exists()
@@ -201,6 +204,10 @@ def test_errors(tmp_path):
         merge([a], str(tmp_path / "out"))
     with pytest.raises(UserError, match="is one of the inputs"):
         merge([a, b], f"{tmp_path}/../{tmp_path.name}/a_text_document")
+    with pytest.raises(UserError, match=r"a_text_document is given twice$"):
+        merge([a, b, a], str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"a_text_document is given twice: it is also .*a_text_document$"):
+        merge([a, f"{tmp_path}/../{tmp_path.name}/a_text_document"], str(tmp_path / "out"))
     with pytest.raises(UserError, match="no data at"):
         merge([a, str(tmp_path / "absent")], str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"split '9,1' of .* \(2 documents\) leaves no documents for valid"):

@@ -12,6 +12,7 @@ from megatron.data.indexed_dataset import (
     ID_TYPES,
     Manifest,
     id_type_for,
+    idx_path,
     largest_id,
     manifest_path,
     open_indexed_files,
@@ -171,8 +172,39 @@ def test_largest_id_uses_only_an_up_to_date_manifest(pair, write_corpus):
     write_manifest(pair, manifest_of(files, 1234))  # of files with other counts
     files = open_indexed_files(pair)
     assert largest_id(files, 0, 1) == int(files.open_tokens()[:].max())
-    manifest_path(pair).write_text('{"documents": 3}')
+    valid = manifest_path(pair).read_bytes()
+    for damaged in (b'{"documents": 3}', b"[" * 10**5, b"\xff", valid.replace(b'"tokens": 18', b'"tokens": "18"')):
+        assert damaged != valid
+        manifest_path(pair).write_bytes(damaged)
+        assert read_manifest(pair) is None
+    manifest_path(pair).unlink()
+    os.mkfifo(manifest_path(pair))
     assert read_manifest(pair) is None
+
+
+def test_random_damage_to_an_idx(pair):
+    """Random damage: the files are opened and read, or rejected with a UserError."""
+    generator = np.random.default_rng(4)
+    valid = idx_path(pair).read_bytes()
+    rejected = 0
+    for _ in range(300):
+        damaged = bytearray(valid)
+        for position in generator.integers(0, len(valid), 2):
+            damaged[position] = generator.choice([0, 1, 127, 128, 255])
+        idx_path(pair).write_bytes(damaged)
+        try:
+            files = open_indexed_files(pair)
+        except UserError:
+            rejected += 1
+        else:
+            assert len(files.open_tokens()[:]) == files.tokens
+    assert rejected > 100
+
+
+@pytest.mark.parametrize(("prefix", "message"), [("a\0b", "no data at|null"), ("a" * 300, "File name too long")])
+def test_invalid_prefixes(tmp_path, prefix, message):
+    with pytest.raises(UserError, match=message):
+        open_indexed_files(tmp_path / prefix)
 
 
 def test_negative_ids_exceed_every_vocabulary(tmp_path):

@@ -1,5 +1,6 @@
 """Finding input files in folders and on object stores (fsspec's in-memory store)."""
 
+import os
 import sys
 
 import fsspec
@@ -146,3 +147,63 @@ def test_object_store_fails_during_reading(store, monkeypatch):
     monkeypatch.setattr(type(store), "_open", fail)
     with pytest.raises(UserError, match=r"cannot read memory://.*01.jsonl: connection reset"):
         read_inputs("memory://bucket/pile/01.jsonl")
+
+
+def test_inputs_that_are_not_regular_files(tmp_path, capsys):
+    """Nothing waits for a FIFO or reads a device without end."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", "/dev/zero", "/dev/stdin"):
+        with pytest.raises(UserError, match="is not a regular file or a folder; write its content to a file first"):
+            find_files([path])
+    for name, message in (
+        ("a\0b", "does not exist|null"),
+        ("a" * 300 + ".txt", "File name too long"),
+        ("", "contains no file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_files([tmp_path / name if name else tmp_path])
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "broken.txt").symlink_to("absent")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert [file.base_name for file in find_files([tmp_path])] == ["a.txt"]
+    assert "skipped 3 links to folders, broken links, pipes, sockets or devices" in capsys.readouterr().err
+    (tmp_path / "a.txt").unlink()
+    (file,) = find_files_after_replacement(tmp_path / "a.txt")
+    with pytest.raises(UserError, match="is not a regular file"), file.open():
+        pass
+
+
+def find_files_after_replacement(path):
+    """The files found before `path` is replaced by a FIFO."""
+    path.write_text("text")
+    files = find_files([path])
+    path.unlink()
+    os.mkfifo(path)
+    return files
+
+
+def test_files_of_other_types_are_counted(tmp_path, capsys):
+    for name in ("a.txt", "b.jsonl", "c.png", "d.png", ".hidden.txt", "README", "\x1b[2J.x\x1b"):
+        (tmp_path / name).write_text("")
+    assert len(find_files([tmp_path])) == 2
+    shown = capsys.readouterr().err
+    assert f"{tmp_path}: skipped 5 files that are hidden or of other types (2 .png, " in shown
+    assert "1 no extension" in shown
+    assert "input: 2 files, 0.0 MB" in shown
+    assert "\x1b" not in shown
+
+
+def test_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    """Its files would be missing without notice."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def fail(path):
+        if str(path).endswith("private"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(UserError, match=r"cannot read input .*private: Permission denied"):
+        find_files([tmp_path])

@@ -93,6 +93,10 @@ def test_changes_cause_a_rebuild(tmp_path, small_library, capsys):
     check_rebuilt("its files changed", vocab_size=500)
     prepare_stdlib(tmp_path, vocab_size=500)
     assert "up to date" in capsys.readouterr().out
+    for content in ("[[]]", "7", '["text"]', '{"version": []}', "[" * 10**5, "\ud800" * 10):
+        (prefix.parent / "prepare.json").write_text(content, errors="surrogatepass")
+        prepare_stdlib(tmp_path, vocab_size=500)
+        assert "up to date" not in capsys.readouterr().out
 
 
 def test_interruption(tmp_path, small_library, monkeypatch):

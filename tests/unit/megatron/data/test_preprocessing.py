@@ -331,6 +331,13 @@ def test_no_resume_without_skip_bad_after_skipping(tmp_path, shared_input, small
     )
 
 
+def test_only_bad_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"broken\n\n[]\n" + json_lines(""))
+    expected = r"no text to write: 2 documents are unreadable, 1 are empty; the first unreadable one: .*, line 1: not"
+    with pytest.raises(UserError, match=expected):
+        run(tmp_path / "a.jsonl", tmp_path / "out", skip_bad=True)
+
+
 @pytest.mark.parametrize("damage", ["removed", "truncated", "unreadable journal", "edited journal"])
 def test_unusable_files_of_an_unfinished_run(
     tmp_path, shared_input, expected, small_items, monkeypatch, capsys, damage

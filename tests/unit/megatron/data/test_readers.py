@@ -4,8 +4,10 @@ import gzip
 import io
 import json
 import lzma
+import random
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 
 import lm_dataformat
@@ -389,3 +391,115 @@ def test_input_output_error(tmp_path, monkeypatch):
     monkeypatch.setattr(InputFile, "open", lambda file: FailingStream())
     with pytest.raises(UserError, match=r"cannot read .*a.jsonl: Input/output error"):
         read_inputs(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt.zst", "a.txt.xz", "a.txt.gz", "a.jsonl.zst", "a.json.xz", "a.dat.gz", "a.zip", "a.tar.gz"]
+)
+def test_bombs(tmp_path, monkeypatch, name):
+    """A document of a compressed file or archive is limited, and is never in memory as a whole."""
+    monkeypatch.setattr(readers, "MAX_COMPRESSED_DOCUMENT", 1 << 20)
+    content = (b"[" if "json." in name else b"") + bytes(40 << 20)
+    if name.startswith("a.dat"):
+        content = b"%016d" % len(content) + content
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("b.txt", content)
+    elif ".tar" in name:
+        (tmp_path / name).write_bytes(gzip.compress(tar_of({"b.txt": content})))
+    else:
+        (tmp_path / name).write_bytes(COMPRESSIONS[name[name.rindex(".") :]](content))
+    del content
+    tracemalloc.start()
+    with pytest.raises(UserError, match="a document has more than 1 MiB, the limit in compressed files and archives"):
+        read_inputs(tmp_path / name)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < {"zst": 40, ".xz": 20}.get(name[-3:], 12) << 20
+
+
+def test_uncompressed_documents_are_not_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_COMPRESSED_DOCUMENT", 10)
+    (tmp_path / "a.txt").write_text("longer than ten bytes")
+    assert read_inputs(tmp_path / "a.txt") == ["longer than ten bytes"]
+
+
+def test_window_of_a_decompressor(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=29)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(compressor.compress(b"text") + compressor.flush())
+    with pytest.raises(UserError, match=r"a.txt.zst is damaged or truncated: .*memory"):
+        read_inputs(tmp_path / "a.txt.zst")
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 30}]
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text", filters=filters))
+    with pytest.raises(UserError, match=r"a.txt.xz is damaged or truncated: Memory usage limit"):
+        read_inputs(tmp_path / "a.txt.xz")
+    filters[0]["dict_size"] = 1 << 28
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text", filters=filters) + bytes(8) + lzma.compress(b"more"))
+    assert read_inputs(tmp_path / "a.txt.xz") == ["textmore"]
+
+
+def test_tar_headers(tmp_path):
+    """A PAX header or long name of 3 GiB is not read into memory, and sparse files are rejected."""
+    for kind in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+        header = tarfile.TarInfo("a")
+        header.type, header.size = kind, 3 << 30
+        (tmp_path / "a.tar").write_bytes(header.tobuf() + bytes(1024))
+        with pytest.raises(UserError, match=r"a.tar is damaged or truncated: a header has 3,221,225,472 bytes"):
+            read_inputs(tmp_path / "a.tar")
+    sparse = tarfile.TarInfo("a.txt")
+    sparse.type = tarfile.GNUTYPE_SPARSE
+    records = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "1"}
+    map_1_0 = tarfile.TarInfo("a.txt")
+    map_1_0.pax_headers, map_1_0.size = records, 512
+    blocks = b"999999999999\n".ljust(512, b"0") + bytes(1024)
+    for content in (sparse.tobuf() + bytes(1024), map_1_0.tobuf(tarfile.PAX_FORMAT) + blocks):
+        (tmp_path / "a.tar").write_bytes(content)
+        with pytest.raises(UserError, match="sparse files are not supported"):
+            read_inputs(tmp_path / "a.tar")
+
+
+def test_archive_in_itself(tmp_path):
+    content = b"text"
+    for level in range(9):
+        content = tar_of({f"{level}.tar" if level else "a.txt": content})
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(UserError, match="is in more than 4 nested archives; unpack them first"):
+        read_inputs(tmp_path / "a.tar")
+
+
+def test_lists_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf\n["one", {"text": "two"}]')
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\n')
+    assert read_inputs(tmp_path) == ["one", "two", "three"]
+
+
+def test_damaged_files(tmp_path):
+    """Random damage to any kind of file: the documents, or a UserError of one line."""
+    generator = random.Random(3)
+    plain = json_lines(*TEXTS[:3])
+    table = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"] * 40}), table)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("a.jsonl", plain)
+    files = {f"a.jsonl{ending}": compress(plain) for ending, compress in COMPRESSIONS.items()}
+    files |= {f"a.tar{ending}": compress(tar_of({"a.jsonl": plain})) for ending, compress in COMPRESSIONS.items()}
+    files |= {"a.parquet": table.getvalue(), "a.zip": archive.getvalue(), "a.dat": b"%016d" % 5 + b"hello"}
+    files["a.json"] = b'["one", {"text": "two"}]'
+    messages = []
+    for name, content in files.items():
+        for _ in range(60):
+            damaged = bytearray(
+                content[: generator.randrange(len(content) + 1)] if generator.random() < 0.3 else content
+            )
+            for _ in range(generator.randrange(1, 4)):
+                if damaged:
+                    damaged[generator.randrange(len(damaged))] = generator.choice([0, 255, generator.randrange(256)])
+            (tmp_path / name).write_bytes(damaged)
+            try:
+                read_inputs(tmp_path / name, skip_bad=generator.random() < 0.5)
+            except UserError as error:
+                messages.append(str(error))
+    assert len(messages) > 100
+    assert not [message for message in messages if "\n" in message]
