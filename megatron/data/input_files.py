@@ -9,7 +9,7 @@
     .gz .zst .xz             compression of any of the above except .zip and .parquet
 
 In folders and archives, hidden files and unfinished archives of lm-dataformat are skipped. In folders, files of other
-types and files that preprocessing writes are skipped as well.
+types and files that preprocessing writes are skipped as well, and counted in the log.
 
 With `suffixes` (for trees of source code), files with these extensions are one document each; others are skipped.
 """
