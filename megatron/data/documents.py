@@ -146,8 +146,12 @@ def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
         while start < len(content):
             end = content.find(b"\n", start)
             end = len(content) if end < 0 else end
-            if end - start > _LONG_LINE or content[start:end].strip():
-                yield line, partial(_parse_json, view[start:end])
+            piece = [view[start:end]]
+            size, is_last = end - start, end + 1 >= len(content)
+            if is_last:
+                content, view = b"", memoryview(b"")  # so that parsing frees the only line of a chunk
+            if size > _LONG_LINE or bytes(piece[0]).strip():
+                yield line, lambda piece=piece: _parse_json(piece.pop())
             line, start = line + 1, end + 1
 
 
@@ -166,6 +170,7 @@ def _decode(content: bytes | memoryview) -> str:
 
 def _parse_json(content: memoryview) -> Any:
     text = _decode(content)
+    del content
     with _json_errors():
         return json.loads(text)
 

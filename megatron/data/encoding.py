@@ -64,6 +64,9 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
     eod = np.array([tokenizer.eod] * options.append_eod, dtype=dtype).tobytes()
     for column in range(len(options.keys)):
         texts = [document.texts[column] for document in documents]
+        for document in documents:
+            document.texts[column] = ""
+        encoded.text_bytes.append(sum(map(_utf8_bytes, texts)))
         tokens, lengths = bytearray(), []
         for pieces in _tokenize(texts, tokenizer):
             start = len(tokens)
@@ -76,16 +79,17 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
             raise UserError(f"a document has {max(lengths):,} tokens, but an .idx stores at most {_MAX_LENGTH:,}")
         encoded.tokens.append(np.frombuffer(tokens, dtype=dtype))
         encoded.lengths.append(np.array(lengths, dtype=np.int32))
-        encoded.text_bytes.append(sum(map(_utf8_bytes, texts)))
-        encoded.empty.append(len(texts) - len(lengths))
+        encoded.empty.append(len(documents) - len(lengths))
     return encoded
 
 
-def _tokenize(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[Iterable[list[int]]]:
-    """Yield the ids of each text, in pieces."""
+def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[Iterable[list[int]]]:
+    """Yield the ids of each text, in pieces. Empties the list if a text is long, and frees it while it is tokenized."""
     if any(len(text) > _LONG_TEXT for text in texts):
-        for text in texts:
-            yield map(tokenizer.tokenize, tokenizer.pieces(text))
+        texts.reverse()
+        while texts:
+            pieces = deque(tokenizer.pieces(texts.pop()))
+            yield (tokenizer.tokenize(pieces.popleft()) for _ in range(len(pieces)))
     else:
         for ids in tokenizer.tokenize_batch(texts):
             yield [ids]
@@ -127,9 +131,10 @@ def count_subsets(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
     counts = SubsetCounts(bad=skipped.bad)
     for column in range(len(options.keys)):
         texts = [document.texts[column] for document in documents]
-        for document, text, pieces in zip(documents, texts, _tokenize(texts, tokenizer), strict=True):
+        sizes = list(map(_utf8_bytes, texts))
+        for document, size, pieces in zip(documents, sizes, _tokenize(texts, tokenizer), strict=True):
             count = counts.subsets.setdefault(document.subset, SubsetCount())
-            count.add(SubsetCount(int(column == 0), sum(map(len, pieces)), _utf8_bytes(text)))
+            count.add(SubsetCount(int(column == 0), sum(map(len, pieces)), size))
     return counts
 
 
