@@ -151,7 +151,7 @@ def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
             if is_last:
                 content, view = b"", memoryview(b"")  # so that parsing frees the only line of a chunk
             if size > _LONG_LINE or bytes(piece[0]).strip():
-                yield line, lambda piece=piece: _parse_json(piece.pop())
+                yield line, partial(_parse_json, piece)
             line, start = line + 1, end + 1
 
 
@@ -168,9 +168,9 @@ def _decode(content: bytes | memoryview) -> str:
         ) from error
 
 
-def _parse_json(content: memoryview) -> Any:
-    text = _decode(content)
-    del content
+def _parse_json(content: list[memoryview]) -> Any:
+    """Parse the only item of a list, and remove it, so that a long line is freed after decoding."""
+    text = _decode(content.pop())
     with _json_errors():
         return json.loads(text)
 
