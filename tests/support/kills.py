@@ -293,11 +293,14 @@ def record_lines(folder: Path) -> list[str]:
 
 
 def records(folder: Path) -> list[str]:
-    """The evaluation records below a folder in a fixed order, without the paths of their checkpoints."""
+    """The evaluation records below a folder in a fixed order, without the paths of their checkpoints.
+
+    A kill between two records of a measurement repeats both, so the file may contain a record twice.
+    """
     found = [json.loads(line) for line in record_lines(folder)]
     for record in found:
         record["checkpoint"] = {**record["checkpoint"], "path": None}
-    return sorted(json.dumps(record, sort_keys=True) for record in found)
+    return sorted({json.dumps(record, sort_keys=True) for record in found})
 
 
 # -- chains ------------------------------------------------------------------------------------------------------------
