@@ -168,7 +168,7 @@ def _plot_heads(axes: Axes, distances: Tensor, values: Tensor) -> None:
         axes.plot(
             distances.numpy(),
             values[head].double().numpy(),
-            label=f"head {head}",
+            label=f"head {head + 1}",
             color=colormaps["cividis"](0.88 * rank / max(1, len(order) - 1)),
             linestyle=LINE_STYLES[rank % len(LINE_STYLES)],
             linewidth=1.6,
@@ -279,9 +279,13 @@ def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
 
 
 def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequence[int] | None = None) -> ReportFigure:
-    """DAPE's Figure 1: a row for each of A, B and f(A, B), a column per head (default: the first three)."""
+    """DAPE's Figure 1: a row for each of A, B and f(A, B), a column per head.
+
+    heads: indices from 0 (default: the first three); the figure shows them as heads 1, 2 ...
+    """
     num_heads, length = scores.scores.shape
     heads = list(range(min(MAX_ADAPTIVE_HEADS, num_heads))) if heads is None else list(heads)
+    numbers = ", ".join(str(head + 1) for head in heads)
     rows = [("A: scores", scores.scores), ("B: static bias", scores.static), ("f(A, B): DAPE", scores.adapted)]
     shown = [(label, values) for label, values in rows if values is not None]
     figure, panels = new_figure(len(shown), len(heads), width=9.6, height=1.9 * len(shown) + 0.4, sharex=True)
@@ -295,7 +299,7 @@ def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequen
         if index % len(heads) == 0:
             axes.set_ylabel(label, fontsize=9)
         if index < len(heads):
-            axes.set_title(f"head {head}", loc="left", fontsize=9)
+            axes.set_title(f"head {head + 1}", loc="left", fontsize=9)
     figure.supxlabel("key position (tokens)", fontsize=9)
     figure.align_ylabels()
     return ReportFigure(
@@ -303,7 +307,7 @@ def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequen
         f"Scores and biases of one query: {model}",
         f"Attention scores of the query at position {length - 1:,} (DAPE, Figure 1): A, the scaled dot products of "
         "query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
-        f"{', '.join(label for label, _ in shown)}, over {length:,} keys, for heads {', '.join(map(str, heads))}.",
+        f"{', '.join(label for label, _ in shown)}, over {length:,} keys, for heads {numbers}.",
         figure,
     )
 

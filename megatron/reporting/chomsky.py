@@ -1,5 +1,6 @@
 """Results of the Chomsky-hierarchy benchmark: a table of tasks and methods, and figures of accuracy over length."""
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.tasks import TASKS
 from megatron.reporting.figures import COLORS, LINE_STYLES, new_figure
-from megatron.reporting.formatting import format_mean
+from megatron.reporting.formatting import best_texts, format_mean
 from megatron.reporting.tables import Cell, Row, Table
 
 PANEL_COLUMNS = 3
@@ -23,11 +24,9 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
             [100 * result["score"] for result in results if (result["task"], result["pos_emb"]) == (task, method)]
             for method in methods
         ]
-        means = [round(statistics.fmean(values), 1) if values else -1.0 for values in scores]
-        cells = (
-            Cell(format_mean(values, digits=3), best=len(methods) > 1 and mean == max(means))
-            for values, mean in zip(scores, means, strict=True)
-        )
+        texts = [format_mean(values, digits=3) for values in scores]
+        means = [statistics.fmean(values) if values else math.nan for values in scores]
+        cells = map(Cell, texts, best_texts(means, texts, "highest"))
         rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(cells)))
     note = (
         f"Accuracy in percent, averaged over the test lengths {settings.train_longest + 1} to {settings.test_longest} "

@@ -4,7 +4,8 @@ import hashlib
 import math
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 NOT_AVAILABLE = "n/a"  # there is a record without a value; a note below the table gives the reason
 NOT_MEASURED = "–"  # there is no record
@@ -38,6 +39,22 @@ def format_mean(values: Iterable[float], digits: int = 4) -> str:
         return f"{format_number(mean, digits)} ± {deviation:.1e}"
     decimals = _decimals(deviation, 2)
     return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
+
+
+def best_texts(means: Sequence[float], texts: Sequence[str], best: Literal["lowest", "highest"]) -> list[bool]:
+    """Whether each text of `format_mean` shows the best mean, or a number that is equal to it (or better) as printed.
+
+    All are False with fewer than two means. NaN stands for a mean that is not available.
+    """
+    sign = 1 if best == "lowest" else -1
+    known = [index for index, mean in enumerate(means) if not math.isnan(mean)]
+    if len(known) < 2:
+        return [False] * len(means)
+    printed = [
+        float(text.partition(" ±")[0].replace(",", "")) if i in known else math.nan for i, text in enumerate(texts)
+    ]
+    limit = sign * printed[min(known, key=lambda index: sign * means[index])]
+    return [sign * number <= limit for number in printed]
 
 
 def format_difference(difference: float, error: float | None) -> str:

@@ -3,9 +3,13 @@
 KERPLE's tables have one row per length and one column per method; DAPE's, LEX's and the passkey tables one row per
 method and one column per length. All have one section per corpus (the passkey tables: per depth). Methods that the
 paper does not have come last.
+
+The table `perplexity` is narrower: all methods as rows, lengths as columns, and a section per corpus and mode.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from megatron.reporting.aggregate import (
@@ -18,7 +22,7 @@ from megatron.reporting.aggregate import (
     significantly_better,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
-from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_mean, format_percent, slug
+from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, best_texts, format_mean, format_percent, slug
 from megatron.reporting.published import Published, corpus_name, corpus_rank, display_name, published
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
 
@@ -28,18 +32,20 @@ REFERENCE = Method("kerple_log")
 def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENCE) -> list[Table]:
     """All perplexity tables that the records fill, per model size, training length and protocol.
 
-    Protocol `last-k`: DAPE's table. Other protocols: KERPLE's Tables 3, 5 and 6, and LEX's two tables if there are
-    results of xPos or of blockwise attention.
+    First the table of all methods and modes. Then, for mode `full`, with protocol `last-k` DAPE's table, with other
+    protocols KERPLE's Tables 3, 5 and 6; and LEX's two tables if there are results of xPos or of blockwise attention.
     """
     tables = []
     for group in _groups(measurements(records, "extrapolation", "perplexity")):
+        tables.append(_table("kerple-3", group, group.methods, reference, rows="modes"))
+        full = [method for method in group.methods if method.mode == "full"]
         if group.settings[0].protocol.startswith("last-k"):
-            tables.append(_table("dape", group, group.methods, reference, rows="methods"))
+            tables += [_table("dape", group, full, reference, rows="methods")] if full else []
             continue
         # Table 3 has all methods that Tables 5 and 6 do not have.
         methods: dict[str, list[Method]] = {"kerple-3": [], "kerple-5": [], "kerple-6": []}
         table_of = {kind.pos_emb: name for name in ("kerple-5", "kerple-6") for kind in published(name).methods}
-        for method in group.methods:
+        for method in full:
             methods[table_of.get(method.pos_emb, "kerple-3")].append(method)
         for name in methods:
             if methods[name]:
@@ -155,27 +161,39 @@ def _table(
     methods: Sequence[Method],
     reference: Method | None,
     *,
-    rows: Literal["lengths", "methods"],
+    rows: Literal["lengths", "methods", "modes"],
     best: Literal["lowest", "highest"] = "lowest",
 ) -> Table:
-    """A table of these methods in the layout of the published table `name`. reference: see `_cells`."""
+    """A table of these methods in the layout of the published table `name`.
+
+    Args:
+        reference: see `_cells`.
+        rows: what the rows are. `modes`: the methods, with a section per mode and without the published values.
+    """
     paper = published(name)
     methods = paper.ordered(methods)
     shown = group.select(group.settings, methods)
     lines: list[Row | Section] = []
-    for setting in sorted(shown.settings, key=lambda setting: corpus_rank(setting.corpus)):
-        lines.append(Section(corpus_name(setting.corpus)))
+    modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
+    sections = [
+        (setting, mode)
+        for setting in sorted(shown.settings, key=lambda setting: corpus_rank(setting.corpus))
+        for mode in (modes if rows == "modes" else [None])
+    ]
+    for setting, mode in sections:
+        section_methods = [method for method in methods if mode in (None, method.mode)]
+        lines.append(Section(corpus_name(setting.corpus) + (f", {mode}" if mode and len(modes) > 1 else "")))
         lengths = shown.select([setting]).lengths if rows == "lengths" else shown.lengths
-        grid = [_cells(group, setting, methods, length, reference, best) for length in lengths]
-        texts = [[paper.value(setting.corpus, method, length) for method in methods] for length in lengths]
+        grid = [_cells(group, setting, section_methods, length, reference, best) for length in lengths]
+        texts = [[paper.value(setting.corpus, method, length) for method in section_methods] for length in lengths]
         labels = [f"{length}" for length in lengths]
-        if rows == "methods":
+        if rows != "lengths":
             grid = list(map(list, zip(*grid, strict=True)))
             texts = list(map(list, zip(*texts, strict=True)))
-            labels = [paper.name(method) for method in methods]
+            labels = [paper.name(replace(method, mode="full") if mode else method) for method in section_methods]
         for label, cells, published_texts in zip(labels, grid, texts, strict=True):
             lines.append(Row((label,), tuple(cells)))
-            if paper.matches(setting) and any(published_texts):
+            if rows != "modes" and paper.matches(setting) and any(published_texts):
                 printed = [text or "" for text in published_texts]
                 cells = [Cell(text.removesuffix(DAGGER).rstrip(), worse=text.endswith(DAGGER)) for text in printed]
                 lines.append(Row((f"{label}, paper",), tuple(cells), published=True))
@@ -186,12 +204,15 @@ def _table(
     title.append(f"protocol {common.protocol}" if common.protocol else "")
     names = [paper.name(method) for method in methods]
     return Table(
-        name=slug(name, common.size, common.train_length, common.protocol).lower(),
+        name=slug("perplexity" if rows == "modes" else name, common.size, common.train_length, common.protocol).lower(),
         title=", ".join(filter(None, title)),
         label_columns=("Extrp.",) if rows == "lengths" else ("Method",),
         columns=tuple(names if rows == "lengths" else map(str, shown.lengths)),
         lines=tuple(lines),
-        notes=tuple(_notes(paper, shown, dict(zip(methods, names, strict=True)), lines, reference, best)),
+        notes=(
+            *([f"Layout: {paper.source}."] if rows != "modes" else []),
+            *_notes(paper, shown, dict(zip(methods, names, strict=True)), lines, reference, best),
+        ),
     )
 
 
@@ -203,21 +224,17 @@ def _cells(
     reference: Method | None,
     best: Literal["lowest", "highest"],
 ) -> list[Cell]:
-    """One cell per method. The best mean is marked if there are at least two; methods that the reference method is
-    significantly better than are marked as worse.
+    """One cell per method. The best values are marked (see `best_texts`), and as worse the methods that the reference
+    method is significantly better than in the same mode.
     """
-    values = {method: group.values(setting, method, length) for method in methods}
-    means = {method: cell.mean() for method, cell in values.items() if cell is not None and cell.count()}
-    choose = min if best == "lowest" else max
-    best_method = choose(means, key=lambda method: means[method]) if len(means) > 1 else None
-    ours = group.values(setting, reference, length) if reference else None
+    values = [group.values(setting, method, length) for method in methods]
+    texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in values]
+    means = [math.nan if cell is None else float(cell.mean()) for cell in values]
     cells = []
-    for method, cell in values.items():
-        if cell is None:
-            cells.append(Cell(NOT_MEASURED))
-            continue
-        worse = ours is not None and method != reference and significantly_better(ours, cell)
-        cells.append(Cell(format_mean(cell), best=method == best_method, worse=worse))
+    for method, cell, text, is_best in zip(methods, values, texts, best_texts(means, texts, best), strict=True):
+        ours = group.values(setting, replace(reference, mode=method.mode), length) if reference else None
+        worse = cell is not None and ours is not None and ours is not cell and significantly_better(ours, cell)
+        cells.append(Cell(text, best=is_best, worse=worse))
     return cells
 
 
@@ -230,7 +247,7 @@ def _notes(
     best: Literal["lowest", "highest"],
 ) -> list[str]:
     rows = [line for line in lines if isinstance(line, Row)]
-    notes = [f"Layout: {paper.source}.", *_seeds_note(group), f"Bold: {best} value."]
+    notes = [*_seeds_note(group), f"Bold: {best} value, and those equal to it as printed."]
     tokens = group.frame[group.frame["tokens"].fillna(0) > 0]
     if len(tokens):
         fewest, most = tokens["tokens"].min(), tokens["tokens"].max()
@@ -245,9 +262,11 @@ def _notes(
     if reference and any(cell.worse for row in rows for cell in row.cells):
         notes.append(
             f"{DAGGER}: {display_name(reference)} is significantly better (paired two-sided t-test over the seeds, "
-            f"α = {ALPHA:g}). In the paper's rows, {DAGGER} is copied from the paper."
+            f"in the same mode, α = {ALPHA:g})."
         )
     if any(row.published for row in rows):
+        if any(cell.worse for row in rows if row.published for cell in row.cells):
+            notes.append(f"In the paper's rows, {DAGGER} is copied from the paper.")
         notes.append(f'Rows labeled "paper": {paper.source}' + (f"; {paper.note}." if paper.note else "."))
     return notes + missing_notes(group, names)
 

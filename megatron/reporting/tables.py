@@ -138,7 +138,9 @@ def comma_separated(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """A `table` environment for a document that uses booktabs."""
+    """A compact `table` environment for a document that uses booktabs: small type, narrow columns, and deviations in
+    the smallest type.
+    """
 
     def line(cells: Sequence[str]) -> str:
         return f"{' & '.join(cells)} \\\\"
@@ -146,7 +148,8 @@ def latex(table: Table) -> str:
     caption = " ".join([rf"\textbf{{{escape_latex(table.title)}.}}", *map(escape_latex, table.notes)])
     lines = [
         r"\begin{table}",
-        r"\centering",
+        r"\centering\footnotesize",
+        r"\setlength{\tabcolsep}{3pt}",
         rf"\caption{{{caption}}}",
         rf"\label{{tab:{table.name}}}",
         rf"\begin{{tabular}}{{{'l' * len(table.label_columns)}{'r' * len(table.columns)}}}",
@@ -159,14 +162,16 @@ def latex(table: Table) -> str:
             if lines[-1] != r"\midrule":
                 lines.append(r"\midrule")
             title = rf"\textit{{{escape_latex(entry.title)}}}"
-            lines += [rf"\multicolumn{{{len(table.headers)}}}{{l}}{{{title}}} \\", r"\midrule"]
+            lines.append(rf"\multicolumn{{{len(table.headers)}}}{{l}}{{{title}}} \\")
             continue
         texts = list(map(escape_latex, entry.labels))
         for cell in entry.cells:
-            text = escape_latex(cell.text)
-            texts.append((rf"\textbf{{{text}}}" if cell.best else text) + (_LATEX[DAGGER] if cell.worse else ""))
+            text, _, deviation = map(escape_latex, cell.text.partition(" ± "))
+            text = rf"\textbf{{{text}}}" if cell.best else text
+            text += rf"{{\tiny\,$\pm$\,{deviation}}}" if deviation else ""
+            texts.append(text + (_LATEX[DAGGER] if cell.worse else ""))
         if entry.published:
-            texts = [rf"{{\footnotesize\itshape {text}}}" if text else "" for text in texts]
+            texts = [rf"{{\itshape {text}}}" if text else "" for text in texts]
         lines.append(line(texts))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 

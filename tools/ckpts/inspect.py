@@ -113,7 +113,7 @@ def summary(description: dict[str, Any]) -> str:
     for place, values in description.get("kernels", {}).items():
         lines.append(f"  kernels, {place}")
         lines.append("    head " + "".join(f"{name:>18}" for name in values))
-        for head, row in enumerate(zip(*values.values(), strict=True)):
+        for head, row in enumerate(zip(*values.values(), strict=True), start=1):
             cells = (f"{value:>18,}" if isinstance(value, int) else f"{value:>18.4f}" for value in row)
             lines.append(f"    {head:>4} " + "".join(cells))
     return "\n".join(lines)

@@ -75,13 +75,13 @@ def test_released_checkpoints(method):
     expected = formula(distances)
     for axes in panels:
         lines = {line.get_label(): line for line in axes.lines}
-        assert sorted(lines) == [f"head {head}" for head in range(4)]
+        assert sorted(lines) == [f"head {number}" for number in (1, 2, 3, 4)]
         for head in range(4):
-            x, y = lines[f"head {head}"].get_data()
+            x, y = lines[f"head {head + 1}"].get_data()
             np.testing.assert_array_equal(x, distances)
             np.testing.assert_allclose(y, expected[head], rtol=2e-5, atol=1e-6)
     labels = [line.get_label() for line in panels[0].lines]
-    assert labels == [f"head {head}" for head in expected.mean(axis=1).argsort(kind="stable")], "steepest first"
+    assert labels == [f"head {head + 1}" for head in expected.mean(axis=1).argsort(kind="stable")], "steepest first"
     assert len({line.get_color() for line in panels[0].lines}) == 4
 
 
@@ -182,6 +182,8 @@ def test_scores_of_the_first_layer(pos_emb, options):
     figure = adaptive_figure(parts, model="x", name="x", heads=[2, 0])
     axes = figure.figure.axes
     assert len(axes) == (6 if static is not None else 4)
+    assert [panel.get_title(loc="left") for panel in axes[:2]] == ["head 3", "head 1"]
+    assert figure.description.endswith("for heads 3, 1.")
     for index, line in ((0, scores[2]), (1, scores[0]), (-2, expected[2]), (-1, expected[0])):
         np.testing.assert_allclose(axes[index].lines[0].get_ydata(), line, rtol=2e-4, atol=2e-4)
 

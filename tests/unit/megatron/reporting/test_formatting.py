@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron.reporting.formatting import format_mean, format_number, format_percent, slug
+from megatron.reporting.formatting import best_texts, format_mean, format_number, format_percent, slug
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,19 @@ def test_slug():
     long = [slug("漢" * 4000 + end) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(name.encode()) <= 120 for name in long)
+
+
+@pytest.mark.parametrize(
+    ("best", "values", "expected"),
+    [
+        ("lowest", [[3.40012], [3.40041], [3.401]], [True, True, False]),
+        ("highest", [[3.40012], [3.40041], [3.401]], [False, False, True]),
+        ("lowest", [[3.4121, 3.4125], [3.2, 3.63], [3.5]], [True, False, False]),
+        ("lowest", [[3.4121, 3.4125], [3.2, 3.628], [3.5]], [True, True, False]),  # 3.41 ± 0.30 looks better
+        ("lowest", [[12_345.1], [12_345.4], []], [True, True, False]),
+        ("lowest", [[3.4], []], [False, False]),
+    ],
+)
+def test_best_values_as_printed(best, values, expected):
+    means = [sum(cell) / len(cell) if cell else math.nan for cell in values]
+    assert best_texts(means, list(map(format_mean, values)), best) == expected

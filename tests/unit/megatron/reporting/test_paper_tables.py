@@ -5,7 +5,7 @@ import pytest
 from megatron.reporting.aggregate import Method
 from megatron.reporting.paper_tables import passkey_tables, perplexity_tables, resolution_tables
 from megatron.reporting.published import published
-from megatron.reporting.tables import Cell, Section
+from megatron.reporting.tables import Cell, Row, Section
 from tests.support.records import passkey_record, record, seeds
 
 LOG = [21.4, 21.9, 22.3, 20.8, 21.5]
@@ -39,6 +39,7 @@ def test_kerple_s_layout():
     assert "Mean ± standard deviation over 5 seeds." in table.notes
     assert "Scored tokens: 1,000." in table.notes
     assert any(note.startswith("†: KERPLE (log) is significantly better") for note in table.notes)
+    assert "In the paper's rows, † is copied from the paper." in table.notes
 
 
 def test_sections_are_in_the_order_of_the_papers():
@@ -73,7 +74,7 @@ def test_published_values_are_printed_as_in_the_paper(name):
 
 def test_other_reference():
     records = seeds("kerple_log", 512, ALIBI) + seeds("alibi", 512, LOG)
-    (table,) = perplexity_tables(records, Method("alibi"))
+    table = only(perplexity_tables(records, Method("alibi")), "kerple-3")
     assert [cell.worse for cell in table.rows[0].cells] == [True, False]
 
 
@@ -122,17 +123,45 @@ def test_published_rows_need_the_same_setting(keys):
     assert not any(row.published for row in table.rows)
 
 
-def test_modes_follow_their_method():
-    records = [record("alibi", 512, 4.0), record("kerple_log", 512, 3.4)]
-    records += [record("kerple_log", 512, 3.6, mode="window@512")]
-    assert only(perplexity_tables(records), "kerple-3").columns == ("KERPLE (log)", "KERPLE (log), window@512", "ALiBi")
+def test_methods_are_rows_and_modes_are_sections():
+    """The best value and the daggers are those of a mode; KERPLE's table has only the mode full."""
+    records = seeds("alibi", 512, ALIBI) + seeds("kerple_log", 512, LOG) + [record("fire", 1024, 20.0)]
+    for mode, best in (("window@512", 23.0), ("blockwise", 24.0)):
+        records += seeds("alibi", 512, [best, best], mode=mode)
+        records += seeds("kerple_log", 512, [best + 1, best + 2], mode=mode)
+    tables = perplexity_tables(records)
+    assert only(tables, "kerple-3").columns == ("KERPLE (log)", "ALiBi", "FIRE")
+    table = only(tables, "perplexity")
+    assert (table.name, table.columns) == ("perplexity-12x768-512-non-overlapping", ("512", "1024"))
+    assert table.lines == (
+        Section("GitHub, full"),
+        Row(("KERPLE (log)",), (Cell("21.58 ± 0.56", best=True), Cell("–"))),
+        Row(("ALiBi",), (Cell("22.64 ± 0.54", worse=True), Cell("–"))),
+        Row(("FIRE",), (Cell("–"), Cell("20.00"))),
+        Section("GitHub, blockwise"),
+        Row(("KERPLE (log)",), (Cell("25.50 ± 0.71"), Cell("–"))),
+        Row(("ALiBi",), (Cell("24.00", best=True), Cell("–"))),
+        Section("GitHub, window@512"),
+        Row(("KERPLE (log)",), (Cell("24.50 ± 0.71"), Cell("–"))),
+        Row(("ALiBi",), (Cell("23.00", best=True), Cell("–"))),
+    )
+    assert "Bold: lowest value, and those equal to it as printed." in table.notes
+
+
+def test_values_that_are_printed_alike_are_all_bold():
+    records = [
+        record(name, 512, value) for name, value in (("kerple_log", 3.40012), ("alibi", 3.40041), ("rpe", 3.401))
+    ]
+    for table in perplexity_tables(records):
+        cells = [cell for row in table.rows if not row.published for cell in row.cells]
+        assert [(cell.text, cell.best) for cell in cells] == [("3.400", True), ("3.400", True), ("3.401", False)]
 
 
 def test_dape_s_layout():
     keys = {"protocol": "last-k@256", "corpus": "arxiv"}
     records = [record("dape_kerple", length, 4.0 - length / 1e4, **keys) for length in (512, 8192)]
     records += [record("alibi", length, 4.6, **keys) for length in (512, 8192)]
-    (table,) = perplexity_tables(records)
+    table = only(perplexity_tables(records), "dape")
     assert table.columns == ("512", "8192")
     assert labels(table) == ["ALiBi", "ALiBi, paper", "DAPE-Kerple", "DAPE-Kerple, paper"]
     assert [cell.text for cell in table.rows[3].cells] == ["4.51", "3.86"]
@@ -156,16 +185,17 @@ def test_lex_s_layouts():
     (table,) = resolution_tables(resolutions)
     assert [row.labels for row in table.rows if any(cell.best for cell in row.cells)] == [("LEX",)], "the highest"
     assert next(row for row in table.rows if row.labels == ("LEX, paper",)).cells[0].text == "1.08"
-    assert "Bold: highest value." in table.notes
+    assert "Bold: highest value, and those equal to it as printed." in table.notes
 
 
 def test_different_options_and_model_sizes_are_not_averaged():
     keys = {"protocol": "last-k@256", "corpus": "arxiv"}
     records = [record(name, 512, 4.0, **keys) for name in ("dape_kerple", "dape_kerple (variant Concat)")]
-    (table,) = perplexity_tables(records)
+    table = only(perplexity_tables(records), "dape")
     assert labels(table) == ["DAPE-Kerple", "DAPE-Kerple, paper", "DAPE-Kerple (variant Concat)"]
     large = {"path": "b", "iteration": 1, "fingerprint": "l", "layers": 24, "hidden_size": 1024}
     tables = perplexity_tables([*records, record("dape_kerple", 512, 3.0, checkpoint=large, **keys)])
+    tables = [table for table in tables if table.name.startswith("dape")]
     assert [table.name for table in tables] == ["dape-12x768-512-last-k-256", "dape-24x1024-512-last-k-256"]
     assert labels(tables[1]) == ["DAPE-Kerple"]
 

@@ -61,7 +61,8 @@ def test_csv():
 def test_latex():
     assert latex(TABLE).splitlines() == [
         r"\begin{table}",
-        r"\centering",
+        r"\centering\footnotesize",
+        r"\setlength{\tabcolsep}{3pt}",
         r"\caption{\textbf{A\_title.} 5 \% of it.}",
         r"\label{tab:name}",
         r"\begin{tabular}{lrr}",
@@ -69,9 +70,8 @@ def test_latex():
         r"Extrp. & KERPLE (log) & b\_c \\",
         r"\midrule",
         r"\multicolumn{3}{l}{\textit{GitHub}} \\",
-        r"\midrule",
-        r"512 & \textbf{3.40 $\pm$ 0.20} & 3,900 $\pm$ 10$^\dagger$ \\",
-        r"{\footnotesize\itshape 512, paper} & {\footnotesize\itshape 3.40 $\pm$ 0.20} &  \\",
+        r"512 & \textbf{3.40}{\tiny\,$\pm$\,0.20} & 3,900{\tiny\,$\pm$\,10}$^\dagger$ \\",
+        r"{\itshape 512, paper} & {\itshape 3.40{\tiny\,$\pm$\,0.20}} &  \\",
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",
