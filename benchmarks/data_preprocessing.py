@@ -103,7 +103,7 @@ def gpt2_files() -> TokenizerFiles:
 
 def write_shards(folder: Path, size: int, count: int = 4) -> list[Path]:
     """Write `count` shards with about `size` bytes of text in total. Texts repeat with different first lines."""
-    texts = list(StdlibCorpus().texts())
+    texts = StdlibCorpus().tokenizer_texts()
     paths = []
     number = 0
     for shard in range(count):

@@ -52,3 +52,16 @@ def add_bad_documents_argument(parser: argparse.ArgumentParser | argparse._Argum
         default="fail",
         help="stop at documents that are not JSON, not UTF-8, or lack the key, or skip and count them (default: fail)",
     )
+
+
+def add_limit_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--limit-mb", type=_positive_number, metavar="MB", help="use only the first MB of text (default: all)"
+    )
+
+
+def _positive_number(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value

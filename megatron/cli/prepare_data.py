@@ -6,19 +6,28 @@ The result is DIR/DATASET/DATASET_text_document.bin and .idx, which `data-path` 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.dataset_options import add_bad_documents_argument, split_words
+from megatron.cli.dataset_options import add_bad_documents_argument, add_limit_argument, split_words
 from megatron.config.command_line import OptionParser, integer
-from megatron.data.prepare import DATASETS, EMBEDDED, KNOWN_DATASETS, PrepareOptions, default_workers, prepare
+from megatron.data.prepare import (
+    DATASETS,
+    EMBEDDED,
+    KNOWN_DATASETS,
+    OWN_VOCAB_SIZES,
+    PrepareOptions,
+    default_workers,
+    prepare,
+)
 from megatron.tokenizer import TOKENIZER_TYPES
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     downloaded = [name for name, known in KNOWN_DATASETS.items() if known.url is not None]
     sources = " ".join(f"{name}: {known.sources}." for name, known in KNOWN_DATASETS.items())
+    own_vocabularies = ", ".join(f"{name}: {size}" for name, size in OWN_VOCAB_SIZES.items())
     parser = OptionParser(
         description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] [DATASET]",
         epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built from the sources of "
-        f"Python's standard library. {sources}",
+        f"Python's standard library, the datasets named debian_* from Debian packages. {sources}",
     )
     parser.add_argument(
         "dataset",
@@ -34,7 +43,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "-t",
         "--tokenizer",
         metavar="TOKENIZER",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer, for {EMBEDDED} a BPE trained on it",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {', '.join(OWN_VOCAB_SIZES)} a BPE "
+        "trained on them",
     )
     parser.add_argument(
         "-v",
@@ -46,8 +56,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     parser.add_argument(
         "--vocab-size",
         type=integer(1, 2**24),
-        default=2048,
-        help="vocabulary size of the BPE trained without -t (default: %(default)s)",
+        help=f"vocabulary size of the BPE trained without -t (default: {own_vocabularies})",
     )
     parser.add_argument(
         "--from",
@@ -77,6 +86,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         metavar=".EXT,...",
         help="read a source tree (folder or tar): files with these extensions, one document each (e.g. .c,.h)",
     )
+    add_limit_argument(parser)
     parser.add_argument(
         "--workers",
         type=integer(1, 1024),
@@ -101,6 +111,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         hub_split=arguments.hf_split,
         text_key=arguments.text_key,
         suffixes=tuple(split_words([arguments.suffixes])),
+        limit_mb=arguments.limit_mb,
         workers=arguments.workers,
         ftfy=arguments.ftfy,
         skip_bad=arguments.bad_documents == "skip",

@@ -1,9 +1,11 @@
-"""Corpora that are not files: the Python standard library, and datasets of the Hugging Face hub."""
+"""Corpora that are not files: documents in memory (Python's standard library), and datasets of the Hugging Face hub."""
 
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from megatron.data.readers import START, ReadPosition, TextChunk
@@ -42,7 +44,48 @@ def source_pieces(content: bytes, limit: int = PIECE_BYTES) -> Iterator[tuple[in
             yield first + 1, piece
 
 
-class StdlibCorpus:
+class DocumentCorpus(ABC):
+    """Documents in memory: pairs of a name and a UTF-8 text. A `ChunkSource`. Documents are read when first needed."""
+
+    def __init__(self) -> None:
+        self.total_bytes: int | None = None
+        self.bytes_read = 0
+        self.position = START
+
+    @cached_property
+    def documents(self) -> list[tuple[str, bytes]]:
+        documents = self._read()
+        self.total_bytes = sum(len(content) for _, content in documents)
+        return documents
+
+    @abstractmethod
+    def _read(self) -> list[tuple[str, bytes]]: ...
+
+    @abstractmethod
+    def identity(self) -> str:
+        """Return a SHA-256 (hexadecimal) that changes whenever the documents change."""
+
+    def tokenizer_texts(self) -> list[str]:
+        """Return the documents to train a tokenizer on."""
+        return [content.decode("utf-8") for _, content in self.documents]
+
+    def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
+        for count, (name, content) in enumerate(self.documents, start=1):
+            self.bytes_read += len(content)
+            if count > start.chunk:
+                self.position = ReadPosition(0, count)
+                yield TextChunk(name, "text", 1, content)
+
+
+def documents_checksum(documents: Iterable[tuple[str, bytes]]) -> str:
+    """Return the SHA-256 (hexadecimal) of all names and contents."""
+    digest = hashlib.sha256()
+    for name, content in documents:
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+class StdlibCorpus(DocumentCorpus):
     """The Python sources of the running interpreter's standard library, in pieces. A `ChunkSource`.
 
     A document is a piece of a file with at most PIECE_BYTES, so that no file dominates a part of the corpus. Pieces are
@@ -55,9 +98,14 @@ class StdlibCorpus:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.root = Path(sysconfig.get_paths()["stdlib"])
-        self.documents: list[tuple[str, bytes]] = []
         self.skipped = 0
+        if not self.documents:
+            raise UserError(f"{self.root} contains no Python sources: this interpreter is installed without them")
+
+    def _read(self) -> list[tuple[str, bytes]]:
+        documents: list[tuple[str, bytes]] = []
         for path in self.root.rglob("*.py"):
             relative = path.relative_to(self.root)
             if not _EXCLUDED_FOLDERS.isdisjoint(relative.parts):
@@ -68,31 +116,11 @@ class StdlibCorpus:
             except UnicodeDecodeError:
                 self.skipped += 1
                 continue
-            self.documents += [(f"{relative.as_posix()}:{line}", piece) for line, piece in source_pieces(content)]
-        if not self.documents:
-            raise UserError(f"{self.root} contains no Python sources: this interpreter is installed without them")
-        self.documents.sort(key=lambda document: hashlib.sha256(document[0].encode()).digest())
-        self.total_bytes: int | None = sum(len(content) for _, content in self.documents)
-        self.bytes_read = 0
-        self.position = START
+            documents += [(f"{relative.as_posix()}:{line}", piece) for line, piece in source_pieces(content)]
+        return sorted(documents, key=lambda document: hashlib.sha256(document[0].encode()).digest())
 
     def identity(self) -> str:
-        """Return the SHA-256 of all names and contents."""
-        digest = hashlib.sha256()
-        for name, content in self.documents:
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
-        return digest.hexdigest()
-
-    def texts(self) -> Iterator[str]:
-        for _, content in self.documents:
-            yield content.decode("utf-8")
-
-    def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
-        for count, (name, content) in enumerate(self.documents, start=1):
-            self.bytes_read += len(content)
-            if count > start.chunk:
-                self.position = ReadPosition(0, count)
-                yield TextChunk(name, "text", 1, content)
+        return documents_checksum(self.documents)
 
 
 class HubCorpus:

@@ -5,13 +5,14 @@
     .txt, no extension       one document
     .parquet                 a table, one document per row (needs pyarrow)
     .dat                     lm-dataformat's DatArchive: records of 16 decimal digits and that many bytes of text
-    .tar .zip                members of the types above, in archive order
-    .gz .zst .xz             compression of any of the above except .zip and .parquet
+    .tar .zip .deb           members of the types above, in archive order
+    .gz .zst .xz             compression of any of the above except .zip, .deb and .parquet
 
 In folders and archives, hidden files and unfinished archives of lm-dataformat are skipped. In folders, files of other
 types and files that preprocessing writes are skipped as well, and counted in the log.
 
-With `suffixes` (for trees of source code), files with these extensions are one document each; others are skipped.
+With `suffixes` (for trees of source code), files with these extensions, also compressed, are one document each; others
+are skipped.
 """
 
 import hashlib
@@ -36,17 +37,19 @@ _FORMATS = {
     ".dat": "dat",
     ".tar": "tar",
     ".zip": "zip",
+    ".deb": "deb",
 }
-_ARCHIVE_FORMATS = ("tar", "zip")
+_ARCHIVE_FORMATS = ("tar", "zip", "deb")
 _COMPRESSIONS = (".gz", ".zst", ".xz")
-SEEKABLE_FORMATS = ("zip", "parquet")  # reading these needs a seekable file, so they cannot be compressed
+SEEKABLE_FORMATS = ("zip", "deb", "parquet")  # reading these needs a seekable file, so they cannot be compressed
 
-READABLE = ".jsonl, .json, .txt, .dat, .tar (each also .gz, .zst, .xz), .parquet and .zip"
+READABLE = ".jsonl, .json, .txt, .dat, .tar (each also .gz, .zst, .xz), .parquet, .zip and .deb"
 
 
 def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
     """Return the format of a file after decompression (a value of the table above), or None if it is not supported."""
-    if suffixes and PurePosixPath(name).suffix in suffixes:
+    plain = PurePosixPath(name).with_suffix("") if name.endswith(_COMPRESSIONS) else PurePosixPath(name)
+    if suffixes and plain.suffix in suffixes:
         return "text"
     path = PurePosixPath(name.lower())
     if path.suffix == ".tgz":

@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.corpora import HubCorpus, StdlibCorpus
+from megatron.data.corpora import DocumentCorpus, HubCorpus, StdlibCorpus
+from megatron.data.debian import DEBIAN_CORPORA, DebianCorpus
 from megatron.data.documents import DocumentOptions
 from megatron.data.download import download, redact_url
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
@@ -20,6 +21,8 @@ from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock
 
 EMBEDDED = "python_stdlib"
+# Datasets that have no other source and a tokenizer of their own, with the vocabulary size.
+OWN_VOCAB_SIZES = {EMBEDDED: 2048} | dict.fromkeys(DEBIAN_CORPORA, 4096)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ KNOWN_DATASETS = {
         "http://mattmahoney.net/dc/enwik8.zip",
     ),
 }
-DATASETS = (EMBEDDED, *KNOWN_DATASETS)
+DATASETS = (*OWN_VOCAB_SIZES, *KNOWN_DATASETS)
 
 # GPT-2's vocabulary and merges, which GPT-NeoX downloads to DIR if no files are given.
 GPT2_FILES = (
@@ -81,7 +84,7 @@ GPT2_FILES = (
 )
 
 # Increase this when the preparation steps change, so that existing datasets are rebuilt.
-_RECIPE_VERSION = 2
+_RECIPE_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,15 @@ class PrepareOptions:
     Attributes:
         dataset: one of DATASETS.
         directory: DIR; the result is DIR/NAME/NAME_text_document.
-        tokenizer_type: None trains a BPE of `vocab_size` ids for python_stdlib, and otherwise means GPT2BPETokenizer.
+        tokenizer_type: None trains a BPE for the datasets in OWN_VOCAB_SIZES, and otherwise means GPT2BPETokenizer.
         vocab_file, merge_file: if both are None, GPT2BPETokenizer's files are downloaded to `directory`.
-        sources: files and folders to read, local or remote. Empty for python_stdlib.
+        vocab_size: size of the trained BPE; None: as in OWN_VOCAB_SIZES.
+        sources: files and folders to read, local or remote. Empty for the datasets in OWN_VOCAB_SIZES.
         urls: files to download and read (see `megatron.data.download`). Without any source, the dataset's own.
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
         text_key: key of the text in JSON objects, tables and datasets of the hub.
         suffixes: read a tree of source files: files with these extensions, each as one document.
+        limit_mb: use only the first MB of text (see `preprocess` and `DebianCorpus`).
         rebuild: rebuild the dataset even if it is up to date.
     """
 
@@ -106,7 +111,7 @@ class PrepareOptions:
     tokenizer_type: str | None = None
     vocab_file: str | None = None
     merge_file: str | None = None
-    vocab_size: int = 2048
+    vocab_size: int | None = None
     sources: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
     hub_name: str | None = None
@@ -114,6 +119,7 @@ class PrepareOptions:
     hub_split: str = "train"
     text_key: str = _TEXT
     suffixes: tuple[str, ...] = ()
+    limit_mb: float | None = None
     workers: int = 1
     ftfy: bool = False
     skip_bad: bool = False
@@ -129,16 +135,18 @@ def prepare(options: PrepareOptions) -> Path:
     folder = options.directory / options.dataset
     prefix = folder / f"{options.dataset}_text_document"
     _check_source_options(options)
-    train_tokenizer = options.dataset == EMBEDDED and options.tokenizer_type is None
+    train_tokenizer = options.dataset in OWN_VOCAB_SIZES and options.tokenizer_type is None
     recipe: dict[str, object] = {
         "version": _RECIPE_VERSION,
         "dataset": options.dataset,
         "ftfy": options.ftfy,
         "text_key": options.text_key,
+        "limit_mb": options.limit_mb,
     }
     if train_tokenizer:
         tokenizer_files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
-        recipe["trained_vocab_size"] = options.vocab_size
+        vocab_size = OWN_VOCAB_SIZES[options.dataset] if options.vocab_size is None else options.vocab_size
+        recipe["trained_vocab_size"] = vocab_size
     else:
         tokenizer_files = _given_tokenizer(options)
         tokenizer = tokenizer_files.build()
@@ -156,12 +164,10 @@ def prepare(options: PrepareOptions) -> Path:
         if reason:
             print(f"{prefix}: rebuilt: {reason}")
         _recipe_path(folder).unlink(missing_ok=True)
-        if isinstance(source, StdlibCorpus) and train_tokenizer:
-            print(
-                f"training a BPE tokenizer with {options.vocab_size} ids on {len(source.documents):,} files in "
-                f"{source.root}"
-            )
-            trained = train_bpe(source.texts(), options.vocab_size, progress=sys.stderr.isatty())
+        if isinstance(source, DocumentCorpus) and train_tokenizer:
+            texts = source.tokenizer_texts()
+            print(f"training a BPE tokenizer with {vocab_size} ids on {len(texts):,} documents of {options.dataset}")
+            trained = train_bpe(texts, vocab_size, progress=sys.stderr.isatty())
             write_atomically(folder / "tokenizer.json", trained.to_str(pretty=True).encode())
         known = KNOWN_DATASETS.get(options.dataset)
         hub = [f"hf:{options.hub_name}"] if options.hub_name else []
@@ -176,12 +182,14 @@ def prepare(options: PrepareOptions) -> Path:
                 ftfy=options.ftfy,
                 skip_bad=options.skip_bad,
             ),
-            inputs=[*options.sources, *map(redact_url, urls), *hub] or [EMBEDDED],
+            inputs=[*options.sources, *map(redact_url, urls), *hub] or [options.dataset],
             names=(_TEXT,),
             workers=options.workers,
+            limit_mb=None if isinstance(source, DebianCorpus) else options.limit_mb,
         )
         write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
     print(summary(prefix, manifests[options.text_key]))
+    print(f"SHA-256 of the .bin: {manifests[options.text_key].sha256}")
     return prefix
 
 
@@ -193,12 +201,9 @@ def default_workers() -> int:
 def _check_source_options(options: PrepareOptions) -> None:
     """Reject missing and conflicting sources before anything is downloaded or built."""
     has_source = _has_source(options)
-    if options.dataset == EMBEDDED:
+    if options.dataset in OWN_VOCAB_SIZES:
         if has_source or options.suffixes:
-            raise UserError(
-                f"{EMBEDDED} is built from the running interpreter's standard library; remove --from, --url, --hf and "
-                "--suffixes"
-            )
+            raise UserError(f"{options.dataset} has a fixed source; remove --from, --url, --hf and --suffixes")
         return
     known = KNOWN_DATASETS.get(options.dataset)
     if known is None:
@@ -240,6 +245,8 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     columns = (options.text_key, "meta")
     if options.dataset == EMBEDDED:
         return StdlibCorpus()
+    if options.dataset in DEBIAN_CORPORA:
+        return DebianCorpus(options.dataset, options.directory / "debian", options.limit_mb)
     if options.hub_name is not None:
         return HubCorpus(options.hub_name, options.hub_config, options.hub_split, columns)
     try:

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import importlib.util
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ def preprocess(
     inputs: Sequence[str] = (),
     names: Sequence[str] | None = None,
     workers: int = 1,
+    limit_mb: float | None = None,
     num_docs: int | None = None,
     log_interval: int = 100,
 ) -> dict[str, Manifest]:
@@ -57,6 +59,7 @@ def preprocess(
         inputs: names of the inputs, recorded in the manifest.
         names: one name per key, used in file names in place of the key.
         workers: number of tokenizing processes. With 1, everything runs in this process.
+        limit_mb: stop after the block of input (usually 1 MB) with which the text of the first key reaches this size.
         num_docs: number of documents for the progress display, if known.
         log_interval: documents between two updates of the progress display.
 
@@ -80,13 +83,14 @@ def preprocess(
         "subset": options.subset,
         "append_eod": options.append_eod,
         "ftfy": options.ftfy,
+        "limit_mb": limit_mb,
         "reading": [1, BLOCK],
     }
     with Journal(output_prefix, settings) as journal:
         prefixes = [f"{output_prefix}_{name}_document" for name in names or options.keys]
         job = _Job(journal, str(output_prefix), prefixes, tokenizer, options, inputs)
         if not job.state.manifests:
-            job.encode(source, tokenizer_files, workers, num_docs, log_interval)
+            job.encode(source, tokenizer_files, workers, limit_mb, num_docs, log_interval)
         manifests = job.publish()
     for line in job.state.rejected.lines():
         print(line)
@@ -259,6 +263,7 @@ class _Job:
         source: ChunkSource,
         tokenizer_files: TokenizerFiles,
         workers: int,
+        limit_mb: float | None,
         num_docs: int | None,
         log_interval: int,
     ) -> None:
@@ -275,7 +280,9 @@ class _Job:
                 note = f"{self.name}: tokenizing input{size} with {self.tokenizer.name}"
                 print(visible(note), file=sys.stderr, flush=True)
                 with Progress(Path(self.name).name, source.total_bytes, unit="MB") as display:
-                    self._write_documents(source, tokenizer_files, workers, writers, display, num_docs, log_interval)
+                    self._write_documents(
+                        source, tokenizer_files, workers, writers, display, limit_mb, num_docs, log_interval
+                    )
                 self._finalize(writers)
             except (Exception, KeyboardInterrupt) as error:
                 if not self.journal.exists:
@@ -296,6 +303,7 @@ class _Job:
         workers: int,
         writers: list[IndexedWriter],
         display: Progress,
+        limit_mb: float | None,
         num_docs: int | None,
         log_interval: int,
     ) -> None:
@@ -305,7 +313,9 @@ class _Job:
         display.restart(current.bytes_read, first_output.text_bytes / 1e6)
         shown_documents = writers[0].documents
         committed_at = time.monotonic()
-        items = work_items(source, self.state.position)
+        limit = math.inf if limit_mb is None else limit_mb * 1e6
+        # An earlier run may have reached the limit without finishing.
+        items = iter(()) if first_output.text_bytes >= limit else work_items(source, self.state.position)
         for item, encoded in process_in_order(
             items, encode_chunks, self.tokenizer, tokenizer_files, self.options, workers
         ):
@@ -325,6 +335,8 @@ class _Job:
             if time.monotonic() - committed_at >= COMMIT_INTERVAL_SECONDS:
                 self._commit(writers, current)
                 committed_at = time.monotonic()
+            if first_output.text_bytes >= limit:
+                break
         rejected = current.rejected
         counts = sorted(rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
         subsets = ", ".join(f"{name} ({count:,})" for name, count in counts)

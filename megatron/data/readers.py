@@ -192,6 +192,9 @@ class FileCorpus:
         if format_name == "zip":
             yield from self._zip_chunks(raw, source, depth)
             return
+        if format_name == "deb":
+            yield from self._deb_chunks(raw, source)
+            return
         stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
         limit = MAX_COMPRESSED_DOCUMENT if depth or stream is not raw else sys.maxsize
         if format_name == "tar":
@@ -233,6 +236,22 @@ class FileCorpus:
                 with archive.open(member) as content:
                     yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.filename}", depth)
 
+    def _deb_chunks(self, raw: BinaryIO, source: str) -> Iterator[TextChunk]:
+        """Yield the chunks of `data.tar.*` in a Debian package, an `ar` archive (see the manual page deb(5))."""
+        if raw.read(8) != b"!<arch>\n":
+            raise UserError(f"{source} is not a Debian package")
+        while header := raw.read(60):
+            # name (16 bytes), date (12), owner (6), group (6), mode (8), size (10), end (2)
+            name, size = header[:16].decode("ascii", "replace").rstrip(" /"), header[48:58].strip()
+            if header[58:] != b"`\n" or not size.isdigit():
+                raise UserError(f"{source} is damaged: the header before byte {raw.tell():,} is invalid")
+            if name.startswith("data.tar"):
+                member = io.BufferedReader(_Section(raw, int(size), source), BLOCK)
+                yield from self._stream_chunks(cast(BinaryIO, member), name, source)
+                return
+            raw.seek(int(size) + int(size) % 2, io.SEEK_CUR)
+        raise UserError(f"{source} is damaged or not a Debian package: it has no data.tar")
+
     def _skips_member(self, name: str) -> bool:
         """With `suffixes`, all other members are skipped. Otherwise only hidden ones; unknown types are an error."""
         return file_format(name, self._suffixes) is None if self._suffixes else is_hidden(name)
@@ -241,6 +260,26 @@ class FileCorpus:
         for chunk in self._stream_chunks(content, name, source, depth + 1, seekable=False):
             chunk.fraction_read = None  # it is a fraction of the member, not of the archive
             yield chunk
+
+
+class _Section(io.RawIOBase):
+    """The next `size` bytes of a stream."""
+
+    def __init__(self, raw: BinaryIO, size: int, source: str):
+        self._raw = raw
+        self._remaining = size
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # no Buffer before Python 3.12
+        block = self._raw.read(min(len(buffer), self._remaining))
+        if self._remaining and not block:
+            raise UserError(f"{self._source} is truncated: its last {self._remaining:,} bytes are missing")
+        buffer[: len(block)] = block
+        self._remaining -= len(block)
+        return len(block)
 
 
 class _StrictTarInfo(tarfile.TarInfo):

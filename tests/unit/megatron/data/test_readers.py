@@ -24,23 +24,13 @@ from megatron.data.encoding import work_items
 from megatron.data.input_files import InputFile, find_files
 from megatron.data.readers import START, FileCorpus, ReadPosition
 from megatron.utils.errors import UserError
-from tests.support.corpora import TEXTS, json_lines, read_inputs
+from tests.support.corpora import TEXTS, debian_package, json_lines, read_inputs, tar_of
 from tests.support.texts import KINDS
 
 LINES = "".join(json.dumps({"text": text}, ensure_ascii=number % 2 == 0) + "\n" for number, text in enumerate(TEXTS))
 
 
 COMPRESSIONS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
-
-
-def tar_of(members, mode="w") -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as archive:
-        for name, content in members.items():
-            header = tarfile.TarInfo(name)
-            header.size = len(content)
-            archive.addfile(header, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -208,6 +198,40 @@ def test_parquet_and_zip_in_a_tar(tmp_path):
     (tmp_path / "b.tar").write_bytes(tar_of({"a.parquet": table.getvalue()[:-9]}))
     with pytest.raises(UserError, match=r"b.tar:a.parquet is damaged or not a Parquet file"):
         read_inputs(tmp_path / "b.tar")
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_debian_package(tmp_path, compression):
+    """Packages contain compressed documentation, and linux-source another archive."""
+    source = lzma.compress(tar_of({"linux/a.c": b"a.c", "linux/Makefile": b"no"}))
+    files = {"./usr/src/linux.tar.xz": source, "./usr/share/doc/b.c.gz": gzip.compress(b"b.c"), "./c.png": b"no"}
+    package = debian_package(files, COMPRESSIONS[compression], compression)
+    (tmp_path / "x.deb").write_bytes(package)
+    corpus = FileCorpus(find_files([tmp_path / "x.deb"], (".c",)), (".c",))
+    chunks = list(corpus.chunks())
+    assert [chunk.content for chunk in chunks] == [b"a.c", b"b.c"]
+    assert chunks[0].source == f"{tmp_path}/x.deb:./usr/src/linux.tar.xz:linux/a.c"
+    assert corpus.bytes_read == corpus.total_bytes
+    (tmp_path / "cut.deb").write_bytes(package[:-20])
+    with pytest.raises(UserError, match=r"cut.deb is (damaged or )?truncated"):
+        read_inputs(tmp_path / "cut.deb", suffixes=(".c",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"plain text", "is not a Debian package"),
+        (b"!<arch>\n", "has no data.tar"),
+        (b"!<arch>\n" + b"x" * 60, "is damaged: the header before byte 68 is invalid"),
+        (b"!<arch>\n" + b"data.tar".ljust(48) + b"-5".ljust(10) + b"`\n", "is damaged"),
+        (b"!<arch>\n" + b"a".ljust(48) + b"9999999999" + b"`\n", "has no data.tar"),
+        (b"!<arch>\n" + b"data.tar".ljust(48) + b"9999999999" + b"`\n" + bytes(1024), "is truncated"),
+    ],
+)
+def test_damaged_debian_packages(tmp_path, content, message):
+    (tmp_path / "x.deb").write_bytes(content)
+    with pytest.raises(UserError, match=rf"x.deb .*{message}"):
+        read_inputs(tmp_path / "x.deb")
 
 
 def test_hidden_members(tmp_path):

@@ -1,0 +1,312 @@
+"""Corpora of real text from Debian packages: C code, LaTeX documents and English prose.
+
+Packages are pinned by version and SHA-256, and nothing here depends on the machine, so that everyone gets the same
+documents in the same order.
+"""
+
+import hashlib
+import heapq
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import quote
+
+from megatron.data.corpora import DocumentCorpus, documents_checksum
+from megatron.data.deduplication import Deduplicator
+from megatron.data.download import download
+from megatron.data.input_files import find_files
+from megatron.data.readers import FileCorpus
+from megatron.data.splits import split_spans
+from megatron.utils.errors import UserError
+from megatron.utils.progress import Progress
+
+# Where packages are: the current mirror, and an archive of everything that was ever there. A mirror keeps only the
+# current versions of the supported releases.
+MIRRORS = (
+    "https://deb.debian.org/debian/pool/main/",
+    "https://snapshot.debian.org/archive/debian/20261101T000000Z/pool/main/",
+)
+
+# A few hundred longer files, and tables of numbers in C, would dominate the error of a mean loss.
+MAX_DOCUMENT_BYTES = 1 << 17
+MAX_DIGITS = 0.25  # of all characters except white space
+
+# Enough text for a vocabulary of a few thousand ids.
+TOKENIZER_BYTES = 50_000_000
+
+# Increase this when the documents change.
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Package:
+    """A binary or source package of Debian 12.
+
+    Attributes:
+        path: below pool/main.
+        suffix: extension of the files that are documents.
+        exclude: regular expression; documents whose path matches are left out.
+    """
+
+    path: str
+    sha256: str
+    suffix: str
+    exclude: str | None = None
+
+
+@dataclass(frozen=True)
+class CorpusDefinition:
+    """Which documents a corpus contains.
+
+    Attributes:
+        split: shares of documents for training, validation and test, as in the recipe in configs/datasets.
+        sha256: `documents_sha256` of the documents at the default size.
+        limit_mb: default size before the removal of near-duplicates, in MB; None: everything.
+        pattern: regular expression; documents that it does not match are left out.
+    """
+
+    packages: tuple[Package, ...]
+    split: str
+    sha256: str
+    limit_mb: float | None = None
+    pattern: bytes | None = None
+
+
+def _linux(suffix: str, exclude: str | None = None) -> Package:
+    checksum = "9305d1a151b8e83dcb88aa11361e7b9513f0c252bdf7f5647e4542762d99c094"
+    return Package("l/linux/linux-source-6.1_6.1.176-1_all.deb", checksum, suffix, exclude)
+
+
+def _texlive(source: str, name: str, revision: int, sha256: str) -> Package:
+    return Package(f"t/{source}/texlive-{name}_2022.20230122-{revision}_all.deb", sha256, ".tex")
+
+
+DEBIAN_CORPORA = {
+    "debian_c": CorpusDefinition(
+        (_linux(".c"),),
+        "80,10,10",
+        "1a8808b4bc323c05015fa9228b11d4d07bacbb2381b9027597e9041b52087b4e",
+        limit_mb=200,
+    ),
+    "debian_latex": CorpusDefinition(
+        (
+            _texlive(
+                "texlive-extra",
+                "science-doc",
+                4,
+                "0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db",
+            ),
+            _texlive(
+                "texlive-extra",
+                "publishers-doc",
+                4,
+                "9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765",
+            ),
+            _texlive(
+                "texlive-extra",
+                "humanities-doc",
+                4,
+                "b9ff3e33bfad812999000ae009d701d867701afad144433c36a78322f3d88e33",
+            ),
+            _texlive(
+                "texlive-base",
+                "latex-base-doc",
+                3,
+                "122dbbe00bd22f872b1837eb86bd76fbac6ec84dd4f5f0c76cc9c18484485848",
+            ),
+            _texlive(
+                "texlive-base",
+                "latex-recommended-doc",
+                3,
+                "8bea1f81bf50354fa4f3046c2dbb82efba9b8520aca0b2ab12eed18554a66c11",
+            ),
+            _texlive(
+                "texlive-base",
+                "pictures-doc",
+                3,
+                "9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751",
+            ),
+            Package(
+                "h/hol88/hol88_2.02.19940316dfsg.orig.tar.gz",
+                "8e2a4f83cea20d0cf2416f7d55c951498f6c807b03ebc9381a02fa4c81c5da69",
+                ".tex",
+            ),
+            Package(
+                "p/pari/pari_2.15.2.orig.tar.gz",
+                "b04628111ee22876519a4b1cdafb32febaa34eafa24f9e81f58f8d057fbee0dd",
+                ".tex",
+            ),
+        ),
+        "60,20,20",
+        "",
+        # Documents and their chapters, not macros and tables of data.
+        pattern=rb"\\(begin\{document\}|chapter|(sub)?section)\b",
+    ),
+    "debian_prose": CorpusDefinition(
+        (
+            _linux(".rst", exclude="/Documentation/translations/"),
+            Package(
+                "a/anarchism/anarchism_15.3-3_all.deb",
+                "cf21c10948b00e923c62eb31c39a3390413fa26c5ee0e3b925feb0ec7fe42948",
+                ".md",
+            ),
+            Package(
+                "p/perl/perl-doc_5.36.0-7+deb12u3_all.deb",
+                "e9e3564ff5ade27de0585835f2acad769bcc545c0a0045a9f55d5401f27f7591",
+                ".pod",
+            ),
+            Package(
+                "p/python3.11/python3.11-doc_3.11.2-6+deb12u8_all.deb",
+                "50eb63e7f636c4281e9ce1b8f10386f1def42159eddce34fc1f41c46261df71b",
+                ".txt",
+            ),
+            Package(
+                "g/git/git-doc_2.39.5-0+deb12u3_all.deb",
+                "3c89668a11053a6bafade3de1f611f4613db31e082af63f43d8c5b69ad8795ec",
+                ".txt",
+            ),
+        ),
+        "80,10,10",
+        "0d3d28e00bc244abc6e84df47df6446b73252f36dfeadbe4b21feadaaa83591f",
+    ),
+}
+
+
+class DebianCorpus(DocumentCorpus):
+    """The documents of a `CorpusDefinition`, ordered by a hash of their contents. A `ChunkSource`.
+
+    A split cuts the corpus in this order, so every part is a random sample of documents. Because near-duplicates are
+    removed first, no document of one part resembles one of another. Packages are downloaded and read when the documents
+    are needed.
+
+    Args:
+        folder: for the downloaded packages.
+        limit_mb: use only the first MB of documents, before near-duplicates are removed; None: the default of the
+            corpus.
+
+    Raises:
+        UserError: from `documents`: a package cannot be downloaded, or the documents are not the expected ones.
+    """
+
+    def __init__(self, name: str, folder: Path, limit_mb: float | None = None):
+        super().__init__()
+        self.definition = DEBIAN_CORPORA[name]
+        self._name = name
+        self._folder = folder
+        self._limit_mb = self.definition.limit_mb if limit_mb is None else limit_mb
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the corpus has its default size, for which the checksums are known."""
+        return self._limit_mb == self.definition.limit_mb
+
+    def identity(self) -> str:
+        definition = replace(self.definition, sha256="")
+        return hashlib.sha256(repr((_VERSION, definition, self._limit_mb)).encode()).hexdigest()
+
+    def tokenizer_texts(self) -> list[str]:
+        """Return the documents to train a tokenizer on: the first ones of the training part."""
+        spans = split_spans(self.definition.split, len(self.documents))
+        assert spans[0] is not None
+        texts, size = [], 0
+        for _, content in self.documents[: spans[0][1]]:
+            texts.append(content.decode("utf-8"))
+            size += len(content)
+            if size >= TOKENIZER_BYTES:
+                break
+        return texts
+
+    def _read(self) -> list[tuple[str, bytes]]:
+        deduplicator = Deduplicator()
+        candidates = self._first_by_hash()
+        documents = []
+        with Progress("removing near-duplicates", len(candidates), unit="documents") as display:
+            for number, (name, content) in enumerate(candidates, start=1):
+                if deduplicator.is_new(content):
+                    documents.append((name, content))
+                display.update(number, f"{number:,} documents", number)
+        print(f"{self._name}: {deduplicator.counts}")
+        checksum = documents_checksum(documents)
+        print(f"{self._name}: SHA-256 of the documents: {checksum}")
+        if self.is_default and checksum != self.definition.sha256:
+            raise UserError(
+                f"the documents of {self._name} have SHA-256 {checksum}, not {self.definition.sha256}, although the "
+                "packages are the right ones; install the versions of requirements/data.txt"
+            )
+        return documents
+
+    def _first_by_hash(self) -> list[tuple[str, bytes]]:
+        """Return the documents whose contents have the smallest hashes, in this order, up to the size limit."""
+        limit = math.inf if self._limit_mb is None else self._limit_mb * 1e6
+        heap: list[tuple[int, str, bytes]] = []  # the largest hash first
+        left_out: Counter[str] = Counter()
+        size = found = found_bytes = 0
+        for name, content in self._files(left_out):
+            found += 1
+            found_bytes += len(content)
+            heapq.heappush(heap, (-int.from_bytes(hashlib.sha256(content).digest(), "big"), name, content))
+            size += len(content)
+            while size - len(heap[0][2]) >= limit:
+                size -= len(heapq.heappop(heap)[2])
+        reasons = "".join(f"; left out: {count:,} {reason}" for reason, count in sorted(left_out.items()))
+        print(
+            f"{self._name}: {found:,} documents of {found_bytes / 1e6:.1f} MB{reasons}; taken: {len(heap):,} documents "
+            f"of {size / 1e6:.1f} MB"
+        )
+        heap.sort(key=lambda item: (-item[0], item[1]))
+        return [(name, content) for _, name, content in heap]
+
+    def _files(self, left_out: Counter[str]) -> Iterator[tuple[str, bytes]]:
+        """Yield path and content of every document in the packages, and count other files in `left_out`."""
+        pattern = self.definition.pattern
+        for package in self.definition.packages:
+            path = self._download(package)
+            corpus = FileCorpus(find_files([path], (package.suffix,)), (package.suffix,))
+            with Progress(path.name, corpus.total_bytes, unit="MB") as display:
+                text_bytes = 0
+                for chunk in corpus.chunks():
+                    text_bytes += len(chunk.content)
+                    display.update(corpus.bytes_read, f"{text_bytes / 1e6:,.0f} MB", text_bytes / 1e6)
+                    name = chunk.source.removeprefix(f"{self._folder}/")
+                    if package.exclude and re.search(package.exclude, name):
+                        left_out["in excluded folders"] += 1
+                    elif len(chunk.content) > MAX_DOCUMENT_BYTES:
+                        left_out[f"longer than {MAX_DOCUMENT_BYTES:,} bytes"] += 1
+                    elif not _is_utf8(chunk.content):
+                        left_out["not UTF-8"] += 1
+                    elif _digits(chunk.content) > MAX_DIGITS:
+                        left_out["empty or tables of numbers"] += 1
+                    elif pattern and not re.search(pattern, chunk.content):
+                        left_out["of another kind"] += 1
+                    else:
+                        yield name, chunk.content
+
+    def _download(self, package: Package) -> Path:
+        """Download a package from the first mirror that has it, unless it is in the folder already."""
+        errors = []
+        for mirror in MIRRORS:
+            try:
+                return download(f"{mirror}{quote(package.path)}#sha256={package.sha256}", self._folder)
+            except UserError as error:
+                errors.append(str(error))
+        raise UserError(
+            f"{'; '.join(dict.fromkeys(errors))}. With the file from another source (for example `apt-get download`) "
+            f"in {self._folder}, nothing is downloaded"
+        )
+
+
+def _digits(content: bytes) -> float:
+    """Return the share of digits among all characters except white space; 1 for an empty document."""
+    characters = content.translate(None, b" \t\n\r\f\v")
+    return 1 - len(characters.translate(None, b"0123456789")) / len(characters) if characters else 1.0
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

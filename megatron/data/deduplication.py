@@ -1,0 +1,107 @@
+"""Finds exact and near-duplicate documents with MinHash (Broder, 1997) and locality-sensitive hashing.
+
+The similarity of two documents is the Jaccard index of their sets of shingles: five consecutive words or punctuation
+characters, as in Lee et al., "Deduplicating Training Data Makes Language Models Better" (2022). The package datasketch
+computes the signatures and finds candidates.
+"""
+
+import hashlib
+import re
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.utils.errors import UserError
+
+DEFAULT_THRESHOLD = 0.7
+SHINGLE_WORDS = 5
+
+_PERMUTATIONS = 128
+# 32 bands of 4 rows: a pair of similarity s becomes a candidate with probability 1 - (1 - s^4)^32, which is 0.88 for
+# s = 0.5 and 0.9998 for s = 0.7. Candidates are then compared by their signatures.
+_BANDS, _ROWS = 32, 4
+
+# Bytes, not characters: the result must not depend on Python's version of Unicode.
+_WORD = re.compile(rb"[0-9A-Za-z_\x80-\xff]+|[^\s0-9A-Za-z_\x80-\xff]")
+
+
+@dataclass
+class DuplicateCounts:
+    """Numbers of documents that were checked and removed."""
+
+    documents: int = 0
+    exact: int = 0
+    near: int = 0
+
+    @property
+    def kept(self) -> int:
+        return self.documents - self.exact - self.near
+
+    def __str__(self) -> str:
+        return (
+            f"{self.documents:,} documents: {self.exact:,} exact duplicates and {self.near:,} near-duplicates removed, "
+            f"{self.kept:,} kept"
+        )
+
+
+class Deduplicator:
+    """Decides for one document after the other whether it resembles an earlier one that was kept.
+
+    So no two documents that were kept are near-duplicates of each other, as far as the estimate tells: its standard
+    error is sqrt(s (1 - s) / 128), which is 0.04 at s = 0.7. Memory use is about 10 kB per document that is kept.
+
+    Args:
+        threshold: similarity, more than 0 and at most 1, from which a document is a near-duplicate.
+
+    Raises:
+        UserError: the package datasketch is not installed, or the threshold is out of range.
+    """
+
+    def __init__(self, threshold: float = DEFAULT_THRESHOLD):
+        if not 0 < threshold <= 1:
+            raise UserError(f"similarity threshold {threshold} is not between 0 and 1")
+        try:
+            import datasketch
+        except ImportError as error:
+            raise UserError(
+                "finding near-duplicates needs the package datasketch, which is not installed: pip install -r "
+                "requirements/data.txt"
+            ) from error
+        self.counts = DuplicateCounts()
+        self._threshold = threshold
+        # The scheme is part of the result: datasketch 1 used another one.
+        self._empty = datasketch.MinHash(_PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
+        self._index = datasketch.MinHashLSH(num_perm=_PERMUTATIONS, params=(_BANDS, _ROWS))
+        self._hashes: set[bytes] = set()
+        self._signatures: list[np.ndarray] = []
+
+    def is_new(self, content: bytes) -> bool:
+        """Return whether to keep this document, and count it."""
+        self.counts.documents += 1
+        content_hash = hashlib.sha256(content).digest()
+        if content_hash in self._hashes:
+            self.counts.exact += 1
+            return False
+        self._hashes.add(content_hash)
+        signature = self._empty.copy()
+        signature.update_batch(shingle_hashes(content).tolist())
+        for candidate in self._index.query(signature):
+            if np.mean(self._signatures[candidate] == signature.hashvalues) >= self._threshold:
+                self.counts.near += 1
+                return False
+        self._index.insert(len(self._signatures), signature, check_duplication=False)
+        self._signatures.append(signature.hashvalues)
+        return True
+
+
+def shingle_hashes(content: bytes) -> np.ndarray:
+    """Return a 32-bit hash of every different shingle (uint64, sorted). A document with fewer words is one shingle."""
+    words = np.fromiter(map(zlib.crc32, _WORD.findall(content)), dtype=np.uint64)
+    count = max(len(words) - SHINGLE_WORDS + 1, 1)
+    hashes = np.zeros(count, dtype=np.uint64)
+    for offset in range(min(SHINGLE_WORDS, len(words))):
+        # A polynomial in an odd constant, modulo 2^64 (Knuth's multiplicative hashing: the high bits are well mixed).
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + words[offset : offset + count]
+    hashes *= np.uint64(0x9E3779B97F4A7C15)
+    return np.unique(hashes >> np.uint64(32))

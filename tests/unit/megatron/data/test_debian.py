@@ -1,0 +1,146 @@
+"""Corpora from Debian packages. The packages are small ones, made here, on a local server."""
+
+import gzip
+import hashlib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.data import debian
+from megatron.data.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package
+from megatron.utils.errors import UserError
+from tests.support.corpora import debian_package
+from tests.support.servers import serve
+
+CONFIGS = Path(__file__).parents[4] / "configs" / "datasets"
+FILES = {
+    f"./src/{number:02}.c": "".join(f"int f{number}_{line}(int x);\n" for line in range(30)).encode()
+    for number in range(20)
+}
+SIMILAR = FILES["./src/19.c"] + b"\n/* */\n"
+PACKAGES = {
+    "mirror/c/code/code_1.0+deb_all.deb": debian_package(
+        {
+            **FILES,
+            "./src/copy.c": FILES["./src/03.c"],
+            "./src/similar.c": SIMILAR,
+            "./src/latin1.c": b"/* \xe9 */",
+            "./src/long.c": b"x" * ((1 << 17) + 1),
+            "./src/empty.c": b" \n",
+            "./src/table.c": b"int t[] = {" + b"0x00, " * 100 + b"};\n",
+            "./tests/y.c": b"int y;",
+            "./README": b"no",
+        }
+    ),
+    "archive/d/doc_1_all.deb": debian_package({"./doc/z.c.gz": gzip.compress(b"int z(void);\n")}),
+}
+
+
+def pinned(path: str, exclude: str | None = None) -> Package:
+    return Package(path.partition("/")[2], hashlib.sha256(PACKAGES[path]).hexdigest(), ".c", exclude)
+
+
+CODE, DOC = pinned("mirror/c/code/code_1.0+deb_all.deb", exclude="/tests/"), pinned("archive/d/doc_1_all.deb")
+SHA256 = "2113847b269e481cee2f4d96d84c0b14f9efae1ba447d9542d42e40f8c1d4641"  # of the documents
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """corpus(folder, ...) is a corpus of two packages; a mirror has one of them, an archive the other."""
+
+    def make(folder="packages", limit_mb=None, **fields) -> DebianCorpus:
+        definition = CorpusDefinition(**{"packages": (CODE, DOC), "split": "60,20,20", "sha256": SHA256, **fields})
+        monkeypatch.setitem(DEBIAN_CORPORA, "debian_c", definition)
+        return DebianCorpus("debian_c", tmp_path / folder, limit_mb)
+
+    for path, content in PACKAGES.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_bytes(content)
+    with serve(tmp_path) as address:
+        monkeypatch.setattr(debian, "MIRRORS", (f"{address}/mirror/", f"{address}/archive/"))
+        yield make
+
+
+def test_documents(corpus, capsys):
+    documents = corpus().documents
+    contents = [content for _, content in documents]
+    unique = {
+        **FILES,
+        "./src/19.c": min(FILES["./src/19.c"], SIMILAR, key=lambda content: hashlib.sha256(content).digest()),
+    }
+    assert sorted(contents) == sorted([*unique.values(), b"int z(void);\n"])
+    hashes = [hashlib.sha256(content).digest() for content in contents]
+    assert hashes == sorted(hashes)
+    assert dict(documents)["code_1.0+deb_all.deb:./src/07.c"] == FILES["./src/07.c"]
+    assert dict(documents)["doc_1_all.deb:./doc/z.c.gz"] == b"int z(void);\n"
+    output = capsys.readouterr().out
+    for reason in (
+        "1 in excluded folders",
+        "1 longer than 131,072 bytes",
+        "1 not UTF-8",
+        "2 empty or tables of numbers",
+    ):
+        assert f"left out: {reason}" in output
+    assert "23 documents: 1 exact duplicates and 1 near-duplicates removed, 21 kept" in output
+
+
+def test_documents_do_not_depend_on_the_folder(corpus, capsys):
+    first = corpus("one").documents
+    assert corpus("two").documents == first
+    capsys.readouterr()
+    assert corpus("one").documents == first
+    assert capsys.readouterr().out.count("already downloaded") == 2
+
+
+def test_limit(corpus):
+    everything = corpus().documents
+    limit = sum(len(content) for _, content in everything[:6]) / 1e6
+    limited = corpus(limit_mb=limit)
+    assert limited.documents == everything[:6]
+    assert corpus(limit_mb=limit + 1e-6).documents == everything[:7]
+    assert limited.identity() != corpus().identity()
+    assert corpus(limit_mb=limit).identity() == limited.identity()
+
+
+def test_pattern(corpus):
+    with pytest.raises(UserError, match="have SHA-256"):
+        corpus(pattern=rb"\bz\b").tokenizer_texts()
+    assert [content for _, content in corpus(pattern=rb"\bz\b", limit_mb=1).documents] == [b"int z(void);\n"]
+
+
+def test_tokenizer_is_trained_on_the_training_part_only(corpus, monkeypatch):
+    documents = corpus().documents
+    assert len(documents) == 21
+    assert corpus().tokenizer_texts() == [content.decode() for _, content in documents[:13]]  # round(0.6 * 21)
+    monkeypatch.setattr(debian, "TOKENIZER_BYTES", len(documents[0][1]) + 1)
+    assert corpus().tokenizer_texts() == [content.decode() for _, content in documents[:2]]
+
+
+def test_unexpected_documents(corpus):
+    with pytest.raises(UserError, match=r"the documents of debian_c have SHA-256 \w{64}, not 1, although the packages"):
+        corpus(sha256="1").tokenizer_texts()
+    assert corpus(sha256="1", limit_mb=1).documents  # only the default size has a known checksum
+
+
+def test_package_that_no_mirror_has(corpus, tmp_path):
+    (tmp_path / "archive" / "d" / "doc_1_all.deb").unlink()
+    with pytest.raises(
+        UserError, match=r"mirror/d/doc_1_all.deb: .* 404 .*archive/d/doc_1_all.deb: .*apt-get download"
+    ):
+        corpus().tokenizer_texts()
+    (tmp_path / "packages" / "doc_1_all.deb").write_bytes(PACKAGES["archive/d/doc_1_all.deb"])
+    assert len(corpus().documents) == 21
+
+
+def test_damaged_package(corpus, tmp_path):
+    (tmp_path / "mirror" / CODE.path).write_bytes(b"other")
+    with pytest.raises(UserError, match=rf"has SHA-256 \w+, not {CODE.sha256}; the download was removed"):
+        corpus().tokenizer_texts()
+
+
+@pytest.mark.parametrize("name", DEBIAN_CORPORA)
+def test_recipes_use_the_split_of_the_corpus(name):
+    recipe = yaml.safe_load((CONFIGS / f"{name}.yml").read_text())
+    assert recipe["split"] == DEBIAN_CORPORA[name].split
+    assert recipe["data-path"] == f"data/{name}/{name}_text_document"
