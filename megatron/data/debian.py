@@ -169,7 +169,7 @@ DEBIAN_CORPORA = {
                 ".txt",
             ),
         ),
-        "80,10,10",
+        "64,18,18",
         "0d3d28e00bc244abc6e84df47df6446b73252f36dfeadbe4b21feadaaa83591f",
     ),
 }
