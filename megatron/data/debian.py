@@ -141,7 +141,7 @@ DEBIAN_CORPORA = {
             ),
         ),
         "60,20,20",
-        "",
+        "c0310d70bc7e15c464fc51a43699909e2d71c8a62afd59460c1b768115524464",
         # Documents and their chapters, not macros and tables of data.
         pattern=rb"\\(begin\{document\}|chapter|(sub)?section)\b",
     ),
