@@ -405,9 +405,12 @@ def wait_for_moment(run: Run, command: Command, generator: random.Random, second
 
 
 def kill(run: Run, generator: random.Random) -> dict[str, object]:
-    """Send a random signal. Two of five SIGKILLs hit a random process that the script has started, if there is one."""
+    """Send a random signal. Two of five SIGKILLs hit a random process that the script has started, if there is one.
+
+    Python's resource tracker, a helper of multiprocessing, is spared: the next one prints tracebacks of its own.
+    """
     number = generator.choices(list(SIGNALS), list(SIGNALS.values()))[0]
-    others = [pid for pid in run.processes() if pid != run.pid]
+    others = [pid for pid in run.processes() if pid != run.pid and "resource_tracker" not in command_line(pid)]
     target = generator.choice(others) if number == signal.SIGKILL and others and generator.random() < 0.4 else run.pid
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         (os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill)(target, number)
