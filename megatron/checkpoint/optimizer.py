@@ -40,6 +40,7 @@ from megatron.checkpoint.layers import (
 from megatron.checkpoint.state_dict import TrainingEngine
 from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
 from megatron.optimizers import OPTIMIZERS, get_step, initialize_state, set_step
+from megatron.utils.errors import first_line
 
 
 def optimizer_file(rank: int) -> str:
@@ -239,8 +240,10 @@ class SavedOptimizer:
                     if int(entry["step"]) < 0 or int(entry["start"]) < 0 or end > torch.Size(entry["shape"]).numel():
                         raise ValueError(f"{name}: the fragment does not fit its shape {tuple(entry['shape'])}")
                     self._entries.setdefault(name, {}).setdefault(int(content["tensor_rank"]), []).append(entry)
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
-                raise CheckpointError(f"{path}: is not an optimizer file ({error}); it is damaged") from error
+            except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
+                raise CheckpointError(
+                    f"{path}: is not an optimizer file ({first_line(error)}); it is damaged"
+                ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -267,8 +270,10 @@ class SavedOptimizer:
         first: Tensor = entries[0][kind]
         if first.numel() == shape.numel():
             return first.view(shape)
-        joined, filled = torch.empty(shape.numel()), 0
-        for entry in entries:
+        stored = sum(entry[kind].numel() for entry in entries)
+        # A damaged shape may be larger than the memory.
+        joined, filled = torch.empty(shape.numel() if stored >= shape.numel() else 0), 0
+        for entry in entries if len(joined) else ():
             if entry["start"] > filled:
                 break
             end = entry["start"] + entry[kind].numel()

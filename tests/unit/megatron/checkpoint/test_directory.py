@@ -1,5 +1,6 @@
 """The checkpoint directory: damaged checkpoints, deletion, and processes killed between any two system calls."""
 
+import json
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ from megatron.checkpoint.directory import (
     find_damage,
     find_step,
     find_valid_step,
+    has_checkpoint,
     publish,
     read_manifest,
     remove_older,
@@ -172,3 +174,55 @@ def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
             break
         number += 1
     assert number > 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": {"../weights.pt": {"size": 1, "crc32": "00000000"}}}, "not the name of a file inside"),
+        ({"files": {"/dev/zero": {"size": 0, "crc32": "00000000"}}}, "not the name of a file inside"),
+        ({"files": {"a": {"size": -1, "crc32": "00000000"}}}, r"files\.a\.size: Input should be greater"),
+        ({"files": {"a": {"size": float("inf"), "crc32": "00000000"}}}, r"files\.a\.size: Input should be a valid"),
+        ({"files": {"a": {"size": True, "crc32": "00000000"}}}, r"files\.a\.size: Input should be a valid"),
+        ({"files": []}, "files: Input should be"),
+        ({"format": 2}, "format: Input should be 1"),
+    ],
+)
+def test_manifests_have_types(change, message, tmp_path):
+    save(tmp_path, 1)
+    manifest = json.loads((tmp_path / "global_step1" / MANIFEST).read_text())
+    (tmp_path / "global_step1" / MANIFEST).write_text(json.dumps(manifest | change))
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: is not a checkpoint manifest.*{message}"):
+        read_manifest(tmp_path / "global_step1")
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "fifo", "outside"])
+def test_only_regular_files_inside_the_checkpoint(target, tmp_path):
+    save(tmp_path, 1)
+    file = tmp_path / "global_step1" / "weights.pt"
+    if target == "fifo":
+        file.unlink()
+        os.mkfifo(file)
+    else:
+        file.rename(tmp_path / "outside")
+        file.symlink_to(target if target == "/dev/zero" else tmp_path / "outside")
+    assert f"{file}" in find_damage(tmp_path / "global_step1")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\0", b"../../x", b"global_step" + b"9" * 500, b"x" * 5000, None])
+def test_latest_of_any_content(content, tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "latest").unlink()
+    if content is None:
+        (tmp_path / "latest").mkdir()
+    else:
+        (tmp_path / "latest").write_bytes(content)
+    assert has_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"latest.*available"):
+        find_step(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_names_that_no_folder_can_have(name):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        find_step(name)

