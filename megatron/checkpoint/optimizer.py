@@ -270,10 +270,8 @@ class SavedOptimizer:
         first: Tensor = entries[0][kind]
         if first.numel() == shape.numel():
             return first.view(shape)
-        stored = sum(entry[kind].numel() for entry in entries)
-        # A damaged shape may be larger than the memory.
-        joined, filled = torch.empty(shape.numel() if stored >= shape.numel() else 0), 0
-        for entry in entries if len(joined) else ():
+        joined, filled = torch.empty(shape.numel()), 0
+        for entry in entries:
             if entry["start"] > filled:
                 break
             end = entry["start"] + entry[kind].numel()

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints, archives, Hugging Face folders and tokenizers end in success or in one error line."""
+"""Hostile checkpoints, archives, Hugging Face folders and tokenizers end in success or in one error line."""
 
 import shutil
 
