@@ -33,7 +33,7 @@ EXPLAINED_STATUSES = (2, 3, 70)
 STATUS_OF_LOST_CONNECTION = 3
 # What usually sends a signal that nobody sent on purpose.
 _MEANINGS: dict[int, str] = {
-    signal.SIGKILL: "the system ran out of memory (see dmesg), or kill -9",
+    signal.SIGKILL: "the host ran out of memory (see dmesg), or kill -9",
     signal.SIGSEGV: "native code crashed, such as a driver or an extension",
     signal.SIGABRT: "native code aborted, such as NCCL after a timeout; its message is above",
     signal.SIGBUS: "a file that it reads was truncated, or /dev/shm is full",

@@ -115,7 +115,7 @@ def run(command: list[str], ranks: int = 1, **options) -> int:
         (
             "os.kill(os.getpid(), 9)",
             128 + 9,
-            f"error: rank 0 on {socket.gethostname()} was killed by SIGKILL (9); usually: the system ran out of memory "
+            f"error: rank 0 on {socket.gethostname()} was killed by SIGKILL (9); usually: the host ran out of memory "
             "(see dmesg), or kill -9\n",
         ),
     ],

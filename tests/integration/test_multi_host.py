@@ -186,7 +186,7 @@ def test_the_last_line_names_the_rank_that_was_killed(launcher, start):
     assert run.finish() == 128 + signal.SIGKILL
     host = MPI_HOSTS[1] if launcher == "openmpi" else HOSTS[1]
     last = run.output.splitlines()[-1]
-    meaning = "usually: the system ran out of memory (see dmesg), or kill -9"
+    meaning = "usually: the host ran out of memory (see dmesg), or kill -9"
     assert last == f"error: rank 1 on {host} was killed by SIGKILL (9); {meaning}"
     if launcher == "pdsh":
         assert run.errors() == [last]

@@ -23,7 +23,7 @@ def test_variables():
 @pytest.mark.parametrize(
     ("host", "world_size", "code", "message"),
     [
-        ("n2", 4, -9, "rank 3 on n2 was killed by SIGKILL (9); usually: the system ran out of memory (see dmesg), or"),
+        ("n2", 4, -9, "rank 3 on n2 was killed by SIGKILL (9); usually: the host ran out of memory (see dmesg), or"),
         (None, 1, -11, f"rank 3 on {socket.gethostname()} was killed by SIGSEGV (11); usually: native code crashed"),
         ("n2", 4, -6, "rank 3 on n2 was killed by SIGABRT (6); usually: native code aborted, such as NCCL after a"),
         (
