@@ -298,7 +298,11 @@ def start_run(
         os.close(started)
         actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, output, 1), (os.POSIX_SPAWN_DUP2, output, 2)]
         command = [sys.executable, *words]
-        return Run(os.posix_spawn(sys.executable, command, environment, file_actions=actions, setsid=True))
+        return Run(
+            os.posix_spawn(
+                sys.executable, command, environment, file_actions=actions, setsid=True, setsigdef=[signal.SIGINT]
+            )
+        )
     finally:
         for descriptor in (ready, null, output):
             os.close(descriptor)
