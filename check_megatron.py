@@ -1,4 +1,6 @@
-"""Reports another package named `megatron` that hides this project's. Every entry point imports this module first.
+"""Reports another package named `megatron` that hides this project's, and Ctrl-C during imports in one line.
+
+Every entry point imports this module first.
 
 This project's `megatron` is a namespace package (without `__init__.py`), because megatron-core installs `megatron.core`
 into the same namespace. Python prefers a package with an `__init__.py`, such as that of GPT-NeoX or NVIDIA Megatron-LM,
@@ -8,6 +10,7 @@ wherever it is on sys.path.
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 
 
 def find_foreign_megatron() -> Path | None:
@@ -16,6 +19,15 @@ def find_foreign_megatron() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
+def report_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook`. After `run_main` has started, it handles all exceptions; importing torch takes seconds."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = report_exception
 foreign = find_foreign_megatron()
 if foreign is not None:
     message = f"error: another package named megatron hides this project's: {foreign.parent}; "

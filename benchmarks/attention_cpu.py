@@ -24,6 +24,7 @@ from benchmarks.attention_inputs import attend_with_method, random_states
 from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import attend, tables
 from kerple.positional import KerpleBiasWeight, KerpleLog, ModelShape, PositionalMethod, Rotary, build
+from megatron.config.command_line import run_main
 
 HEADS, SIZE = 4, 64
 # DAPE materialized needs tens of GiB from this length on.
@@ -145,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main))

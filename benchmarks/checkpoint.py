@@ -30,6 +30,7 @@ from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, optimi
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
+from megatron.config.command_line import run_main
 from megatron.training import distributed
 from megatron.training.engine import Engine
 
@@ -132,4 +133,4 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -34,6 +34,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.config.command_line import run_main  # noqa: E402
 from megatron.data.corpora import StdlibCorpus  # noqa: E402
 from megatron.data.documents import DocumentOptions  # noqa: E402
 from megatron.data.encoding import ITEMS_IN_FLIGHT_PER_WORKER, TokenizerFiles  # noqa: E402
@@ -300,4 +301,4 @@ def show(results: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main))

@@ -20,6 +20,7 @@ from benchmarks.materialized import MATERIALIZED
 from benchmarks.models import initialized_gpt
 from benchmarks.train_step_gpu import model_settings
 from kerple.attention import dispatch
+from megatron.config.command_line import run_main
 from megatron.model.gpt import GPT
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -87,4 +88,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.train_step import LAYERS, VOCABULARY, bench_model
 from kerple.attention import FULL
+from megatron.config.command_line import run_main
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.scoring import SegmentReader
 from megatron.inference.decoder import as_decoder
@@ -93,4 +94,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -10,6 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.command_line import run_main
+
 HERE = Path(__file__).resolve().parent
 OUTPUT = HERE.parent / "runs" / "bench"
 
@@ -41,4 +45,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

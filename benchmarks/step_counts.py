@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.command_line import run_main
 from megatron.model import fused_block, gpt
 from megatron.training.flops import PEAK_FLOPS, count_parameters, flops_per_token
 from tests.support.simulated_cuda import SimulatedCuda, environment, is_active
@@ -278,4 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main))

@@ -27,6 +27,7 @@ from benchmarks.materialized import MATERIALIZED, use_materialized_logits, use_o
 from benchmarks.models import PlainDecoder, initialized_gpt
 from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import dispatch
+from megatron.config.command_line import run_main
 from megatron.model.compiled import compile_blocks
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -132,4 +133,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

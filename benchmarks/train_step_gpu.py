@@ -23,6 +23,7 @@ from benchmarks.gpu import Bench, close_enough
 from benchmarks.materialized import MATERIALIZED
 from benchmarks.models import PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
+from megatron.config.command_line import run_main
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters, flops_per_token, peak_flops
@@ -138,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

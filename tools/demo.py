@@ -24,7 +24,7 @@ from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 
 import check_megatron  # noqa: E402, F401
-from megatron.config.command_line import OptionParser, run_main  # noqa: E402
+from megatron.config.command_line import OptionParser, integer, run_main  # noqa: E402
 from megatron.evaluation.records import ExtrapolationRecord, extrapolation_records, read_results  # noqa: E402
 from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
 from megatron.reporting.differences import PairedLosses  # noqa: E402
@@ -109,9 +109,11 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=under_root, default=under_root("data"), help="folder of the corpus")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="positional methods (pos-emb)")
-    parser.add_argument("--iterations", type=int, default=600, help="training iterations per model (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, default=245_760, help="tokens to score, the same at every length (%(default)s)"
+        "--iterations", type=integer(1), default=600, help="training iterations per model (%(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=integer(1), default=245_760, help="tokens to score, the same at every length (%(default)s)"
     )
     return parser.parse_args(argv)
 
@@ -122,8 +124,6 @@ def check_options(options: argparse.Namespace) -> None:
     for method in options.methods:
         if method not in known:
             raise UserError(f"--methods {shortened(method)}: there is no configs/pos_emb file of this name")
-    if options.iterations < 1:
-        raise UserError(f"--iterations must be at least 1, not {options.iterations}")
     longest = int(LENGTHS[-1])
     if options.tokens < longest:
         raise UserError(

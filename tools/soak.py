@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "offline"}
 
 import check_megatron  # noqa: E402, F401
-from megatron.config.command_line import OptionParser, run_main  # noqa: E402
+from megatron.config.command_line import OptionParser, integer, number, run_main  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
 from megatron.utils.progress import Progress, readable_time  # noqa: E402
 from tests.support import forks, hostile, hostile_cases, kills  # noqa: E402
@@ -246,9 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(COUNTS)} (default: all)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, help=f"kills or inputs of each part (default: {COUNTS})")
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
+    parser.add_argument("--seed", type=integer(0), default=1)
+    parser.add_argument("--count", type=integer(1), help=f"kills or inputs of each part (default: {COUNTS})")
+    parser.add_argument("--minutes", type=number(0), help="stop after this time; the same command continues")
     parser.add_argument("--only", default="", metavar="TEXT", help="only kinds of trials whose name contains TEXT")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "soak", help="default: runs/soak")
     options = parser.parse_args(argv)

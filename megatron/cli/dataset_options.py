@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterable
 
-from megatron.config.command_line import OptionParser
+from megatron.config.command_line import OptionParser, number
 from megatron.tokenizer import TOKENIZER_TYPES
 
 
@@ -56,12 +56,5 @@ def add_bad_documents_argument(parser: argparse.ArgumentParser | argparse._Argum
 
 def add_limit_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
-        "--limit-mb", type=_positive_number, metavar="MB", help="use only the first MB of text (default: all)"
+        "--limit-mb", type=number(0, above=True), metavar="MB", help="use only the first MB of text (default: all)"
     )
-
-
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-    return value

@@ -17,6 +17,7 @@ from megatron.cli.model_options import (
     load_tokenizer,
     parse_with_checkpoint,
 )
+from megatron.config.command_line import integer
 from megatron.config.schema import GenerationConfig
 from megatron.inference.generation import Generation, generate
 from megatron.model.gpt import GPT
@@ -88,7 +89,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="JSON lines file, or - for stdout; default: sample_output_file",
     )
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="number of texts generated at once (default: %(default)s)"
+        "--batch-size",
+        type=integer(1, 2**20),
+        default=32,
+        help="number of texts generated at once (default: %(default)s)",
     )
 
 

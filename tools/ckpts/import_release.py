@@ -42,7 +42,7 @@ from megatron.checkpoint.directory import (
 from megatron.checkpoint.inspection import check_finite, describe, head_values
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
-from megatron.config.command_line import OptionParser, run_main
+from megatron.config.command_line import OptionParser, number, run_main
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.tokenizer import TokenizerFiles
@@ -79,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for option in ("--vocab-file", "--merge-file"):
         parser.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
     parser.add_argument(
-        "--max-gigabytes", type=float, default=64.0, help="maximum size of the unpacked archive (default: 64)"
+        "--max-gigabytes",
+        type=number(0, above=True),
+        default=64.0,
+        help="maximum size of the unpacked archive (default: 64)",
     )
     options = parser.parse_args(arguments)
 

@@ -21,7 +21,7 @@ from megatron.cli.dataset_options import (
     new_parser,
     split_words,
 )
-from megatron.config.command_line import run_main
+from megatron.config.command_line import integer, run_main
 from megatron.data.documents import DocumentOptions, RejectedDocuments, SkippedDocuments
 from megatron.data.encoding import SubsetCount, count_subsets, process_in_order, work_items
 from megatron.data.input_files import find_files
@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_input_arguments(parser)
     parser.add_argument("--jsonl-keys", nargs="+", default=["text"], help="keys to count together (default: text)")
     add_tokenizer_arguments(parser)
-    parser.add_argument("--workers", type=int, default=1, help="number of tokenizing processes (default: 1)")
+    parser.add_argument(
+        "--workers", type=integer(1, 1024), default=1, help="number of tokenizing processes (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
     suffixes = split_words(arguments.suffixes)

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import zstandard
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, new_parser, run_tool, split_words
+from megatron.cli.dataset_options import add_input_arguments, new_parser, split_words
+from megatron.config.command_line import number, run_main
 from megatron.data.deduplication import DEFAULT_THRESHOLD, Deduplicator
 from megatron.data.documents import DocumentOptions, read_texts
 from megatron.data.input_files import find_files
@@ -34,7 +35,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jsonl-key", default="text", help="key of the text (default: text)")
     parser.add_argument(
         "--threshold",
-        type=float,
+        type=number(0, 1, above=True),
         default=DEFAULT_THRESHOLD,
         help="similarity (Jaccard index of 5-word shingles) from which a document is removed (default: %(default)s)",
     )
@@ -86,4 +87,4 @@ def _open_output(path: Path | None) -> Iterator[BinaryIO]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    sys.exit(run_main(main))

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_tokenizer_arguments, new_parser
-from megatron.config.command_line import run_main
+from megatron.config.command_line import integer, run_main
 from megatron.data.dataset_tools import Inspection, decode_document, inspect, plot_lengths
 from megatron.tokenizer import build_tokenizer
 from megatron.utils.errors import visible
@@ -30,17 +30,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("prefix", nargs="+", help="path without .bin and .idx")
     parser.add_argument("--histogram", type=Path, metavar="FILE.png", help="plot the document lengths")
-    parser.add_argument("--sample", type=int, nargs="+", default=[], metavar="N", help="show these documents, from 0")
     parser.add_argument(
-        "--sample-tokens", type=int, default=200, help="tokens to show of each document (default: %(default)s)"
+        "--sample", type=integer(0), nargs="+", default=[], metavar="N", help="show these documents, from 0"
+    )
+    parser.add_argument(
+        "--sample-tokens", type=integer(1), default=200, help="tokens to show of each document (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, one line per dataset")
     add_tokenizer_arguments(parser, required=False)
     arguments = parser.parse_args(argv)
     if arguments.sample and not arguments.tokenizer_type:
         parser.error("--sample needs the tokenizer: --tokenizer-type and its files")
-    if arguments.sample_tokens < 1:
-        parser.error(f"--sample-tokens is {arguments.sample_tokens}; it must be at least 1")
     if arguments.histogram and len(arguments.prefix) > 1:
         parser.error("--histogram accepts a single dataset")
     return arguments

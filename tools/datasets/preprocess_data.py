@@ -22,7 +22,7 @@ from megatron.cli.dataset_options import (
     new_parser,
     split_words,
 )
-from megatron.config.command_line import run_main
+from megatron.config.command_line import integer, run_main
 from megatron.data.documents import DocumentOptions
 from megatron.data.input_files import find_files
 from megatron.data.preprocessing import preprocess, summary
@@ -38,7 +38,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--jsonl-keys", nargs="+", default=["text"], help="keys to tokenize, each into its own dataset (default: text)"
     )
     add_limit_argument(data)
-    data.add_argument("--num-docs", type=int, help="number of documents for the progress display, if known")
+    data.add_argument("--num-docs", type=integer(1), help="number of documents for the progress display, if known")
     data.add_argument("--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)")
     tokenizer = parser.add_argument_group("tokenizer")
     add_tokenizer_arguments(tokenizer)
@@ -48,9 +48,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     output.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="only mmap is supported")
     execution = parser.add_argument_group("execution")
-    execution.add_argument("--workers", type=int, default=1, help="number of tokenizing processes (default: 1)")
     execution.add_argument(
-        "--log-interval", type=int, default=100, help="documents between progress updates (default: 100)"
+        "--workers", type=integer(1, 1024), default=1, help="number of tokenizing processes (default: 1)"
+    )
+    execution.add_argument(
+        "--log-interval", type=integer(1), default=100, help="documents between progress updates (default: 100)"
     )
     return parser.parse_args(argv)
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_input_arguments, new_parser, split_words
-from megatron.config.command_line import run_main
+from megatron.config.command_line import integer, number, run_main
 from megatron.data.documents import DocumentOptions, RejectedDocuments, read_texts
 from megatron.data.input_files import find_files
 from megatron.data.readers import FileCorpus
@@ -30,18 +30,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_input_arguments(parser)
     parser.add_argument("--jsonl-keys", nargs="+", default=["text"], help="keys to train on (default: text)")
     parser.add_argument(
-        "--vocab-size", type=int, required=True, help="number of ids, including <|endoftext|> and 256 bytes"
+        "--vocab-size",
+        type=integer(1, 2**24),
+        required=True,
+        help="number of ids, including <|endoftext|> and 256 bytes",
     )
     parser.add_argument("--output", type=Path, required=True, help="the tokenizer.json to write")
     parser.add_argument(
         "--max-megabytes",
-        type=float,
+        type=number(0, above=True),
         help="train on the first MB of text only (default: all); memory use is proportional to it",
     )
-    arguments = parser.parse_args(argv)
-    if arguments.max_megabytes is not None and not arguments.max_megabytes > 0:
-        parser.error(f"--max-megabytes is {arguments.max_megabytes}; it must be more than 0")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

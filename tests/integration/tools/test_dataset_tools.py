@@ -142,7 +142,7 @@ def test_gpt2_tokenizer(tmp_path, archive, run):
         (
             "train_tokenizer",
             ["--input", "a.jsonl", "--vocab-size", "300", "--output", "t.json", "--max-megabytes", "0"],
-            "--max-megabytes is 0.0; it must be more than 0",
+            "--max-megabytes: must be a number above 0, not '0'",
         ),
     ],
 )
