@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron.chomsky.experiment import (
 from megatron.chomsky.tasks import TASKS
 from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
 from megatron.reporting.chomsky import chomsky_figure, chomsky_table
-from megatron.reporting.figures import save_figure
+from megatron.reporting.style import render
 from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import terminal_table
 from megatron.utils.errors import UserError, first_line
@@ -103,7 +104,7 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
     write_chomsky_results(path, settings, results)
     table = markdown(chomsky_table(results, settings), heading="#")
     write_atomically(options.output / "chomsky.md", table.encode())
-    write_atomically(options.output / "chomsky.png", save_figure(chomsky_figure(results, settings)))
+    write_atomically(options.output / "chomsky.png", render(partial(chomsky_figure, results, settings)))
     for name in ("chomsky.json", "chomsky.md", "chomsky.png"):
         console.print(str(options.output / name), highlight=False)
 

@@ -10,6 +10,7 @@ from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
 from megatron.reporting.paper_tables import REFERENCE
 from megatron.reporting.report import Sources, write_report
+from megatron.reporting.style import PAPER, SCREEN, parse_style
 from megatron.reporting.summary import TITLE
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable
@@ -53,10 +54,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="show the loss of every other method minus that of POS_EMB, and mark with † the methods that POS_EMB "
         f"significantly improves on (default: {REFERENCE.pos_emb})",
     )
+    parser.add_argument(
+        "--style",
+        nargs="+",
+        default=None,
+        metavar="KEY=VALUE",
+        help=f"of the files in figures/, for a paper: width=INCHES (3.25, 5.5 or 6.75 for most templates; default: "
+        f"{PAPER.width:g}), font=FAMILY (default: {PAPER.font}), size=POINTS of the text (default: {PAPER.size:g}); "
+        "without --style, as in report.html",
+    )
     parser.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
     options = parser.parse_args(argv)
     if not (options.results or options.checkpoint or options.benchmark):
         raise UserError("nothing to report: give folders with results, --checkpoint or --benchmark")
+    style = SCREEN if options.style is None else parse_style(options.style)
     check_writable(options.output, "--output")
     sources = Sources(read_results(options.results, strict=False), options.checkpoint, options.benchmark)
     reference = REFERENCE
@@ -68,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"--reference {options.reference}: there are no results of this method; choose one of "
                 f"{', '.join(evaluated) or 'none'}"
             )
-    path = write_report(sources, options.output, options.title, reference)
+    path = write_report(sources, options.output, options.title, reference, style)
     for note in sources.notes:
         print(f"note: {note}", flush=True)
     print(path, flush=True)

@@ -4,15 +4,16 @@
 Legend: h heads, n distances or keys.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 from torch import Tensor
 
@@ -28,16 +29,18 @@ from megatron.evaluation.measures.effective_length import LIMIT
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
-from megatron.reporting.figures import (
+from megatron.reporting.figures import ReportFigure
+from megatron.reporting.formatting import slug
+from megatron.reporting.style import (
     COLORS,
     LINE_STYLES,
-    ReportFigure,
-    legend_outside,
+    SCREEN,
+    Style,
+    legend_above,
     line_style,
     new_figure,
     thousands,
 )
-from megatron.reporting.formatting import slug
 from megatron.utils.errors import UserError
 
 # exp(bias) is the factor that the bias contributes to the softmax; below this bias it is close to 0.
@@ -117,48 +120,58 @@ def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) 
         if not panels:
             continue
         num_layers, panels = len(panels), panels[:MAX_LAYERS]
+        shown = [(table.label, table.distances, values) for table, values in panels]
         num_heads = len(panels[0][1])
         caption = (
             f"The {long_name} of each head by distance (KERPLE, Figures 2 to 4). Dark lines: heads with the steepest "
             "decrease; light lines: flattest heads."
         )
         if len(panels) == 1:
-            (table, values), height = panels[0], 4.2
-            figure, axes = new_figure(1, 2, width=9.6, height=height)
-            for panel in axes:
-                _plot_heads(panel, table.distances, values)
-            axes[0].set_ylabel(quantity)
-            _symlog_distance(axes[1])
-            caption += " Right: the same with a logarithmic distance axis"
+            caption += " The second panel has a logarithmic distance axis"
             if quantity == "bias":
-                axes[1].set_ylim(LOWEST_BIAS_SHOWN, -0.02 * LOWEST_BIAS_SHOWN)
-                caption += f", for biases above {LOWEST_BIAS_SHOWN:g}; lower ones leave almost no attention"
+                caption += f" and shows biases above {LOWEST_BIAS_SHOWN:g}; lower ones leave almost no attention"
             caption += "."
-            legend_outside(figure, axes[0].get_legend_handles_labels()[0], columns=1 + (num_heads > 16))
-        else:
-            columns = min(4, len(panels))
-            rows = math.ceil(len(panels) / columns)
-            figure, axes = new_figure(rows, columns, width=9.6, height=2.4 * rows + 0.4, sharex=True)
-            for panel, (table, values) in zip(axes, panels, strict=False):
-                _plot_heads(panel, table.distances, values)
-                panel.set_title(table.label, loc="left", fontsize=9)
-                panel.set_xlabel("")
-                panel.tick_params(labelsize=7.5)
-            for panel in axes[len(panels) :]:
-                panel.set_visible(False)
-            figure.supxlabel("distance (tokens)", fontsize=10)
-            figure.supylabel(quantity, fontsize=10)
-            if num_layers > len(panels):
-                caption += f" The first {len(panels)} of {num_layers} layers."
+        elif num_layers > len(panels):
+            caption += f" The first {len(panels)} of {num_layers} layers."
         report_figure = ReportFigure(
             slug("kernels", name, quantity),
             f"{quantity.capitalize()} by distance: {model}",
             caption,
             f"Line plot of the {long_name} by distance, one line for each of {num_heads} heads.",
-            figure,
+            partial(distance_plot, quantity, shown),
         )
         figures.append(report_figure)
     return figures
+
+
+def distance_plot(
+    quantity: Literal["bias", "weight"], layers: Sequence[tuple[str, Tensor, Tensor]], style: Style = SCREEN
+) -> Figure:
+    """Values by distance. A single layer has a second panel, with a logarithmic distance axis; the heads of several
+    layers have no legend, because their order differs.
+
+    Args:
+        layers: (label, distances float32 [n], values float32 [h, n]).
+    """
+    if len(layers) == 1:
+        columns = style.columns(2, 16)
+        figure, panels = new_figure(style, 2, columns)
+        for axes in panels:
+            _plot_heads(axes, *layers[0][1:])
+        panels[0].set_ylabel(quantity)
+        _symlog_distance(panels[1], 10 if columns == 1 else 100)
+        if quantity == "bias":
+            panels[1].set_ylim(LOWEST_BIAS_SHOWN, -0.02 * LOWEST_BIAS_SHOWN)
+        lines = {line.get_label(): line for line in panels[0].lines}
+        legend_above(figure, style, [lines[f"head {number}"] for number in range(1, len(lines) + 1)])
+    else:
+        figure, panels = new_figure(style, len(layers), style.columns(min(4, len(layers))), sharex=True)
+        for axes, (label, *values) in zip(panels, layers, strict=True):
+            _plot_heads(axes, *values)
+            axes.set_title(label, loc="left")
+        figure.supylabel(quantity)
+    figure.supxlabel("distance between query and key (tokens)")
+    return figure
 
 
 def _plot_heads(axes: Axes, distances: Tensor, values: Tensor) -> None:
@@ -171,18 +184,16 @@ def _plot_heads(axes: Axes, distances: Tensor, values: Tensor) -> None:
             label=f"head {head + 1}",
             color=colormaps["cividis"](0.88 * rank / max(1, len(order) - 1)),
             linestyle=LINE_STYLES[rank % len(LINE_STYLES)],
-            linewidth=1.6,
         )
-    axes.set_xlabel("distance (tokens)")
     axes.set_xlim(0, float(distances[-1]))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     thousands(axes)
 
 
-def _symlog_distance(axes: Axes) -> None:
-    """A distance axis that is linear from 0 to 1 and logarithmic from there."""
+def _symlog_distance(axes: Axes, base: int = 10) -> None:
+    """A distance axis that is linear from 0 to 1 and logarithmic from there, with ticks at the powers of `base`."""
     axes.set_xscale("symlog", linthresh=1)
-    axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1))
+    axes.xaxis.set_major_locator(SymmetricalLogLocator(base=base, linthresh=1))
     thousands(axes)
 
 
@@ -198,18 +209,6 @@ def effective_length_figure(
         lengths: label -> effective lengths of all heads (of all layers, if the layers differ).
         limit: the effective length of heads whose bias never falls below the threshold.
     """
-    figure, (axes,) = new_figure(height=4.4)
-    for index, (label, head_lengths) in enumerate(lengths.items()):
-        ends = sorted(length for length in head_lengths if length < limit)
-        distances, counts = [0, *ends, limit], [*range(len(ends) + 1), len(ends)]
-        axes.step(distances, counts, where="post", label=label, **{**line_style(index), "marker": None})
-    _symlog_distance(axes)
-    axes.set_xlim(0, limit)
-    axes.set_ylim(0, max(map(len, lengths.values())) * 1.04)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("effective length (tokens)")
-    axes.set_ylabel("cumulative number of heads")
-    legend_outside(figure, axes.get_legend_handles_labels()[0])
     below = (
         f"{label}: {sum(length < limit for length in head_lengths)} of {len(head_lengths)} heads below {limit:,}"
         for label, head_lengths in lengths.items()
@@ -221,8 +220,24 @@ def effective_length_figure(
         "length of a head is the smallest distance with a bias below -2. If a line ends below the number of heads, the "
         f"effective lengths of the remaining heads are larger than {limit:,} tokens.",
         "; ".join(below),
-        figure,
+        partial(effective_length_plot, lengths, limit),
     )
+
+
+def effective_length_plot(lengths: Mapping[str, Sequence[int]], limit: int, style: Style = SCREEN) -> Figure:
+    figure, (axes,) = new_figure(style)
+    for index, (label, head_lengths) in enumerate(lengths.items()):
+        ends = sorted(length for length in head_lengths if length < limit)
+        distances, counts = [0, *ends, limit], [*range(len(ends) + 1), len(ends)]
+        axes.step(distances, counts, where="post", label=label, **{**line_style(style, index), "marker": None})
+    _symlog_distance(axes)
+    axes.set_xlim(0, limit)
+    axes.set_ylim(0, max(map(len, lengths.values())) * 1.04)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("effective length (tokens)")
+    axes.set_ylabel("cumulative number of heads")
+    legend_above(figure, style, axes.get_legend_handles_labels()[0])
+    return figure
 
 
 # -- scores and biases of one query (DAPE) ----------------------------------------------------------------------------
@@ -288,28 +303,34 @@ def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequen
     numbers = ", ".join(str(head + 1) for head in heads)
     rows = [("A: scores", scores.scores), ("B: static bias", scores.static), ("f(A, B): DAPE", scores.adapted)]
     shown = [(label, values) for label, values in rows if values is not None]
-    figure, panels = new_figure(len(shown), len(heads), width=9.6, height=1.9 * len(shown) + 0.4, sharex=True)
-    for index, axes in enumerate(panels):
-        (label, values), head = shown[index // len(heads)], heads[index % len(heads)]
-        axes.plot(range(length), values[head].cpu().numpy(), color=COLORS[0], linewidth=0.7, rasterized=length > 4096)
-        axes.set_xlim(0, max(1, length - 1))
-        axes.tick_params(labelsize=8)
-        axes.locator_params(axis="x", nbins=4)
-        thousands(axes)
-        if index % len(heads) == 0:
-            axes.set_ylabel(label, fontsize=9)
-        if index < len(heads):
-            axes.set_title(f"head {head + 1}", loc="left", fontsize=9)
-    figure.supxlabel("key position (tokens)", fontsize=9)
-    figure.align_ylabels()
     return ReportFigure(
         slug("adaptive", name),
         f"Scores and biases of one query: {model}",
         f"Attention scores of the query at position {length - 1:,} (DAPE, Figure 1): A, the scaled dot products of "
         "query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
         f"{', '.join(label for label, _ in shown)}, over {length:,} keys, for heads {numbers}.",
-        figure,
+        partial(adaptive_plot, shown, heads),
     )
+
+
+def adaptive_plot(rows: Sequence[tuple[str, Tensor]], heads: Sequence[int], style: Style = SCREEN) -> Figure:
+    """Labels and values `[h, n]` as rows, heads as columns."""
+    length = rows[0][1].shape[1]
+    figure, panels = new_figure(style, len(rows) * len(heads), len(heads), sharex=True, sharey="row")
+    for index, axes in enumerate(panels):
+        (label, values), head = rows[index // len(heads)], heads[index % len(heads)]
+        line = values[head].cpu().numpy()
+        axes.plot(range(length), line, color=COLORS[0], linewidth=0.07 * style.size, rasterized=length > 4096)
+        axes.set_xlim(0, max(1, length - 1))
+        axes.locator_params(axis="x", nbins=3)
+        thousands(axes)
+        if index % len(heads) == 0:
+            axes.set_ylabel(label)
+        if index < len(heads):
+            axes.set_title(f"head {head + 1}", loc="left")
+    figure.supxlabel("key position (tokens)")
+    figure.align_ylabels()
+    return figure
 
 
 def checkpoint_adaptive_figure(

@@ -8,11 +8,9 @@ from matplotlib.figure import Figure
 
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.tasks import TASKS
-from megatron.reporting.figures import COLORS, LINE_STYLES, new_figure
 from megatron.reporting.formatting import best_texts, format_mean
+from megatron.reporting.style import COLORS, LINE_STYLES, SCREEN, Style, legend_above, new_figure
 from megatron.reporting.tables import Cell, Row, Table
-
-PANEL_COLUMNS = 3
 
 
 def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
@@ -36,33 +34,26 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
     return Table("chomsky", "Tasks of the Chomsky hierarchy", ("level", "task"), tuple(methods), tuple(rows), (note,))
 
 
-def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings) -> Figure:
+def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN) -> Figure:
     """A panel per task with the accuracy of each method (mean over seeds) as a function of the input length."""
     tasks = _tasks_of(results)
     methods = list(dict.fromkeys(result["pos_emb"] for result in results))
-    columns = min(PANEL_COLUMNS, len(tasks))
-    rows = -(-len(tasks) // columns)
-    width, height = 1.2 + 3.3 * columns, 1.3 + 2.2 * rows
-    figure, panels = new_figure(rows, columns, width, height, dpi=140, sharex=True, sharey=True)
-    for axes in panels[len(tasks) :]:
-        axes.set_visible(False)
+    figure, panels = new_figure(style, len(tasks), style.columns(len(tasks)), sharex=True, sharey=True)
     handles = {}
-    for axes, task in zip(panels, tasks, strict=False):
+    for axes, task in zip(panels, tasks, strict=True):
         for index, method in enumerate(methods):
             seeds = [r["accuracies"] for r in results if (r["task"], r["pos_emb"]) == (task, method)]
             if seeds:
                 lengths = [int(length) for length in seeds[0]]
                 means = [100 * statistics.fmean(seed[str(length)] for seed in seeds) for length in lengths]
-                color, style = COLORS[index % len(COLORS)], LINE_STYLES[index % len(LINE_STYLES)]
-                (handles[method],) = axes.plot(lengths, means, color=color, linestyle=style, linewidth=1.5)
+                color, dashes = COLORS[index % len(COLORS)], LINE_STYLES[index % len(LINE_STYLES)]
+                (handles[method],) = axes.plot(lengths, means, label=method, color=color, linestyle=dashes)
         axes.axhline(100 / TASKS[task].classes, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
-        axes.set_title(task.replace("_", " "), loc="left", fontsize=9.5)
+        axes.set_title(task.replace("_", " "), loc="left")
         axes.set_ylim(0, 102)
-    figure.supxlabel(
-        f"length of the input (trained up to {settings.train_longest}); dotted: random guessing", fontsize=9.5
-    )
-    figure.supylabel("accuracy, percent", fontsize=9.5)
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=9)
+    figure.supxlabel(f"length of the input (trained up to {settings.train_longest}); dotted: random guessing")
+    figure.supylabel("accuracy (%)")
+    legend_above(figure, style, list(handles.values()))
     return figure
 
 

@@ -1,155 +1,79 @@
-"""The common style of all figures, and the figures of evaluation results: perplexity by length and by position, and
-passkey accuracy.
-"""
+"""The figures of evaluation results: perplexity by length and by position, and passkey accuracy."""
 
-import io
 import itertools
 import math
 import statistics
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
-from megatron.reporting.formatting import format_number, slug
+from megatron.reporting.formatting import slug
 from megatron.reporting.paper_tables import setting_title
 from megatron.reporting.published import corpus_name, display_name, published
+from megatron.reporting.style import (
+    GRAY,
+    SCREEN,
+    SMALL,
+    Style,
+    band,
+    legend_above,
+    length_ticks,
+    line_style,
+    log_perplexity_axis,
+    mark_train_length,
+    new_figure,
+    panel_title,
+    render,
+    thousands,
+)
 from megatron.utils.errors import UserError
-
-# Okabe and Ito's palette for the color-blind; markers and line styles distinguish the lines in grayscale. The numbers
-# of colors (7) and markers (8) have no common divisor, so the first 56 combinations are different.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
-MARKERS = (("o", 6.0), ("s", 5.5), ("^", 6.5), ("D", 5.0), ("v", 6.5), ("P", 7.5), ("X", 7.5), ("*", 10.0))
-LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
-GRAY = "#666666"
-MAX_TEXT = 80  # characters of a label
 
 LOG_AXIS_RATIO = 4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
 ZOOM_RATIO = 1.5  # lines within this ratio of the smallest perplexity are then shown enlarged in a second panel
+PAGE_ZOOM = 1.2  # size of a figure in a wide browser window, relative to `SCREEN`
 
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """name: file name without extension. caption: printed below. description: alternative text."""
+    """name: file name without extension. caption: printed below. description: alternative text. draw: in a style."""
 
     name: str
     title: str
     caption: str
     description: str
-    figure: Figure
+    draw: Callable[[Style], Figure]
+
+    def render(self, style: Style = SCREEN, format: Literal["png", "pdf"] = "png") -> bytes:
+        return self.page_png if (style, format) == (SCREEN, "png") else render(self.draw, style, format)
 
     @cached_property
-    def png(self) -> bytes:
-        return save_figure(self.figure)
+    def page_png(self) -> bytes:
+        """The figure for an HTML page, whose style is always `SCREEN`."""
+        return render(self.draw)
 
-    @cached_property
-    def pdf(self) -> bytes:
-        return save_figure(self.figure, "pdf")
-
-
-def save_figure(figure: Figure, format: Literal["png", "pdf"] = "png") -> bytes:
-    """The contents of a PNG or PDF file without version and date, so that equal results give equal files.
-
-    Names are drawn as they are, although matplotlib reads dollar signs as math; long ones are shortened.
-    """
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)
-        if len(text.get_text()) > MAX_TEXT:
-            text.set_text(f"{text.get_text()[: MAX_TEXT - 1]}…")
-    stream = io.BytesIO()
-    with rc_context({"pdf.fonttype": 42}):  # TrueType: text stays text
-        figure.savefig(stream, format=format, metadata={"Software" if format == "png" else "CreationDate": None})
-    return stream.getvalue()
-
-
-# -- style ------------------------------------------------------------------------------------------------------------
-
-
-def new_figure(
-    rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.6, dpi: int = 160, **options: Any
-) -> tuple[Figure, list[Axes]]:
-    """A figure with this grid of axes, row by row. options: of `Figure.subplots`."""
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=dpi)
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False, **options)
-    for axes in grid.flat:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.7)
-        axes.set_axisbelow(True)
-    return figure, list(grid.flat)
-
-
-def line_style(method: int, mode: int | None = None, *, hollow: bool = False) -> dict[str, Any]:
-    """The style of a line: color and marker by method, line style by mode if there are several, else by method.
-
-    hollow: with hollow markers, for inference modes other than `full`.
-    """
-    color, (marker, size) = COLORS[method % len(COLORS)], MARKERS[method % len(MARKERS)]
-    return {
-        "color": color,
-        "linestyle": LINE_STYLES[(method if mode is None else mode) % len(LINE_STYLES)],
-        "linewidth": 1.7,
-        "marker": marker,
-        "markersize": size,
-        "markerfacecolor": "white" if hollow else color,
-        "markeredgecolor": color if hollow else "white",
-        "markeredgewidth": 1.2 if hollow else 0.7,
-    }
-
-
-def thousands(axes: Axes, which: str = "x") -> None:
-    """Thousands separators in the tick labels of an axis."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.10g}" if value < 1e7 else format_number(value, 1))
-    )
-
-
-def legend_outside(figure: Figure, handles: Sequence[Any], columns: int = 1) -> None:
-    """A legend to the right of the axes."""
-    figure.legend(
-        handles=handles, loc="outside right center", frameon=False, fontsize=9, handlelength=3.2, ncols=columns
-    )
-
-
-def mark_train_length(axes: Axes, length: int, label: bool = True) -> None:
-    axes.axvline(length, color="#888888", linewidth=1, linestyle=(0, (2, 2)), zorder=1)
-    if label:
-        axes.annotate(
-            "training length",
-            (length, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, -2),
-            textcoords="offset points",
-            fontsize=8.5,
-            color=GRAY,
-            va="top",
+    @property
+    def page_size(self) -> tuple[int, int]:
+        """Width and height on an HTML page, in CSS pixels."""
+        width, height = (
+            round(PAGE_ZOOM * 96 / SCREEN.dpi * pixels) for pixels in struct.unpack_from(">II", self.page_png, 16)
         )
-
-
-def log_perplexity_axis(axes: Axes, low: float, high: float) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 1000 * low else (1.0, 2.0, 5.0)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylabel("perplexity (log scale)")
-    thousands(axes, "y")
+        return width, height
 
 
 # -- perplexity by length ---------------------------------------------------------------------------------------------
 
 
-def perplexity_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
+def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
     """Perplexity by length: a figure per corpus, model size, training length and protocol."""
-    perplexities = measurements(records, "extrapolation", "perplexity")
+    perplexities, errors = perplexity_measurements(records)
     figures = []
     for setting in perplexities.settings:
         group = perplexities.select([setting])
@@ -157,97 +81,135 @@ def perplexity_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
         if group.num_seeds > 1:
             caption += f" Lines: mean; bands: ± one standard deviation, over {group.num_seeds} seeds."
+        elif errors.select([setting]).frame["value"].notna().any():
+            caption += " Bands: ± one standard error over documents."
         names = ", ".join(map(display_name, group.methods))
         figure = ReportFigure(
             f"extrapolation-{setting.name}",
             corpus_name(setting.corpus) + trained,
             caption,
             f"Line plot of perplexity by sequence length for {names}.",
-            perplexity_plot(group, lambda pos_emb: display_name(Method(pos_emb))),
+            partial(perplexity_plot, group, errors, name=lambda pos_emb: display_name(Method(pos_emb))),
         )
         figures.append(figure)
     return figures
 
 
-def perplexity_plot(perplexities: Measurements, name: Callable[[str], str] = str, title: str = "") -> Figure:
-    """One line per setting and method, with a band of one standard deviation.
+def perplexity_measurements(records: Sequence[AnyRecord]) -> tuple[Measurements, Measurements]:
+    """The perplexities, and their standard errors over documents: that of the loss times the perplexity."""
 
-    If large values make the axis logarithmic, a second panel shows the lowest lines on a linear axis.
+    def error(record: AnyRecord) -> float | None:
+        perplexity, stderr = record.get("perplexity"), record.get("stderr")
+        return None if perplexity is None or stderr is None else perplexity * stderr
+
+    return measurements(records, "extrapolation", "perplexity"), measurements(records, "extrapolation", error)
+
+
+def perplexity_plot(
+    perplexities: Measurements,
+    errors: Measurements,
+    style: Style = SCREEN,
+    *,
+    name: Callable[[str], str] = str,
+    title: str = "",
+) -> Figure:
+    """One line per method and a panel per mode; a single method has one line per mode instead.
+
+    The bands are one standard deviation over the seeds, or with one seed, one standard error over documents. If large
+    values make the axis logarithmic, a second panel shows the lowest lines on a linear axis.
 
     Args:
         name: the label of a `pos-emb`.
     """
     curves = {line: perplexities.curve(*line) for line in perplexities.lines}
     curves = {line: curve for line, curve in curves.items() if len(curve)}
-    low = min((curve["mean"].min() for curve in curves.values()), default=1.0)
-    high = max((curve["mean"].max() for curve in curves.values()), default=1.0)
-    lowest = [curve for curve in curves.values() if curve["mean"].max() <= ZOOM_RATIO * low]
-    logarithmic = high > LOG_AXIS_RATIO * low
-    panels = 2 if logarithmic and len(lowest) > 1 else 1
+    labels = {line: _labels(*line, list(curves), name) for line in curves}
+    if any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
+        labels = {line: (", ".join(filter(None, parts)), "") for line, parts in labels.items()}
+    methods = list(dict.fromkeys(label for label, _ in labels.values()))
+    ranges: dict[str, list[tuple[float, float]]] = {}
+    for line, curve in curves.items():
+        ranges.setdefault(labels[line][1], []).append((curve["mean"].min(), curve["mean"].max()))
+    figure, panels, columns = _mode_panels(style, ranges or {"": []})
 
     train_lengths = {setting.train_length for setting in perplexities.settings}
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
-    figure, panel_axes = new_figure(panels, 1, height=4.6 if panels == 1 else 7.4, sharex=True)
-    for axes in panel_axes:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(perplexities.lengths))
-        axes.xaxis.set_minor_locator(NullLocator())
-        thousands(axes)
-        if len(perplexities.lengths) > 8:
-            axes.tick_params(axis="x", rotation=45)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
-        thousands(axes, "y")
-        axes.set_ylabel("perplexity")
+    handles: dict[str, Any] = {}
+    for index, (axes, mode) in enumerate(panels):
+        length_ticks(axes, style, perplexities.lengths, columns)
         if train_length is not None:
-            mark_train_length(axes, train_length, label=axes is panel_axes[0])
-
-    methods = list(dict.fromkeys((method.pos_emb, setting.train_length) for setting, method in curves))
-    modes = list(dict.fromkeys((method.mode, setting.protocol, setting.corpus) for setting, method in curves))
-    for (setting, method), curve in curves.items():
-        mode = modes.index((method.mode, setting.protocol, setting.corpus))
-        style = line_style(
-            methods.index((method.pos_emb, setting.train_length)), mode if len(modes) > 1 else None, hollow=mode > 0
-        )
-        deviation = curve["std"].fillna(0.0)
-        for axes in panel_axes:
-            label = _line_label(setting, method, list(curves), name)
-            axes.plot(curve.index.tolist(), curve["mean"].tolist(), label=label, zorder=3, **style)
+            mark_train_length(axes, style, train_length, label=index == 0)
+        for line, curve in curves.items():
+            label, line_mode = labels[line]
+            if line_mode != mode:
+                continue
+            looks, x, mean = line_style(style, methods.index(label)), curve.index.tolist(), curve["mean"].tolist()
+            (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
+            deviation = curve["std"]
+            if deviation.isna().all():
+                deviation = errors.curve(*line)["mean"].reindex(curve.index)
             if deviation.any():
-                band = (curve["mean"] - deviation).tolist(), (curve["mean"] + deviation).tolist()
-                axes.fill_between(curve.index.tolist(), *band, color=style["color"], alpha=0.13, linewidth=0, zorder=2)
-
-    first, last = panel_axes[0], panel_axes[-1]
-    first.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=10)
-    last.set_xlabel("sequence length (tokens)")
-    if logarithmic:
-        log_perplexity_axis(first, low, high)
-    if panels == 2:
-        top = max(curve["mean"].max() for curve in lowest)
-        margin = 0.12 * (top - low) or 0.05 * low
-        last.set_ylim(low - margin, top + 2 * margin)
-        last.set_title("lowest perplexities, linear scale", loc="left", fontsize=9.5, color="#444444")
-    if curves:  # the legend lists the lines in the order of their right ends, from top to bottom
-        ends = [curve["mean"].iloc[-1] for curve in curves.values()]
-        handles, _ = first.get_legend_handles_labels()
-        legend_outside(figure, [handles[index] for index in sorted(range(len(ends)), key=lambda i: -ends[i])])
-    else:
-        first.text(0.5, 0.5, "no perplexity available", transform=first.transAxes, ha="center", va="center")
+                band(axes, x, mean, deviation.fillna(0.0).tolist(), looks["color"])
+    figure.supxlabel("sequence length (tokens)")
+    # The legend lists the lines in the order of their right ends, from top to bottom.
+    ends = {labels[line][0]: curve["mean"].iloc[-1] for line, curve in reversed(curves.items())}
+    legend_above(figure, style, [handles[label] for label in sorted(methods, key=lambda label: -ends[label])], title)
+    if not curves:
+        axes = figure.axes[0]
+        axes.text(0.5, 0.5, "no perplexity available", transform=axes.transAxes, ha="center", va="center")
     return figure
 
 
-def _line_label(
+def _mode_panels(
+    style: Style, ranges: Mapping[str, Sequence[tuple[float, float]]]
+) -> tuple[Figure, list[tuple[Axes, str]], int]:
+    """A figure with a panel per mode. If the lines are far apart, the perplexity axis is logarithmic and a second panel
+    shows the lowest lines on a linear axis.
+
+    Args:
+        ranges: mode -> (smallest, largest perplexity) of each line.
+
+    Returns the figure, the panels with their modes, and the number of columns.
+    """
+    panels: list[tuple[str, float, float, bool]] = []  # mode, smallest and largest perplexity, logarithmic
+    zoomed: list[tuple[str, float, float, bool]] = []
+    for mode, lines in ranges.items():
+        low, high = min((low for low, _ in lines), default=1.0), max((high for _, high in lines), default=1.0)
+        logarithmic = high > LOG_AXIS_RATIO * low
+        panels.append((mode, low, high, logarithmic))
+        lowest = [high for _, high in lines if high <= ZOOM_RATIO * low]
+        if logarithmic and len(lowest) > 1:
+            margin = 0.12 * (max(lowest) - low) or 0.05 * low
+            panels.append((mode, low - margin, max(lowest) + 2 * margin, False))
+            zoomed.append(panels[-1])
+    columns = style.columns(len(panels))
+    figure, all_axes = new_figure(style, len(panels), columns, sharex=True)
+    for axes, panel in zip(all_axes, panels, strict=True):
+        mode, low, high, logarithmic = panel
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+        thousands(axes, "y")
+        axes.set_ylabel("perplexity")
+        titles = [(mode or "full") if len(ranges) > 1 else "", "zoom" if panel in zoomed else ""]
+        panel_title(axes, style, columns, ", ".join(filter(None, titles)))
+        if logarithmic:
+            log_perplexity_axis(axes, low, high)
+        elif panel in zoomed:
+            axes.set_ylim(low, high)
+    return figure, [(axes, panel[0]) for axes, panel in zip(all_axes, panels, strict=True)], columns
+
+
+def _labels(
     setting: Setting, method: Method, lines: Sequence[tuple[Setting, Method]], name: Callable[[str], str]
-) -> str:
-    """The method, its mode, and the parts of the setting that differ between the lines."""
+) -> tuple[str, str]:
+    """(the method; its mode unless it is `full`), each with the parts of the setting that differ between the lines."""
     parts = [name(method.pos_emb)]
-    if method.mode != "full":
-        parts.append(method.mode)
     if setting.train_length is not None and len({setting.train_length for setting, _ in lines}) > 1:
         parts.append(f"trained at {setting.train_length:,}")
+    modes = [method.mode] if method.mode != "full" else []
     for part in ("protocol", "corpus", "size"):
         if len({getattr(setting, part) for setting, _ in lines}) > 1:
-            parts.append(getattr(setting, part) or f"unknown {part}")
-    return ", ".join(parts)
+            modes.append(getattr(setting, part) or f"unknown {part}")
+    return ", ".join(parts), ", ".join(modes)
 
 
 # -- perplexity by position -------------------------------------------------------------------------------------------
@@ -263,52 +225,66 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         if record["kind"] == "positions":
             by_method = curves.setdefault((setting_of(record), record["length"]), {})
             by_method.setdefault(method_of(record), []).append((record["edges"], record["losses"]))
-    return [_position_figure(setting, length, by_method) for (setting, length), by_method in curves.items()]
+    figures = []
+    for (setting, length), by_method in curves.items():
+        methods = published("kerple-3").ordered(by_method)
+        means = {method: mean_position_curve(by_method[method]) for method in methods}
+        num_seeds = max(map(len, by_method.values()))
+        caption = f"Perplexity by position in segments of {length:,} tokens, protocol {setting.protocol}"
+        caption += " (KERPLE, Figures 5 and 7)."
+        if num_seeds > 1:
+            caption += f" Lines: mean; bands: ± one standard deviation, over {num_seeds} seeds."
+        figure = ReportFigure(
+            f"positions-{setting.name}-{length}",
+            f"Perplexity by position at length {length:,}: {corpus_name(setting.corpus)}",
+            caption,
+            f"Line plot of perplexity by position for {', '.join(map(display_name, methods))}.",
+            partial(position_plot, means, length, setting.train_length),
+        )
+        figures.append(figure)
+    return figures
 
 
-def _position_figure(setting: Setting, length: int, curves: Mapping[Method, Sequence[PositionCurve]]) -> ReportFigure:
-    figure, (axes,) = new_figure(height=4.8)
-    methods = published("kerple-3").ordered(curves)
-    pos_embs = list(dict.fromkeys(method.pos_emb for method in methods))
-    modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
-    lowest, medians = [], []
-    for method in methods:
-        centers, perplexities = mean_position_curve(curves[method])
-        mode = modes.index(method.mode) if len(modes) > 1 else None
-        style = line_style(pos_embs.index(method.pos_emb), mode, hollow=method.mode != "full")
-        axes.plot(centers, perplexities, label=display_name(method), markevery=0.1, **style)
-        finite = [perplexity for perplexity in perplexities if math.isfinite(perplexity)]
-        if finite:
-            lowest.append(min(finite))
-            medians.append(statistics.median(finite))
-    axes.set_ylabel("perplexity")
-    thousands(axes, "y")
-    if lowest and max(medians) > LOG_AXIS_RATIO * min(lowest):
-        log_perplexity_axis(axes, min(lowest), max(medians))
-    thousands(axes)
-    axes.set_xlim(0, length)
-    axes.set_xlabel("position in the segment (tokens)")
-    if setting.train_length and setting.train_length < length:
-        mark_train_length(axes, setting.train_length)
-    legend_outside(figure, axes.get_legend_handles_labels()[0])
-
-    num_seeds = max(map(len, curves.values()))
-    caption = f"Perplexity by position in segments of {length:,} tokens, protocol {setting.protocol}"
-    caption += " (KERPLE, Figures 5 and 7)"
-    caption += f", mean over {num_seeds} seeds." if num_seeds > 1 else "."
-    if modes != ["full"]:
-        caption += " Hollow markers: inference modes other than full."
-    return ReportFigure(
-        f"positions-{setting.name}-{length}",
-        f"Perplexity by position at length {length:,}: {corpus_name(setting.corpus)}",
-        caption,
-        f"Line plot of perplexity by position for {', '.join(map(display_name, methods))}.",
-        figure,
-    )
+# The centers of the bins; the mean perplexities and their standard deviations over the seeds (0 with one seed).
+MeanCurve = tuple[list[float], list[float], list[float]]
 
 
-def mean_position_curve(curves: Sequence[PositionCurve]) -> tuple[list[float], list[float]]:
-    """(centers of the bins, perplexity): exp of each seed's loss, averaged over the seeds that have one.
+def position_plot(
+    curves: Mapping[Method, MeanCurve], length: int, train_length: int | None, style: Style = SCREEN
+) -> Figure:
+    """One line per method and a panel per mode; a single method has one line per mode instead."""
+    pos_embs = list(dict.fromkeys(method.pos_emb for method in curves))
+    modes = sorted({method.mode for method in curves}, key=lambda mode: (mode != "full", mode))
+    several = len(pos_embs) > 1 and len(modes) > 1
+    ranges: dict[str, list[tuple[float, float]]] = {mode: [] for mode in (modes if several else [""])}
+    for method, (_, means, _) in curves.items():
+        # The first positions have a higher perplexity, and do not determine the scale.
+        if finite := [perplexity for perplexity in means if math.isfinite(perplexity)]:
+            ranges[method.mode if several else ""].append((min(finite), statistics.median(finite)))
+    figure, panels, _ = _mode_panels(style, ranges)
+    handles: dict[str, Any] = {}
+    for index, (axes, mode) in enumerate(panels):
+        for method, (centers, means, deviations) in curves.items():
+            if mode not in ("", method.mode):
+                continue
+            label = display_name(Method(method.pos_emb) if several else method)
+            color = modes.index(method.mode) if len(pos_embs) == 1 else pos_embs.index(method.pos_emb)
+            looks = line_style(style, color)
+            (handles[label],) = axes.plot(centers, means, label=label, markevery=0.1, zorder=3, **looks)
+            if any(deviations):
+                band(axes, centers, means, deviations, looks["color"])
+        thousands(axes)
+        axes.set_xlim(0, length)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        if train_length and train_length < length:
+            mark_train_length(axes, style, train_length, label=index == 0)
+    figure.supxlabel("position in the segment (tokens)")
+    legend_above(figure, style, list(handles.values()))
+    return figure
+
+
+def mean_position_curve(curves: Sequence[PositionCurve]) -> MeanCurve:
+    """exp of each seed's loss, averaged over the seeds that have one.
 
     Raises UserError if the seeds have different bins.
     """
@@ -318,11 +294,12 @@ def mean_position_curve(curves: Sequence[PositionCurve]) -> tuple[list[float], l
             "losses by position: the seeds of one method have different bins; evaluate them with the same options"
         )
     centers = [(start + end) / 2 for start, end in itertools.pairwise(edges)]
-    perplexities = []
+    means, deviations = [], []
     for losses in zip(*(losses for _, losses in curves), strict=True):
         values = [math.exp(min(loss, 700.0)) for loss in losses if loss is not None]
-        perplexities.append(statistics.fmean(values) if values else math.nan)
-    return centers, perplexities
+        means.append(statistics.fmean(values) if values else math.nan)
+        deviations.append(statistics.stdev(values) if len(values) > 1 else 0.0)
+    return centers, means, deviations
 
 
 # -- passkey retrieval ------------------------------------------------------------------------------------------------
@@ -336,52 +313,52 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         group = accuracies.select([setting])
         methods, lengths = published("kerple-3").ordered(group.methods), group.lengths
         depths = sorted(group.frame["depth"].unique())
-        columns = min(3, len(methods))
-        rows = math.ceil(len(methods) / columns)
-        width = max(4.6, 0.6 + columns * max(1.8, 0.62 * len(lengths)))
-        height = 0.9 + rows * (0.7 + 0.36 * len(depths))
-        figure, panels = new_figure(rows, columns, width=width, height=height, sharex=True, sharey=True)
-        averages = []
-        for axes, method in zip(panels, methods, strict=False):
+        grids = {}
+        for method in methods:
             means = group.frame[group.frame["method"] == method].groupby(["depth", "length"])["value"].mean()
-            grid = means.unstack().reindex(index=depths, columns=lengths).to_numpy(dtype=float)  # [depth, length]
-            image = _heat_map(axes, grid, depths, lengths, display_name(method))
-            if np.isfinite(grid).any():
-                averages.append(f"{display_name(method)} {np.nanmean(grid):.0%}")
-        for axes in panels[len(methods) :]:
-            axes.set_visible(False)
-        for axes in panels[max(0, len(methods) - columns) : len(methods)]:  # the last panel of each column
-            axes.tick_params(labelbottom=True)
-        bar = figure.colorbar(image, ax=panels, label="accuracy", format="{x:.0%}", fraction=0.05)
-        bar.outline.set_visible(False)
-        figure.supxlabel("prompt length (tokens)", fontsize=10)
-        figure.supylabel("depth of the pass key", fontsize=10)
+            grid = means.unstack().reindex(index=depths, columns=lengths).to_numpy(dtype=float)
+            grids[display_name(method)] = 100 * grid
+        averages = [f"{name} {np.nanmean(grid):.0f}%" for name, grid in grids.items() if np.isfinite(grid).any()]
         report_figure = ReportFigure(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
             f"Passkey retrieval: {setting_title(setting)}",
-            "Share of prompts answered with the complete pass key, by prompt length and depth of the pass key. "
+            "Percentage of prompts answered with the complete pass key, by prompt length and depth of the pass key. "
             "Crosses: not available.",
             f"Heat maps of the accuracy. Mean over lengths and depths: {', '.join(averages) or 'not available'}.",
-            figure,
+            partial(passkey_plot, grids, depths, lengths),
         )
         figures.append(report_figure)
     return figures
 
 
-def _heat_map(
-    axes: Axes, grid: "np.ndarray[Any, Any]", depths: Sequence[float], lengths: Sequence[int], title: str
-) -> Any:
-    """Accuracies `[depth, length]` as colors and as numbers. Returns the image."""
-    image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=1, aspect="auto")
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
-    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=8)
+def passkey_plot(
+    grids: Mapping[str, "np.ndarray[Any, Any]"], depths: Sequence[float], lengths: Sequence[int], style: Style = SCREEN
+) -> Figure:
+    """A heat map of percentages `[depth, length]` per method."""
+    columns = style.columns(len(grids), max(8.0, 1.4 * len(lengths) + 3))
+    aspect = (1.4 * len(depths) + 3) * style.em * columns / style.width
+    figure, panels = new_figure(style, len(grids), columns, aspect, sharex=True, sharey=True)
+    for axes, (name, grid) in zip(panels, grids.items(), strict=True):
+        panel_title(axes, style, columns, name, margin=1)
+        image = _heat_map(axes, style, grid)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=90)
+        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    bar = figure.colorbar(image, ax=panels, label="accuracy (%)", fraction=0.04, aspect=25, pad=0.01)
+    bar.outline.set_visible(False)
+    figure.supxlabel("prompt length (tokens)")
+    figure.supylabel("depth of the pass key")
+    return figure
+
+
+def _heat_map(axes: Axes, style: Style, grid: "np.ndarray[Any, Any]") -> Any:
+    """Percentages as colors and as numbers. Returns the image."""
+    image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=100, aspect="auto")
     axes.tick_params(length=0)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     for (row, column), accuracy in np.ndenumerate(grid):
         text, color = ("×", GRAY)
         if np.isfinite(accuracy):
-            text, color = f"{accuracy:.0%}", "black" if accuracy > 0.6 else "white"
-        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
+            text, color = f"{accuracy:.0f}", "black" if accuracy > 60 else "white"
+        axes.text(column, row, text, ha="center", va="center", fontsize=0.75 * SMALL * style.size, color=color)
     return image

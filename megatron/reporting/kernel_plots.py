@@ -6,11 +6,14 @@ For methods whose result depends on more than the distance, the plots use scores
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from kerple.attention import score_table
@@ -20,7 +23,7 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
 from megatron.inference import load_model
 from megatron.model.initialization import generator_for
-from megatron.reporting.figures import COLORS, LINE_STYLES, new_figure, save_figure
+from megatron.reporting.style import COLORS, LINE_STYLES, SCREEN, Style, legend_above, new_figure, render
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -104,23 +107,27 @@ def method_picture(name: str, stages: Mapping[str, MethodOfModel]) -> bytes | No
     labels = list(dict.fromkeys(label for by_label in curves.values() for label in by_label))
     if not labels:
         return None
-    width, height = 3.6 * len(curves) + 1.4, 2.5 * len(labels) + 0.3
-    figure, panels = new_figure(len(labels), len(curves), width, height, dpi=100, sharex=True, sharey="row")
+    return render(partial(_stages_plot, name, curves, labels), replace(SCREEN, width=3.0 * len(curves) + 1.0, dpi=100))
+
+
+def _stages_plot(name: str, curves: Mapping[str, Mapping[str, Tensor]], labels: Sequence[str], style: Style) -> Figure:
+    figure, panels = new_figure(style, len(labels) * len(curves), len(curves), sharex=True, sharey="row")
     cells = [(label, stage) for label in labels for stage in curves]
     for axes, (label, stage) in zip(panels, cells, strict=True):
         if label in curves[stage]:
             _plot_heads(axes, curves[stage][label])
         if label == labels[0]:
-            axes.set_title(stage, loc="left", fontsize=9.5)
+            axes.set_title(stage, loc="left")
         if label == labels[-1]:
             axes.set_xlabel("distance (tokens)")
         if stage == next(iter(curves)):
             axes.set_ylabel(label)
     lines = panels[len(curves) - 1].get_lines() or panels[0].get_lines()
     if len(lines) > 1:
-        figure.legend(handles=lines, loc="outside right upper", fontsize=8, frameon=False, handlelength=3)
-    figure.suptitle(name, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    return save_figure(figure)
+        legend_above(figure, style, lines, name)
+    else:
+        figure.suptitle(name, fontsize=1.1 * style.size, fontweight="bold")
+    return figure
 
 
 def _plot_heads(axes: Axes, values: Tensor) -> None:
@@ -135,13 +142,11 @@ def _plot_heads(axes: Axes, values: Tensor) -> None:
             label=f"head {head + 1}",
             color=COLORS[index % len(COLORS)],
             linestyle=LINE_STYLES[index % len(LINE_STYLES)],
-            linewidth=1.6,
         )
     axes.set_xscale("symlog", base=2, linthresh=1)
     axes.set_xlim(0, num_distances - 1)
     powers = [2**exponent for exponent in range(0, int(math.log2(num_distances)) + 1, 2)]
     axes.set_xticks([0, *powers], ["0", *(f"{power:,}" for power in powers)])
-    axes.tick_params(labelsize=8)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     if float(values.min()) < -40:  # keep the lines of the other heads apart
         axes.set_ylim(-20, max(1.0, float(values.max())))

@@ -27,6 +27,7 @@ from megatron.reporting.paper_tables import (
 )
 from megatron.reporting.published import corpus_name, display_name
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
+from megatron.reporting.style import SCREEN, Style
 from megatron.reporting.summary import TITLE
 from megatron.reporting.tables import Table, comma_separated, latex, markdown
 from megatron.utils.errors import UserError
@@ -61,12 +62,17 @@ class Sources:
 
 
 def write_report(
-    sources: Sources, directory: str | os.PathLike[str], title: str = TITLE, reference: Method = REFERENCE
+    sources: Sources,
+    directory: str | os.PathLike[str],
+    title: str = TITLE,
+    reference: Method = REFERENCE,
+    style: Style = SCREEN,
 ) -> Path:
     """Write `report.html`, `tables/NAME.{md,csv,tex}` and `figures/NAME.{png,pdf}`. Returns the path of `report.html`.
 
     Args:
         reference: the method that the others are compared with by a t-test.
+        style: of the files in `figures/`.
 
     Raises UserError if there is nothing to report or the folder cannot be written to.
     """
@@ -84,8 +90,8 @@ def write_report(
             for extension, render in (("md", markdown), ("csv", comma_separated), ("tex", latex)):
                 write_atomically(folder / "tables" / f"{table.name}.{extension}", render(table).encode())
         for figure in chapter.figures:
-            write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
-            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
+            write_atomically(folder / "figures" / f"{figure.name}.png", figure.render(style))
+            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.render(style, "pdf"))
     notes = {}
     for record in sources.records:
         checkpoint = record.get("checkpoint") or {}

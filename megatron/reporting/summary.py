@@ -7,6 +7,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from megatron.reporting.aggregate import (
     significantly_better,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
-from megatron.reporting.figures import perplexity_plot, save_figure
+from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.formatting import NOT_AVAILABLE, format_mean, format_number, format_percent
 from megatron.reporting.paper_tables import missing_notes
+from megatron.reporting.style import render
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table, markdown
 from megatron.reporting.terminal import standard_output, terminal_table
 from megatron.utils.errors import UserError
@@ -75,11 +77,11 @@ def write_summary(
     rows = [record for record in records if record["kind"] == "extrapolation"]
     if not rows:
         raise UserError("there are no results to report")
-    perplexities = measurements(_label_checkpoints(records), "extrapolation", "perplexity")
+    draw = partial(perplexity_plot, *perplexity_measurements(_label_checkpoints(records)), title=title)
     contents = {
         "extrapolation.json": (json.dumps({"rows": rows}, indent=1, allow_nan=False) + "\n").encode(),
         "extrapolation.md": markdown(summary_table(records, title, compare_with), heading="#").encode(),
-        "extrapolation.png": save_figure(perplexity_plot(perplexities, title=title)),
+        "extrapolation.png": render(draw),
     }
     folder = Path(directory)
     try:

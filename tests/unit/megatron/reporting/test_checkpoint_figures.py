@@ -16,6 +16,7 @@ from megatron.reporting.checkpoint_figures import (
     effective_length_figure,
     query_scores,
 )
+from megatron.reporting.style import SCREEN
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.language_models import VOCABULARY, small_gpt
@@ -69,7 +70,7 @@ def test_released_checkpoints(method):
     tables = distance_tables(RELEASE / f"{method}_checkpoints", num_distances=NUM_DISTANCES)
     (figure,) = distance_figures(tables, model="a model", name="x")
     assert figure.name == f"kernels-x-{quantity}"
-    panels = figure.figure.axes
+    panels = figure.draw(SCREEN).axes
     assert len(panels) == 2
     distances = np.arange(NUM_DISTANCES, dtype=np.float64)
     expected = formula(distances)
@@ -80,6 +81,8 @@ def test_released_checkpoints(method):
             x, y = lines[f"head {head + 1}"].get_data()
             np.testing.assert_array_equal(x, distances)
             np.testing.assert_allclose(y, expected[head], rtol=2e-5, atol=1e-6)
+    legend = [text.get_text() for text in panels[0].figure.legends[0].get_texts()]
+    assert legend == ["head 1", "head 2", "head 3", "head 4"]
     labels = [line.get_label() for line in panels[0].lines]
     assert labels == [f"head {head + 1}" for head in expected.mean(axis=1).argsort(kind="stable")], "steepest first"
     assert len({line.get_color() for line in panels[0].lines}) == 4
@@ -95,7 +98,7 @@ def test_effective_lengths(method):
     assert table.effective_lengths.tolist() == expected
     lengths = {"A": expected, "B": [5, limit, limit, 5]}
     figure = effective_length_figure(lengths, model="x", name="x", limit=limit)
-    (axes,) = figure.figure.axes
+    (axes,) = figure.draw(SCREEN).axes
     for label, head_lengths in lengths.items():
         (line,) = (line for line in axes.lines if line.get_label() == label)
         assert line.get_drawstyle() == "steps-post"
@@ -115,7 +118,7 @@ def test_layers_with_their_own_parameters_have_their_own_panels():
     (table,) = distance_tables(RELEASE / "kerple_log_checkpoints", num_distances=50)
     (figure,) = distance_figures([table] * 3, model="x", name='"x" > y')
     assert figure.name == "kernels-x-y-bias"
-    panels = [axes for axes in figure.figure.axes if axes.get_visible()]
+    panels = [axes for axes in figure.draw(SCREEN).axes if axes.get_visible()]
     assert [len(axes.lines) for axes in panels] == [4, 4, 4]
 
 
@@ -180,7 +183,7 @@ def test_scores_of_the_first_layer(pos_emb, options):
     np.testing.assert_allclose(parts.adapted.numpy(), expected, rtol=2e-4, atol=2e-4)
 
     figure = adaptive_figure(parts, model="x", name="x", heads=[2, 0])
-    axes = figure.figure.axes
+    axes = figure.draw(SCREEN).axes
     assert len(axes) == (6 if static is not None else 4)
     assert [panel.get_title(loc="left") for panel in axes[:2]] == ["head 3", "head 1"]
     assert figure.description.endswith("for heads 3, 1.")
@@ -199,6 +202,7 @@ def test_other_methods_and_layers_are_rejected():
 def test_adaptive_figure_of_a_checkpoint(tmp_path):
     write_checkpoint(tmp_path, "dape_kerple", write_corpus(tmp_path))
     figure = checkpoint_adaptive_figure(tmp_path, model="x", name="x")
-    assert len(figure.figure.axes) == 9
-    assert len(figure.figure.axes[0].lines[0].get_ydata()) == 16 * 32, "16 times the training length"
+    axes = figure.draw(SCREEN).axes
+    assert len(axes) == 9
+    assert len(axes[0].lines[0].get_ydata()) == 16 * 32, "16 times the training length"
     assert checkpoint_adaptive_figure(RELEASE / "alibi_checkpoints", model="x", name="x") is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.reporting import figures
-from megatron.reporting.aggregate import measurements
+from megatron.reporting.style import SCREEN
 from megatron.utils.errors import UserError
 from tests.support.records import passkey_record, record, seeds
 
@@ -29,7 +29,7 @@ ONE_DIVERGES = records_of({"a": (20, 19, 18), "b": (21, 20, 19), "rotary": (25, 
 
 
 def plot(records):
-    return figures.perplexity_plot(measurements(records, "extrapolation", "perplexity"))
+    return figures.perplexity_plot(*figures.perplexity_measurements(records))
 
 
 def data(axes):
@@ -42,7 +42,8 @@ def test_perplexity_by_length():
     assert figure.name == "extrapolation-github-12x768-512-non-overlapping"
     assert figure.title == "GitHub, trained at length 512"
     assert figure.caption.endswith("bands: ± one standard deviation, over 2 seeds.")
-    (axes,) = figure.figure.axes
+    drawn = figure.draw(SCREEN)
+    (axes,) = drawn.axes
     lines = data(axes)
     assert list(lines["KERPLE (log)"][0]) == [512, 1024]
     np.testing.assert_allclose(lines["KERPLE (log)"][1], [3.2, 2.9])
@@ -51,11 +52,10 @@ def test_perplexity_by_length():
     low, high = band.get_datalim(axes.transData).intervaly
     deviation = np.std([3.0, 3.4], ddof=1)
     assert (low, high) == (pytest.approx(2.9 - np.std([2.8, 3.0], ddof=1)), pytest.approx(3.2 + deviation))
-    legend = [text.get_text() for text in figure.figure.legends[0].get_texts()]
+    legend = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert legend == ["T5", "KERPLE (log)"], "from the highest right end to the lowest"
-    assert figure.png[:4] == b"\x89PNG"
-    assert figure.pdf[:5] == b"%PDF-"
-    image = matplotlib.image.imread(io.BytesIO(figure.png))
+    assert figure.render(format="pdf")[:5] == b"%PDF-"
+    image = matplotlib.image.imread(io.BytesIO(figure.render()))
     assert image.shape[0] > 500
     assert image[..., :3].std() > 0.02, "not blank"
 
@@ -97,15 +97,37 @@ def test_lines_differ_in_grayscale():
     assert [line.get_linestyle() for line in lines] == ["-", "--", "--", "--", "-", "--", "--"]
 
 
-def test_modes_share_color_and_marker():
-    records = [record("alibi", 128, 20.0, mode=mode) for mode in ("full", "window@64", "blockwise")]
-    (axes,) = plot(records).axes
-    lines = {line.get_label(): line for line in axes.lines}
-    full, window = lines["alibi"], lines["alibi, window@64"]
-    assert (full.get_color(), full.get_marker()) == (window.get_color(), window.get_marker())
-    assert (full.get_markerfacecolor(), window.get_markerfacecolor()) == (full.get_color(), "white")
-    styles = {str(figures.line_style(0, mode)["linestyle"]) for mode in range(3)}
-    assert len(styles) == 3
+def test_modes_are_panels_in_which_methods_look_the_same():
+    records = [record(name, 128, 20.0, mode=mode) for mode in ("full", "window@64") for name in ("rpe", "alibi")]
+    records.append(record("rotary", 128, 900.0))
+    figure = plot(records)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["full", "full, zoom", "window@64", ""]
+    assert [axes.get_yscale() for axes in figure.axes if axes.get_visible()] == ["log", "linear", "linear"]
+    looks = [
+        (line.get_color(), line.get_marker(), line.get_linestyle())
+        for axes in figure.axes
+        for line in axes.lines
+        if line.get_label() == "alibi"
+    ]
+    assert len(looks) == 3
+    assert len(set(looks)) == 1
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["rotary", "rpe", "alibi"]
+
+
+def test_modes_are_lines_if_there_is_one_method():
+    (axes,) = plot([record("alibi", 128, 20.0, mode=mode) for mode in ("full", "window@64", "blockwise")]).axes
+    assert len({line.get_color() for line in axes.lines if line.get_label().startswith("alibi")}) == 3
+    assert {"alibi", "alibi, window@64", "alibi, blockwise"} < data(axes).keys()
+
+
+def test_with_one_seed_the_band_is_the_standard_error():
+    records = [record(name, length, 20.0, stderr=0.05) for name in ("alibi", "rpe") for length in (128, 256)]
+    records += [record("rpe", length, 22.0, 2, stderr=0.05) for length in (128, 256)]
+    bands = [band.get_datalim(band.axes.transData).intervaly for band in plot(records).axes[0].collections]
+    deviation = math.sqrt(2)
+    np.testing.assert_allclose(bands, [(19.0, 21.0), (21 - deviation, 21 + deviation)])
+    assert figures.perplexity_figures(records[:2])[0].caption.endswith("Bands: ± one standard error over documents.")
+    assert "Bands" not in figures.perplexity_figures(TWO_METHODS)[0].caption
 
 
 def positions(mode: str, seed: int, losses: list[float], **keys: object) -> dict:
@@ -117,16 +139,20 @@ def test_perplexity_by_position():
     records = [positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.2, 2.2, 1.2])]
     records += [positions("window@10", 1, [3.0, 2.1, None]), positions("blockwise", 1, [3.0, 2.2, 1.5])]
     (figure,) = figures.position_figures(records)
-    (axes,) = figure.figure.axes
+    (axes,) = figure.draw(SCREEN).axes
     lines = {line.get_label(): line for line in axes.lines}
     x, y = lines["KERPLE (log)"].get_data()
     assert list(x) == [5.0, 15.0, 30.0]
     np.testing.assert_allclose(y, [(math.exp(a) + math.exp(a + 0.2)) / 2 for a in (3.0, 2.0, 1.0)])
     x, y = lines["KERPLE (log), window@10"].get_data()
     np.testing.assert_allclose(y, [math.exp(3.0), math.exp(2.1), math.nan])
-    assert lines["KERPLE (log)"].get_color() == lines["KERPLE (log), window@10"].get_color()
     assert lines["KERPLE (log)"].get_linestyle() != lines["KERPLE (log), window@10"].get_linestyle()
-    assert "mean over 2 seeds. Hollow markers" in figure.caption
+    (band,) = axes.collections
+    low, high = band.get_datalim(axes.transData).intervaly
+    perplexities = [[math.exp(loss) for loss in losses] for losses in ([3.0, 3.2], [1.0, 1.2])]
+    assert high == pytest.approx(np.mean(perplexities[0]) + np.std(perplexities[0], ddof=1))
+    assert low == pytest.approx(np.mean(perplexities[1]) - np.std(perplexities[1], ddof=1))
+    assert figure.caption.endswith("Lines: mean; bands: ± one standard deviation, over 2 seeds.")
 
 
 def test_a_position_figure_per_protocol():
@@ -156,18 +182,8 @@ def test_passkey_heat_maps():
     records += [passkey_record("fire", 1024, 0, None)]
     (figure,) = figures.passkey_figures(records)
     assert figure.name == "passkey-github-12x768-512"
-    panels = {axes.get_title(loc="left"): axes for axes in figure.figure.axes if axes.get_visible()}
+    panels = {axes.get_title(loc="left"): axes for axes in figure.draw(SCREEN).axes if axes.get_visible()}
     assert list(panels)[:4] == ["KERPLE (log)", "ALiBi", "T5", "FIRE"], "in the paper's order"
-    np.testing.assert_allclose(panels["ALiBi"].images[0].get_array(), [[0.2, 0.2], [0.7, 0.7]])
-    assert [text.get_text() for text in panels["FIRE"].texts] == ["20%", "×", "70%", "×"]
+    np.testing.assert_allclose(panels["ALiBi"].images[0].get_array(), [[20, 20], [70, 70]])
+    assert [text.get_text() for text in panels["FIRE"].texts] == ["20", "×", "70", "×"]
     assert "ALiBi 45%" in figure.description
-
-
-def test_names_are_drawn_as_they_are():
-    """A dollar sign starts math in matplotlib, and wrong math is an error."""
-    hostile = [record(name, length, 3.0) for name in (r"$\frac{$", r"\$a$^$", "x" * 300) for length in (32, 64)]
-    figure = figures.perplexity_figures(hostile)[0]
-    assert figure.png.startswith(b"\x89PNG")
-    assert figure.pdf.startswith(b"%PDF")
-    texts = [text.get_text() for text in figure.figure.legends[0].get_texts()]
-    assert texts == [r"$\frac{$", r"\$a$^$", "x" * 79 + "…"]

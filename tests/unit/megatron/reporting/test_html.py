@@ -3,8 +3,9 @@
 import re
 from html.parser import HTMLParser
 
-from megatron.reporting.figures import ReportFigure, new_figure
+from megatron.reporting.figures import ReportFigure
 from megatron.reporting.html import Chapter, render_page
+from megatron.reporting.style import new_figure
 from megatron.reporting.tables import Cell, Row, Section, Table
 
 VOID_ELEMENTS = {"meta", "link", "img", "br"}
@@ -48,8 +49,7 @@ def test_page():
         Row((NASTY,), (Cell("3.40"), Cell(NASTY)), published=True),
     )
     table = Table("a-table", NASTY, (NASTY,), ("a", NASTY), lines, (NASTY, "Second."))
-    figure, _ = new_figure(width=2, height=1.5)
-    report_figure = ReportFigure("a-figure", NASTY, NASTY, NASTY, figure)
+    report_figure = ReportFigure("a-figure", NASTY, NASTY, NASTY, lambda style: new_figure(style)[0])
     chapters = [
         Chapter("first", NASTY, NASTY, tables=[table], figures=[report_figure]),
         Chapter("empty", "Nothing to see"),
@@ -64,7 +64,7 @@ def test_page():
     assert page.links == ["#first", "#notes"]
     (image,) = page.images
     assert image["src"].startswith("data:image/png;base64,iVBOR")
-    assert (image["alt"], image["width"], image["height"]) == (NASTY, "192", "144")
+    assert (image["alt"], image["width"], image["height"]) == (NASTY, "576", "413")
     assert '<th scope="row">512</th><td class="best"><strong>3.40 ± 0.20</strong></td><td>3.90<sup>†</sup></td>' in text
     assert '<tr class="published"><th scope="row">a &#34;b&#34;' in text
     assert text.count("<tbody>") == text.count("</tbody>") == 2

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_plots, "save_figure", lambda figure: f"{figure.get_figwidth()}".encode())
+    monkeypatch.setattr(kernel_plots, "render", lambda draw, style: f"{style.width}".encode())
     for pos_emb in ("kerple_log", "dape_kerple", "alibi"):
         write_checkpoint(tmp_path / pos_emb, pos_emb, "nowhere")
     paths = write_page(tmp_path / "page.md", [tmp_path / name for name in ("kerple_log", "dape_kerple", "alibi")])

@@ -1,10 +1,12 @@
 """The report of tools/report.py: files, page and refusals."""
 
+import re
 import shutil
 
 import pytest
 
 from megatron.reporting.report import Sources, report_chapters, write_report
+from megatron.reporting.style import SCREEN, parse_style
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.records import record, seeds
@@ -59,6 +61,16 @@ def test_files(report):
     assert "| *512, paper* | *3.40 ± 0.20* | *3.42 ± 0.21* | *3.44 ± 0.20 †* |" in text
 
 
+def test_the_style_is_that_of_the_files_and_not_of_the_page(tmp_path):
+    records = [record("alibi", 512, 3.0), record("alibi", 1024, 3.1)]
+    styles = {"screen": SCREEN, "paper": parse_style([])}
+    pages = [write_report(Sources(records), tmp_path / name, style=style) for name, style in styles.items()]
+    assert pages[0].read_text() == pages[1].read_text()
+    name = "figures/extrapolation-github-12x768-512-non-overlapping.pdf"
+    boxes = [re.search(rb"/MediaBox \[ 0 0 (\S+)", (page.parent / name).read_bytes())[1] for page in pages]
+    assert [float(width) / 72 for width in boxes] == [5.0, 5.5]
+
+
 def test_different_names_with_the_same_slug_have_files_of_their_own(tmp_path):
     records = [record("alibi", 512, 3.0, protocol=protocol, checkpoint=None) for protocol in ("a b", "a/b", "A-B")]
     path = write_report(Sources(records), tmp_path)
@@ -86,7 +98,7 @@ def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
     assert figure.name == "kernels-github-12x768-512-kerple_log-bias"
     assert figure.title == "Bias by distance: KERPLE (log), GitHub, seed 1"
     (figure,) = chapters["effective-lengths"].figures
-    assert list(figure.figure.axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
+    assert list(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
 
 
 def test_invalid_sources_are_rejected(tmp_path):

@@ -1,0 +1,244 @@
+"""The common style of all figures: their width, fonts, colors, axes and legends."""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
+from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from megatron.reporting.formatting import format_number
+from megatron.utils.errors import UserError
+
+# Okabe and Ito's palette for the color-blind; markers and line styles distinguish the lines in grayscale. The numbers
+# of colors (7) and markers (8) have no common divisor, so the first 56 combinations are different.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+MARKERS = (("o", 0.6), ("s", 0.55), ("^", 0.65), ("D", 0.5), ("v", 0.65), ("P", 0.75), ("X", 0.75), ("*", 1.0))  # em
+LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
+GRAY = "#666666"
+
+SMALL = 0.9  # size of panel titles, tick labels and legends relative to other text
+CHARACTER = 0.6  # width of a character, in em
+PANEL = 14.0  # the narrowest panel, in em
+MIN_WIDTH, MAX_WIDTH, MIN_SIZE, MAX_SIZE, MIN_EM = 3.0, 10.0, 6.0, 14.0, 22.0
+
+
+@dataclass(frozen=True)
+class Style:
+    """width: of a figure, in inches. font: a family that matplotlib finds. size: of the text, in points. dpi: pixels
+    per inch of PNG files.
+    """
+
+    width: float
+    font: str = "DejaVu Sans"
+    size: float = 10.0
+    dpi: int = 240
+
+    @property
+    def em(self) -> float:
+        """The size of the text in inches."""
+        return self.size / 72
+
+    @property
+    def parameters(self) -> Any:
+        """matplotlib's parameters, which `render` sets."""
+        families = [self.font] if self.font == "DejaVu Sans" else [self.font, "DejaVu Sans"]  # for missing glyphs
+        line = self.size / 13
+        return {
+            "font.family": families,
+            "font.size": self.size,
+            "pdf.fonttype": 42,  # TrueType: text stays text
+            "ps.fonttype": 42,
+            **dict.fromkeys(("axes.labelsize", "figure.labelsize"), self.size),
+            **dict.fromkeys(
+                ("axes.titlesize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), SMALL * self.size
+            ),
+            **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), line),
+            **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.major.pad", "ytick.major.pad"), 4 * line),
+            **dict.fromkeys(("axes.labelpad", "axes.titlepad"), 0.5 * self.size),
+            "lines.linewidth": 2 * line,
+        }
+
+    def columns(self, count: int, narrowest: float = PANEL) -> int:
+        """How many of `count` panels fit side by side if each is at least `narrowest` em wide."""
+        return max(1, min(count, int(self.width / self.em / narrowest)))
+
+
+# At 5 inches, the text of a figure that a browser fits to a screen of 420 pixels is about 10 pixels high.
+SCREEN = Style(width=5.0, size=10.0)
+PAPER = Style(width=5.5, size=8.0)
+
+
+def parse_style(settings: Sequence[str]) -> Style:
+    """`PAPER` with these settings: width=INCHES, font=FAMILY, size=POINTS. Raises UserError."""
+    style = PAPER
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name in ("width", "size"):
+            low, high = (MIN_WIDTH, MAX_WIDTH) if name == "width" else (MIN_SIZE, MAX_SIZE)
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            if not low <= number <= high:
+                unit = "inches" if name == "width" else "points"
+                raise UserError(f"--style {setting}: {name} is a number of {unit} from {low:g} to {high:g}")
+            style = replace(style, width=number) if name == "width" else replace(style, size=number)
+        elif name == "font":
+            families = sorted({font.name for font in fontManager.ttflist})
+            if value not in families:
+                raise UserError(f"--style {setting}: there is no such font; choose one of {', '.join(families)}")
+            style = replace(style, font=value)
+        else:
+            raise UserError(f"--style {setting}: give width=INCHES, font=FAMILY or size=POINTS")
+    if style.width < MIN_EM * style.em:
+        raise UserError(
+            f"--style: text of {style.size:g} points does not fit into {style.width:g} inches; choose a size "
+            f"of at most {72 * style.width / MIN_EM:.1f} points"
+        )
+    return style
+
+
+def render(draw: Callable[[Style], Figure], style: Style = SCREEN, format: Literal["png", "pdf"] = "png") -> bytes:
+    """The contents of a PNG or PDF file without version and date, so that equal results give equal files.
+
+    Names are drawn as they are, although matplotlib reads dollar signs as math; long ones are shortened.
+    """
+    stream = io.BytesIO()
+    with rc_context(style.parameters):
+        figure = draw(style)
+        longest = int(style.width / style.em / CHARACTER)
+        for text in figure.findobj(Text):
+            text.set_parse_math(False)
+            if len(text.get_text()) > longest:
+                text.set_text(f"{text.get_text()[: longest - 1]}…")
+        figure.savefig(stream, format=format, metadata={"Software" if format == "png" else "CreationDate": None})
+    return stream.getvalue()
+
+
+def new_figure(
+    style: Style, panels: int = 1, columns: int = 1, aspect: float | None = None, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure with this many axes, row by row.
+
+    Args:
+        aspect: height of a panel divided by its width (default: 0.62, or 0.8 if there are several columns); no panel is
+            less than 9 em high.
+        options: of `Figure.subplots`. With `sharex`, only the lowest panel of each column has tick labels.
+    """
+    rows = math.ceil(panels / columns)
+    aspect = aspect or (0.62 if columns == 1 else 0.8)
+    height = rows * (max(aspect * style.width / columns, 9 * style.em) + 1.5 * style.em) + 2 * style.em
+    figure = Figure(figsize=(style.width, height), layout="constrained", dpi=style.dpi)
+    FigureCanvasAgg(figure)
+    grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for axes in grid:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.07 * style.size)
+        axes.set_axisbelow(True)
+    for axes in grid[panels:]:
+        axes.set_visible(False)
+    for axes in grid[max(0, panels - columns) : panels]:
+        axes.tick_params(labelbottom=True)
+    return figure, grid[:panels]
+
+
+def line_style(style: Style, line: int) -> dict[str, Any]:
+    """Color, marker and dashes of a line."""
+    color, (marker, size) = COLORS[line % len(COLORS)], MARKERS[line % len(MARKERS)]
+    return {
+        "color": color,
+        "linestyle": LINE_STYLES[line % len(LINE_STYLES)],
+        "marker": marker,
+        "markersize": 0.9 * size * style.size,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.06 * style.size,
+    }
+
+
+def band(axes: Axes, x: Sequence[float], mean: Sequence[float], deviation: Sequence[float], color: str) -> None:
+    """A band of ± this deviation around a line."""
+    low, high = np.subtract(mean, deviation), np.add(mean, deviation)
+    axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0, zorder=2)
+
+
+def panel_title(axes: Axes, style: Style, columns: int, text: str, margin: float = 5.0) -> None:
+    """A title of one of `columns` panels that are side by side, shortened to the width of the panel.
+
+    margin: in em, for the labels to the left of the panel.
+    """
+    longest = int((style.width / style.em / columns - margin) / (SMALL * CHARACTER))
+    axes.set_title(text if len(text) <= longest else f"{text[: longest - 1]}…", loc="left")
+
+
+def thousands(axes: Axes, which: str = "x") -> None:
+    """Thousands separators in the tick labels of an axis."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.10g}" if value < 1e7 else format_number(value, 1))
+    )
+
+
+def length_ticks(axes: Axes, style: Style, lengths: Sequence[int], columns: int) -> None:
+    """A logarithmic axis with a tick at each length; the labels are rotated if they do not fit."""
+    axes.set_xscale("log", base=2)
+    room = style.width / style.em / columns - 5
+    if sum(CHARACTER * len(f"{length:,}") + 0.5 for length in lengths) > room:
+        axes.tick_params(axis="x", rotation=90)
+    step = math.ceil(1.4 * len(lengths) / room)
+    axes.xaxis.set_major_locator(FixedLocator(lengths[::-1][::step][::-1]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    thousands(axes)
+
+
+def legend_above(figure: Figure, style: Style, handles: Sequence[Any], title: str = "") -> None:
+    """A legend above the axes, with as many columns as fit, and a title of the figure above it.
+
+    The figure grows by its height.
+    """
+    longest = max((len(handle.get_label()) for handle in handles), default=0)
+    columns = style.columns(len(handles), SMALL * (CHARACTER * longest + 5))
+    lines = math.ceil(len(handles) / columns)
+    figure.set_figheight(figure.get_figheight() + (1.3 * SMALL * lines + (3 if title else 1)) * style.em)
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        title=title,
+        title_fontproperties={"size": 1.1 * style.size, "weight": "bold"},
+        frameon=False,
+        ncols=columns,
+        handlelength=3,
+        columnspacing=1.5,
+        labelspacing=0.3,
+    )
+
+
+def mark_train_length(axes: Axes, style: Style, length: int, label: bool = True) -> None:
+    axes.axvline(length, color="#888888", linewidth=0.1 * style.size, linestyle=(0, (2, 2)), zorder=1)
+    if label:
+        axes.annotate(
+            "training length",
+            (length, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0.3, -0.2),
+            textcoords="offset fontsize",
+            fontsize=SMALL * style.size,
+            color=GRAY,
+            va="top",
+        )
+
+
+def log_perplexity_axis(axes: Axes, low: float, high: float) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylabel("perplexity (log scale)")
+    thousands(axes, "y")

@@ -1,0 +1,112 @@
+"""The style of figures: settings, sizes, fonts, legends and names."""
+
+import io
+
+import matplotlib.image
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from megatron.reporting.figures import perplexity_figures
+from megatron.reporting.style import PAPER, SCREEN, Style, length_ticks, new_figure, parse_style, render
+from megatron.utils.errors import UserError
+from tests.support.records import record
+
+METHODS = ("kerple_log", "kerple_power_ap_", "alibi", "rpe", "rotary", "sinusoidal", "fire", "dape_kerple")
+LENGTHS = tuple(128 * 2**index for index in range(7))
+RECORDS = [
+    record(method, length, 20.0 * (1 + index if method == "rotary" else 1), mode=mode)
+    for method in METHODS
+    for mode in ("full", "window@128", "blockwise")
+    for index, length in enumerate(LENGTHS)
+]
+
+
+def test_settings():
+    assert parse_style([]) == PAPER
+    assert parse_style(["width=3.25", "font=STIXGeneral", "size=9"]) == Style(3.25, "STIXGeneral", 9.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["width=wide"], r"--style width=wide: width is a number of inches from 3 to 10"),
+        (["width=nan"], "width is a number of inches"),
+        (["size=2"], "size is a number of points from 6 to 14"),
+        (["font=No such font"], "--style font=No such font: there is no such font; choose one of .*DejaVu Sans"),
+        (["height=3"], "--style height=3: give width=INCHES, font=FAMILY or size=POINTS"),
+        (["width=3.25", "size=14"], "choose a size of at most 10.6 points"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        parse_style(settings)
+
+
+@pytest.mark.parametrize("width", [3.25, 5.5, 6.75])
+def test_figures_have_the_width_and_everything_is_inside(width):
+    (figure,) = perplexity_figures(RECORDS)
+    style = parse_style([f"width={width}"])
+    boxes = []
+
+    def draw(style):
+        drawn = figure.draw(style)
+        drawn.canvas.draw()
+        renderer = drawn.canvas.get_renderer()
+        boxes.append((drawn.bbox, drawn.get_tightbbox(renderer), drawn.dpi, drawn.legends[0].get_window_extent()))
+        boxes.extend(text.get_window_extent() for axes in drawn.axes for text in [axes.xaxis.label, axes.yaxis.label])
+        return drawn
+
+    picture = render(draw, style)
+    (page, used, dpi, legend), *_ = boxes
+    assert page.width / dpi == pytest.approx(width)
+    assert (used.x0 > -0.02, used.x1 < width + 0.02, used.y0 > -0.02) == (True, True, True), used
+    assert legend.y0 > 0.5 * page.height, "above the axes"
+    image = matplotlib.image.imread(io.BytesIO(picture))
+    assert image.shape[1] == round(width * dpi)
+    assert image[..., :3].std() > 0.02, "not blank"
+
+
+@pytest.mark.parametrize("font", ["DejaVu Sans", "STIXGeneral"])
+def test_fonts_are_embedded_as_type_42(font):
+    (figure,) = perplexity_figures(RECORDS[:7])
+    pdf = figure.render(parse_style([f"font={font}"]), "pdf")
+    assert font.replace(" ", "").encode() in pdf
+    assert b"/CIDFontType2" in pdf, "TrueType"
+    assert b"/Type3" not in pdf
+
+
+def test_equal_figures_are_equal_files():
+    (figure,) = perplexity_figures(RECORDS[:7])
+    assert figure.render(PAPER, "pdf") == figure.render(PAPER, "pdf")
+    assert figure.render(PAPER) == figure.render(PAPER)
+
+
+def test_text_has_the_size():
+    def draw(style):
+        figure, (axes,) = new_figure(style)
+        axes.set_xlabel("x")
+        length_ticks(axes, style, [128, 256], 1)
+        FigureCanvasAgg(figure).draw()
+        sizes.extend((axes.xaxis.label.get_size(), axes.get_xticklabels()[0].get_size()))
+        return figure
+
+    sizes: list[float] = []
+    render(draw, Style(5.5, size=8.0))
+    assert sizes == pytest.approx([8.0, 7.2])
+    assert SCREEN.size / 72 * 96 / (96 * SCREEN.width) * 390 > 10, "pixels on a screen of 420, without the margins"
+
+
+def test_names_are_drawn_as_they_are():
+    """A dollar sign starts math in matplotlib, and wrong math is an error."""
+    hostile = [record(name, length, 3.0) for name in (r"$\frac{$", r"\$a$^$", "x" * 300) for length in (32, 64)]
+    (figure,) = perplexity_figures(hostile)
+    assert figure.render().startswith(b"\x89PNG")
+    drawn = []
+
+    def draw(style):
+        drawn.append(figure.draw(style))
+        return drawn[0]
+
+    assert render(draw, SCREEN, "pdf").startswith(b"%PDF")
+    texts = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert texts == [r"$\frac{$", r"\$a$^$", "x" * 59 + "…"]
