@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from kerple.attention import FULL, Span
-from megatron.cli import evaluate
 from megatron.cli.evaluate import check_run, main
 from megatron.cli.report import main as report
 from megatron.config import Config
 from megatron.data.streams import validation_stream
 from megatron.evaluation.records import ResultsFile, read_results
 from megatron.utils.errors import UserError
-from megatron.utils.locks import Lock
 from tests.support.checkpoints import (
     TRAIN_LENGTH,
     VOCABULARY,
@@ -199,28 +197,6 @@ def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, me
     with pytest.raises(UserError, match=message):
         main([configuration(**keys), *words, "--output", "report"])
     assert not (tmp_path / "report").exists()
-
-
-def test_a_folder_that_is_not_writable_is_found_before_anything_is_read(tmp_path, configuration, monkeypatch):
-    for name in ("_read_models", "run_harness"):
-        monkeypatch.setattr(evaluate, name, lambda *_: pytest.fail("too late"))
-    (tmp_path / "file").write_text("")
-    for keys in ({}, {"eval_tasks": ["lambada_openai"]}):
-        with pytest.raises(UserError, match=r"--output: cannot write to .*file/report: Not a directory"):
-            main([configuration(**keys), "--output", str(tmp_path / "file" / "report")])
-
-
-def test_only_one_evaluation_writes_to_a_folder(tmp_path, configuration, checkpoints, capsys):
-    words = [configuration(), "--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
-    with Lock(tmp_path / "results.jsonl.lock", "busy") as lock:
-        with pytest.raises(UserError, match=r"another evaluation is writing to it.*--force-lock.*\(held by process"):
-            main(words)
-        main([*words, "--force-lock"])
-        assert "took over the lock (held by process" in capsys.readouterr().out
-        with pytest.raises(UserError, match="has lost the lock"):
-            lock.check()
-    with Lock(tmp_path / "tasks.json.lock", "busy"), pytest.raises(UserError, match=r"is writing tasks.json; wait for"):
-        main([configuration(eval_tasks=["lambada_openai"]), "--output", str(tmp_path)])
 
 
 def test_several_checkpoints_require_an_output_folder_and_the_same_data(tmp_path, checkpoints, data):
@@ -431,20 +407,16 @@ def test_an_interrupted_run_resumes(tmp_path, configuration, monkeypatch):
 def test_options_are_checked_without_a_checkpoint(data):
     keys = {"data-path": str(data), "seq-length": 32, "split": "1,1,0", "max-position-embeddings": 32}
     config = Config.from_flat({**keys, "num-layers": 1, "hidden-size": 8, "num-attention-heads": 2})
-    place = "sweep.yml: evaluation"
     good = ["--lengths", "32", "--modes", "window@8", "--protocol", "last-k@16", "--precision", "bf16"]
-    check_run(good, config, place, has_data=True)
-    check_run(["--lengths", str(1 << 30)], config, place, has_data=False)
+    check_run(good, config, "sweep.yml", has_data=True)
+    check_run(["--lengths", str(1 << 30)], config, "sweep.yml", has_data=False)
     for words, message in (
-        (["--lengths", "x"], "sweep.yml: evaluation: argument --lengths: must be an integer from 1"),
-        (["--depth", "3"], "sweep.yml: evaluation: evaluate.py has no option depth"),
+        (["--lengths", "x"], "sweep.yml: argument --lengths: must be an integer from 1"),
         (["--modes", "sliding"], "'sliding' is unknown"),
-        (["--protocol", "windows"], "'windows' is unknown"),
-        (["--protocol", "last-k", "--lengths", "32"], "last-k"),
         (["--lengths", str(1 << 30)], "is shorter|too short|has only"),
     ):
         with pytest.raises(UserError, match=message):
-            check_run(words, config, place, has_data=True)
+            check_run(words, config, "sweep.yml", has_data=True)
 
 
 # Options of a positional method at evaluation: the same weights, other positions

@@ -209,3 +209,12 @@ def test_perplexity_and_kinds():
     assert perplexity(None) is None
     assert perplexity(1e9) is None
     assert extrapolation_records([record(), {**record(), "kind": "positions"}]) == [record()]
+
+
+def test_an_evaluation_whose_lock_was_taken_over_writes_nothing_more(tmp_path):
+    with ResultsFile(tmp_path, ["aa"]) as first:
+        with ResultsFile(tmp_path, ["aa"], force_lock=True) as second:
+            second.add(record(16))
+            with pytest.raises(UserError, match="has lost the lock"):
+                first.add(record(32))
+        assert [stored["length"] for stored in read_results([tmp_path])] == [16]
