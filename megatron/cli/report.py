@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kerple.positional.registry import canonical_name
-from megatron.cli.evaluate import printable
+from megatron.cli.evaluation_options import printable
 from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron.cli.evaluate import check_run
+from megatron.cli.evaluation_options import check_run
 from megatron.config import UserError
 from megatron.config.command_line import OptionParser, integer, number
 from megatron.evaluation.records import read_results

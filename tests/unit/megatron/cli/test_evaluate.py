@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kerple.attention import FULL, Span
-from megatron.cli.evaluate import check_run, main
+from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
-from megatron.config import Config
 from megatron.data.streams import validation_stream
 from megatron.evaluation.records import ResultsFile, read_results
 from megatron.utils.errors import UserError
@@ -402,21 +401,6 @@ def test_an_interrupted_run_resumes(tmp_path, configuration, monkeypatch):
     assert (tmp_path / "interrupted" / "results.jsonl").read_bytes().startswith(stored)
     main([*words, str(tmp_path / "uninterrupted")])
     assert rows_in(tmp_path / "interrupted") == rows_in(tmp_path / "uninterrupted")
-
-
-def test_options_are_checked_without_a_checkpoint(data):
-    keys = {"data-path": str(data), "seq-length": 32, "split": "1,1,0", "max-position-embeddings": 32}
-    config = Config.from_flat({**keys, "num-layers": 1, "hidden-size": 8, "num-attention-heads": 2})
-    good = ["--lengths", "32", "--modes", "window@8", "--protocol", "last-k@16", "--precision", "bf16"]
-    check_run(good, config, "sweep.yml", has_data=True)
-    check_run(["--lengths", str(1 << 30)], config, "sweep.yml", has_data=False)
-    for words, message in (
-        (["--lengths", "x"], "sweep.yml: argument --lengths: must be an integer from 1"),
-        (["--modes", "sliding"], "'sliding' is unknown"),
-        (["--lengths", str(1 << 30)], "is shorter|too short|has only"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_run(words, config, "sweep.yml", has_data=True)
 
 
 # Options of a positional method at evaluation: the same weights, other positions

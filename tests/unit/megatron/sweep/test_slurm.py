@@ -1,7 +1,5 @@
 """The job array script; tests/integration/test_multi_host.py runs one."""
 
-import subprocess
-
 import pytest
 
 from megatron.config import UserError
@@ -17,7 +15,6 @@ def test_script_of_a_sweep(sweep, tmp_path, monkeypatch):
     assert {"#SBATCH --array=1-3", f"#SBATCH --chdir={tmp_path}", "#SBATCH --time=1:00"} < set(lines)
     (command,) = [line for line in lines if line.endswith(" &")]
     assert command.endswith(f"{ROOT}/tools/sweep.py {tmp_path}/sweep.yml --only 'al*' &")
-    assert subprocess.run(["bash", "-n", path]).returncode == 0
     assert not sweep.runs.exists()
 
 

@@ -1,0 +1,238 @@
+"""The options of evaluate.py, and their checks."""
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.cli.eval_tasks import add_task_options, harness_options
+from megatron.cli.model_options import (
+    add_checkpoint_options,
+)
+from megatron.config import Config, UserError
+from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
+from megatron.evaluation.measures.passkey import DEPTHS, TRIALS
+from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
+from megatron.evaluation.runner import (
+    BATCH_TOKENS_CPU,
+    BATCH_TOKENS_GPU,
+    QUERY_CHUNK,
+    unique_lengths,
+)
+from megatron.evaluation.text import validation_text
+from megatron.reporting.summary import TITLE
+from megatron.utils.errors import shortened
+
+MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
+POSITION_BINS = 64
+RESOLUTION_TEXTS = 8
+
+# Options that tasks of lm-evaluation-harness do not support.
+EXTRAPOLATION_OPTIONS = (
+    "--lengths",
+    "--modes",
+    "--protocol",
+    "--tokens",
+    "--document-aware",
+    "--by-position",
+    "--resolution",
+    "--effective-length",
+    "--passkey",
+    "--replace",
+    "--label",
+    "--title",
+    "--compare-with",
+    "--query-chunk",
+    "--batch-tokens",
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of evaluate.py, except those for the configuration and the checkpoint."""
+    measurement = parser.add_argument_group("measurement")
+    measurement.add_argument(
+        "--lengths",
+        nargs="+",
+        type=integer(1, 10**12),
+        metavar="N",
+        help="lengths in tokens (default: evaluation_lengths, or the training length, doubled up to "
+        f"{MAX_LENGTH_FACTOR} times)",
+    )
+    measurement.add_argument(
+        "--modes",
+        nargs="+",
+        default=["full"],
+        metavar="MODE",
+        help="full, window@W (each query attends to W keys), blockwise (blockwise causal attention with blocks of half "
+        "the training length), blockwise@L (with blocks of L / 2)",
+    )
+    measurement.add_argument(
+        "--protocol",
+        nargs="+",
+        default=[next(iter(PROTOCOLS))],
+        metavar="PROTOCOL",
+        help="non-overlapping (default), kerple, last-k, sliding, or with sizes kerple@SEGMENTS, last-k@K, "
+        "sliding@STRIDE",
+    )
+    measurement.add_argument(
+        "--tokens",
+        type=integer(1, 10**12),
+        metavar="N",
+        help="tokens to score, evenly spaced in the validation split and the same at every length (default: "
+        "eval_tokens, or the whole split)",
+    )
+    measurement.add_argument(
+        "--document-aware",
+        action="store_true",
+        help="take each text of the longest length from a single document; concatenate documents that are too short",
+    )
+    further = parser.add_argument_group("further measures")
+    further.add_argument(
+        "--by-position",
+        nargs="?",
+        type=integer(1, 10**12),
+        const=POSITION_BINS,
+        metavar="BINS",
+        help=f"measure the loss by position in the text ({POSITION_BINS} bins)",
+    )
+    further.add_argument(
+        "--resolution",
+        nargs="?",
+        type=integer(1, 10**12),
+        const=RESOLUTION_TEXTS,
+        metavar="TEXTS",
+        help=f"measure the attention resolution (LEX) on the first TEXTS texts of each length ({RESOLUTION_TEXTS})",
+    )
+    further.add_argument(
+        "--effective-length", action="store_true", help="measure the effective length of each head (KERPLE, Figure 6)"
+    )
+    further.add_argument(
+        "--passkey",
+        action="store_true",
+        help="measure passkey retrieval: how often the model repeats a number hidden in a text of each length",
+    )
+    further.add_argument(
+        "--passkey-depths",
+        nargs="+",
+        type=number(0, 1),
+        metavar="DEPTH",
+        help="position of the number, from 0 (start) to 1 (end) "
+        f"(default: {' '.join(f'{depth:g}' for depth in DEPTHS)})",
+    )
+    further.add_argument(
+        "--passkey-trials",
+        type=integer(1, 10**12),
+        metavar="N",
+        help=f"prompts per length and depth (default: {TRIALS})",
+    )
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--output",
+        "--eval-results-prefix",
+        metavar="DIR",
+        help="folder for the report (default: eval_results_prefix, or `evaluation` in the checkpoint's folder); "
+        "results "
+        "that it already contains for these models are not measured again",
+    )
+    report.add_argument("--replace", action="store_true", help="delete results of other models from the folder")
+    add_lock_option(report, "the folder")
+    report.add_argument(
+        "--label",
+        nargs="+",
+        type=printable,
+        metavar="TEXT",
+        help="one label per checkpoint, stored and shown with the method, to distinguish models with the same method "
+        "and seed",
+    )
+    report.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
+    report.add_argument(
+        "--compare-with",
+        metavar="POS_EMB",
+        help="show the loss of every other method minus that of POS_EMB, and mark with † the results that POS_EMB "
+        "significantly improves on (paired two-sided t-test over seeds, p < .05)",
+    )
+    speed = parser.add_argument_group("memory and speed")
+    speed.add_argument(
+        "--query-chunk",
+        type=integer(1, 10**12),
+        default=QUERY_CHUNK,
+        metavar="N",
+        help="queries computed at once (default: %(default)s)",
+    )
+    speed.add_argument(
+        "--batch-tokens",
+        type=integer(1, 10**12),
+        metavar="N",
+        help=f"tokens per batch of short texts (default: {BATCH_TOKENS_CPU} on CPU, {BATCH_TOKENS_GPU} on GPU)",
+    )
+    add_task_options(parser)
+
+
+def check_run(words: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:
+    """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run with this
+    configuration. has_data: whether its dataset exists; otherwise the amount of text is not checked.
+    """
+    parser = OptionParser(prog=place, exit_on_error=False, add_help=False)
+    add_checkpoint_options(parser, several=True)
+    add_options(parser)
+    try:
+        options, unknown = parser.parse_known_args(words)
+        if unknown:
+            raise UserError(f"evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
+        tasks = harness_options(config, options) is not None
+        check_options(options, config.model.seq_length, tasks=tasks)
+        lengths, protocols, budget = lengths_of(config, options), protocols_of(options), budget_of(config, options)
+        if tasks or options.document_aware:
+            return
+        available = len(validation_text(config).tokens) if has_data else max(lengths) << 32
+        for protocol in protocols:
+            protocol.plan(available, lengths, budget)
+    except (argparse.ArgumentError, UserError) as error:
+        raise UserError(f"{place}: {error}") from None
+
+
+def check_options(options: argparse.Namespace, train_length: int | None, *, tasks: bool) -> None:
+    """Raises UserError for unknown modes and protocols, and for options that exclude each other."""
+    if tasks:
+        parser = OptionParser()
+        add_options(parser)
+        names = {name: name[2:].replace("-", "_") for name in EXTRAPOLATION_OPTIONS}
+        used = [option for option, name in names.items() if getattr(options, name) != parser.get_default(name)]
+        if used:
+            raise UserError(
+                f"eval_tasks: {', '.join(used)}: cannot be combined with tasks; measure extrapolation in a separate run"
+            )
+    for name in ("passkey_depths", "passkey_trials"):
+        if getattr(options, name) is not None and not options.passkey:
+            raise UserError(f"{option_name(name)} requires --passkey; add it")
+    for name in options.modes:
+        parse_mode(name, train_length)
+    for protocol in map(parse_protocol, options.protocol):
+        if options.document_aware and not protocol.by_document:
+            raise UserError(
+                f"--document-aware: protocol {protocol.name} reads one stream; choose non-overlapping or last-k"
+            )
+
+
+def lengths_of(config: Config, options: argparse.Namespace) -> list[int]:
+    """The lengths to evaluate, in tokens."""
+    default = [config.model.seq_length << power for power in range(MAX_LENGTH_FACTOR.bit_length())]
+    return unique_lengths(options.lengths or config.evaluation.lengths or default)
+
+
+def protocols_of(options: argparse.Namespace) -> list[Protocol]:
+    """The protocols with these names."""
+    return [parse_protocol(name) for name in options.protocol]
+
+
+def budget_of(config: Config, options: argparse.Namespace) -> int | None:
+    """Tokens to score; None: all."""
+    return options.tokens or config.evaluation.tokens
+
+
+def printable(text: str) -> str:
+    """A title or label. Raises ArgumentTypeError if it has control characters or more than 300 characters."""
+    if not text.isprintable() or len(text) > 300:
+        raise argparse.ArgumentTypeError(
+            f"must have at most 300 characters and no control characters, unlike {shortened(text)!r}"
+        )
+    return text

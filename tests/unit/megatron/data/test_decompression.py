@@ -1,0 +1,46 @@
+"""Compressed input files: truncated ones, and those that need much memory."""
+
+import gzip
+import lzma
+
+import pytest
+import zstandard
+
+from megatron.utils.errors import UserError
+from tests.support.corpora import json_lines, read_inputs
+
+COMPRESSIONS = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("fraction", [0.3, 0.9, 0.995])
+def test_truncated_compressed_file(tmp_path, compression, fraction):
+    texts = [f"{number * 7919 % 104729:x}" * 50 for number in range(4000)]
+    content = COMPRESSIONS[compression](json_lines(*texts))
+    path = tmp_path / f"a.jsonl{compression}"
+    path.write_bytes(content[: int(len(content) * fraction)])
+    with pytest.raises(UserError, match=rf"a.jsonl{compression} is (damaged or )?truncated"):
+        read_inputs(path)
+
+
+def test_window_of_a_decompressor(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=29)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(compressor.compress(b"text") + compressor.flush())
+    with pytest.raises(UserError, match=r"a.txt.zst is damaged or truncated: .*memory"):
+        read_inputs(tmp_path / "a.txt.zst")
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 30}]
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text", filters=filters))
+    with pytest.raises(UserError, match=r"a.txt.xz is damaged or truncated: Memory usage limit"):
+        read_inputs(tmp_path / "a.txt.xz")
+    filters[0]["dict_size"] = 1 << 28
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text", filters=filters) + bytes(8) + lzma.compress(b"more"))
+    assert read_inputs(tmp_path / "a.txt.xz") == ["textmore"]
+
+
+def test_large_blocks_of_compressed_frames(tmp_path):
+    """Several concatenated frames, as `cat a.zst b.zst` writes, larger than the buffers."""
+    texts = [f"{number} " * 3000 for number in range(400)]
+    frames = [zstandard.compress(json_lines(*texts[start : start + 100])) for start in range(0, 400, 100)]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    assert read_inputs(tmp_path / "a.jsonl.zst") == texts
