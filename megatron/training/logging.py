@@ -94,22 +94,32 @@ class Logger:
             return
         print(text, flush=True)
         if self._text is not None:
-            self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._write(self._text, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def metrics(self, values: dict[str, float], iteration: int) -> None:
         """Record metrics by name."""
         if self._metrics is not None:
-            self._metrics.write(json.dumps({"iteration": iteration, **values}) + "\n")
+            self._write(self._metrics, json.dumps({"iteration": iteration, **values}) + "\n")
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, iteration)
         if self._wandb is not None:
             self._wandb.log(values, step=iteration)
 
+    def _write(self, stream: TextIO, line: str) -> None:
+        """Raises UserError if the line cannot be written, for example because the disk is full."""
+        try:
+            stream.write(line)
+        except OSError as error:
+            raise UserError(f"log-dir: cannot write {stream.name}: {error.strerror}") from error
+
     def close(self) -> None:
-        for writer in (self._text, self._metrics, self._tensorboard):
-            if writer is not None:
-                writer.close()
+        for stream in (self._text, self._metrics):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # closing repeats a write that has failed
+                    stream.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -34,6 +34,7 @@ def train(config: Config, *, force_lock: bool = False) -> TrainingState:
     """
     layout = distributed.initialize(config)
     try:
+        check_log_folders(config)
         with contextlib.ExitStack() as resources:
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
             trainer = Trainer(config, layout, logger, resources, force_lock=force_lock)
@@ -74,7 +75,6 @@ class Trainer:
         self.last_iteration = config.schedule.train_iters
         logger.info(layout.describe())
         distributed.seed_everything(config.training.seed, layout)
-        check_log_folders(config)
 
         tokenizer = build_tokenizer(
             config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file

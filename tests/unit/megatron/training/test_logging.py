@@ -189,3 +189,12 @@ def test_the_minimum_loss_scale_is_tolerated_for_some_steps(tmp_path, data_path,
     keys = {"fp16": {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
     assert list(metrics(tmp_path, "train/skipped_steps").values()) == [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_a_log_that_cannot_be_written_to(tmp_path, data_path, monkeypatch):
+    """/dev/full fails as a full disk does, but passes the check at startup because it is a file."""
+    log = tmp_path / "logs"
+    log.mkdir()
+    (log / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"log-dir: cannot write .*logs/metrics.jsonl: No space left on device"):
+        train(Config.from_flat(training_settings(tmp_path, data_path)))

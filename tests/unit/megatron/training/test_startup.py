@@ -46,6 +46,14 @@ def test_a_folder_that_is_not_writable(key, message, tmp_path, data_path, nothin
         train(Config.from_flat(training_settings(tmp_path, data_path, **{key: str(tmp_path / "file" / "x")})))
 
 
+def test_the_disk_of_the_log_is_full(tmp_path, data_path, nothing_is_built):
+    """A line that is written before the check would fail without the name of the key."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "train.log").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"log-dir: cannot write .*logs/train.log: No space left on device"):
+        train(Config.from_flat(training_settings(tmp_path, data_path)))
+
+
 def test_the_folder_of_wandb_is_not_writable(tmp_path, data_path, nothing_is_built, monkeypatch):
     """Otherwise, wandb would write to the system's temporary folder."""
     (tmp_path / "file").write_text("a file")
