@@ -68,8 +68,11 @@ class Style:
         }
 
     def columns(self, count: int, narrowest: float = PANEL) -> int:
-        """How many of `count` panels fit side by side if each is at least `narrowest` em wide."""
-        return max(1, min(count, int(self.width / self.em / narrowest)))
+        """How many of `count` panels are side by side, if each is at least `narrowest` em wide. The rows are about equally
+        long.
+        """
+        most = max(1, min(count, int(self.width / self.em / narrowest)))
+        return math.ceil(count / math.ceil(count / most)) if count else 1
 
 
 # At 5 inches, the text of a figure that a browser fits to a screen of 420 pixels is about 10 pixels high.

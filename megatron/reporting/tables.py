@@ -168,7 +168,7 @@ def latex(table: Table) -> str:
         for cell in entry.cells:
             text, _, deviation = map(escape_latex, cell.text.partition(" ± "))
             text = rf"\textbf{{{text}}}" if cell.best else text
-            text += rf"{{\tiny\,$\pm$\,{deviation}}}" if deviation else ""
+            text += rf"{{\tiny$\pm${deviation}}}" if deviation else ""
             texts.append(text + (_LATEX[DAGGER] if cell.worse else ""))
         if entry.published:
             texts = [rf"{{\itshape {text}}}" if text else "" for text in texts]

@@ -75,6 +75,13 @@ def test_fonts_are_embedded_as_type_42(font):
     assert b"/Type3" not in pdf
 
 
+@pytest.mark.parametrize(
+    ("width", "count", "columns"), [(3.25, 4, 2), (5.5, 4, 2), (5.5, 3, 3), (6.75, 4, 4), (6.75, 5, 3), (3.25, 1, 1)]
+)
+def test_panels_are_in_rows_of_about_equal_length(width, count, columns):
+    assert parse_style([f"width={width}"]).columns(count) == columns
+
+
 def test_equal_figures_are_equal_files():
     (figure,) = perplexity_figures(RECORDS[:7])
     assert figure.render(PAPER, "pdf") == figure.render(PAPER, "pdf")
