@@ -68,7 +68,7 @@ class Style:
         }
 
     def columns(self, count: int, narrowest: float = PANEL) -> int:
-        """How many of `count` panels are side by side, if each is at least `narrowest` em wide. The rows are about equally
+        """How many of `count` panels are side by side if each is at least `narrowest` em wide. Rows are about equally
         long.
         """
         most = max(1, min(count, int(self.width / self.em / narrowest)))
