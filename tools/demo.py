@@ -158,7 +158,7 @@ def train(method: str, options: argparse.Namespace) -> int:
         )
     if checkpoints.exists() and recorded != inputs:
         console.print(f"{folder}: corpus, tokenizer or configuration changed; training again", markup=False)
-        # The record of the old inputs comes last, so that a killed deletion is completed.
+        # Delete the record of the old inputs last, so that the next run completes a deletion that was killed.
         for name in ("logs", "checkpoints"):
             shutil.rmtree(folder / name, ignore_errors=True)
     latest = checkpoints / "latest"

@@ -1,11 +1,11 @@
-"""Soak test: many hostile configurations, many hostile files, and many kills of commands that are then resumed.
+"""Soak test: hostile configurations, hostile files, and kills of commands that are then resumed.
 
 python tools/soak.py [configs] [files] [kills] [--seed N] [--count N] [--minutes M] [--output runs/soak]
 
-Every trial runs a real command in a fork of this process. It fails if a process prints a traceback, loses what it has
-acknowledged, leaves a process behind, or needs too much memory (docs/reliability.md). Each trial depends only on the
-seed and its index. Results are appended to OUTPUT/PART.jsonl; the same command resumes. The folders of failed trials
-are kept in OUTPUT/failed. At the end, this prints a table as Markdown and writes OUTPUT/soak.json.
+Every trial runs a real command in a fork of this process. It fails if a process prints a traceback, loses saved work,
+leaves a process behind, or needs too much memory (docs/reliability.md). Each trial depends only on the seed and its
+index. Results are appended to OUTPUT/PART.jsonl; the same command resumes. The folders of failed trials are kept in
+OUTPUT/failed. At the end, this prints a table as Markdown and writes OUTPUT/soak.json.
 
 This is a tool for developers. It needs Linux and the folder tests/ of a checkout.
 """
@@ -42,7 +42,7 @@ KILLS_PER_CHAIN = 12
 
 
 class Kills:
-    """Chains of kills of one command. The share of each command is its weight."""
+    """Trials that kill one command repeatedly. Commands are drawn with these weights."""
 
     def __init__(self, folder: Path, only: str):
         corpus = folder / "corpus"

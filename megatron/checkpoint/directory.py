@@ -48,7 +48,7 @@ UNFINISHED = re.compile(r"global_step\d+\.unfinished")
 REPLACED = re.compile(r"\.(global_step\d+)\.replaced")
 DELETED = re.compile(r"\.global_step\d+\.deleted")
 PARTIAL_LATEST = re.compile(r"latest\.partial-\d+")
-PROBE = re.compile(r"\.shared-.+")  # with which saving checks that all hosts see the directory
+PROBE = re.compile(r"\.shared-.+")  # file with which training checks that all hosts share the folder
 
 
 def tag_for(iteration: int) -> str:
@@ -119,7 +119,7 @@ def find_step(directory: str | Path, iteration: int | None = None) -> Path:
     Raises CheckpointError if it does not exist, listing the checkpoints that do.
     """
     directory = Path(directory)
-    if not os.path.isdir(directory):  # unlike Path.is_dir, False for any name that cannot be used
+    if not os.path.isdir(directory):  # unlike Path.is_dir, False for an invalid name
         raise CheckpointError(f"{directory}: no such folder; give the folder that contains `latest` and global_stepN")
     iterations = saved_iterations(directory)
     available = ", ".join(map(str, iterations)) or "none"

@@ -19,7 +19,7 @@ from megatron.checkpoint.torch_files import RejectedFile, check_file, check_tens
 from megatron.utils.errors import UserError, first_line, is_library_error
 from megatron.utils.files import open_file, read_file, write_atomically
 
-# Largest manifest, config.json or index of a checkpoint. Python's objects are about 10 times larger.
+# Largest manifest, config.json or index of a checkpoint. The parsed objects take about 10 times as much memory.
 JSON_LIMIT = 16 << 20
 
 _NO_NAME = re.compile("(?!)")
@@ -98,7 +98,7 @@ def file_record(path: str | Path, chunk_size: int = 1 << 22) -> FileRecord:
 def load_tensors(path: str | Path) -> Any:
     """Load a file of tensors and plain Python values to the CPU. Raises CheckpointError as `load_file` does.
 
-    The tensors are mapped from the file, so that only what is used is read. Do not write to them.
+    The tensors are memory-mapped, so that only those that are used are read. Do not write to them.
     """
     return _load(path, [])
 
@@ -141,10 +141,10 @@ def _load(path: str | Path, allowed: list[Any]) -> Any:
 def read_weights(
     path: Path, ignored: re.Pattern[str] = _NO_NAME, any_dtype: re.Pattern[str] = _NO_NAME
 ) -> dict[str, Tensor]:
-    """Tensor name -> tensor of a floating-point dtype, from a torch or .safetensors file. A torch file is mapped.
+    """Tensor name -> tensor of a floating-point dtype, from a torch or .safetensors file.
 
-    Omits names that match `ignored`; names that match `any_dtype` need not be floating-point. Raises CheckpointError if
-    the file is missing, damaged or contains anything else.
+    Tensors of a torch file are memory-mapped. Omits names that match `ignored`. Names that match `any_dtype` need not
+    be floating-point. Raises CheckpointError if the file is missing, damaged or contains anything else.
     """
     if path.suffix == ".safetensors":
         with _errors_of(path):
@@ -162,7 +162,7 @@ def read_weights(
 
 @contextlib.contextmanager
 def _errors_of(path: str | Path) -> Iterator[None]:
-    """Turn every error that a damaged file can cause into a CheckpointError of one line."""
+    """Turn every error that a damaged file can cause into a one-line CheckpointError."""
     try:
         yield
     except UserError as error:
@@ -191,7 +191,7 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            raise ValueError(f"a key appears twice, one of {', '.join(map(repr, values))[:80]}")
+            raise ValueError(f"one of these keys appears twice: {', '.join(map(repr, values))[:80]}")
         return values
 
     try:

@@ -1,9 +1,9 @@
 """Checks of an untrusted torch file before and after `torch.load(weights_only=True)`.
 
-torch.load runs no code of the file, but it trusts sizes: it inflates compressed records, builds `bytearray(10**12)`,
-and returns sparse, meta and expanded tensors, whose size in memory is not that in the file. The format is a zip archive
-of uncompressed records: `NAME/data.pkl`, a pickle of protocol 2, and `NAME/data/KEY`, one per storage. Files of torch
-before 1.6 are five pickles and the storages.
+torch.load executes no code from the file, but it trusts the file's sizes: it inflates compressed records, builds
+`bytearray(10**12)`, and returns sparse, meta and expanded tensors, whose size in memory differs from that in the file.
+The format is a zip archive of uncompressed records: `NAME/data.pkl`, a pickle of protocol 2, and `NAME/data/KEY`, one
+per storage. A file written before torch 1.6 is a sequence of five pickles and the storages.
 """
 
 import io
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-# An object in memory is up to 80 times larger than its opcode. Ours have about 1 KB per parameter.
+# An object in memory is up to 80 times larger than its opcode. Our pickles have about 1 KB per parameter.
 PICKLE_LIMIT = 4 << 20
 # A record in memory is up to 13 times larger than its entry in the zip directory.
 DIRECTORY_LIMIT = 16 << 20
@@ -37,7 +37,7 @@ GLOBALS = frozenset(
 
 
 class RejectedFile(ValueError):
-    """The reason why a file is not loaded, which continues the sentence "rejected because it ..."."""
+    """Why a file is not loaded. The message completes the sentence "rejected because it ..."."""
 
 
 def is_zip(stream: BinaryIO) -> bool:
@@ -121,7 +121,7 @@ def check_zip_directory(stream: BinaryIO) -> None:
 
 
 def check_tensors(value: Any) -> None:
-    """Check that all tensors in nested containers are dense, and fit their storage. Raises RejectedFile."""
+    """Check that all tensors in nested containers are dense and lie within their storage. Raises RejectedFile."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [("", value)]
     while pending:
@@ -135,7 +135,7 @@ def check_tensors(value: Any) -> None:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raises RejectedFile unless the tensor is an ordinary one in memory, whose elements are all in its storage."""
+    """Raises RejectedFile unless the tensor is a dense CPU tensor with all its elements in its storage."""
     kind = str(tensor.layout) if tensor.layout != torch.strided else tensor.device.type
     if kind != "cpu":
         raise RejectedFile(f"has {name}, a {kind.removeprefix('torch.')} tensor of {tensor.dtype}; save dense tensors")
@@ -149,7 +149,7 @@ def check_weights(tensors: Mapping[Any, Any], any_dtype: re.Pattern[str]) -> Non
     """
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise RejectedFile(f"has a tensor named by a {type(name).__name__}, not by a string")
+            raise RejectedFile(f"has a tensor whose name is a {type(name).__name__}, not a string")
         if not isinstance(tensor, Tensor):
             raise RejectedFile(f"has {name}, a {type(tensor).__name__}, not a tensor")
         check_dense(name, tensor)

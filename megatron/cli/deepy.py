@@ -1,4 +1,4 @@
-"""deepy.py: starts a script on every GPU. What train.py would reject is reported before any rank is started."""
+"""deepy.py: starts a script on every GPU. Input that train.py would reject is reported before any rank is started."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run deepy.py with the words of its command line; returns the exit status of the script. Raises UserError."""
+    """Run deepy.py with these command-line arguments; returns the exit status of the script. Raises UserError."""
     return launcher.main(words, check_script)
 
 

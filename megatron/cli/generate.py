@@ -191,7 +191,7 @@ class TextGenerator:
         ]
 
     def _check_memory(self, rows: int, longest: int) -> None:
-        """Raises UserError if the KV cache of a batch cannot fit into memory. longest: of its prompts, in tokens."""
+        """Raises UserError if the KV cache of a batch cannot fit into memory. longest: longest prompt, in tokens."""
         model, limit = self._model.settings, self._settings.maximum_tokens
         parameter = next(self._model.parameters())
         needed = 2 * rows * (longest + limit) * model.num_layers * model.hidden_size * parameter.element_size()

@@ -40,7 +40,7 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="PATTERN", help="only runs whose name matches a pattern, such as 'github/*/1235'"
     )
-    parser.add_argument("--shard", metavar="I/N", help="only every N-th of these runs, from the I-th on (1 to N)")
+    parser.add_argument("--shard", metavar="I/N", help="only every N-th of these runs, starting with the I-th (1 to N)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
@@ -59,13 +59,17 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
         "--write-slurm", metavar="FILE", help="write a job array script that runs this command, and exit: sbatch FILE"
     )
     slurm.add_argument(
-        "--slurm-tasks", type=integer(1, 100_000), default=4, metavar="N", help="tasks of the array (%(default)s)"
+        "--slurm-tasks",
+        type=integer(1, 100_000),
+        default=4,
+        metavar="N",
+        help="number of array tasks (default: %(default)s)",
     )
     slurm.add_argument(
         "--slurm-options",
         default="",
         metavar="TEXT",
-        help="options of sbatch: --slurm-options='--gpus=1 --time=24:00:00'",
+        help="options for sbatch, such as --slurm-options='--gpus=1 --time=24:00:00'",
     )
     options = parser.parse_args(argv)
     console = Console(soft_wrap=True)
@@ -94,7 +98,7 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
 
 
 def _command(root: Path, options: argparse.Namespace) -> list[str]:
-    """This command without --dry-run and the options for Slurm."""
+    """The command line of this process without --dry-run and the Slurm options."""
     words = [sys.executable, str(root / "tools" / "sweep.py"), options.sweep]
     for name in ("only", "shard", "devices", "jobs"):
         value = getattr(options, name)
@@ -151,13 +155,13 @@ def _run(console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], d
         say("stopped; run the same command again to resume")
         return 128 + stopped_by
     if claimed_elsewhere:
-        say(f"{len(claimed_elsewhere)} runs are left to other sweep processes; the last one reports all runs")
+        say(f"{len(claimed_elsewhere)} runs are left to other sweep processes; the last one reports on all runs")
     return 1 if runner.failures else 0
 
 
 def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
-    """Write the report of the finished runs, after another sweep process that is writing it."""
-    lock = Lock(sweep.output / "report.lock", f"{sweep.output}: another sweep process writes the report")
+    """Write the report of the finished runs. If another sweep process is writing it, wait for that process first."""
+    lock = Lock(sweep.output / "report.lock", f"{sweep.output}: another sweep process is writing the report")
     while True:
         try:
             lock.acquire()

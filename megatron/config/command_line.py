@@ -107,7 +107,7 @@ def integer(lowest: int, highest: int = MAX_INT) -> Callable[[str], int]:
 
 
 def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
-    """The `type` of an option whose value is a finite number in this range, without `lowest` if `above`."""
+    """The `type` of an option whose value is a finite number in this range; `above` excludes `lowest`."""
 
     def parse(text: str) -> float:
         try:
@@ -140,8 +140,8 @@ def add_lock_option(parser: argparse._ActionsContainer, folder: str) -> None:
     parser.add_argument(
         "--force-lock",
         action="store_true",
-        help=f"take over the lock on {folder}, if you know that the process that holds it has ended (if it still runs, "
-        "it stops when it notices)",
+        help=f"take over the lock on {folder}; use it only if the process that holds the lock has ended (if it still "
+        "runs, it stops with an error)",
     )
 
 
@@ -180,8 +180,8 @@ def run_main(main: Callable[[], int | None]) -> int:
 
     - UserError: status 2. The error of another rank is not printed again.
     - In a rank, a lost connection to another rank: status 3.
-    - KeyboardInterrupt: status 130. If its only argument is a text, the line contains it.
-    - The reader of standard output has gone, as in `... | head`: no line, status 141.
+    - KeyboardInterrupt: status 130. If its only argument is a string, the line contains it.
+    - The reader of standard output has exited, as in `... | head`: no line, status 141.
     - Any other: status 70. The traceback is written to a file, or printed with the option --traceback, which is removed
       from sys.argv.
     """

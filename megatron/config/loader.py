@@ -239,8 +239,8 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, mes
 
 
 def _check_plain(entry: Entry) -> None:
-    """Raises UserError if a value could never be correct, or is beyond the limits of YAML files: from_flat receives
-    values from other files, such as JSON.
+    """Raises UserError if a value is invalid for any key, or exceeds the limits of YAML files: `from_flat` also
+    receives values from other files, such as JSON.
     """
     stack: list[tuple[tuple[str, ...], Any]] = [((), entry.key), ((entry.key,), entry.value)]
     visited = 0
@@ -249,7 +249,7 @@ def _check_plain(entry: Entry) -> None:
         visited += 1
         problem = None
         if len(path) > MAX_DEPTH:
-            problem = f"is nested too deeply, in more than {MAX_DEPTH} levels"
+            problem = f"is nested more than {MAX_DEPTH} levels deep"
         elif visited > MAX_VALUES:
             problem = f"is one of more than {MAX_VALUES:,} values"
         elif isinstance(value, dict):
@@ -262,7 +262,7 @@ def _check_plain(entry: Entry) -> None:
         elif isinstance(value, float) and not math.isfinite(value):
             problem = f"is {value}; numbers must be finite"
         elif isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
-            problem = f"contains characters that are not text: {shortened(repr(value))}"
+            problem = f"contains a null character or a lone surrogate: {shortened(repr(value))}"
         if problem is not None:
             raise UserError(f'{entry.place}: "{shortened(".".join(path) or entry.key)}" {problem}')
 
@@ -315,7 +315,7 @@ def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
             raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):
             text = shortened(repr(value))
-            raise UserError(f"{where}: {match[0]} is {text}; only strings without braces and numbers can be filled in")
+            raise UserError(f"{where}: {match[0]} is {text}; it must be a number, or a string without braces")
         return str(value)
 
     for path, (group, name) in FIELDS.items():

@@ -2,8 +2,8 @@
 
 The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Unlike PyYAML's SafeLoader,
 `1e-4` is a float (YAML 1.1 reads it as a string and requires 1.0e-4), a date is a string, and a key that appears twice
-in one mapping is an error. So are tags other than those of plain values, and files beyond limits that no configuration
-needs.
+in one mapping is an error. So are tags other than those of plain values, and files that exceed the limits below, which
+no real configuration reaches.
 """
 
 import difflib
@@ -50,10 +50,10 @@ class _YamlProblem(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-4 as a float, and raises _YamlProblem for what is not a plain value, and beyond limits.
+    """SafeLoader that reads 1e-4 as a float. Raises _YamlProblem for values that are not plain, and beyond the limits.
 
-    All checks are made while the nodes are composed, where an alias is a second reference to the same node. Only
-    afterwards are values constructed.
+    It checks nodes while it composes them, when an alias is still a second reference to the same node, and constructs
+    values only afterwards.
     """
 
     def __init__(self, text: str):
@@ -67,7 +67,7 @@ class _Loader(yaml.SafeLoader):
         is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _YamlProblem(line, f"nested too deeply, in more than {MAX_DEPTH} levels")
+            raise _YamlProblem(line, f"nested more than {MAX_DEPTH} levels deep")
         node = super().compose_node(parent, index)
         self._depth -= 1
         if node is None or (is_alias and node in self._values):
@@ -88,7 +88,9 @@ class _Loader(yaml.SafeLoader):
             children = node.value
         self._values[node] = 1 + sum(self._values[child] for child in children)
         if max(self._values[node], len(self._values)) > MAX_VALUES:
-            raise _YamlProblem(line, f"more than {MAX_VALUES:,} values, with the content of an anchor once per alias")
+            raise _YamlProblem(
+                line, f"more than {MAX_VALUES:,} values (the content of an anchor counts once per alias)"
+            )
         return node
 
     def _check_scalar(self, node: yaml.ScalarNode, line: int) -> None:

@@ -242,7 +242,7 @@ def _check_distinct(inputs: Sequence[str], outputs: Sequence[str]) -> None:
 
 
 def _progress(task: str, tokens: int) -> Progress:
-    """A display of a task. Prints one line at once, because the display shows nothing in the first seconds."""
+    """A progress display. Also prints one line now, because the display shows nothing in the first seconds."""
     print(visible(f"{task}: {tokens:,} tokens"), file=sys.stderr, flush=True)
     return Progress(task, tokens, unit="tokens")
 

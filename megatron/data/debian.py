@@ -23,14 +23,15 @@ from megatron.data.splits import split_spans
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 
-# Where packages are: the current mirror, and an archive of everything that was ever there. A mirror keeps only the
-# current versions of the supported releases.
+# Where to find packages: the mirror, which has only the current versions of the supported releases, and the archive of
+# all versions.
 MIRRORS = (
     "https://deb.debian.org/debian/pool/main/",
     "https://snapshot.debian.org/archive/debian/20261101T000000Z/pool/main/",
 )
 
-# A few hundred longer files, and tables of numbers in C, would dominate the error of a mean loss.
+# Without these limits, a few hundred longer files and tables of numbers in C would dominate the standard error of the
+# mean loss.
 MAX_DOCUMENT_BYTES = 1 << 17
 MAX_DIGITS = 0.25  # of all characters except white space
 
@@ -62,7 +63,7 @@ class CorpusDefinition:
     """Which documents a corpus contains.
 
     Attributes:
-        split: shares of documents for training, validation and test, as in the recipe in configs/datasets.
+        split: shares of documents for training, validation and test, as in configs/datasets.
         sha256: `documents_sha256` of the documents at the default size.
         limit_mb: default size before the removal of near-duplicates, in MB; None: everything.
         pattern: regular expression; documents that it does not match are left out.
@@ -178,14 +179,14 @@ DEBIAN_CORPORA = {
 class DebianCorpus(DocumentCorpus):
     """The documents of a `CorpusDefinition`, ordered by a hash of their contents. A `ChunkSource`.
 
-    A split cuts the corpus in this order, so every part is a random sample of documents. Because near-duplicates are
-    removed first, no document of one part resembles one of another. Packages are downloaded and read when the documents
-    are needed.
+    The training, validation and test splits are consecutive ranges in this order, so each is a random sample of the
+    documents. Because near-duplicates are removed first, no document resembles one of another split. Packages are
+    downloaded and read when the documents are needed.
 
     Args:
         folder: for the downloaded packages.
-        limit_mb: use only the first MB of documents, before near-duplicates are removed; None: the default of the
-            corpus.
+        limit_mb: use only the first `limit_mb` MB of documents, counted before near-duplicates are removed; None: the
+            default of the corpus.
 
     Raises:
         UserError: from `documents`: a package cannot be downloaded, or the documents are not the expected ones.
@@ -208,7 +209,7 @@ class DebianCorpus(DocumentCorpus):
         return hashlib.sha256(repr((_VERSION, definition, self._limit_mb)).encode()).hexdigest()
 
     def tokenizer_texts(self) -> list[str]:
-        """Return the documents to train a tokenizer on: the first ones of the training part."""
+        """Return the documents to train a tokenizer on: the first ones of the training split."""
         spans = split_spans(self.definition.split, len(self.documents))
         assert spans[0] is not None
         texts, size = [], 0
@@ -234,7 +235,7 @@ class DebianCorpus(DocumentCorpus):
         if self.is_default and checksum != self.definition.sha256:
             raise UserError(
                 f"the documents of {self._name} have SHA-256 {checksum}, not {self.definition.sha256}, although the "
-                "packages are the right ones; install the versions of requirements/data.txt"
+                "packages have the right checksums; install the versions in requirements/data.txt"
             )
         return documents
 
@@ -253,7 +254,7 @@ class DebianCorpus(DocumentCorpus):
                 size -= len(heapq.heappop(heap)[2])
         reasons = "".join(f"; left out: {count:,} {reason}" for reason, count in sorted(left_out.items()))
         print(
-            f"{self._name}: {found:,} documents of {found_bytes / 1e6:.1f} MB{reasons}; taken: {len(heap):,} documents "
+            f"{self._name}: {found:,} documents of {found_bytes / 1e6:.1f} MB{reasons}; used: {len(heap):,} documents "
             f"of {size / 1e6:.1f} MB"
         )
         heap.sort(key=lambda item: (-item[0], item[1]))
@@ -293,8 +294,8 @@ class DebianCorpus(DocumentCorpus):
             except UserError as error:
                 errors.append(str(error))
         raise UserError(
-            f"{'; '.join(dict.fromkeys(errors))}. With the file from another source (for example `apt-get download`) "
-            f"in {self._folder}, nothing is downloaded"
+            f"{'; '.join(dict.fromkeys(errors))}. Alternatively, get the file from another source (for example with "
+            f"`apt-get download`) and put it into {self._folder}"
         )
 
 

@@ -22,7 +22,7 @@ _PERMUTATIONS = 128
 # s = 0.5 and 0.9998 for s = 0.7. Candidates are then compared by their signatures.
 _BANDS, _ROWS = 32, 4
 
-# Bytes, not characters: the result must not depend on Python's version of Unicode.
+# Bytes, not characters: the result must not depend on the Unicode version of Python.
 _WORD = re.compile(rb"[0-9A-Za-z_\x80-\xff]+|[^\s0-9A-Za-z_\x80-\xff]")
 
 
@@ -46,13 +46,13 @@ class DuplicateCounts:
 
 
 class Deduplicator:
-    """Decides for one document after the other whether it resembles an earlier one that was kept.
+    """Checks one document at a time, and keeps it unless it resembles a document that was kept earlier.
 
-    So no two documents that were kept are near-duplicates of each other, as far as the estimate tells: its standard
-    error is sqrt(s (1 - s) / 128), which is 0.04 at s = 0.7. Memory use is about 10 kB per document that is kept.
+    So no two kept documents are near-duplicates of each other, up to the error of the estimated similarity s: its
+    standard error is sqrt(s (1 - s) / 128), which is 0.04 at s = 0.7. Memory use is about 10 kB per kept document.
 
     Args:
-        threshold: similarity, more than 0 and at most 1, from which a document is a near-duplicate.
+        threshold: similarity, above 0 and at most 1, at or above which two documents are near-duplicates.
 
     Raises:
         UserError: the package datasketch is not installed, or the threshold is out of range.
@@ -70,7 +70,7 @@ class Deduplicator:
             ) from error
         self.counts = DuplicateCounts()
         self._threshold = threshold
-        # The scheme is part of the result: datasketch 1 used another one.
+        # The result depends on the scheme, and datasketch 1 used another one.
         self._empty = datasketch.MinHash(_PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
         self._index = datasketch.MinHashLSH(num_perm=_PERMUTATIONS, params=(_BANDS, _ROWS))
         self._hashes: set[bytes] = set()
@@ -96,7 +96,7 @@ class Deduplicator:
 
 
 def shingle_hashes(content: bytes) -> np.ndarray:
-    """Return a 32-bit hash of every different shingle (uint64, sorted). A document with fewer words is one shingle."""
+    """Return a 32-bit hash of every distinct shingle (uint64, sorted). A document with fewer words is one shingle."""
     words = np.fromiter(map(zlib.crc32, _WORD.findall(content)), dtype=np.uint64)
     count = max(len(words) - SHINGLE_WORDS + 1, 1)
     hashes = np.zeros(count, dtype=np.uint64)

@@ -61,7 +61,7 @@ class SkippedDocuments:
 
 @dataclass
 class RejectedDocuments:
-    """Number of documents skipped for any key, with messages about the first few unreadable ones."""
+    """Number of documents skipped for any key, and messages about the first few unreadable ones."""
 
     bad: int = 0
     examples: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class RejectedDocuments:
             self.other_subsets[name] = self.other_subsets.get(name, 0) + count
 
     def lines(self) -> list[str]:
-        """The unreadable documents, for the user."""
+        """Lines about the unreadable documents, for the user."""
         lines = [f"skipped: {visible(problem)}" for problem in self.examples]
         more = self.bad - len(self.examples)
         return [*lines, f"skipped: {more:,} more"] if more else lines

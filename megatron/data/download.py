@@ -120,7 +120,7 @@ def _sha256(path: Path) -> str:
 
 
 class _State(BaseModel):
-    """The content of `NAME.partial.json`: the version of the file that `NAME.partial` is the beginning of.
+    """The content of `NAME.partial.json`: identifies the version of the file that was downloaded in part.
 
     Attributes:
         url: SHA-256 of the URL, which may contain a key.
@@ -197,14 +197,14 @@ class _PartialDownload:
                 self._check_continuation(state, response.headers, start)
             elif response.status == http.HTTPStatus.OK:
                 start = 0
-                # The old content must be gone before the new state is written: a kill in between would otherwise join
-                # two versions.
+                # Remove the old content before writing the new state; otherwise, a kill in between would mix two
+                # versions.
                 self.remove()
                 sync_folder(self._path.parent)
                 state = self._new_state(response.headers)
                 write_atomically(self._state_path, state.model_dump_json().encode())
             else:
-                raise UserError(f"cannot download {self._name}: the server answers {response.status} unexpectedly")
+                raise UserError(f"cannot download {self._name}: the server returned status {response.status}")
             self._receive(response, start, state.total)
 
     @contextlib.contextmanager
@@ -219,7 +219,7 @@ class _PartialDownload:
                     if error.code in _REDIRECTS and error.headers.get("Location"):
                         address = self._redirected(address, error.headers["Location"])
                         continue
-                    reason = f"the server answers {error.code} {_readable(error.reason)}"
+                    reason = f"the server returned {error.code} {_readable(error.reason)}"
                     if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and start:
                         self.remove()
                         raise _RequestFailed("the file on the server is shorter than the partial download") from error
@@ -236,7 +236,7 @@ class _PartialDownload:
         raise UserError(f"cannot download {self._name}: more than {_MAX_REDIRECTS} redirects")
 
     def _redirected(self, address: str, location: str) -> str:
-        """The URL that a redirect leads to. urllib would also follow it to ftp://, and read an endless body before."""
+        """The URL that a redirect leads to. urllib would also follow it to ftp://, after reading a body of any size."""
         try:
             address = urljoin(address, quote(location, encoding="iso-8859-1", safe=_URL_CHARACTERS))
             parts = urlsplit(address)
@@ -268,8 +268,8 @@ class _PartialDownload:
             total = int(lengths.pop()) if lengths else None
             if total is None:
                 print(
-                    f"{self._name}: the server does not say how long the file is, so a broken connection is not "
-                    "noticed; append #sha256=... to the URL to verify it",
+                    f"{self._name}: the server does not send the size of the file, so a truncated download would go "
+                    "unnoticed; append #sha256=... to the URL to verify it",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -286,7 +286,7 @@ class _PartialDownload:
         date = _matching(_DATE, headers, "Last-Modified")
         same_version = (
             _matching(_STRONG_ETAG, headers, "ETag") == state.etag
-            # Beside an ETag, the server may leave out the date.
+            # A server that sends an ETag may omit the date.
             and (date == state.last_modified or (date is None and state.etag is not None))
             and (content_range is None or state.total is None or content_range[3] in ("*", str(state.total)))
         )
@@ -321,7 +321,7 @@ class _PartialDownload:
         if total is not None and size > total:
             self.remove()
             raise _RequestFailed(f"the server sent {size:,} bytes of a file of {total:,}")
-        # http.client does not notice when a connection is closed amid the headers.
+        # http.client does not report a connection that is closed in the middle of the headers.
         if size < (total or 0) or (total is None and size == 0):
             of_total = "" if total is None else f" of {total:,}"
             raise _RequestFailed(f"the connection was closed after {size:,}{of_total} bytes")

@@ -84,7 +84,7 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
 
 
 def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[Iterable[list[int]]]:
-    """Yield the ids of each text, in pieces. Empties the list if a text is long, and frees it while it is tokenized."""
+    """Yield the ids of each text, in pieces. If one is long, removes each from the list before it is tokenized."""
     if any(len(text) > _LONG_TEXT for text in texts):
         texts.reverse()
         while texts:

@@ -154,7 +154,7 @@ _JOURNAL_LIMIT = 64 << 20  # bytes
 
 
 class Journal:
-    """The journal of one output, and the lock that keeps other processes away from it. A context manager.
+    """The journal of one output, and the lock on that output. A context manager.
 
     `OUTPUT_PREFIX.progress.json` is replaced atomically, and only after everything it describes is on disk. Its first
     line is the SHA-256 of the rest, so that no edited or damaged journal is resumed.

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import pandas
 
 RESULTS = "results.jsonl"
-# Of a results.jsonl. An extrapolation record has up to 10 KB and two lists. Short records and lists take many times
-# more memory than space in the file.
+# Limits of a results.jsonl. An extrapolation record has up to 10 KB and two lists. In memory, short records and lists
+# are many times larger than in the file.
 MAX_BYTES = 1 << 25
 MAX_RECORDS = 50_000
 MAX_LISTS = 200_000
@@ -344,11 +344,11 @@ def _contradiction(record: Mapping[str, Any]) -> str | None:
     if kind == "extrapolation" and groups is not None:
         tokens, losses = groups["tokens"], groups["losses"]
         if record["loss"] is None or not tokens or len(tokens) != len(losses) or 0 in tokens:
-            return "groups must have one loss for each positive number of tokens, and requires loss"
+            return "groups must have one loss for each positive number of tokens, and the record must have a loss"
     if kind == "positions" and (record["edges"] or record["losses"]):
         edges = record["edges"]
         if len(edges) != len(record["losses"]) + 1 or any(a >= b for a, b in itertools.pairwise(edges)):
-            return "edges must increase, and be one more than losses"
+            return "edges must increase, with one more edge than losses"
     return None
 
 

@@ -140,7 +140,7 @@ def parse_failure(line: str) -> Failure | None:
 def run_pdsh(
     nodes: Sequence[Node], command: Sequence[str], variables: Mapping[str, str], environment: Mapping[str, str]
 ) -> int:
-    """Run `command` as every rank of the hosts `nodes`, and return the largest exit status of the hosts.
+    """Run `command` once per rank on the hosts `nodes`, and return the largest exit status of the hosts.
 
     The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one kills
     them. If a host fails, the ranks of the others are killed after a minute. The last line names the rank that was

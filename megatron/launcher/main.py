@@ -87,7 +87,7 @@ def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
 
 
 def main(words: Sequence[str], check_script: Callable[[Path, Config, Sequence[str]], list[str]] = lambda *_: []) -> int:
-    """Run deepy.py with the words of its command line, and return the exit status of the script.
+    """Run deepy.py with these command-line arguments, and return the exit status of the script.
 
     Args:
         check_script: receives the script, the configuration and the options of the script. It raises UserError, or

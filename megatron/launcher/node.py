@@ -31,12 +31,12 @@ KILL_SIGNAL = signal.SIGUSR2
 # rank, or an unexpected error (megatron/config/command_line.py).
 EXPLAINED_STATUSES = (2, 3, 70)
 STATUS_OF_LOST_CONNECTION = 3
-# What usually sends a signal that nobody sent on purpose.
+# Usual causes of signals that nobody sent on purpose.
 _MEANINGS: dict[int, str] = {
     signal.SIGKILL: "the host ran out of memory (see dmesg), or kill -9",
     signal.SIGSEGV: "native code crashed, such as a driver or an extension",
     signal.SIGABRT: "native code aborted, such as NCCL after a timeout; its message is above",
-    signal.SIGBUS: "a file that it reads was truncated, or /dev/shm is full",
+    signal.SIGBUS: "a file was truncated while it was read, or /dev/shm is full",
     signal.SIGTERM: "a user or the scheduler stopped it",
 }
 # Seconds after a rank has failed in which the others can print their own messages. They can no longer save.
@@ -98,7 +98,7 @@ def run_node(
     The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one, or
     KILL_SIGNAL, kills them. If a rank fails, the others are killed after ten seconds, and the last line says why. If
     `connected` returns False, no one can stop the ranks or read their output any longer, so they are asked to save and
-    exit. They are killed after five minutes if then, or after a signal, no one is left who could send a second one.
+    exit. If no one can send the second signal any longer, they are killed after five minutes.
 
     Args:
         environment: of the ranks, without the variables of `Node.variables`.
@@ -116,7 +116,7 @@ def run_node(
 
     previous_handlers = {number: signal.signal(number, receive) for number in (*stop_signals(), KILL_SIGNAL)}
     running: dict[int, subprocess.Popen[bytes]] = {}
-    failures: list[tuple[int, int]] = []  # (rank, exit status or minus a signal), without ranks killed by this process
+    failures: list[tuple[int, int]] = []  # (rank, exit status or -signal), without ranks that this process killed
     parent = os.getppid()
     killed = False
 

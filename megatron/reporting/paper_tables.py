@@ -224,8 +224,8 @@ def _cells(
     reference: Method | None,
     best: Literal["lowest", "highest"],
 ) -> list[Cell]:
-    """One cell per method. The best values are marked (see `best_texts`), and as worse the methods that the reference
-    method is significantly better than in the same mode.
+    """One cell per method. Marks the best values (see `best_texts`), and as `worse` the methods that are significantly
+    worse than the reference method in the same mode.
     """
     values = [group.values(setting, method, length) for method in methods]
     texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in values]
@@ -247,7 +247,7 @@ def _notes(
     best: Literal["lowest", "highest"],
 ) -> list[str]:
     rows = [line for line in lines if isinstance(line, Row)]
-    notes = [*_seeds_note(group), f"Bold: {best} value, and those equal to it as printed."]
+    notes = [*_seeds_note(group), f"Bold: {best} value, and values that are printed the same."]
     tokens = group.frame[group.frame["tokens"].fillna(0) > 0]
     if len(tokens):
         fewest, most = tokens["tokens"].min(), tokens["tokens"].max()

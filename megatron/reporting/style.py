@@ -113,7 +113,7 @@ def parse_style(settings: Sequence[str]) -> Style:
 def render(draw: Callable[[Style], Figure], style: Style = SCREEN, format: Literal["png", "pdf"] = "png") -> bytes:
     """The contents of a PNG or PDF file without version and date, so that equal results give equal files.
 
-    Names are drawn as they are, although matplotlib reads dollar signs as math; long ones are shortened.
+    Dollar signs in names are drawn as they are, not read as math. Long names are shortened.
     """
     stream = io.BytesIO()
     with rc_context(style.parameters):

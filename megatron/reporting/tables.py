@@ -28,7 +28,7 @@ _LATEX = {
     "<": r"$<$",
     ">": r"$>$",
     "|": r"$|$",
-    # After `\\`, these would be arguments of it.
+    # After `\\`, LaTeX would read these as its arguments.
     "[": "{[}",
     "]": "{]}",
     "*": "{*}",
@@ -182,7 +182,7 @@ def escape_latex(text: str) -> str:
 
 def escape_markdown(text: str) -> str:
     """Escapes the characters that Markdown would read as markup: emphasis, code, links, tables, tags, entities and
-    math; but not underscores inside words (`kerple_log`), which it does not.
+    math. Underscores inside words (`kerple_log`) are not markup, so they are kept.
     """
     return re.sub(r"[\\`*|\[\]$]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|~(?=~)|(?<!\w)_(?=\S)", r"\\\g<0>", text)
 

@@ -29,7 +29,7 @@ from megatron.utils.files import read_file, write_atomically
 from megatron.utils.typed_json import Count, parse_json
 
 EVALUATED = "evaluated.json"
-# The exit of the last failed training or evaluation; removed when the run is tried again.
+# How the last failed training or evaluation exited; removed when the run is tried again.
 FAILED = "failed.json"
 MAX_JOURNAL_BYTES = 1 << 20
 # Keys for output folders. They may differ between two configurations of the same run.
@@ -211,7 +211,7 @@ def plan(sweep: Sweep) -> list[SweepRun]:
 
 
 def select(runs: Sequence[SweepRun], patterns: Sequence[str] | None, shard: str | None) -> list[SweepRun]:
-    """The runs whose names match one of the shell patterns, and of these every N-th from the I-th on for shard "I/N".
+    """The runs whose names match one of the shell patterns; of these, shard "I/N" takes every N-th, from the I-th on.
 
     Raises UserError if a pattern matches no run or the shard is invalid.
     """

@@ -1,8 +1,8 @@
 """Trains and evaluates the unfinished runs of a sweep in processes, on a pool of devices.
 
 Several sweep processes, also on several hosts, can share an output folder: before a process works on a run, it claims
-the run with a lock in its folder. If a sweep process dies, its trainings save and exit. The next one waits for those
-that are still running.
+the run with a lock in its folder. If a sweep process dies, its training processes save and exit. The sweep process
+that claims such a run next waits until they have exited.
 """
 
 import os
@@ -151,7 +151,8 @@ class Runner:
         """Train and evaluate the unfinished `runs` that no other sweep process works on. `failures` lists those that
         failed here.
 
-        The first SIGINT or SIGTERM makes the trainings save and exit, and waits for them. The second one kills them.
+        After the first SIGINT or SIGTERM, training processes save and exit, and this waits for them. The second signal
+        kills them.
 
         Returns:
             the signal that stopped the sweep or None, and why runs that other processes work on were left out.
@@ -188,9 +189,9 @@ class Runner:
     def _claim(self, run: SweepRun, num_devices: int, failed_before: int | None) -> bool:
         """Claim a run and make it a job. Returns False if another process has finished it, or tried it and failed.
 
-        Raises LockBusyError if another process works on it.
+        Raises LockBusyError if another process is working on it.
         """
-        claim = Lock(run.folder / CLAIM, f"{run.name}: another sweep process works on it")
+        claim = Lock(run.folder / CLAIM, f"{run.name}: another sweep process is working on it")
         claim.acquire()
         if run.status().state is State.FINISHED:
             self._display.finished_elsewhere(run)

@@ -19,7 +19,7 @@ from megatron.utils.files import read_file
 _MAX_CHARACTERS = 1 << 20
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
 
-# Largest file of a tokenizer (those of 260,000 tokens have 35 MB), and number of ids, of which there are tables.
+# Largest tokenizer file (one with 260,000 tokens has 35 MB), and largest vocabulary, because there are tables over it.
 MAX_BYTES = 1 << 26
 MAX_VOCAB_SIZE = 1 << 24
 

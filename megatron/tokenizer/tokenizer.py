@@ -164,7 +164,7 @@ def _required_file(path: str | Path | None, tokenizer_type: str, key: str, descr
     if path is None or str(path) == "":
         raise UserError(f"tokenizer-type {tokenizer_type} needs {key}: {description}")
     path = Path(path)
-    if not os.path.isfile(path):  # unlike Path.is_file, False for any name that cannot be used
+    if not os.path.isfile(path):  # unlike Path.is_file, False for an invalid name
         raise UserError(f"{key} {path} is not a file; {tokenizer_type} needs {description}")
     return path
 

@@ -125,7 +125,7 @@ class Logger:
 
 
 class StepLog:
-    """The log line of every `log-interval`, and the checks that losses are finite and that steps change the weights.
+    """Writes a log line every `log-interval` steps. Checks that losses are finite and that steps change the weights.
 
     Losses stay on the device until the next line or check, so that no step waits for one.
     """
@@ -134,7 +134,7 @@ class StepLog:
         self._config, self._engine, self._logger = config, engine, logger
         self._flops_per_token = flops_per_token
         self._losses: list[torch.Tensor] = []
-        # Of the steps that are not checked yet: the norm of the gradient, and the loss scale after the step.
+        # For each step that is not checked yet: the gradient norm, and the loss scale after the step.
         self._norms: list[torch.Tensor | float] = []
         self._scales: list[float | None] = []
         self._consecutive_skips = 0  # at the same loss scale

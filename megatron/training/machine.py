@@ -13,7 +13,7 @@ from megatron.training.distributed import Layout
 # Weights, gradients and Adam's two moments in float32; with half precision, the same in other proportions.
 _BYTES_PER_PARAMETER = 16
 _BYTES_PER_SAMPLE = 12  # of the sample index: a position in the shuffled order, and a document and an offset
-# An estimate below this multiple of the memory may still fit: offloading, shared hosts.
+# Only larger multiples of the memory are rejected: with offloading, or several ranks per host, estimates are rough.
 _MAX_TIMES_MEMORY = 10
 
 
@@ -65,8 +65,8 @@ def check_number_of_samples(num_samples: int) -> None:
     """Raises UserError if the index of all samples needs more memory than this machine has."""
     if num_samples * _BYTES_PER_SAMPLE > _host_memory():
         raise UserError(
-            f"the run needs {num_samples:,} samples, and the index of their order {_gigabytes(num_samples * 12)} of "
-            "memory, more than this machine has; reduce train_iters, eval_iters or train_batch_size"
+            f"the run needs {num_samples:,} samples, whose index takes {_gigabytes(num_samples * 12)} of memory, more "
+            "than this machine has; reduce train_iters, eval_iters or train_batch_size"
         )
 
 

@@ -27,7 +27,7 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
     groups = parameter_groups(model, settings.weight_decay, factor)
     optimizer, description = build_optimizer(settings.type, groups, params)
     if factor != 1:
-        description += f"; learning rate of the positional parameters: {factor:g} times that of the others"
+        description += f"; learning rate of the positional parameters: {factor:g} times that of the other parameters"
     optimizer.register_step_post_hook(lambda stepped, *_: project_masters(stepped))
     return optimizer, description
 

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 class DetachableStream:
     """Wraps stdout or stderr, so that training can save a checkpoint after its output has lost its reader.
 
-    The first failed write redirects the stream to /dev/null and raises SIGHUP in this process, on which training saves
-    and exits. Under nohup it continues.
+    The first failed write redirects the stream to /dev/null and raises SIGHUP in this process, so training saves and
+    exits. Under nohup, training continues.
     """
 
     def __init__(self, stream: TextIO):

@@ -72,7 +72,7 @@ def _check_that_all_hosts_share(folder: Path) -> None:
     """Raises UserError on every rank if a host does not see the files that rank 0 writes to the folder."""
 
     def create() -> Path:
-        # Network file systems may remember for a minute that a file does not exist, hence a new name.
+        # Network file systems may cache for a minute that a file does not exist, so use a new name.
         probe = folder / f".shared-{os.uname().nodename}-{os.getpid()}"
         probe.touch()
         return probe
@@ -94,8 +94,8 @@ def _check_that_all_hosts_share(folder: Path) -> None:
 def check_space(config: Config, padded_vocab_size: int, start: int, report: Callable[[str], None]) -> None:
     """Check that the disk of `save` has room for the checkpoints after iteration `start`. Every rank must call this.
 
-    The old checkpoint is deleted after the new one is written, so `keep-last-n-checkpoints` + 1 must fit, less those
-    that exist. Without that key, two must fit; whether all of them fit is only reported.
+    An old checkpoint is deleted after the new one is written, so `keep-last-n-checkpoints` + 1 must fit, minus those
+    that exist. Without that key, two must fit, and a note is printed if not all of them fit.
 
     Raises UserError, on all ranks.
     """
@@ -128,7 +128,7 @@ def check_space(config: Config, padded_vocab_size: int, start: int, report: Call
 
 
 def checkpoint_bytes(config: Config, padded_vocab_size: int) -> tuple[int, str]:
-    """Estimated size of a checkpoint in bytes, and how it is composed.
+    """Estimated size of a checkpoint in bytes, and a description of its contents.
 
     Counts weights and optimizer state. The positional method, which may be the user's own, is not built: its
     parameters are few.

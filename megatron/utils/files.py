@@ -61,7 +61,7 @@ def _read_errors(path: str | Path) -> Iterator[None]:
 
 
 def check_writable(folder: str | Path, key: str) -> None:
-    """Prove that files can be written to `folder`, by writing, flushing and deleting a small one.
+    """Check that files can be written to `folder`, by writing, flushing and deleting a small one.
 
     Commands call it before long work whose result they write to `folder`. If it does not exist, its closest existing
     parent is checked. Raises UserError that names `key`, the key or option of the folder.

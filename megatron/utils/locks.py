@@ -1,10 +1,10 @@
 """An exclusive lock between processes, based on a lock file that names its holder.
 
-On a local disk it is an flock, which the system releases when the process ends, however it ends. On a network file
+On a local disk it is an flock, which the kernel releases when the process ends for any reason. On a network file
 system, flock may be missing, or work only within a host. There, filelock's lease is used: the holder creates the file
-atomically and changes its modification time every few seconds (the heartbeat). Another process takes the lock over if
+atomically and changes its modification time every few seconds (the heartbeat). Another process takes over the lock if
 the holder was on the same host and has ended (process id and start time), or if it sees no heartbeat for
-`LEASE_SECONDS`. It measures them with its own monotonic clock, so the clocks of hosts may differ or jump.
+`LEASE_SECONDS`. It measures this time with its own monotonic clock, so the clocks of hosts may differ or jump.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import psutil
 
 from megatron.utils.errors import UserError
 
-# All processes that use a lock must agree on it. A holder that is stopped or cut off for longer may lose the lock.
+# All processes that use a lock must agree on it. A holder that is suspended or disconnected for longer can lose it.
 LEASE_SECONDS = 60.0
 HEARTBEAT_SECONDS = 6.0
 POLL_SECONDS = 0.5
@@ -89,7 +89,7 @@ class Lock:
             lock.acquire()
         except filelock.Timeout:
             raise self._busy() from None
-        # The format of filelock's leases, with a mode that they never take over.
+        # The format of filelock's leases, with a mode that filelock never takes over.
         lines = ("filelock/2", f"pid={os.getpid()}", f"host={socket.gethostname()}", "mode=exclusive")
         self._content = "\n".join((*lines, f"token={secrets.token_hex(16)}", ""))
         self._path.write_text(self._content)
@@ -117,7 +117,7 @@ class Lock:
             if time.monotonic() - started_at > LEASE_SECONDS + HEARTBEAT_SECONDS:
                 if now is not None and now[0] and not _IS_LEASE.search(now[0]):
                     raise self._busy()  # an flock
-                # Here filelock cannot take a lease over, because the file system cannot exchange two files.
+                # filelock cannot take over this lease, because the file system cannot exchange two files.
                 lock.force_break()
                 broken = True
             if not waited:
@@ -130,7 +130,7 @@ class Lock:
             time.sleep(POLL_SECONDS)
         self._lock, self._content = lock, self._read()
         if broken:
-            # Another process may have judged the same file, and removed ours instead.
+            # Another process may have found the same lease expired, and then removed our file instead of it.
             time.sleep(4 * POLL_SECONDS)
             if not self._is_held():
                 self._lock = None

@@ -32,7 +32,7 @@ def test_a_small_sweep_from_start_to_end(tmp_path):
     first = start_sweep(path)
     claim = tmp_path / "out" / "runs" / "kerple_log" / "7" / CLAIM
     wait_for(claim.exists)
-    assert f"kerple_log/7: another sweep process works on it (held by process {first.pid} on" in run_sweep(path)
+    assert f"kerple_log/7: another sweep process is working on it (held by process {first.pid} on" in run_sweep(path)
     output, _ = first.communicate(timeout=900)
     assert first.returncode == 0, output
     assert "[1/1] kerple_log/7: finished" in output

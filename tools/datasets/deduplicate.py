@@ -37,7 +37,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--threshold",
         type=number(0, 1, above=True),
         default=DEFAULT_THRESHOLD,
-        help="similarity (Jaccard index of 5-word shingles) from which a document is removed (default: %(default)s)",
+        help="remove documents of at least this similarity (Jaccard index of 5-word shingles; default: %(default)s)",
     )
     parser.add_argument(
         "--output", type=Path, help="file to write, .jsonl or .jsonl.zst (default: only print the statistics)"

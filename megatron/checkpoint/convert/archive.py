@@ -104,7 +104,7 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
             return
         with tarfile.open(fileobj=(content := _Decompressed(stream)), mode="r|") as tar_file:
             while True:
-                # tarfile reads names, PAX and sparse headers into memory, of any size.
+                # tarfile reads names, PAX headers and sparse maps of any size into memory.
                 content.remaining = MAX_HEADER
                 member = tar_file.next()
                 content.remaining = None
@@ -135,7 +135,7 @@ class _Decompressed(io.RawIOBase):
             self._new: Callable[[], Any] = bz2.BZ2Decompressor
             self._decompressor = self._new()
         elif start == b"\xfd7zXZ\0":
-            # The file determines how much memory this takes. xz -9 needs 65 MiB.
+            # The file sets how much memory its decompression takes. `xz -9` needs 65 MiB.
             self._new = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=128 << 20)
             self._decompressor = self._new()
 

@@ -206,9 +206,9 @@ def load_written(folder: Path, stock: bool) -> Any:
 
 
 def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """The model of a config.json and tensors as transformers computes it, float32."""
+    """transformers' own float32 model, built from a config.json and tensors."""
     transformers = import_transformers()
-    # Other keys make transformers quantize, download kernels, or fail in its own ways.
+    # Other keys make transformers quantize, download kernels, or fail with errors of its own.
     theirs = {name: value for name, value in theirs.items() if name in KNOWN_KEYS}
     if theirs["model_type"] == "gpt_neox":
         config = transformers.GPTNeoXConfig(**theirs)

@@ -150,7 +150,7 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path) -> None:
                 f"{source}: {theirs} has shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}"
             )
         if target.is_floating_point() != value.is_floating_point():
-            raise CheckpointError(f"{source}: {theirs} is a tensor of {value.dtype}, but the model's of {target.dtype}")
+            raise CheckpointError(f"{source}: {theirs} has dtype {value.dtype}, but the model needs {target.dtype}")
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ _MAX_PATH = 4000  # bytes
 
 
 def _check_path(text: str) -> str:
-    """`text`, if a file or folder can have this path. Raises ValueError otherwise."""
+    """Returns `text` if it can be the path of a file or folder. Raises ValueError otherwise."""
     if not text.strip():
         raise ValueError("must be the name of a file or folder")
     names = text.split("/")

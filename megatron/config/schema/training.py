@@ -164,7 +164,7 @@ class OptimizerConfig(Group):
     )
     positional_lr_factor: float = key(
         1.0,
-        "Learning rate of the positional method's parameters, as a multiple of that of the others. 0: frozen.",
+        "Learning rate of the positional method's parameters, relative to that of the other parameters. 0: frozen.",
         ge=0,
     )
     gradient_clipping: float = key(1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0)

@@ -109,7 +109,7 @@ def test_bad_files(write, text, message):
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{" * 100_000, "- " * 1000, "? " * 1000, "a: " + "{a: " * 100])
 def test_deep_nesting_is_an_error(text):
-    with pytest.raises(UserError, match=r"a\.yml:1: nested too deeply, in more than 50 levels"):
+    with pytest.raises(UserError, match=r"a\.yml:1: nested more than 50 levels deep"):
         parse(text, "a.yml")
 
 
@@ -165,7 +165,7 @@ def test_aliases_do_not_multiply_memory(end):
         lines = ["pos-emb-options: &a0 {x: 1}"]
         lines += [f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 10)}]}}" for level in range(1, 10)]
     with pytest.raises(
-        UserError, match=r"a\.yml:[45]: more than 20,000 values, with the content of an anchor once per"
+        UserError, match=r"a\.yml:[45]: more than 20,000 values \(the content of an anchor counts once per"
     ):
         parse("\n".join(lines), "a.yml")
     with pytest.raises(UserError, match=r"--set a=.*more than 20,000 values"):

@@ -195,10 +195,10 @@ def test_server_errors_are_retried(tmp_path, server):
 
 def test_failed_downloads(tmp_path, server):
     server.statuses = [404]
-    with pytest.raises(UserError, match=r"cannot download http://127.0.0.1.*zst: the server answers 404 Not Found$"):
+    with pytest.raises(UserError, match=r"cannot download http://127.0.0.1.*zst: the server returned 404 Not Found$"):
         download(server.url, tmp_path)
     server.statuses = [503] * 6
-    with pytest.raises(UserError, match="the server answers 503") as error:
+    with pytest.raises(UserError, match="the server returned 503") as error:
         download(server.url, tmp_path)
     assert "secret" not in str(error.value)
     assert len(server.requests) == 7
@@ -354,9 +354,9 @@ def test_kill_while_starting_over(tmp_path, monkeypatch):
         (response("Content-Length: 100"), "the connection was closed after 7 of 100 bytes"),
         (response("Transfer-Encoding: chunked", body=b"zz\r\ncontent"), "IncompleteRead|chunk|invalid"),
         (response("Transfer-Encoding: chunked", body=b"7\r\ncontent"), "IncompleteRead"),
-        (response(status="206 Partial Content"), "the server answers 206 unexpectedly$"),
-        (response(status="204 No Content", body=b""), "the server answers 204 unexpectedly$"),
-        (response(status="404 \x1b[2J\x07"), r"the server answers 404 \\x1b\[2J\\x07$"),
+        (response(status="206 Partial Content"), "the server returned status 206$"),
+        (response(status="204 No Content", body=b""), "the server returned status 204$"),
+        (response(status="404 \x1b[2J\x07"), r"the server returned 404 \\x1b\[2J\\x07$"),
         (b"\x1b]0;title\x07\r\n\r\n", r"\\x1b\]0;title\\x07"),
         (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200, "got more than 100 headers"),
         (b"HTTP/1.1 200 OK\r\nContent-Le", "the connection was closed after 0 bytes"),
@@ -369,7 +369,7 @@ def test_kill_while_starting_over(tmp_path, monkeypatch):
             "invalid redirect: Port out of range 0-65535",
         ),
         (response("Location: /name", status="307 Again"), "more than 10 redirects"),
-        (response(status="302 Found"), "the server answers 302 Found"),
+        (response(status="302 Found"), "the server returned 302 Found"),
     ],
     ids=range(21),
 )
@@ -393,7 +393,7 @@ def test_chunked_and_unknown_length(tmp_path, capsys):
     assert fetch(tmp_path / "chunked", chunked)[0] == b"content"
     assert "does not say" not in capsys.readouterr().err
     assert fetch(tmp_path / "unknown", response())[0] == b"content"
-    assert "the server does not say how long the file is" in capsys.readouterr().err
+    assert "the server does not send the size of the file" in capsys.readouterr().err
 
 
 def test_slow_server(tmp_path, no_waiting, monkeypatch):

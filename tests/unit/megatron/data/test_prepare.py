@@ -195,11 +195,13 @@ def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys)
         assert dataset_text(prepare(options_for("pile_subset", tmp_path, shard))) == "ArXiv 0\0"
         (served / "00.jsonl").unlink()
         with pytest.raises(
-            UserError, match=r"the server answers 404 .* To name another source, pass --from .* Known: "
+            UserError, match=r"the server returned 404 .* To name another source, pass --from .* Known: "
         ):
             prepare(options_for("pile_subset", tmp_path / "other"))
         (served / "gpt2-merges.txt").unlink()
-        with pytest.raises(UserError, match=r"gpt2-merges.txt: the server answers 404 .*--vocab-file and --merge-file"):
+        with pytest.raises(
+            UserError, match=r"gpt2-merges.txt: the server returned 404 .*--vocab-file and --merge-file"
+        ):
             prepare(PrepareOptions("pile_subset", tmp_path / "third"))
 
 

@@ -150,7 +150,7 @@ BAD_LINES = {
     json.dumps({**record(), "checkpoint": {"path": None}}): "checkpoint.iteration is missing",
     json.dumps({**record(), "groups": {"tokens": [3, "4"], "losses": [2.0, 2.0]}}): r"groups\.tokens\[1\] must be",
     json.dumps({**record(), "groups": {"tokens": [3, 4], "losses": [2.0]}}): "groups must have one loss for each",
-    json.dumps(positions(edges=[0, 16])): "edges must increase, and be one more than losses",
+    json.dumps(positions(edges=[0, 16])): "edges must increase, with one more edge than losses",
     json.dumps(positions(edges=[0, 8, 8])): "edges must increase",
 }
 

@@ -30,7 +30,7 @@ def test_variables():
             "n2",
             4,
             -7,
-            "rank 3 on n2 was killed by SIGBUS (7); usually: a file that it reads was truncated, or /dev/shm",
+            "rank 3 on n2 was killed by SIGBUS (7); usually: a file was truncated while it was read, or /dev/shm",
         ),
         ("n2", 4, -15, "rank 3 on n2 was killed by SIGTERM (15); usually: a user or the scheduler stopped it"),
         ("n2", 4, -8, "rank 3 on n2 was killed by SIGFPE (8)\n"),

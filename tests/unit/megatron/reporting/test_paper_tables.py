@@ -145,7 +145,7 @@ def test_methods_are_rows_and_modes_are_sections():
         Row(("KERPLE (log)",), (Cell("24.50 ± 0.71"), Cell("–"))),
         Row(("ALiBi",), (Cell("23.00", best=True), Cell("–"))),
     )
-    assert "Bold: lowest value, and those equal to it as printed." in table.notes
+    assert "Bold: lowest value, and values that are printed the same." in table.notes
 
 
 def test_values_that_are_printed_alike_are_all_bold():
@@ -185,7 +185,7 @@ def test_lex_s_layouts():
     (table,) = resolution_tables(resolutions)
     assert [row.labels for row in table.rows if any(cell.best for cell in row.cells)] == [("LEX",)], "the highest"
     assert next(row for row in table.rows if row.labels == ("LEX, paper",)).cells[0].text == "1.08"
-    assert "Bold: highest value, and those equal to it as printed." in table.notes
+    assert "Bold: highest value, and values that are printed the same." in table.notes
 
 
 def test_different_options_and_model_sizes_are_not_averaged():

@@ -147,7 +147,7 @@ def test_a_run_of_another_process_is_left_to_it(sweep):
     with Lock(sweep.runs / "kerple_log" / "7" / runner.CLAIM, ""):
         output = sweep()
         assert "[1/2] alibi/7: finished" in output
-        assert "kerple_log/7: another sweep process works on it (held by process" in output
+        assert "kerple_log/7: another sweep process is working on it (held by process" in output
         assert "1 runs are left to other sweep processes" in output
     assert "[2/2] kerple_log/7: finished" in sweep()
 
