@@ -35,6 +35,7 @@ PARQUET_ROWS = 256
 MAX_COMPRESSED_DOCUMENT = 100 << 20
 _MAX_NESTED_ARCHIVES = 4
 _MAX_TAR_HEADER = 1 << 20  # a long name, or PAX records
+_MAX_GLOBAL_HEADERS = 100  # kept for all members; git archive writes one
 
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
@@ -288,6 +289,8 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError("sparse files are not supported")
         if self.type not in tarfile.REGULAR_TYPES and self.size > _MAX_TAR_HEADER:
             raise tarfile.ReadError(f"a header has {self.size:,} bytes")
+        if len(archive.pax_headers) > _MAX_GLOBAL_HEADERS:
+            raise tarfile.ReadError(f"more than {_MAX_GLOBAL_HEADERS} global headers")
         member: _StrictTarInfo = super()._proc_member(archive)  # type: ignore[misc]  # missing in typeshed
         return member
 
@@ -302,6 +305,8 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} at byte {archive.offset:,} of the archive") from error
+        except RecursionError as error:
+            raise tarfile.ReadError("a member has too many headers") from error
 
 
 def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = b"", size: int = sys.maxsize) -> bytes:

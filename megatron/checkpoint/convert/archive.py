@@ -23,6 +23,7 @@ from megatron.utils.files import open_file
 MAX_BYTES = 64 * 1024**3
 MAX_FILES = 100_000
 MAX_HEADER = 1 << 20
+MAX_GLOBAL_HEADERS = 100  # git archive writes one
 _BLOCK = 1 << 20
 # What the libraries raise for damaged archives.
 _DAMAGE = (
@@ -108,6 +109,10 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
                 content.remaining = MAX_HEADER
                 member = tar_file.next()
                 content.remaining = None
+                # tarfile keeps the headers of all members, and copies global ones to each.
+                tar_file.members.clear()
+                if len(tar_file.pax_headers) > MAX_GLOBAL_HEADERS:
+                    raise tarfile.ReadError(f"more than {MAX_GLOBAL_HEADERS} global headers")
                 if member is None:
                     return
                 if member.isdir():

@@ -177,6 +177,18 @@ def test_zip(tmp_path):
     assert read_inputs(tmp_path / "a.zip") == [KINDS["unicode"], *TEXTS]
 
 
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [(700 * [{"key": "v"}], "a member has too many headers"), ([{str(n): "" for n in range(200)}], "more than 100 glo")],
+)
+def test_tar_headers_are_limited(headers, message, tmp_path):
+    """tarfile reads the headers of a member recursively, and keeps global ones for all members."""
+    content = b"".join(map(tarfile.TarInfo.create_pax_global_header, headers)) + tar_of({"a.jsonl": json_lines("a")})
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_inputs(tmp_path / "a.tar")
+
+
 def test_parquet_and_zip_in_a_tar(tmp_path):
     table, packed = io.BytesIO(), io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), table)

@@ -121,6 +121,15 @@ def test_headers_of_any_size_are_not_read(kind, opened, tmp_path):
     check_rejected(tmp_path / "bad.tar", tmp_path, "a header has more than 1,048,576 bytes")
 
 
+def test_the_headers_of_all_members_are_not_kept(tmp_path):
+    """tarfile copies global headers to every member."""
+    with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+        for number in range(200):
+            tar.fileobj.write(tarfile.TarInfo.create_pax_global_header({f"key{number}": "value"}))
+            tar.addfile(tarfile.TarInfo(f"file{number}"))
+    check_rejected(tmp_path / "bad.tar", tmp_path, "more than 100 global headers")
+
+
 def test_xz_files_do_not_choose_the_memory(tmp_path):
     filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30}]
     (tmp_path / "bad.tar.xz").write_bytes(lzma.compress(bytes(10_000), filters=filters))
