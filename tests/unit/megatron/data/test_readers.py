@@ -179,7 +179,10 @@ def test_zip(tmp_path):
 
 @pytest.mark.parametrize(
     ("headers", "message"),
-    [(700 * [{"key": "v"}], "a member has too many headers"), ([{str(n): "" for n in range(200)}], "more than 100 glo")],
+    [
+        (700 * [{"key": "v"}], "a member has too many headers"),
+        ([{str(n): "" for n in range(200)}], "more than 100 glo"),
+    ],
 )
 def test_tar_headers_are_limited(headers, message, tmp_path):
     """tarfile reads the headers of a member recursively, and keeps global ones for all members."""
