@@ -133,8 +133,12 @@ class Preprocessing(Command):
         return journal.stat().st_mtime_ns if journal.exists() else None
 
     def losses(self, output: str) -> list[str]:
-        resumed = [int(number.replace(",", "")) for number in re.findall(r"resuming after ([\d,]+) documents", output)]
-        return [] if resumed == sorted(resumed) else [f"documents at each resume: {resumed}"]
+        losses = []
+        for part in output.split("out_title_document.bin/.idx: "):  # after it has finished, the command starts over
+            resumed = [int(count.replace(",", "")) for count in re.findall(r"resuming after ([\d,]+) documents", part)]
+            if resumed != sorted(resumed):
+                losses.append(f"documents at each resume: {resumed}")
+        return losses
 
     def result(self) -> object:
         leftover = [name for name in names(self.folder) if "partial" in name or "progress" in name]
