@@ -199,7 +199,8 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     except UserError as error:
         raise CheckpointError(str(error)) from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not valid JSON ({first_line(error)})") from error
+        problem = first_line(error).partition("; use sys.")[0]  # advice to Python programmers about long numbers
+        raise CheckpointError(f"{path}: is not valid JSON ({problem})") from error
     except RecursionError as error:
         raise CheckpointError(f"{path}: is nested too deeply") from error
     if not isinstance(value, dict):

@@ -436,5 +436,5 @@ def _describe_problem(problem: ErrorDetails, group: str, keys: MergedKeys) -> st
     if problem["type"] in _MESSAGES:
         message = _MESSAGES[problem["type"]].format(**problem.get("ctx", {}))
     else:
-        message = problem["msg"].replace("Input should be", "must be")
+        message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return f"{_where(path, keys)}: {message}, not {shortened(repr(problem['input']))}"

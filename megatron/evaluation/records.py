@@ -288,6 +288,8 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
     for folder in map(Path, folders):
         paths = [folder / RESULTS] if has_results(folder) else sorted(folder.rglob(RESULTS))
         if not paths:
+            if folder.is_file():
+                raise UserError(f"{folder} is a file; give the folder that contains {RESULTS}")
             raise UserError(f"{folder}: no {RESULTS} in this folder or below it; evaluate.py writes it")
         for path in paths:
             records += _read_file(path, strict)

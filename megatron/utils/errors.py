@@ -28,7 +28,8 @@ def first_problem(error: "ValidationError") -> str:
     """The first problem that pydantic found, as `key.key: what is wrong`."""
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part)[:80] for part in problem["loc"])
-    return f"{place}: {problem['msg']}" if place else problem["msg"]
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
 
 
 def is_library_error(error: BaseException) -> bool:

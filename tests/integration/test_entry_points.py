@@ -52,6 +52,11 @@ def test_options_have_dashes_and_accept_underscores(script, monkeypatch, capsys)
     assert unchecked in ([], [["--local-rank"]])  # numbers have a range: `integer`, `number`
 
 
+def test_an_interrupt_during_imports_is_one_line(capsys):
+    check_megatron.report_exception(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_foreign_megatron_is_found_without_importing_it(foreign_megatron, monkeypatch):
     assert check_megatron.find_foreign_megatron() is None
     monkeypatch.delitem(sys.modules, "megatron")

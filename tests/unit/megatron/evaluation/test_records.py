@@ -200,6 +200,8 @@ def test_folders_without_results(tmp_path):
     with pytest.raises(UserError, match=r"no results\.jsonl in this folder"):
         read_results(tmp_path)
     (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file is a file; give the folder"):
+        read_results(tmp_path / "file")
     with pytest.raises(UserError, match="cannot write results to"):
         ResultsFile(tmp_path / "file" / "x", ["aa"]).__enter__()
 

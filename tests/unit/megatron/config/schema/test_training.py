@@ -92,7 +92,7 @@ def test_values_of_zero_keys_are_checked(flat, key, value, message):
 def test_paths_that_no_file_can_have(flat):
     for path in ("x" * 300, "a/" * 3000, "", " "):
         with pytest.raises(
-            UserError, match=r'"save": .*(must be the name of a file|must be a path of at most 4000 bytes)'
+            UserError, match=r'"save": (must be the name of a file|must be a path of at most 4000 bytes)'
         ):
             Config.from_flat({**flat, "save": path})
     Config.from_flat({**flat, "save": "é" * 100, "train_data_paths": ["a" * 200]})
