@@ -122,7 +122,7 @@ def test_gpt2_tokenizer(tmp_path, archive, run):
         (
             "count_subsets",
             ["--input", "a.jsonl", "--workers", "0", "--tokenizer-type", "CharLevelTokenizer"],
-            "error: workers is 0; ",
+            "argument --workers: must be an integer from 1 to 1,024, not '0'",
         ),
         (
             "train_tokenizer",

@@ -214,7 +214,6 @@ def test_bad_prompt_files(tmp_path, content, message):
         ),
         ({}, ["-i", "/dev/zero"], "/dev/zero is not a regular file"),
         ({"text_gen_type": "unconditional"}, ["-o", "/"], "cannot write /: it is a folder"),
-        ({"text_gen_type": "unconditional"}, ["--batch-size", "0"], "batch_size must be at least 1"),
         ({"text_gen_type": "interactive", "prompt_end": ""}, [], "prompt_end is empty"),
     ],
 )
