@@ -76,6 +76,7 @@ def test_a_closed_terminal_saves_a_checkpoint(words, tmp_path, data_path):
     config.write_text(json.dumps(training_settings(tmp_path, data_path, **keys)))
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup of the test run ignores it
         os.chdir(ROOT)
         os.execve(sys.executable, [sys.executable, *words, str(config)], environment())
     output = b""
