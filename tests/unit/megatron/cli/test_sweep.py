@@ -4,7 +4,6 @@ import pytest
 
 from megatron.cli import sweep as command
 from megatron.config import UserError
-from megatron.utils.locks import Lock
 
 
 def test_dry_run_changes_nothing(sweep):
@@ -33,14 +32,6 @@ def test_errors_before_anything_is_started(sweep, monkeypatch):
     with pytest.raises(UserError, match="--jobs is for CPUs"):
         sweep("--jobs", "2")
     assert not sweep.runs.exists()
-
-
-def test_only_one_sweep_runs_in_a_folder(sweep):
-    with (
-        Lock(sweep.folder / "out" / ".lock", "busy"),
-        pytest.raises(UserError, match="another sweep is using this folder"),
-    ):
-        sweep()
 
 
 def test_the_folder_of_a_sweep_must_be_writable(sweep):
