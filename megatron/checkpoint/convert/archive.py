@@ -110,7 +110,7 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
                 member = tar_file.next()
                 content.remaining = None
                 # tarfile keeps the headers of all members, and copies global ones to each.
-                tar_file.members.clear()
+                tar_file.members.clear()  # type: ignore[attr-defined]
                 if len(tar_file.pax_headers) > MAX_GLOBAL_HEADERS:
                     raise tarfile.ReadError(f"more than {MAX_GLOBAL_HEADERS} global headers")
                 if member is None:
