@@ -1,5 +1,6 @@
 """Training resumes from checkpoints in the layout of the KERPLE release."""
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def test_a_checkpoint_without_optimizer_state(corpus, tmp_path, capsys):
 def test_optimizer_state_of_another_size(corpus, tmp_path, capsys):
     shutil.copytree(checkpoints("kerple_log"), tmp_path / "release")
     file = tmp_path / "release/global_step300/mp_rank_00_model_states.pt"
-    state = load_file(file)
+    state = copy.deepcopy(load_file(file))  # its tensors are memory-mapped
     state["optimizer"]["state"][11]["exp_avg"] = torch.zeros(7, 7)
     torch.save(state, file)
     train(Config.from_flat(released_settings(tmp_path, corpus, load=str(tmp_path / "release"), train_iters=301)))

@@ -1,5 +1,6 @@
 """Resuming from a checkpoint with malicious or malformed files, and from one of another model."""
 
+import copy
 import json
 import shutil
 
@@ -30,7 +31,7 @@ def replace_file(trained_run, tmp_path):
     step = tmp_path / "checkpoints" / "global_step2"
 
     def replace(name, change):
-        torch.save(change(load_file(step / name)), step / name)
+        torch.save(change(copy.deepcopy(load_file(step / name))), step / name)
         write_manifest_of_folder(step, 2)
 
     return replace
@@ -47,7 +48,7 @@ def test_a_malicious_file_is_rejected_by_name(name, replace_file, resume, tmp_pa
 def test_a_malicious_file_in_a_released_checkpoint(tmp_path):
     shutil.copytree(checkpoints("kerple_log"), tmp_path / "release")
     file = tmp_path / "release" / "global_step300" / "mp_rank_00_model_states.pt"
-    torch.save({**load_file(file), "extra": Exploit(tmp_path / "written")}, file)
+    torch.save({**copy.deepcopy(load_file(file)), "extra": Exploit(tmp_path / "written")}, file)
     write_tokenizer(tmp_path)
     write_release_corpus(tmp_path)
     with pytest.raises(CheckpointError, match=f"{file.name}: rejected"):
