@@ -166,7 +166,10 @@ def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -
         )
     for index in (0, *range(2, settings.num_layers + 2), settings.num_layers + 3):
         if index not in states:
-            raise CheckpointError(f"{layer_file(step, index, 0)}: no such file; the checkpoint is incomplete")
+            raise CheckpointError(
+                f"{step}: has no file for layer {index} of the configured model; num-layers differs, or the checkpoint "
+                "is incomplete"
+            )
     rows = embedding_rows(states, step)
     shards = [shard[EMBEDDING].to("meta") for shard in states[0]]
     merge_shards(EMBEDDING, shards, torch.Size((rows, settings.hidden_size)), layer_file(step, 0, 0))

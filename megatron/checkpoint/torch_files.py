@@ -151,7 +151,7 @@ def check_weights(tensors: Mapping[Any, Any], any_dtype: re.Pattern[str]) -> Non
         if not isinstance(name, str):
             raise RejectedFile(f"has a tensor whose name is a {type(name).__name__}, not a string")
         if not isinstance(tensor, Tensor):
-            raise RejectedFile(f"has {name}, a {type(tensor).__name__}, not a tensor")
+            raise RejectedFile(f"has {name} of type {type(tensor).__name__}, not a tensor")
         check_dense(name, tensor)
         if tensor.dtype not in WEIGHT_DTYPES and not any_dtype.fullmatch(name):
             raise RejectedFile(f"has {name} of {tensor.dtype}; weights are float32, bfloat16, float16 or float64")

@@ -77,7 +77,7 @@ def test_data_classes_of_deepspeed_and_numpy_are_loaded(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [([1], "contains a list instead of named tensors"), ({"w": 3}, "has w, a int, not a tensor")],
+    [([1], "contains a list instead of named tensors"), ({"w": 3}, "has w of type int, not a tensor")],
 )
 def test_layer_files_contain_named_tensors(content, message, tmp_path):
     torch.save(content, tmp_path / "layer.pt")
