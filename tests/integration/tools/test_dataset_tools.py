@@ -260,5 +260,5 @@ def test_deduplicate(tmp_path, run, ending):
     assert read_inputs(output) == [*texts, "last \u00e9"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", output.name]
     assert "4 kept" in run("deduplicate", "--input", tmp_path / "a.jsonl")[1]
-    assert "threshold 2.0 is not between 0 and 1" in run("deduplicate", "--input", output, "--threshold", 2)[2]
+    assert "argument --threshold: must be" in run("deduplicate", "--input", output, "--threshold", 2)[2]
     assert "must end in .jsonl" in run("deduplicate", "--input", tmp_path / "a.jsonl", "--output", "x.txt")[2]

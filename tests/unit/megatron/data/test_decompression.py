@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from megatron.utils.errors import UserError
-from tests.support.corpora import json_lines, read_inputs
+from tests.support.corpora import json_lines, read_inputs, tar_of
 
 COMPRESSIONS = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
 
@@ -44,3 +44,12 @@ def test_large_blocks_of_compressed_frames(tmp_path):
     frames = [zstandard.compress(json_lines(*texts[start : start + 100])) for start in range(0, 400, 100)]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
     assert read_inputs(tmp_path / "a.jsonl.zst") == texts
+
+
+def test_gzip_checksum_of_a_tar_is_verified(tmp_path):
+    """The checksum is at the end of the file, after the last member."""
+    content = bytearray(gzip.compress(tar_of({"a.jsonl": json_lines("one")})))
+    content[-6] ^= 1
+    (tmp_path / "a.tar.gz").write_bytes(content)
+    with pytest.raises(UserError, match=r"a.tar.gz: CRC check failed"):
+        read_inputs(tmp_path / "a.tar.gz")
