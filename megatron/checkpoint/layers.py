@@ -167,8 +167,7 @@ def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -
     for index in (0, *range(2, settings.num_layers + 2), settings.num_layers + 3):
         if index not in states:
             raise CheckpointError(
-                f"{step}: has no file for layer {index} of the configured model; num-layers differs, or the checkpoint "
-                "is incomplete"
+                f"{layer_file(step, index, 0)}: no such file; num-layers differs, or the checkpoint is incomplete"
             )
     rows = embedding_rows(states, step)
     shards = [shard[EMBEDDING].to("meta") for shard in states[0]]

@@ -149,7 +149,7 @@ def test_finetuning_loads_only_the_weights(corpus, tmp_path, capsys):
         ({"padded_vocab_size": 256}, r"layer_00.*\(128, 32\).*\(256, 32\)"),
         ({"num_layers": 3}, "last layer file has index 6.*would have 7"),
         ({"num_layers": 1}, "last layer file has index 6.*would have 5"),
-        ({"no_weight_tying": False, "num_layers": 3}, "no file for layer 4.*num-layers"),
+        ({"no_weight_tying": False, "num_layers": 3}, "layer_04.*no such file; num-layers"),
         ({"pos_emb": "alibi"}, r"attention\.rpe\.bias_p"),
     ],
 )
