@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.directory import saved_iterations
+from megatron.checkpoint.directory import clean_up, saved_iterations
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.model.gpt import GPT
@@ -63,9 +63,18 @@ def lock_save_folder(save: str, resources: contextlib.ExitStack, *, force: bool)
     # With its own test, because the lock is not flushed to disk.
     run_on_rank_0(lambda: check_writable(save, "save"))
     run_on_rank_0(lock.acquire)
+    run_on_rank_0(lambda: _clean_up(Path(save)))
     run_on_all_ranks(lambda: check_writable(save, "save"))
     _check_that_all_hosts_share(Path(save))
     return lock
+
+
+def _clean_up(folder: Path) -> None:
+    """Remove what a killed run left in its folder. Raises UserError if that is not possible."""
+    try:
+        clean_up(folder)
+    except OSError as error:
+        raise UserError(f"save: cannot write {error.filename or folder}: {error.strerror}") from error
 
 
 def _check_that_all_hosts_share(folder: Path) -> None:

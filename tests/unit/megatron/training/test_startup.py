@@ -95,6 +95,16 @@ def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path, nothing_is
             train(Config.from_flat({**settings, "train_iters": 0}))
 
 
+def test_a_finished_run_removes_what_a_killed_one_left(tmp_path, data_path):
+    settings = training_settings(tmp_path, data_path, train_iters=1, eval_iters=0)
+    train(Config.from_flat(settings))
+    expected = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    for name in (".global_step0.deleted", "global_step2.unfinished"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    train(Config.from_flat(settings))
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == expected
+
+
 def test_the_lock_is_released_after_success_and_failure(tmp_path, data_path):
     train(Config.from_flat(training_settings(tmp_path, data_path)))
     assert not (tmp_path / "checkpoints" / "run.lock").exists()
