@@ -77,7 +77,9 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     runs = select(plan(sweep), options.only, options.shard)
     for run in runs:
         place = f"{sweep.path}: evaluation of run {run.name}"
-        check_run(run.evaluation, run.config, place, has_data=not missing_data([run]))
+        has_data = not missing_data([run])
+        for words in run.evaluation:
+            check_run(words, run.config, place, has_data=has_data)
     if options.write_slurm is not None:
         script = array_script(_command(root, options), sweep, options.slurm_tasks, options.slurm_options)
         sweep.output.mkdir(parents=True, exist_ok=True)  # for the logs of the tasks
@@ -200,7 +202,8 @@ def _print_plan(
     table.add_section()
     table.add_row("total", "", f"{total_steps:,}", f"{total_tokens:,}")
     console.print(table)
-    console.print(f"evaluation: {' '.join(sweep.evaluation)}", highlight=False, markup=False)
+    for words in sweep.evaluation:
+        console.print(f"evaluation: {' '.join(words)}", highlight=False, markup=False)
 
     on_gpu = bool(devices[0])
     parallel_runs = max(1, len(devices) // max(run.num_gpus for run in runs)) if on_gpu else len(devices)

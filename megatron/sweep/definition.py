@@ -8,7 +8,8 @@ axes:                                   # the runs are all combinations; the las
   pos_emb: [pos_emb/kerple_log.yml, pos_emb/alibi.yml]
   seed: [{seed: 1235}, {seed: 1236}]    # a choice is a file, a list of files, or keys
 set: {train-iters: 50000}               # overrides all files; nested keys with dots
-evaluation: {lengths: [512, 1024], modes: [full, window@512], tokens: 1000000}   # options of evaluate.py
+evaluation: {lengths: [512, 1024], modes: [full, window@512], tokens: 1000000}   # options of evaluate.py; a list of
+                                        # such mappings calls it once for each
 title: KERPLE                           # of the report
 """
 
@@ -30,7 +31,7 @@ KEYS: dict[str, type | None] = {
     "base": None,
     "axes": dict,
     "set": dict,
-    "evaluation": dict,
+    "evaluation": None,
     "title": str,
 }
 REQUIRED_KEYS = ("output", "base", "axes", "evaluation")
@@ -47,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The contents of a sweep file. `evaluation`: arguments for evaluate.py's command line."""
+    """The contents of a sweep file. `evaluation`: the arguments of each call of evaluate.py."""
 
     path: Path
     title: str
@@ -56,7 +57,7 @@ class Sweep:
     base: tuple[str, ...]
     axes: Mapping[str, tuple[Choice, ...]]
     overrides: Mapping[str, Any]
-    evaluation: tuple[str, ...]
+    evaluation: tuple[tuple[str, ...], ...]
 
     def combinations(self) -> Iterator[tuple[Choice, ...]]:
         """The choices of every run, one choice per axis."""
@@ -111,16 +112,10 @@ def read_sweep(path: str | Path) -> Sweep:
         duplicate = next((label for label in labels if labels.count(label) > 1), None)
         if duplicate is not None:
             raise UserError(f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}")
-    # {lengths: [512, 1024], verbose: true} becomes --lengths 512 1024 --verbose
-    arguments: list[str] = []
-    for name, value in values["evaluation"].items():
-        if value is False or value is None:
-            continue
-        items = [] if value is True else value if isinstance(value, list) else [value]
-        if not all(isinstance(item, str | int | float) for item in items):
-            place = entries["evaluation"].place
-            raise UserError(f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}")
-        arguments += [f"--{name}", *map(str, items)]
+    place = entries["evaluation"].place
+    evaluations = values["evaluation"] if isinstance(values["evaluation"], list) else [values["evaluation"]]
+    if not evaluations or not all(isinstance(options, dict) for options in evaluations):
+        raise UserError(f"{place}: evaluation must be a mapping or a list of mappings, not {values['evaluation']!r}")
     return Sweep(
         path=path,
         title=values.get("title", f"Sweep {path.stem}"),
@@ -129,8 +124,21 @@ def read_sweep(path: str | Path) -> Sweep:
         base=_file_list(values["base"], f"{entries['base'].place}: base"),
         axes=axes,
         overrides=values.get("set", {}),
-        evaluation=tuple(arguments),
+        evaluation=tuple(_command_line(options, place) for options in evaluations),
     )
+
+
+def _command_line(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
+    """{lengths: [512, 1024], verbose: true} as --lengths 512 1024 --verbose."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is False or value is None:
+            continue
+        items = [] if value is True else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str | int | float) for item in items):
+            raise UserError(f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}")
+        arguments += [f"--{name}", *map(str, items)]
+    return tuple(arguments)
 
 
 def _parse_choice(value: Any, config_dir: Path, place: str) -> Choice:

@@ -37,10 +37,10 @@ FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefi
 
 
 class Evaluated(TypedDict):
-    """The contents of `evaluated.json`: the checkpoint and the options of evaluate.py that produced the results."""
+    """The contents of `evaluated.json`: the checkpoint, and the options of each finished call of evaluate.py."""
 
     iteration: Count
-    options: list[str]
+    options: list[list[str]]
 
 
 _EVALUATED = TypeAdapter(Evaluated)
@@ -70,7 +70,7 @@ class SweepRun:
     name: str
     folder: Path
     config: Config
-    evaluation: tuple[str, ...]
+    evaluation: tuple[tuple[str, ...], ...]
 
     @property
     def checkpoints(self) -> Path:
@@ -106,17 +106,24 @@ class SweepRun:
 
     def is_evaluated(self) -> bool:
         """Whether there are results of the last checkpoint with the current options."""
+        return self.evaluations_done() == len(self.evaluation)
+
+    def evaluations_done(self) -> int:
+        """How many calls of evaluate.py have finished for the last checkpoint, with the current options."""
         path = self.results / EVALUATED
-        if not path.exists():
-            return False
+        if not path.exists() or not has_results(self.results):
+            return 0
         evaluated = parse_json(read_file(path, MAX_JOURNAL_BYTES), _EVALUATED, str(path))
-        return evaluated == self._evaluated_as() and has_results(self.results)
+        done = len(evaluated["options"])
+        return done if evaluated == self._evaluated_as(done) else 0
 
     def mark_evaluated(self) -> None:
-        write_atomically(self.results / EVALUATED, (json.dumps(self._evaluated_as()) + "\n").encode())
+        """Record that the next call of evaluate.py has finished."""
+        content = json.dumps(self._evaluated_as(self.evaluations_done() + 1)) + "\n"
+        write_atomically(self.results / EVALUATED, content.encode())
 
-    def _evaluated_as(self) -> Evaluated:
-        return {"iteration": self.steps, "options": list(self.evaluation)}
+    def _evaluated_as(self, done: int) -> Evaluated:
+        return {"iteration": self.steps, "options": [list(options) for options in self.evaluation[:done]]}
 
     def mark_failed(self, task: str, exit_status: int) -> None:
         content = json.dumps({"task": task, "exit_status": exit_status}) + "\n"
@@ -202,11 +209,12 @@ def plan(sweep: Sweep) -> list[SweepRun]:
     for run in runs:
         run.check_folder()
     axes = _ambiguous_axes(runs, combinations)
-    if not axes or "--label" in sweep.evaluation:
+    if not axes or any("--label" in options for options in sweep.evaluation):
         return runs
     labels = [", ".join(choices[axis].label for axis in axes) for choices in combinations]
     return [
-        replace(run, evaluation=(*run.evaluation, "--label", label)) for run, label in zip(runs, labels, strict=True)
+        replace(run, evaluation=tuple((*options, "--label", label) for options in run.evaluation))
+        for run, label in zip(runs, labels, strict=True)
     ]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from megatron.evaluation.records import has_results
 from megatron.sweep.planning import State, Status, SweepRun
 from megatron.utils.locks import Lock, LockBusyError
 from megatron.utils.processes import signal_without_parent
@@ -226,9 +227,9 @@ class Runner:
         if self._signals:  # a training that was asked to stop exits with 0 before its last iteration
             self._remove(job)
             return
-        if exit_status == 0 and job.task == "evaluation":
-            job.run.mark_evaluated()
-        if exit_status == 0 and (job.run.is_trained() if job.task == "training" else job.run.is_evaluated()):
+        if exit_status == 0 and (job.run.is_trained() if job.task == "training" else has_results(job.run.results)):
+            if job.task == "evaluation":
+                job.run.mark_evaluated()
             if job.run.status().state is State.FINISHED:
                 self._display.finished(job.run, time.monotonic() - job.started_at)
                 self._remove(job)
@@ -246,7 +247,8 @@ class Runner:
         if run.is_trained():
             job.task = "evaluation"
             script = str(self._root / "evaluate.py")
-            command = [script, config, "--output", str(run.results), "--replace", *run.evaluation]
+            command = [script, config, "--output", str(run.results), "--replace"]
+            command += run.evaluation[run.evaluations_done()]
         else:
             job.task = "training"
             command = [str(self._root / "deepy.py"), str(self._root / "train.py"), config]

@@ -298,7 +298,7 @@ def _journal(generator: random.Random, place: Path, checkpoint: Path | None) -> 
     (run / "checkpoints" / "latest").write_text("global_step6")
     (run / "evaluation").mkdir()
     (run / "evaluation" / "results.jsonl").write_text("")
-    journal = {"iteration": 6, "options": ["--lengths", "32"]}
+    journal = {"iteration": 6, "options": [["--lengths", "32"]]}
     changed = write_hostile(generator, run / "evaluation" / "evaluated.json", [journal])
     return Case(f"journal: {changed}", command)
 

@@ -17,7 +17,10 @@ def test_the_last_axis_varies_fastest(tmp_path):
     names = [run_name(choices) for choices in sweep.combinations()]
     assert len(names) == 8
     assert names[:3] == ["kerple_log/short/1", "kerple_log/short/2", "kerple_log/shorter/1"]
-    assert sweep.evaluation == ("--lengths", "32", "64", "--tokens", "128")
+    assert sweep.evaluation == (("--lengths", "32", "64", "--tokens", "128"),)
+    evaluation = [{"lengths": [32], "by-position": True}, {"lengths": [64], "modes": ["full"], "resolution": False}]
+    sweep = read_sweep(write_sweep(tmp_path, evaluation=evaluation))
+    assert sweep.evaluation == (("--lengths", "32", "--by-position"), ("--lengths", "64", "--modes", "full"))
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,7 @@ def test_the_last_axis_varies_fastest(tmp_path):
         ({"axes": {"betas": [{"betas": [1, 2]}]}}, r"cannot derive a name from \[1, 2\]"),
         ({"axes": {"seed": [3]}}, "must be a file or a list of files, not 3"),
         ({"evaluation": [1]}, "evaluation must be a mapping"),
+        ({"evaluation": []}, "evaluation must be a mapping"),
         ({"evaluation": {"lengths": {"a": 1}}}, "lengths must be a value or a list"),
         ({"output": 3}, "output must be a string"),
     ],

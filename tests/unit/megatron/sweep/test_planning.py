@@ -33,7 +33,7 @@ def test_runs_that_tables_cannot_distinguish_have_labels(tmp_path):
     rates = [{"optimizer.params.lr": 0.1}, {"optimizer.params.lr": 0.2, "name": "fast"}]
     seeds = [{"seed": 1}, {"seed": 2}]
     runs = plan(read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates, "seed": seeds})))
-    assert [run.evaluation[-2:] for run in runs[:4]] == [
+    assert [run.evaluation[0][-2:] for run in runs[:4]] == [
         ("--label", "0.1"),
         ("--label", "0.1"),
         ("--label", "fast"),
@@ -41,7 +41,7 @@ def test_runs_that_tables_cannot_distinguish_have_labels(tmp_path):
     ]
     for axes in ({"pos_emb": methods, "seed": seeds}, {"length": [{"seq-length": 16}, {"seq-length": 32}]}):
         runs = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"} if len(axes) == 1 else {})))
-        assert not any("--label" in run.evaluation for run in runs)
+        assert not any("--label" in run.evaluation[0] for run in runs)
 
 
 def test_errors_name_the_run(tmp_path):
@@ -102,7 +102,8 @@ def test_the_sweep_of_the_kerple_paper(monkeypatch):
     assert len({run.config.data.data_path for run in runs}) == 3
     assert {run.steps for run in runs} == {50_000}
     assert {run.tokens_per_step for run in runs} == {32 * 512}
-    arguments = " ".join(sweep.evaluation)
+    (words,) = sweep.evaluation
+    arguments = " ".join(words)
     assert "--lengths 512 1024 2048 4096 8192 16384" in arguments
     assert "--modes full window@512" in arguments
     assert arguments.endswith("--by-position")  # for Figures 5 and 7
@@ -115,12 +116,31 @@ def test_the_small_sweep(monkeypatch):
     assert {run.config.data.data_path for run in runs} == {"data/python_stdlib/python_stdlib_text_document"}
 
 
+def test_the_sweeps_of_the_replication(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    factors = set()
+    for name, methods in (("c", 11), ("prose", 7), ("latex", 4), ("c-factor1", 1)):
+        sweep = read_sweep(f"configs/sweeps/replication/{name}.yml")
+        runs = plan(sweep)
+        assert len(runs) == 3 * methods
+        # The first third is a complete table of one seed.
+        assert {run.config.training.seed for run in runs[:methods]} == {1235}
+        assert len({run.config.model.pos_emb for run in runs[:methods]}) == methods
+        factors.add((name, runs[0].config.optimizer.positional_lr_factor))
+        full, restricted = [words[: words.index("--by-position")] for words in sweep.evaluation]
+        assert full == ("--lengths", "128", "512", "1024", "2048", "4096", "8192", "--tokens", "262144")
+        # The same pieces of text in all modes: they depend on the longest length and the number of tokens.
+        assert restricted[2] == "8192"
+        assert restricted[-2:] == full[-2:]
+    assert len({factor for name, factor in factors if name != "c-factor1"}) == 1
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"iteration": 6', "evaluated.json: not valid JSON"),
         ('{"iteration": "6", "options": []}', "evaluated.json: iteration must be an integer, not '6'"),
-        ('{"iteration": 6, "options": [1]}', r"evaluated.json: options\[0\] must be a string, not 1"),
+        ('{"iteration": 6, "options": [["a", 1]]}', r"evaluated.json: options\[0\]\[1\] must be a string, not 1"),
         ('{"iteration": 6}', "evaluated.json: options is missing"),
     ],
 )

@@ -68,6 +68,19 @@ def test_other_evaluation_options_evaluate_again_without_training(sweep):
     assert lines[-1].endswith("--tokens 256")
 
 
+def test_several_evaluations_run_one_after_the_other(sweep):
+    first, second, third = {"lengths": [32]}, {"lengths": [64]}, {"lengths": [32], "tokens": 64}
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}]}
+    sweep(axes=axes, evaluation=[first])
+    assert sweep("--dry-run", axes=axes, evaluation=[first, second]).count("to evaluate") == 1
+    sweep(axes=axes, evaluation=[first, second])
+    sweep(axes=axes, evaluation=[first, second, third])
+    calls = [line.partition("--replace ")[2] for line in sweep.output_lines("alibi/7")]
+    assert calls == ["", "--lengths 32", "--lengths 64", "--lengths 32 --tokens 64"]
+    # The results of the third call replaced those of the first.
+    assert sweep("--dry-run", axes=axes, evaluation=[second]).count("to evaluate") == 1
+
+
 def test_every_run_has_a_gpu_of_its_own(sweep, monkeypatch):
     monkeypatch.setattr(command, "_visible_gpus", lambda: ["0", "2", "5"])
     axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": seed} for seed in range(4)]}
