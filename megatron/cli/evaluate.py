@@ -41,6 +41,7 @@ from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.reporting.summary import print_summary, write_summary
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
 from megatron.utils.files import check_writable
 from megatron.utils.locks import Lock
@@ -254,6 +255,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
             seed=saved.training.seed,
             train_length=saved.model.seq_length,
             settings=repr(settings),
+            environment={"commit": commit(), "machine": machine(), "versions": versions()},
         )
         models.append(EvaluatedModel(folder, step, saved, provenance, fingerprint))
     return models

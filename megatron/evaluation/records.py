@@ -52,6 +52,16 @@ class Checkpoint(TypedDict):
     hidden_size: Count
 
 
+class Environment(TypedDict):
+    """What measured a record. commit: of this project, with -dirty if files were changed. machine: the GPU, or the
+    processor and its cores. versions: of Python and torch.
+    """
+
+    commit: Name | None
+    machine: Name
+    versions: Name
+
+
 class Record(TypedDict):
     """Keys of every kind of record.
 
@@ -62,6 +72,7 @@ class Record(TypedDict):
         note: the reason if there is no value.
         measurement: digest of everything except the weights that determines the value, e.g. the scored tokens. A record
             with the same digest does not have to be measured again.
+        environment: None if it is not known, e.g. for results of `evaluate_extrapolation`.
     """
 
     kind: Name
@@ -75,6 +86,7 @@ class Record(TypedDict):
     length: Count
     note: Text | None
     measurement: Name
+    environment: Environment | None
 
 
 class DocumentGroups(TypedDict):
@@ -177,7 +189,7 @@ KINDS: dict[str, type[Record]] = {
 }
 # Values that mean "unknown", for the keys that records of other tools may lack.
 UNKNOWN: dict[str, object] = {
-    **dict.fromkeys(("corpus", "checkpoint", "pos_emb", "seed", "train_length", "note"), None),
+    **dict.fromkeys(("corpus", "checkpoint", "pos_emb", "seed", "train_length", "note", "environment"), None),
     **dict.fromkeys(("documents", "loss", "stderr", "bits_per_byte", "perplexity", "groups"), None),
     **dict.fromkeys(("resolution", "accuracy"), None),
     **dict.fromkeys(("tokens", "segments", "texts", "trials", "correct"), 0),
@@ -206,6 +218,7 @@ class Provenance:
     seed: int | None = None
     train_length: int | None = None
     settings: str = ""
+    environment: Environment | None = None
 
     def record(
         self, kind: str, *, corpus: str | None, mode: str, protocol: str, length: int, determined_by: object
@@ -224,6 +237,7 @@ class Provenance:
             length=length,
             note=None,
             measurement=digest,
+            environment=self.environment,
         )
 
 

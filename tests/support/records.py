@@ -18,6 +18,7 @@ def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None
         "loss": math.log(perplexity) if perplexity else None,
         "perplexity": perplexity,
         "note": None if perplexity else "out of memory",
+        "environment": None,
         "checkpoint": {
             "path": f"nowhere/{pos_emb}/{seed}",
             "iteration": 10,

@@ -302,6 +302,7 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
         block in shown for block in ("bits per byte", "resolution", "passkey accuracy", "Effective length of kerple")
     )
     records = read_results(tmp_path)
+    assert all(record["environment"]["versions"].endswith(f"torch {torch.__version__}") for record in records)
     assert [(record["pos_emb"], record["length"]) for record in records if record["kind"] == "resolution"] == [
         (method, length) for method in ("kerple_log", "learned") for length in (32, 512)
     ]

@@ -1,0 +1,51 @@
+"""The code, machine and libraries that produced a result."""
+
+import platform
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.utils import environment
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    environment.commit.cache_clear()
+    yield
+    environment.commit.cache_clear()
+
+
+@pytest.mark.parametrize(("status", "git", "expected"), [(0, True, "ab12-dirty"), (128, True, None), (0, False, None)])
+def test_the_commit_is_that_of_this_working_tree(status, git, expected, tmp_path, monkeypatch):
+    def run(command, **options):
+        assert str(tmp_path) in command
+        return SimpleNamespace(returncode=status, stdout="ab12-dirty\n")
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    if git:
+        (tmp_path / ".git").touch()
+    assert environment.commit() == expected
+
+
+def test_without_git_there_is_no_commit(monkeypatch):
+    def run(*_, **__):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    assert environment.commit() is None
+
+
+def test_the_machine_is_the_gpu_or_the_processor(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(environment, "_processor", lambda: "EPYC")
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: {0, 3}, raising=False)
+    assert environment.machine() == "EPYC, 2 cores"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    assert environment.machine() == "NVIDIA H100"
+
+
+def test_versions():
+    assert environment.versions() == f"Python {platform.python_version()}, torch {torch.__version__}"
