@@ -73,6 +73,8 @@ class PositionalMethod(nn.Module):
             pair's positions and scores (of all heads).
         lookahead: for a method with `modify_scores`, the number of masked keys after the last query whose presence (not
             their values) affects the result. `final_scores` adds them.
+        length_dependent: whether the result for a token depends on the length of its text. Then keys of a shorter text
+            cannot be cached.
         computed: names of tensors that older checkpoints store and this method computes.
         evaluation_options: options that do not affect the parameters, so evaluation can change them.
     """
@@ -80,6 +82,7 @@ class PositionalMethod(nn.Module):
     shared: bool = True
     per_pair: bool = False
     lookahead: int = 0
+    length_dependent: bool = False
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
 

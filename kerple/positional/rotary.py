@@ -6,10 +6,12 @@ The option `scaling` changes the frequencies, or the positions:
     ntk      NTK-aware: base * factor^(r / (r - 2)); the highest frequency stays, the lowest is divided by `factor`
     yarn     (arXiv 2309.00071): high frequencies stay; those with less than one turn in the trained length are divided
              by `factor`; those in between are interpolated linearly. The scores are scaled up with log(factor)
+    llama3   Llama 3.1's (transformers, modeling_rope_utils.py): as yarn, but the mixture is linear in the number of
+             turns in the trained length, and the scores are not scaled
+    dynamic  ntk whose factor grows with the text: 1 up to the trained length T, then factor * length / T - (factor - 1)
     random   randomized positions (arXiv 2305.16843): an increasing random sample from a larger range
 
-No frequency depends on the current length ("dynamic" scaling), because the keys in a KV cache would keep the angles for
-a shorter text.
+With dynamic scaling, all angles change with the length of the text, so keys of a shorter text cannot be cached.
 
 Legend: b batch, s query length, t key length, h heads, d head size, r rotated dimensions.
 """
@@ -33,6 +35,8 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "ntk": ("factor",),
     "yarn": ("factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", "trained_length", "low_freq_factor", "high_freq_factor"),
+    "dynamic": ("factor", "trained_length"),
     "random": ("trained_length", "random_range", "random_length", "random_seed"),
 }
 INTEGER_OPTIONS = ("trained_length", "random_range", "random_length", "random_seed")
@@ -46,14 +50,16 @@ class Rotary(PositionalMethod):
     including those beyond training. `scaling` and its options change no parameters, so a trained model can be evaluated
     with other values:
 
-        linear, ntk, yarn: factor
-        yarn: trained_length (default: max_positions), beta_fast 32, beta_slow 1, attention_factor 0.1 ln(factor) + 1
+        linear, ntk, yarn, llama3, dynamic: factor
+        yarn, llama3, dynamic, random: trained_length (default: max_positions)
+        yarn: beta_fast 32, beta_slow 1, attention_factor 0.1 ln(factor) + 1
+        llama3: low_freq_factor 1, high_freq_factor 4
         random: random_range, random_length (default: trained_length), random_seed 0
     """
 
     evaluation_options = (
         *("scaling", "factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
-        *("random_range", "random_length", "random_seed"),
+        *("low_freq_factor", "high_freq_factor", "random_range", "random_length", "random_seed"),
     )
 
     def __init__(
@@ -68,6 +74,8 @@ class Rotary(PositionalMethod):
         beta_fast: float | None = None,
         beta_slow: float | None = None,
         attention_factor: float | None = None,
+        low_freq_factor: float | None = None,
+        high_freq_factor: float | None = None,
         random_range: int | None = None,
         random_length: int | None = None,
         random_seed: int | None = None,
@@ -87,34 +95,46 @@ class Rotary(PositionalMethod):
                 "beta_fast": beta_fast,
                 "beta_slow": beta_slow,
                 "attention_factor": attention_factor,
+                "low_freq_factor": low_freq_factor,
+                "high_freq_factor": high_freq_factor,
                 "random_range": random_range,
                 "random_length": random_length,
                 "random_seed": random_seed,
             },
         )
         trained_length = max_positions if trained_length is None else trained_length
+        length = trained_length or 0
+        if scaling is not None and "trained_length" in SCALINGS[scaling] and length < 1:
+            raise ValueError(f"scaling {scaling} needs trained_length, the sequence length of training, at least 1")
+        if scaling in ("ntk", "dynamic") and self.rotated <= 2:
+            raise ValueError(f"scaling {scaling} needs more than 2 rotated dimensions; got {self.rotated}")
         scaled: tuple[float, ...] | None = None
         scale = 1.0
+        self.dynamic: DynamicBase | None = None
         self.random: RandomPositions | None = None
-        if scaling in ("yarn", "random") and (trained_length is None or trained_length < 1):
-            raise ValueError(f"scaling {scaling} needs trained_length, the sequence length of training, at least 1")
         if factor is not None and scaling == "linear":
             scaled = tuple(frequency / factor for frequency in default_frequencies(self.rotated, base))
         elif factor is not None and scaling == "ntk":
-            if self.rotated <= 2:
-                raise ValueError(f"scaling ntk needs more than 2 rotated dimensions; got {self.rotated}")
-            scaled = default_frequencies(self.rotated, base * factor ** (self.rotated / (self.rotated - 2)))
-        elif factor is not None and trained_length is not None and scaling == "yarn":
+            scaled = default_frequencies(self.rotated, _ntk_base(base, factor, self.rotated))
+        elif factor is not None and scaling == "yarn":
             fast, slow = 32.0 if beta_fast is None else beta_fast, 1.0 if beta_slow is None else beta_slow
-            scaled = yarn_frequencies(self.rotated, base, factor, trained_length, fast, slow)
+            scaled = yarn_frequencies(self.rotated, base, factor, length, fast, slow)
             # Multiplies cosines and sines of both queries and keys.
             scale = 0.1 * math.log(factor) + 1.0 if attention_factor is None else attention_factor
-        elif trained_length is not None and scaling == "random":
+        elif factor is not None and scaling == "llama3":
+            low = 1.0 if low_freq_factor is None else low_freq_factor
+            high = 4.0 if high_freq_factor is None else high_freq_factor
+            scaled = llama3_frequencies(self.rotated, base, factor, length, low, high)
+        elif factor is not None and scaling == "dynamic":
+            self.dynamic = DynamicBase(base, factor, length, self.rotated)
+        elif scaling == "random":
             if random_range is None:
                 raise ValueError("scaling random needs random_range, the number of positions to sample from")
-            length = trained_length if random_length is None else random_length
-            self.random = RandomPositions(random_range, length, random_seed or 0)
+            sample_length = length if random_length is None else random_length
+            self.random = RandomPositions(random_range, sample_length, random_seed or 0)
+        self.length_dependent = self.dynamic is not None
         self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
+        self._longer: Angles | None = None
         self._step: tuple[int, int] | None = None
 
     def begin_step(self, step: int, seed: int = 0) -> None:
@@ -125,10 +145,26 @@ class Rotary(PositionalMethod):
     ) -> tuple[Tensor, Tensor]:
         if self.random is not None:
             query_positions, key_positions = self._random_positions(self.random, query_positions, key_positions)
+        angles = self.angles if self.dynamic is None else self._dynamic_angles(self.dynamic, query_positions)
         return tuple(
-            _Rotate.apply(states, *self.angles(positions, states.device))
+            _Rotate.apply(states, *angles(positions, states.device))
             for states, positions in ((query, query_positions), (key, key_positions))
         )
+
+    def _dynamic_angles(self, dynamic: "DynamicBase", positions: Tensor) -> Angles:
+        """The angles for a text that ends with the last of these positions."""
+        length = int(positions[-1]) + 1 if len(positions) else 0
+        if length <= dynamic.trained_length:
+            return self.angles
+        if positions[0] > 0:
+            raise ValueError(
+                f"scaling dynamic: the angles change with the length of the text, so beyond trained_length "
+                f"{dynamic.trained_length} it must be read at once, without a KV cache (to generate: recompute: true)"
+            )
+        base, dtype = dynamic.at(length), self.angles.dtype
+        if self._longer is None or (self._longer.base, self._longer.dtype) != (base, dtype):
+            self._longer = Angles(self.rotated, base, dtype)  # kept, because all layers use the same angles
+        return self._longer
 
     def _random_positions(self, random: "RandomPositions", query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if not self.training:
@@ -172,13 +208,7 @@ class _Rotate(torch.autograd.Function):
 def _check_options(scaling: str | None, options: Mapping[str, int | float | None]) -> None:
     """Raise ValueError for an unknown scaling, options of another scaling, and invalid values. None means not set."""
     if scaling is not None and scaling not in SCALINGS:
-        message = f"scaling {scaling!r} is unknown; choose one of {', '.join(SCALINGS)}"
-        if scaling == "dynamic":
-            message += (
-                "; dynamic frequencies depend on the current length, and cached keys would keep those of a shorter "
-                "one: use ntk with a factor instead"
-            )
-        raise ValueError(message)
+        raise ValueError(f"scaling {scaling!r} is unknown; choose one of {', '.join(SCALINGS)}")
     valid = () if scaling is None else SCALINGS[scaling]
     for name, value in options.items():
         if value is None:
@@ -217,6 +247,43 @@ def yarn_frequencies(
         interpolated = min(max((i - first) / width, 0.0), 1.0)
         mixed.append(frequency * (1 - interpolated) + frequency / factor * interpolated)
     return tuple(mixed)
+
+
+def llama3_frequencies(
+    size: int, base: float, factor: float, trained_length: int, low_turns: float, high_turns: float
+) -> tuple[float, ...]:
+    """Llama 3.1's frequencies: those with at least `high_turns` turns in the trained length stay, those with at most
+    `low_turns` are divided by `factor`, and those in between are mixed linearly in the number of turns.
+    """
+    if not 0 < low_turns < high_turns:
+        raise ValueError(f"scaling llama3 needs 0 < low_freq_factor < high_freq_factor; got {low_turns}, {high_turns}")
+    mixed = []
+    for frequency in default_frequencies(size, base):
+        turns = trained_length * frequency / (2 * math.pi)
+        kept = min(max((turns - low_turns) / (high_turns - low_turns), 0.0), 1.0)
+        mixed.append(frequency * kept + frequency / factor * (1 - kept))
+    return tuple(mixed)
+
+
+def _ntk_base(base: float, factor: float, size: int) -> float:
+    return float(base * factor ** (size / (size - 2)))
+
+
+@dataclass(frozen=True)
+class DynamicBase:
+    """The base of dynamic NTK scaling, which depends on the length of the text (transformers,
+    modeling_rope_utils.py).
+    """
+
+    base: float
+    factor: float
+    trained_length: int
+    size: int
+
+    def at(self, length: int) -> float:
+        """The base for a text of `length` tokens."""
+        growth = self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
+        return _ntk_base(self.base, growth, self.size)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def new_parser(description: str | None) -> OptionParser:
 def add_tokenizer_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup, required: bool = True) -> None:
     """Add --tokenizer-type, --vocab-file and --merge-file, named as in GPT-NeoX."""
     parser.add_argument("--tokenizer-type", required=required, help=f"one of {', '.join(TOKENIZER_TYPES)}")
-    parser.add_argument("--vocab-file", "--vocab", help="tokenizer.json, or GPT-2's vocabulary (JSON)")
+    parser.add_argument("--vocab-file", "--vocab", help="tokenizer.json, SentencePiece model or GPT-2's vocabulary")
     parser.add_argument("--merge-file", help="GPT-2's BPE merges")
 
 

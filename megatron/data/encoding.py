@@ -62,6 +62,7 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
     documents = [document for chunk in chunks for document in parse_documents(chunk, options, encoded.skipped)]
     dtype = id_type_for(tokenizer.vocab_size)
     eod = np.array([tokenizer.eod] * options.append_eod, dtype=dtype).tobytes()
+    bos_bytes = 0 if tokenizer.bos is None else dtype.itemsize
     for column in range(len(options.keys)):
         texts = [document.texts[column] for document in documents]
         for document in documents:
@@ -72,7 +73,9 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
             start = len(tokens)
             for ids in pieces:
                 tokens += np.array(ids, dtype=dtype).tobytes()
-            if len(tokens) > start:
+            if len(tokens) - start <= bos_bytes:
+                del tokens[start:]
+            else:
                 tokens += eod
                 lengths.append((len(tokens) - start) // dtype.itemsize)
         if lengths and max(lengths) > _MAX_LENGTH:

@@ -200,8 +200,12 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self._tokenizer.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self._tokenizer.first
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Tokens:
-        """No special token is added: in training, documents have no token at their start."""
+        """A special token at the start is added only if the model's tokenizer does so, as in training."""
         return self._tokenizer.tokenize(string)
 
     # -- log-likelihoods ----------------------------------------------------------------------------------------------
@@ -229,8 +233,10 @@ class HarnessModel(TemplateLM):
         return self._score(pairs)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, following the end-of-document token."""
+        """The log-probability of each text, following the tokenizer's first token or the end-of-document token."""
         texts = self._tokenizer.tokenize_batch([request.args[0] for request in requests])
+        if self._tokenizer.bos is not None:
+            texts = [text[1:] for text in texts]  # `prefix_token_id` replaces it
         longest = max(map(len, texts), default=0)
         limit = self._max_length or min(self._rolling_length, max(longest, 1))
         self._record_lengths("loglikelihood_rolling", list(map(len, texts)), limit, "read in several windows")
@@ -285,14 +291,15 @@ class HarnessModel(TemplateLM):
         """
         width = len(texts[0])
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=self._device)
-        cache = self._decoder.new_cache(len(texts), width) if width > QUERY_CHUNK else None
+        chunk = QUERY_CHUNK if self._decoder.cached else width
+        cache = self._decoder.new_cache(len(texts), width) if width > chunk else None
         values, is_top = torch.empty(len(rows), dtype=torch.float64), torch.empty(len(rows), dtype=torch.bool)
-        for begin in range(0, width, QUERY_CHUNK):
+        for begin in range(0, width, chunk):
             try:
-                hidden = self._decoder.hidden(tokens[:, begin : begin + QUERY_CHUNK], cache)
+                hidden = self._decoder.hidden(tokens[:, begin : begin + chunk], cache)
             except PositionsExceeded as error:
                 raise self._too_long(error) from error
-            in_chunk = ((positions >= begin) & (positions < begin + QUERY_CHUNK)).nonzero()[:, 0]
+            in_chunk = ((positions >= begin) & (positions < begin + chunk)).nonzero()[:, 0]
             for part in in_chunk.split(LOGIT_POSITIONS):
                 states = hidden[rows[part].to(self._device), (positions[part] - begin).to(self._device)]
                 logits = self._decoder.logits(states).float()
@@ -334,6 +341,7 @@ class HarnessModel(TemplateLM):
                 eod=self._tokenizer.eod,
                 vocab_size=self._tokenizer.vocab_size,
                 batch_size=max(1, min(MAX_GENERATION_BATCH, self._batch_tokens // longest)),
+                recompute=not self._decoder.cached,
                 ended=partial(_ends_with_stop, self._tokenizer, option.until),
             )
             for index, generation in zip(indices, generations, strict=True):

@@ -61,11 +61,11 @@ def as_decoder(model: Callable[[Tensor], Any]) -> Decoder:
 
 
 class NativeDecoder:
-    """A model of this project."""
-
-    cached = True
+    """A model of this project. It is not cached if the positional method is `length_dependent`."""
 
     def __init__(self, model: Any):
+        methods = model.positional_methods().values() if hasattr(model, "positional_methods") else ()
+        self.cached = not any(method.length_dependent for method in methods)
         self.new_cache = model.new_cache
         self.hidden = model.hidden
         self.logits = model.logits

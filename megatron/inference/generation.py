@@ -168,6 +168,11 @@ def generate(
             f"{type(model).__name__} is not a model of this project, so its KV cache cannot be used: "
             "generate with recompute"
         )
+    if not recompute and not decoder.cached:
+        raise UserError(
+            f"pos_emb {decoder.pos_emb}: its angles change with the length of the text, so keys cannot be cached: "
+            "generate with recompute"
+        )
     stop = eod if stop_at_eod else None
     results: dict[int, Generation] = {}
     with inference(model):

@@ -1,4 +1,4 @@
-"""Tokenizers: Hugging Face `tokenizer.json` files, GPT-2's byte-level BPE, and UTF-8 bytes."""
+"""Tokenizers: Hugging Face `tokenizer.json` files, SentencePiece models, GPT-2's byte-level BPE, and UTF-8 bytes."""
 
 from megatron.tokenizer.tokenizer import (
     END_OF_DOCUMENT,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from megatron.tokenizer.special_tokens import TOKENIZER_CONFIG, SpecialTokens
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer
 from megatron.utils.errors import UserError, first_line, is_library_error
 from megatron.utils.files import read_file
@@ -39,6 +40,9 @@ class _LibraryTokenizer(Tokenizer):
         self._splittable = splittable
         self.eod = eod
         self.fingerprint = fingerprint
+        with _library_errors("the tokenizer cannot encode an empty text"):
+            added = tokenizer.encode("").ids
+        self.bos = added[0] if len(added) == 1 else None
         # Ids need not be contiguous. The embedding table must cover the largest one.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
@@ -68,17 +72,20 @@ class _LibraryTokenizer(Tokenizer):
             lengths[token_id] = len(token)
         for token_id, added_token in self._tokenizer.get_added_tokens_decoder().items():
             lengths[token_id] = len(added_token.content.encode("utf-8"))
-        lengths[self.eod] = 0
+        lengths[[self.eod, self.first]] = 0
         return lengths
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
     """A tokenizer.json file.
 
+    Documents end with `<|endoftext|>`, or else with the `eos_token` of the tokenizer_config.json in the same folder.
+    Texts start with the tokens that the file's post-processor puts there, as in transformers.
+
     Truncation and padding settings in the file are ignored, because training data must be neither cut nor padded.
 
     Raises:
-        UserError: the file is not a tokenizer.json or has no `<|endoftext|>` token.
+        UserError: the file is not a tokenizer.json or has no end-of-document token.
     """
 
     name = "HFTokenizer"
@@ -89,14 +96,19 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
         _check(tokenizer, path)
         eod = tokenizer.token_to_id(END_OF_DOCUMENT)
+        fingerprint = hashlib.sha256(content).hexdigest()
+        if eod is None and (eos := SpecialTokens.next_to(path).eos) is not None:
+            eod = tokenizer.token_to_id(eos)
+            fingerprint = hashlib.sha256(content + f"eod {eod}".encode()).hexdigest()
         if eod is None:
             special = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
             raise UserError(
                 f"{path} has no {END_OF_DOCUMENT} token, which marks the end of a document (its special tokens: "
-                f"{', '.join(special) if special else 'none'}); add it with add_special_tokens of the tokenizers "
-                "library, or train a tokenizer with tools/datasets/train_tokenizer.py"
+                f"{', '.join(special) if special else 'none'}), and no {TOKENIZER_CONFIG} in its folder names another "
+                "(eos_token); add it with add_special_tokens of the tokenizers library, or train a tokenizer with "
+                "tools/datasets/train_tokenizer.py"
             )
-        super().__init__(tokenizer, eod, hashlib.sha256(content).hexdigest(), _is_splittable(tokenizer))
+        super().__init__(tokenizer, eod, fingerprint, _is_splittable(tokenizer))
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):

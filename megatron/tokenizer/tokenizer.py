@@ -20,13 +20,12 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 _PIECE = 1 << 20  # characters
 
-TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer")
+TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer")
 
 # GPT-NeoX's other types: why each is unsupported, and the alternative.
 _UNSUPPORTED_TYPES = {
-    "SPMTokenizer": "SentencePiece models cannot be read; convert the model to a tokenizer.json and use HFTokenizer",
     "TiktokenTokenizer": "tiktoken downloads vocabularies at run time; use a tokenizer.json with HFTokenizer",
-    "HFLlamaTokenizer": "use the model's tokenizer.json with HFTokenizer",
+    "HFLlamaTokenizer": "use the model's tokenizer.json with HFTokenizer, or its tokenizer.model with SPMTokenizer",
 }
 
 
@@ -37,6 +36,7 @@ class Tokenizer(ABC):
         name: the GPT-NeoX `tokenizer-type`, e.g. "HFTokenizer".
         vocab_size: largest token id plus one, including special tokens, without padding.
         eod: id of the end-of-document token.
+        bos: id of the token that the tokenizer puts before every text; None if it adds none.
         fingerprint: SHA-256 (hexadecimal) of the vocabulary; equal fingerprints mean equal ids for any text.
     """
 
@@ -44,10 +44,22 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     fingerprint: str
+    bos: int | None = None
+
+    @property
+    def first(self) -> int:
+        """The token that precedes the first one of a text: `bos`, or else `eod`, which ends the previous document."""
+        return self.eod if self.bos is None else self.bos
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without an end-of-document token."""
+        """Return the token ids of `text`, after `bos` if the tokenizer has one, and without an end-of-document
+        token.
+        """
+
+    def tokenize_continuation(self, text: str) -> list[int]:
+        """Return the token ids that `text`, which starts with white space, adds to the end of another text."""
+        return self.tokenize("." + text)[len(self.tokenize(".")) :]
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -108,7 +120,8 @@ def build_tokenizer(
 
     Args:
         tokenizer_type: "HFTokenizer" (`vocab_file` is a tokenizer.json), "GPT2BPETokenizer" (`vocab_file` is GPT-2's
-            encoder.json / vocab.json, `merge_file` its vocab.bpe / merges.txt), "HFGPT2Tokenizer" (`vocab_file` is a
+            encoder.json / vocab.json, `merge_file` its vocab.bpe / merges.txt), "SPMTokenizer" (`vocab_file` is a
+            SentencePiece model), "HFGPT2Tokenizer" (`vocab_file` is a
             folder, a tokenizer.json or a name on the Hugging Face hub, "gpt2" by default) or "CharLevelTokenizer"
             (UTF-8 bytes, no files).
 
@@ -130,6 +143,10 @@ def build_tokenizer(
             _required_file(vocab_file, tokenizer_type, "vocab-file", f"GPT-2's encoder.json (vocab.json){hint}"),
             _required_file(merge_file, tokenizer_type, "merge-file", f"GPT-2's vocab.bpe (merges.txt){hint}"),
         )
+    if tokenizer_type == "SPMTokenizer":
+        from megatron.tokenizer.sentencepiece import SPMTokenizer
+
+        return SPMTokenizer(_required_file(vocab_file, tokenizer_type, "vocab-file", "a SentencePiece model"))
     if tokenizer_type == "HFGPT2Tokenizer":
         from megatron.tokenizer.hugging_face import HFGPT2Tokenizer
 

@@ -82,11 +82,11 @@ def to_hugging_face(
         values = (stock_config if stock else self_contained_config)(config, settings)
         values["dtype"] = values["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer is not None:
-            ids = special_ids(write_tokenizer(tokenizer, folder, settings.padded_vocab_size))
+            ids = write_tokenizer(tokenizer, folder, settings.padded_vocab_size)
             values.update(ids)
             write_json(folder / "generation_config.json", ids)
         else:
-            values.update(dict.fromkeys(special_ids(0)))
+            values.update(dict.fromkeys(special_ids(0, 0)))
         write_json(folder / "config.json", values)
         tensors = hugging_face_tensors(model, dtype)
         if not stock:

@@ -2,30 +2,45 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
-from megatron.checkpoint.storage import CheckpointError, write_json
+from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerFiles
 from megatron.tokenizer.hugging_face import MAX_BYTES, read_gpt2_tokenizer
-from megatron.utils.errors import UserError
+from megatron.tokenizer.special_tokens import TOKENIZER_CONFIG
+from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
 
 # The character that represents byte 0 in GPT-2's byte-level alphabet.
 NUL = "\u0100"
 
 
-def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> int:
-    """Write tokenizer.json and tokenizer_config.json for AutoTokenizer; return the end-of-document id.
+# A SentencePiece model is only exported if transformers gives the same ids for this text.
+SAMPLE = "def main(count=10):\n\treturn [x * 3.14 for x in range(count)]  # naïve – 東京 🙂\n\n  The  end."
 
-    The end-of-document token is also the padding token; padding is on the left, as generation requires. `vocabulary` is
-    the number of rows of the model's embedding. Raises UserError if the tokenizer is missing or has more tokens.
+# Files of a Hugging Face tokenizer that `copy_tokenizer` copies along with the vocabulary.
+OTHER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+
+
+def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dict[str, int]:
+    """Write a tokenizer for AutoTokenizer: tokenizer.json (or tokenizer.model) and tokenizer_config.json; return the
+    special tokens for config.json.
+
+    If the vocabulary file has a tokenizer_config.json in its folder, that is used. Otherwise the end-of-document token
+    is also the padding token, and padding is on the left, as generation requires. `vocabulary` is the number of rows of
+    the model's embedding. Raises UserError if the tokenizer is missing or has more tokens, or if transformers cannot
+    represent it.
     """
     try:
         tokenizer = files.build()
     except UserError as error:
         raise UserError(f"{error} (or convert without a tokenizer: --no-tokenizer)") from error
     check_rows(tokenizer, vocabulary)
+    if files.tokenizer_type == "SPMTokenizer":
+        _write_sentencepiece(files, tokenizer, folder)
+        return special_ids(tokenizer.eod, tokenizer.first)
     if files.tokenizer_type == "HFTokenizer":
         converted = tokenizers.Tokenizer.from_file(str(files.vocab_file))  # `build` has checked it
         converted.no_truncation()
@@ -38,19 +53,50 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> int
     else:
         converted = _character_level()
     converted.save(str(folder / "tokenizer.json"))
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_DOCUMENT,
-            "eos_token": END_OF_DOCUMENT,
-            "pad_token": END_OF_DOCUMENT,
-            "padding_side": "left",
-            "clean_up_tokenization_spaces": False,
-            "model_input_names": ["input_ids", "attention_mask"],
-        },
-    )
-    return tokenizer.eod
+    _write_config(files, folder, "PreTrainedTokenizerFast", converted.id_to_token(tokenizer.eod) or END_OF_DOCUMENT)
+    return special_ids(tokenizer.eod, tokenizer.first)
+
+
+def _write_config(files: TokenizerFiles, folder: Path, tokenizer_class: str, eos: str, **keys: Any) -> None:
+    original = Path(files.vocab_file or "").parent / TOKENIZER_CONFIG
+    if files.tokenizer_type in ("HFTokenizer", "SPMTokenizer") and os.path.isfile(original):
+        for name in OTHER_FILES:
+            if os.path.isfile(original.parent / name):
+                (folder / name).write_bytes(read_file(original.parent / name, MAX_BYTES))
+        values = read_json(original)
+        values.pop("auto_map", None)  # names code, which is not copied
+        write_json(folder / TOKENIZER_CONFIG, values)
+        return
+    values = {"tokenizer_class": tokenizer_class, **dict.fromkeys(("bos_token", "eos_token", "pad_token"), eos)}
+    values |= {"padding_side": "left", "clean_up_tokenization_spaces": False}
+    write_json(folder / TOKENIZER_CONFIG, {**values, "model_input_names": ["input_ids", "attention_mask"], **keys})
+
+
+def _write_sentencepiece(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the model, which transformers reads with its LlamaTokenizer."""
+    import sentencepiece
+
+    (folder / "tokenizer.model").write_bytes(read_file(str(files.vocab_file), MAX_BYTES))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    keys: dict[str, Any] = {"add_bos_token": tokenizer.bos is not None, "add_eos_token": False, "legacy": False}
+    keys["unk_token"] = processor.id_to_piece(processor.unk_id())
+    if processor.bos_id() >= 0:
+        keys["bos_token"] = processor.id_to_piece(processor.bos_id())
+    _write_config(files, folder, "LlamaTokenizer", processor.id_to_piece(tokenizer.eod), **keys)
+    from transformers import AutoTokenizer
+
+    try:
+        ids = AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"]
+    except Exception as error:  # transformers converts the model, which can fail in many ways
+        raise CheckpointError(
+            f"{files.vocab_file}: transformers cannot read it ({first_line(error)}); convert without a tokenizer: "
+            "--no-tokenizer"
+        ) from error
+    if ids != tokenizer.tokenize(SAMPLE):
+        raise CheckpointError(
+            f"{files.vocab_file}: transformers' LlamaTokenizer gives other ids than sentencepiece, because the model "
+            "is not of Llama's kind (BPE without normalization); convert without a tokenizer: --no-tokenizer"
+        )
 
 
 def check_rows(tokenizer: Tokenizer, vocabulary: int) -> None:
@@ -92,18 +138,20 @@ def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> 
         tokenizer_type, files = "HFTokenizer", {"vocab_file": "tokenizer.json"}
     elif os.path.lexists(source / "vocab.json") and os.path.lexists(source / "merges.txt"):
         tokenizer_type, files = "GPT2BPETokenizer", {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    elif os.path.lexists(source / "tokenizer.model"):
+        tokenizer_type, files = "SPMTokenizer", {"vocab_file": "tokenizer.model"}
     else:
         raise CheckpointError(
-            f"{source}: has neither tokenizer.json nor vocab.json and merges.txt; add them, or convert without a "
-            "tokenizer: --no-tokenizer"
+            f"{source}: has neither tokenizer.json, nor tokenizer.model, nor vocab.json and merges.txt; add them, or "
+            "convert without a tokenizer: --no-tokenizer"
         )
-    for name in files.values():
+    for name in (*files.values(), *(other for other in OTHER_FILES if os.path.lexists(source / other))):
         (folder / name).write_bytes(read_file(source / name, MAX_BYTES))
     copied = TokenizerFiles(tokenizer_type, **{key: folder / name for key, name in files.items()})
     check_rows(copied.build(), vocabulary)
     return {"tokenizer_type": tokenizer_type, **{key: str(final / name) for key, name in files.items()}}
 
 
-def special_ids(eod: int) -> dict[str, int]:
+def special_ids(eod: int, bos: int) -> dict[str, int]:
     """Special tokens in config.json and generation_config.json."""
-    return {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod}
+    return {"bos_token_id": bos, "eos_token_id": eod, "pad_token_id": eod}

@@ -123,11 +123,14 @@ def split_shares(split: str) -> list[float]:
 class TokenizerConfig(Group):
     """Tokenizer"""
 
-    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer"] = key(
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer"
+    ] = key(
         "GPT2BPETokenizer",
         """GPT2BPETokenizer: vocab_file (JSON) and merge_file of GPT-2; HFTokenizer: vocab_file is a tokenizer.json of
-        Hugging Face tokenizers; HFGPT2Tokenizer: vocab_file is a folder or a name on the Hugging Face hub, by default
-        gpt2; CharLevelTokenizer: one token per UTF-8 byte, no files.""",
+        Hugging Face tokenizers; SPMTokenizer: vocab_file is a SentencePiece model; HFGPT2Tokenizer: vocab_file is a
+        folder or a name on the Hugging Face hub, by default gpt2; CharLevelTokenizer: one token per UTF-8 byte, no
+        files.""",
     )
     vocab_file: PathText | None = key(None, "Vocabulary file of the tokenizer.")
     merge_file: PathText | None = key(None, "Merges file of GPT-2's BPE.")

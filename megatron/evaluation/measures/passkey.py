@@ -56,8 +56,9 @@ class Prompts:
     @cached_property
     def _pieces(self) -> tuple[list[int], list[int], list[list[int]]]:
         """Token ids of the introduction, the question and the filler sentences."""
-        tokenize = self.tokenizer.tokenize
-        return tokenize(INTRODUCTION), tokenize(QUESTION), [tokenize(sentence) for sentence in FILLER]
+        tokenize = self.tokenizer.tokenize_continuation
+        introduction = self.tokenizer.tokenize(INTRODUCTION)
+        return introduction, tokenize(QUESTION), [tokenize(sentence) for sentence in FILLER]
 
     @property
     def token_ids(self) -> Tensor:
@@ -68,7 +69,7 @@ class Prompts:
     def keys(self, length: int, depth: float, trials: int) -> list[tuple[list[int], list[int]]]:
         """Token ids of (sentence with the pass key, answer) for each trial."""
         numbers = self._generator(length, depth).integers(10_000, 100_000, trials)
-        tokenize = self.tokenizer.tokenize
+        tokenize = self.tokenizer.tokenize_continuation
         return [(tokenize(KEY.format(key=number)), tokenize(ANSWER.format(key=number))) for number in numbers]
 
     def determined_by(self, length: int, depth: float, trials: int) -> object:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
 from kerple.positional import PositionsExceeded, Rotary
 from kerple.positional.functional import default_frequencies
@@ -158,6 +159,71 @@ def test_frequencies_are_those_of_transformers(size, base, factor):
     assert explicit == from_model
 
 
+@pytest.mark.parametrize(("size", "base"), [(64, 10_000.0), (16, 500_000.0)])
+@pytest.mark.parametrize("turns", [{}, {"low_freq_factor": 0.5, "high_freq_factor": 9}])
+def test_llama3_frequencies_are_those_of_transformers(size, base, turns):
+    """All three kinds of frequencies occur: kept, mixed and divided."""
+    complete = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **turns}
+    method = Rotary(size, TRAINED, base=base, scaling="llama3", factor=8, **turns)
+    parameters = {"factor": 8.0, "original_max_position_embeddings": TRAINED, **complete}
+    assert_frequencies(method, *transformers_frequencies("llama3", size, base, **parameters))
+    ratios = {round(a / b, 9) for a, b in zip(method.angles.frequencies, default_frequencies(size, base), strict=True)}
+    assert {1.0, 0.125} < ratios
+
+
+PARAMETERS = {
+    "linear": {},
+    "dynamic": {},
+    "yarn": {"original_max_position_embeddings": TRAINED},
+    "llama3": {"original_max_position_embeddings": TRAINED, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETERS)
+@pytest.mark.parametrize("length", [TRAINED // 2, TRAINED, TRAINED + 1, 4 * TRAINED])
+def test_cosines_and_sines_are_those_of_transformers(kind, length):
+    """As computed by a model's own module, attention scaling of yarn included. Its angles are float32."""
+    size, base = 32, 10_000.0
+    parameters = {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": 1.0, "factor": 4.0}
+    config = GPTNeoXConfig(
+        hidden_size=2 * size,
+        num_attention_heads=2,
+        max_position_embeddings=TRAINED,
+        rope_parameters=parameters | PARAMETERS[kind],
+    )
+    theirs = GPTNeoXRotaryEmbedding(config)
+    expected = theirs(torch.zeros(1), torch.arange(length)[None])
+    method = Rotary(size, TRAINED, base=base, scaling=kind, factor=4)
+    positions = torch.arange(length)
+    # Rotating (1, 0) gives (cos, sin); float32 angles below 512 differ by at most 512 * 2^-24.
+    states = torch.cat((torch.ones(length, size // 2), torch.zeros(length, size // 2)), dim=1)[None, None]
+    rotated, _ = method.rotate(states, states, positions, positions)
+    halves = torch.cat([part[0, :, : size // 2] for part in expected], dim=1)
+    torch.testing.assert_close(rotated[0, 0], halves, rtol=0, atol=max(1e-6, length * 2**-24))
+    frequencies = method.dynamic and default_frequencies(size, method.dynamic.at(length))
+    if frequencies is None:
+        frequencies = method.angles.frequencies
+    torch.testing.assert_close(torch.tensor(frequencies), theirs.inv_freq, rtol=2e-6, atol=0)
+
+
+def test_dynamic_scaling_depends_on_the_length():
+    torch.manual_seed(0)
+    states = torch.randn(1, 2, 3 * TRAINED, 16, dtype=torch.float64)
+    positions = torch.arange(3 * TRAINED)
+    method = Rotary(16, TRAINED, scaling="dynamic", factor=4)
+    longer, _ = method.rotate(states, states, positions, positions)
+    # As ntk with the factor of this length; shorter texts are not scaled, also afterwards.
+    ntk, _ = Rotary(16, scaling="ntk", factor=4 * 3 - 3).rotate(states, states, positions, positions)
+    torch.testing.assert_close(longer, ntk, rtol=0, atol=1e-6)
+    plain, _ = Rotary(16).rotate(states, states, positions, positions)
+    for first, last in ((0, TRAINED), (TRAINED - 9, TRAINED), (0, 5)):
+        part = states[:, :, first:last]
+        rotated, _ = method.rotate(part, part, positions[first:last], positions[first:last])
+        assert torch.equal(rotated, plain[:, :, first:last])
+    with pytest.raises(ValueError, match=r"beyond trained_length 128 it must be read at once, without a KV cache"):
+        method.rotate(states[:, :, :1], states[:, :, :1], torch.tensor([TRAINED]), torch.tensor([TRAINED]))
+
+
 def test_effect_of_each_scaling():
     """linear equals unscaled rotary at positions divided by the factor; ntk keeps the first frequency and divides the
     last; yarn multiplies the scores by (0.1 ln s + 1)^2.
@@ -239,9 +305,13 @@ def test_random_positions_in_evaluation_do_not_depend_on_the_length():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scaling": "dynamic", "factor": 2}, "'dynamic' is unknown.*depend on the current length.*ntk"),
-        ({"scaling": "cubic"}, "'cubic' is unknown; choose one of linear, ntk, yarn, random"),
-        ({"factor": 2}, "factor 2 has no effect with scaling None; it is an option of linear, ntk, yarn"),
+        ({"scaling": "dynamic", "factor": 2}, "scaling dynamic needs trained_length"),
+        ({"scaling": "cubic"}, "'cubic' is unknown; choose one of linear, ntk, yarn, llama3, dynamic, random"),
+        ({"factor": 2}, "factor 2 has no effect with scaling None; it is an option of linear, ntk, yarn, llama3"),
+        (
+            {"scaling": "llama3", "factor": 2, "trained_length": 8, "low_freq_factor": 4},
+            "0 < low_freq_factor < high_freq_factor; got 4, 4.0",
+        ),
         ({"scaling": "linear", "factor": 2, "beta_fast": 3}, "beta_fast 3 has no effect with scaling 'linear'"),
         ({"scaling": "linear"}, "scaling linear needs factor"),
         ({"scaling": "ntk", "factor": 0.5}, "scaling ntk needs factor.*got 0.5"),

@@ -433,6 +433,8 @@ def loss_with(model, data, **options) -> float:
         LINEAR,
         {"scaling": "ntk", "factor": 4},
         {"scaling": "yarn", "factor": 4},
+        {"scaling": "llama3", "factor": 4},
+        {"scaling": "dynamic", "factor": 4},
         {"scaling": "random", "random_range": 256, "random_length": LENGTH},
     ],
     ids=lambda options: options["scaling"],

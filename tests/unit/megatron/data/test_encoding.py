@@ -43,6 +43,21 @@ def test_append_eod_and_empty_documents():
     assert encoded.empty == [1]
 
 
+def test_documents_start_with_the_token_that_the_tokenizer_adds(monkeypatch):
+    """A document without text has no other token, and is skipped."""
+
+    class WithBos(CharLevelTokenizer):
+        bos = 300
+
+        def tokenize(self, text):
+            return [self.bos, *super().tokenize(text)]
+
+    encoded = encode([{"text": "ab"}, {"text": ""}, {"text": "c"}], WithBos(), append_eod=True)
+    assert encoded.tokens[0].tolist() == [300, 97, 98, 0, 300, 99, 0]
+    assert encoded.lengths[0].tolist() == [4, 3]
+    assert encoded.empty == [1]
+
+
 def test_several_keys():
     encoded = encode([{"a": "one", "b": "two"}, {"a": "three", "b": ""}], keys=("b", "a"))
     assert decode(encoded, 0) == ["two"]

