@@ -1,6 +1,10 @@
 """A call of attention: its tensors, the keys that each query attends to, and what it requires of a backend.
 
-Legend: b batch, s query length, t key length, h heads, d head size, p coefficients per head.
+In grouped-query attention (arXiv 2305.13245), h query heads share g key/value heads: query head i uses key/value head
+i // (h/g).
+
+Legend: b batch, s query length, t key length, h heads (of queries), g key/value heads, d head size, p coefficients per
+head.
 """
 
 import contextlib
@@ -101,7 +105,7 @@ class AttentionCall:
 
     Attributes:
         query: `[b, h, s, d]`, the last s of the t positions.
-        key, value: `[b, h, t, d]`.
+        key, value: `[b, g, t, d]`; g divides h.
         scale: factor of q.k.
         bias_table, weight_table: float32 `[h, >= max_kv_len]` over distance, or None.
         bias_jacobian, weight_jacobian: alternative gradients of these tables, or None.
@@ -131,6 +135,16 @@ class AttentionCall:
     @property
     def kv_len(self) -> int:
         return self.key.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        """g, the number of key/value heads."""
+        return self.key.shape[1]
+
+    @property
+    def queries_per_kv(self) -> int:
+        """h / g, the number of query heads that share a key/value head."""
+        return self.query.shape[1] // self.kv_heads
 
     @property
     def offset(self) -> int:
@@ -170,10 +184,15 @@ class AttentionCall:
         """Return the call itself. Raises ValueError for shapes, dtypes or a dropout probability that do not fit."""
         query, key, value = (list(states.shape) for states in (self.query, self.key, self.value))
         heads = query[1]
-        if key != value or (query[:2], query[3]) != (key[:2], key[3]):
+        if key != value or (query[0], query[3]) != (key[0], key[3]):
             raise ValueError(
                 f"query {query}, key {key} and value {value} do not fit together: they must be [b, h, s, d], "
-                "[b, h, t, d] and [b, h, t, d]"
+                "[b, g, t, d] and [b, g, t, d]"
+            )
+        if not key[1] or heads % key[1]:
+            raise ValueError(
+                f"{heads} query heads cannot share {key[1]} key/value heads: the number of key/value heads must divide "
+                "the number of query heads"
             )
         if not self.query.dtype == self.key.dtype == self.value.dtype:
             raise ValueError(

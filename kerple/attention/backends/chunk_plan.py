@@ -1,7 +1,7 @@
 """How the chunked backend divides a call into chunks, and its view of a table over distance for the pairs of a chunk.
 
-Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: g heads (of one sample, or all heads of
-several samples), c queries, l keys.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: n heads (of one
+sample, or all heads of several samples), m key/value heads, c queries, l keys.
 """
 
 from dataclasses import dataclass
@@ -34,15 +34,17 @@ class ChunkPlan:
     """The division of a call into groups of heads, and of each group into chunks of queries.
 
     Attributes:
-        batch, heads, q_len, kv_len: the sizes of the call.
+        batch, heads, kv_heads, q_len, kv_len: the sizes of the call.
         max_kv_len: the largest number of keys that a query attends to.
         rows: queries in a chunk; the chunk at the start of the sequence may be smaller.
         merges_samples: whether a group has all heads of several samples, rather than some heads of one sample.
-        group_size: heads in a group; the last group may be smaller.
+        group_size: heads in a group; the last group may be smaller. They use whole key/value heads, or are a part of
+            those that share one.
     """
 
     batch: int
     heads: int
+    kv_heads: int
     q_len: int
     kv_len: int
     max_kv_len: int
@@ -62,25 +64,29 @@ class ChunkPlan:
         if merges_samples:
             group_size = heads * min(batch, budget // (heads * head_bytes))
         else:
-            group_size = max(
-                size for size in range(1, heads + 1) if heads % size == 0 and (size * head_bytes <= budget or size == 1)
-            )
-        return cls(batch, heads, s, t, max_kv_len, rows, merges_samples, group_size)
+            shared = call.queries_per_kv
+            sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % shared == 0 or shared % n == 0)]
+            group_size = max(size for size in sizes if size * head_bytes <= budget or size == 1)
+        return cls(batch, heads, call.kv_heads, s, t, max_kv_len, rows, merges_samples, group_size)
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """`[b, h, n, d]` -> `[g, n, d]` per group. These are views, unless merging samples requires a copy."""
+        """`[b, h, s, d]` -> `[n, s, d]` per group. These are views, unless merging samples requires a copy."""
         if self.merges_samples:
             return list(states.flatten(0, 1).split(self.group_size))
         return [part for sample in states.unbind(0) for part in sample.split(self.group_size)]
 
-    def empty_states(self, like: Tensor, length: int, head_size: int) -> Tensor:
-        """Uninitialized `[b, h, length, d]`; `split` returns views of it."""
-        return like.new_empty(self.batch, self.heads, length, head_size)
+    def split_kv(self, states: Tensor) -> list[Tensor]:
+        """`[b, g, t, d]` -> `[m, t, d]` per group, like `split`. Groups that share a key/value head get equal views."""
+        shared = self.heads // self.kv_heads
+        size, repeats = max(1, self.group_size // shared), max(1, shared // self.group_size)
+        if self.merges_samples:
+            return list(states.flatten(0, 1).split(size))
+        return [part for sample in states.unbind(0) for part in sample.split(size) for _ in range(repeats)]
 
     def empty_context(self, like: Tensor, head_size: int) -> Tensor:
         """Uninitialized `[b, h, s, d]` for the result; if possible `[b, s, h, d]` in memory, as a model needs it."""
         if self.merges_samples:
-            return self.empty_states(like, self.q_len, head_size)
+            return like.new_empty(self.batch, self.heads, self.q_len, head_size)
         return like.new_empty(self.batch, self.q_len, self.heads, head_size).transpose(1, 2)
 
     def first_heads(self) -> list[int]:
@@ -143,7 +149,7 @@ class ToeplitzTable:
         return table
 
     def align(self, first_head: int, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """A chunk's scores `[g, c, l]` as `[samples, h, c, l]`, and the table's values for its pairs, a read-only view
+        """A chunk's scores `[n, c, l]` as `[samples, h, c, l]`, and the table's values for its pairs, a read-only view
         `[h, c, l]`. The chunk's queries are in reverse order.
         """
         _, rows, keys = scores.shape
@@ -153,7 +159,7 @@ class ToeplitzTable:
         return scores.view(-1, *shape), values
 
     def add_gradient(self, first_head: int, gradient: Tensor) -> None:
-        """Add the gradient of a chunk's pairs, contiguous `[g, c, l]` and zero for masked pairs, by distance.
+        """Add the gradient of a chunk's pairs, contiguous `[n, c, l]` and zero for masked pairs, by distance.
 
         Pairs with the same distance have the same r+j. They are one column of a view whose rows are one element shorter
         than those of the matrix. Before its own first element, a row of this view contains the end of the previous row:

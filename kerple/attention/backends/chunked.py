@@ -5,7 +5,8 @@ Keys after a chunk's last query are skipped, which halves the work of causal att
 heads stay in the cache, so attention with a table is about as fast as PyTorch's own kernel without one. Sums are in a
 fixed order, so repeated runs give bitwise identical results.
 
-Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: g heads, c queries, l keys.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: n heads, m key/value
+heads, c queries, l keys.
 """
 
 import math
@@ -80,21 +81,33 @@ def _attend_with_modified_scores(call: AttentionCall) -> Tensor:
 def _attend_to_single_query(call: AttentionCall) -> Tensor:
     """Single-token decoding: one row of scores, whose distances are those of a table in reverse order."""
     max_kv_len, dtype = call.max_kv_len, call.compute_dtype
-    query, key, value = call.query, call.key[:, :, -max_kv_len:], call.value[:, :, -max_kv_len:]
+    key, value = call.key[:, :, -max_kv_len:], call.value[:, :, -max_kv_len:]
+    # The queries of all heads that share a key/value head are the rows of one matrix.
+    group = (call.kv_heads, call.queries_per_kv)
+    query = call.query.squeeze(2).unflatten(1, group)
     bias, weight = (
-        None if table is None else table[:, None, :max_kv_len].flip(-1)
+        None if table is None else table[:, :max_kv_len].flip(-1).unflatten(0, group)
         for table in (call.bias_table, call.weight_table)
     )
     if weight is None and query.device.type == "cpu" and (query.dtype != dtype or bias is None):
         # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a float32 mask with it.
         mask = None if bias is None else bias.to(dtype)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
+        context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
+        return context.flatten(1, 2).unsqueeze(2)
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
     if weight is not None:
         scores = scores * weight
     if bias is not None:
         scores = scores + bias
-    return (scores.softmax(dim=-1) @ value.to(dtype)).to(query.dtype)
+    context = scores.softmax(dim=-1) @ value.to(dtype)
+    return context.to(query.dtype).flatten(1, 2).unsqueeze(2)
+
+
+def _by_kv_head(states: Tensor, key: Tensor) -> Tensor:
+    """`[n, c, ...]` -> `[m, n/m c, ...]`: the rows of all heads that share a key/value head of `[m, l, d]` are the rows
+    of one matrix.
+    """
+    return states.view(len(key), -1, states.shape[-1])
 
 
 class _ChunkScores:
@@ -123,17 +136,19 @@ class _ChunkScores:
         self.reverse_order = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
 
     def reversed_rows(self, states: Tensor, chunk: Chunk) -> Tensor:
-        """A chunk's rows of `[g, s, d]`, last query first: `[g, c, d]`."""
+        """A chunk's rows of `[n, s, d]`, last query first: `[n, c, d]`."""
         return states.narrow(1, chunk.first_query, chunk.rows).index_select(1, self.reverse_order[chunk.rows])
 
     def write_reversed(self, states: Tensor, chunk: Chunk, rows: Tensor) -> None:
-        """Write a chunk's rows, last query first, to `[g, s, d]`."""
+        """Write a chunk's rows, last query first, to `[n, s, d]`."""
         rows = rows.index_select(1, self.reverse_order[chunk.rows])
         states.narrow(1, chunk.first_query, chunk.rows).copy_(rows)
 
     def products(self, query: Tensor, key: Tensor, out: Tensor) -> Tensor:
-        """scale * q.k of `[g, c, d]` and `[g, l, d]`, in `out`."""
-        return torch.baddbmm(out, query, key.transpose(1, 2), beta=0, alpha=self.scale, out=out)
+        """scale * q.k of `[n, c, d]` and `[m, l, d]`, in `out` `[n, c, l]`."""
+        rows = _by_kv_head(out, key)
+        torch.baddbmm(rows, _by_kv_head(query, key), key.transpose(1, 2), beta=0, alpha=self.scale, out=rows)
+        return out
 
     def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
         """softmax(weight * products + bias), in `out`; `out` is `products` itself if there is no weight."""
@@ -148,7 +163,7 @@ class _ChunkScores:
         return torch.softmax(out, dim=-1, out=out)
 
     def multiply_weight(self, first_head: int, scores: Tensor, out: Tensor) -> None:
-        """weight * scores, in `out`, both `[g, c, l]`. Does nothing if there is no weight."""
+        """weight * scores, in `out`, both `[n, c, l]`. Does nothing if there is no weight."""
         if self.weight is not None:
             scores, weight = self.weight.align(first_head, scores)
             torch.mul(scores, weight, out=out.view_as(scores))
@@ -198,9 +213,10 @@ class _ChunkedAttention(torch.autograd.Function):
         context = plan.empty_context(like, query.shape[3])
         scores = _ChunkScores(plan, call, like)
         workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
-        groups = (plan.split(states.to(like.dtype)) for states in (query, key, value, context))
+        groups = [plan.split(states.to(like.dtype)) for states in (query, context)]
+        kv_groups = [plan.split_kv(states.to(like.dtype)) for states in (key, value)]
 
-        for head, queries, keys, values, contexts in zip(plan.first_heads(), *groups, strict=True):
+        for head, queries, contexts, keys, values in zip(plan.first_heads(), *groups, *kv_groups, strict=True):
             for chunk in plan.chunks:
                 matrix = workspace(len(queries), chunk.rows, chunk.keys)
                 chunk_key, chunk_value = (states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values))
@@ -208,7 +224,8 @@ class _ChunkedAttention(torch.autograd.Function):
                 scores.probabilities(head, matrix, out=matrix)
                 if dropout is not None:
                     matrix.mul_(dropout.factors(matrix))
-                scores.write_reversed(contexts, chunk, torch.bmm(matrix, chunk_value))
+                rows = torch.bmm(_by_kv_head(matrix, chunk_value), chunk_value)
+                scores.write_reversed(contexts, chunk, rows.view(len(queries), chunk.rows, -1))
         return context.to(query.dtype)
 
     @staticmethod
@@ -243,7 +260,7 @@ def _chunked_backward(
     like = call.query.new_empty(0, dtype=dtype)
     dropout = _SeededDropout(call.dropout_p, seed, like.device) if call.dropout_p else None
     scores = _ChunkScores(plan, call, like)
-    grads = [plan.empty_states(like, length, head_size) for length in (plan.q_len, plan.kv_len, plan.kv_len)]
+    grads = [like.new_empty(states.shape) for states in (call.query, call.key, call.value)]
     # The first chunk of a group writes the gradients of all keys, unless a window excludes some of them.
     first_chunk_writes = plan.max_chunk_keys == plan.kv_len
     if not first_chunk_writes:
@@ -255,11 +272,11 @@ def _chunked_backward(
     products_workspace, grad_workspace = _Workspace(scores_size, like), _Workspace(scores_size, like)
     weighted_workspace = products_workspace if scores.weight is None else _Workspace(scores_size, like)
     states_workspace = _Workspace(plan.group_size * plan.max_chunk_keys * head_size, like)
-    tensors = (call.query, call.key, call.value, grad_context, *grads)
-    groups = (plan.split(states.to(dtype)) for states in tensors)
+    groups = [plan.split(states.to(dtype)) for states in (call.query, grad_context, grads[0])]
+    kv_groups = [plan.split_kv(states.to(dtype)) for states in (call.key, call.value, *grads[1:])]
 
-    for head, queries, *group in zip(plan.first_heads(), *groups, strict=True):
-        keys, values, grad_contexts, grad_queries, grad_keys, grad_values = group
+    for head, *group in zip(plan.first_heads(), *groups, *kv_groups, strict=True):
+        queries, grad_contexts, grad_queries, keys, values, grad_keys, grad_values = group
         for index, chunk in enumerate(plan.chunks):
             shape = (len(queries), chunk.rows, chunk.keys)
             chunk_query = scores.reversed_rows(queries, chunk)
@@ -270,13 +287,16 @@ def _chunked_backward(
             products = scores.products(chunk_query, chunk_key, out=products_workspace(*shape))
             probabilities = scores.probabilities(head, products, out=weighted_workspace(*shape))
 
-            grad = torch.bmm(chunk_grad_context, chunk_value.transpose(1, 2), out=grad_workspace(*shape))
+            grad = grad_workspace(*shape)
+            grad_rows, chunk_grad_context = _by_kv_head(grad, keys), _by_kv_head(chunk_grad_context, keys)
+            torch.bmm(chunk_grad_context, chunk_value.transpose(1, 2), out=grad_rows)
             dropped = probabilities
             if dropout is not None:
                 factors = dropout.factors(probabilities)
                 grad.mul_(factors)
                 dropped = factors.mul_(probabilities)
-            overwrite = first_chunk_writes and index == 0
+            overwrite = first_chunk_writes and index == 0 and head % call.queries_per_kv == 0
+            dropped = _by_kv_head(dropped, keys)
             _add_product(chunk_grad_value, dropped, chunk_grad_context, 1.0, overwrite, states_workspace)
 
             # Through the softmax, in place.
@@ -287,10 +307,11 @@ def _chunked_backward(
                 grad_weight.add_gradient(head, products.mul_(grad))
             scores.multiply_weight(head, grad, out=grad)
 
+            chunk_query = _by_kv_head(chunk_query, keys)
             rows = states_workspace(*chunk_query.shape)
-            torch.baddbmm(rows, grad, chunk_key, beta=0, alpha=call.scale, out=rows)
-            scores.write_reversed(grad_queries, chunk, rows)
-            _add_product(chunk_grad_key, grad, chunk_query, call.scale, overwrite, states_workspace)
+            torch.baddbmm(rows, grad_rows, chunk_key, beta=0, alpha=call.scale, out=rows)
+            scores.write_reversed(grad_queries, chunk, rows.view(*shape[:2], head_size))
+            _add_product(chunk_grad_key, grad_rows, chunk_query, call.scale, overwrite, states_workspace)
 
     grad_tables = (
         None if grad is None or table is None else grad.to_table(table.shape[1]).to(table.dtype)
@@ -302,7 +323,7 @@ def _chunked_backward(
 def _add_product(
     target: Tensor, left: Tensor, right: Tensor, scale: float, overwrite: bool, workspace: _Workspace
 ) -> None:
-    """Add scale * left^T right, of `[g, c, l]` and `[g, c, d]`, to `[g, l, d]`, or overwrite it."""
+    """Add scale * left^T right, of `[m, n/m c, l]` and `[m, n/m c, d]`, to `[m, l, d]`, or overwrite it."""
     left = left.transpose(1, 2)
     if overwrite or target.is_contiguous():
         torch.baddbmm(target, left, right, beta=0 if overwrite else 1, alpha=scale, out=target)

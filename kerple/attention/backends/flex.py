@@ -3,7 +3,7 @@
 On a GPU FlexAttention is compiled and sums the tables' gradients with atomics, so two runs may differ in the last bits.
 On a CPU it is not compiled and has no backward pass.
 
-Legend: b batch, s query length, t key length, h heads, d head size, δ distance.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, δ distance.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,8 @@ def flex_attention(call: AttentionCall) -> Tensor:
         modify = table_score_mod(call.bias_table, call.weight_table, call.offset)
     run = _compiled_flex_attention() if call.query.device.type == "cuda" else _flex_module().flex_attention
     mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device)
-    context: Tensor = run(call.query, call.key, call.value, score_mod=modify, block_mask=mask, scale=call.scale)
+    options = {"score_mod": modify, "block_mask": mask, "scale": call.scale, "enable_gqa": call.queries_per_kv > 1}
+    context: Tensor = run(call.query, call.key, call.value, **options)
     return context
 
 

@@ -1,6 +1,6 @@
 """The reference backend: all scores in memory, in float32 (float64 for float64 inputs).
 
-Legend: b batch, s query length, t key length, h heads, d head size; in a chunk: c queries, l keys.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: c queries, l keys.
 """
 
 import torch
@@ -30,7 +30,7 @@ def attend_to_chunk(
     first_query: int,
     first_key: int,
 ) -> Tensor:
-    """Attention of `[b, h, c, d]` queries and `[b, h, l, d]` keys at consecutive positions, with all their scores in
+    """Attention of `[b, h, c, d]` queries and `[b, g, l, d]` keys at consecutive positions, with all their scores in
     memory. `call` says how scores are computed.
     """
     queries, keys = range(first_query, first_query + query.shape[2]), range(first_key, first_key + key.shape[2])
@@ -40,8 +40,11 @@ def attend_to_chunk(
         states.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1) for states in (query, key, value)
     )
     flat_query, flat_key, flat_value = queries_keys_values
+    # The queries of all heads that share a key/value head are the rows of one matrix.
+    group_rows = call.queries_per_kv * len(queries)
+    flat_query = flat_query.view(len(flat_key), group_rows, query.shape[3])
     scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
-    scores = scores.view(*query.shape[:2], *scores.shape[1:])
+    scores = scores.view(*query.shape[:3], len(keys))
     mask = call.span.mask(queries, keys, query.device)
     if call.modify_scores is not None:
         positions = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
@@ -53,7 +56,8 @@ def attend_to_chunk(
         if call.bias_table is not None:
             scores = scores + call.bias_table[:, distance]
     probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
-    context = torch.bmm(F.dropout(probabilities, call.dropout_p).flatten(0, 1), flat_value)
+    probabilities = F.dropout(probabilities, call.dropout_p)
+    context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, len(keys)), flat_value)
     return context.view(query.shape).to(query.dtype)
 
 

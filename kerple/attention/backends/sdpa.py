@@ -1,7 +1,9 @@
 """The sdpa backend: `torch.nn.functional.scaled_dot_product_attention`, with the bias in its mask.
 
-Legend: b batch, s query length, t key length, h heads, d head size.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,8 @@ from kerple.attention.tables import pair_distances
 
 # Queries per call of PyTorch's kernel if it needs a mask: bounds the memory of the mask.
 MASK_ROWS = 128
+# The largest head size of FlashAttention's CUDA kernels.
+MAX_FLASH_SIZE = 256
 
 
 def sdpa_attention(call: AttentionCall) -> Tensor:
@@ -23,9 +27,7 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     """
     query, key, value, bias_table = call.query, call.key, call.value, call.bias_table
     if bias_table is None and call.span.window is None and call.q_len == call.kv_len:
-        return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=call.dropout_p, is_causal=True, scale=call.scale
-        )
+        return _attend(call, query, key, value, is_causal=True)
     mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype
     contexts = []
     for first in range(0, call.q_len, MASK_ROWS):
@@ -39,16 +41,36 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
             bias = bias_table[:, pair_distances(queries, keys, mask)]
             attn_mask = bias.masked_fill(mask, float("-inf")).to(mask_dtype)[None]
         contexts.append(
-            F.scaled_dot_product_attention(
-                query[:, :, first:last],
-                key[:, :, first_key:end],
-                value[:, :, first_key:end],
-                attn_mask=attn_mask,
-                dropout_p=call.dropout_p,
-                scale=call.scale,
+            _attend(
+                call, query[:, :, first:last], key[:, :, first_key:end], value[:, :, first_key:end], attn_mask=attn_mask
             )
         )
     return torch.cat(contexts, dim=2)
+
+
+def _attend(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """PyTorch's kernel for some of a call's queries and keys, and a mask `[s, t]` or `[1, h, s, t]`."""
+    attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, is_causal=is_causal, scale=call.scale)
+    if call.queries_per_kv == 1:
+        return attend(query, key, value, attn_mask)
+    is_half, size = query.dtype.itemsize < 4, query.shape[3]
+    if query.device.type == "cpu" or (attn_mask is None and is_half and size <= MAX_FLASH_SIZE):
+        return attend(query, key, value, attn_mask, enable_gqa=True)
+    # With enable_gqa, other CUDA calls would repeat the keys and store all scores. So there is a call for the first
+    # query head of each key/value head, one for the second, and so on.
+    group = (call.kv_heads, call.queries_per_kv)
+    queries = query.unflatten(1, group).unbind(2)
+    per_head = attn_mask is not None and attn_mask.dim() == 4
+    masks = attn_mask.unflatten(1, group).unbind(2) if per_head else [attn_mask] * len(queries)
+    contexts = [attend(part, key, value, mask) for part, mask in zip(queries, masks, strict=True)]
+    return torch.stack(contexts, dim=2).flatten(1, 2)
 
 
 SDPA = Backend("sdpa", sdpa_attention, weight=False)

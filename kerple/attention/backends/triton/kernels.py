@@ -16,8 +16,9 @@ block distance k (query tile m and the key tile k tiles before it) have the same
 program handles one block distance, adds complete tiles in registers, and writes one tile. A second kernel sums these
 tiles along their diagonals. Both orders are fixed.
 
-Legend: b batch, h heads, s query length, t key length, d head size (SIZE; BLOCK_D is the next power of two), q tiles of
-queries, p jacobian directions, or parts of the tiles at a block distance; k block distances.
+Legend: b batch, h heads, g key/value heads (`group` = h/g query heads share one; Triton compiles a kernel of its own
+for group 1), s query length, t key length, d head size (SIZE; BLOCK_D is the next power of two), q tiles of queries,
+p jacobian directions, or parts of the tiles at a block distance; k block distances.
 """
 
 import triton
@@ -56,22 +57,22 @@ COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
-def sample_and_head(heads):
-    """The sample and head of a program, int64, for a grid whose second dimension is b * h."""
+def sample_and_heads(heads, group):
+    """The sample, query head and key/value head of a program, int64, for a grid whose second dimension is b * h."""
     sample = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    return sample, head
+    head = tl.program_id(1) % heads
+    return sample, head.to(tl.int64), (head // group).to(tl.int64)
 
 
 @triton.jit
 def input_pointers(
-    query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head,
+    query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, kv_head,
     MARGIN: tl.constexpr,
 ):  # fmt: skip
     """The inputs of a sample and head; bias and weight from distance 0 on."""
     query += sample * query_b + head * query_h
-    key += sample * key_b + head * key_h
-    value += sample * value_b + head * value_h
+    key += sample * key_b + kv_head * key_h
+    value += sample * value_b + kv_head * value_h
     bias += head * table_h + MARGIN
     weight += head * table_h + MARGIN
     return query, key, value, bias, weight
@@ -175,17 +176,18 @@ def key_ranges(first, offset, t, window, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.c
 def forward_kernel(
     query, key, value, bias, weight, context, lse,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, context_b, context_h, context_s,
-    table_h, heads, s, t, scale_log2, window,
+    table_h, heads, group, s, t, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """context `[b, h, s, d]` and lse `[b, h, s]`, with an online softmax. A program computes a tile of queries."""
     # The longest rows start first; the short ones fill the gaps at the end.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    sample, head = sample_and_head(heads)
+    sample, head, kv_head = sample_and_heads(heads, group)
     query, key, value, bias, weight = input_pointers(
-        query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, MARGIN
-    )
+        query, key, value, bias, weight,
+        query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, kv_head, MARGIN,
+    )  # fmt: skip
     context += sample * context_b + head * context_h
     lse += (sample * heads + head) * s
     offset = t - s
@@ -228,7 +230,7 @@ def row_stats_kernel(
 ):  # fmt: skip
     """row_stats `[b, h, rows, 2]`: lse `[b, h, s]`, and delta = context . grad_context. Padding rows get inf and 0."""
     first = tl.program_id(0) * BLOCK_M
-    sample, head = sample_and_head(heads)
+    sample, head, _ = sample_and_heads(heads, 1)
     context += sample * context_b + head * context_h
     grad_context += sample * grad_context_b + head * grad_context_h
     contexts = load_rows(context, first, context_s, s, SIZE, BLOCK_M, BLOCK_D).to(tl.float32)
@@ -246,20 +248,18 @@ def key_value_kernel(
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s, grad_key_b, grad_key_h, grad_key_t,
     grad_value_b, grad_value_h, grad_value_t,
-    table_h, row_stats_h, heads, s, t, scale, scale_log2, window,
+    table_h, row_stats_h, heads, group, s, t, scale, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_key and grad_value `[b, h, t, d]`. A program computes a tile of keys. Its score tiles are transposed."""
+    """grad_key and grad_value `[b, g, t, d]`. A program computes a tile of keys, for which it adds up the gradients of
+    all query heads in a fixed order. Its score tiles are transposed."""
     first = tl.program_id(0) * BLOCK_N
-    sample, head = sample_and_head(heads)
-    query, key, value, bias, weight = input_pointers(
-        query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, MARGIN
-    )
-    grad_context += sample * grad_context_b + head * grad_context_h
-    grad_key += sample * grad_key_b + head * grad_key_h
-    grad_value += sample * grad_value_b + head * grad_value_h
-    row_stats += (sample * heads + head) * row_stats_h
+    sample, kv_head, _ = sample_and_heads(heads // group, 1)
+    key += sample * key_b + kv_head * key_h
+    value += sample * value_b + kv_head * value_h
+    grad_key += sample * grad_key_b + kv_head * grad_key_h
+    grad_value += sample * grad_value_b + kv_head * grad_value_h
     offset = t - s
 
     keys = load_rows(key, first, key_t, t, SIZE, BLOCK_N, BLOCK_D)
@@ -276,32 +276,39 @@ def key_value_kernel(
     if HAS_WINDOW:
         part = tl.minimum(part, tl.maximum(first + window - offset, 0) // BLOCK_M * BLOCK_M)
         end = tl.minimum(end, tl.maximum(last + window - offset, 0))
-    # At least one iteration, even if no query attends to the keys: in a loop that may not run, ptxas waits for every
+    # At least one tile, even if no query attends to the keys: in a loop that may not run, ptxas waits for every
     # matrix product separately.
     end = tl.maximum(end, begin + 1)
     tl.assume(begin < end)
-    for start in range(begin, end, BLOCK_M):
-        queries = load_rows(query, start, query_s, s, SIZE, BLOCK_M, BLOCK_D)
-        lse, delta = load_row_stats(row_stats, start, BLOCK_M)
-        products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-        first_distance = offset + start - first
-        if HAS_WINDOW:
-            # If no query attends to the keys, stay within the margin.
-            first_distance = tl.minimum(first_distance, window + BLOCK_N)
-        scores, weights = tile_scores(
-            products, first_distance, (start < full) | (start >= part), bias, weight, scale_log2,
-            HAS_TABLE, HAS_WEIGHT, BLOCK_N, BLOCK_M, True,
-        )  # fmt: skip
-        probabilities = tl.exp2(scores - lse[None, :])
-        grad_contexts = load_rows(grad_context, start, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D)
-        grad_value_sum = tl.dot(
-            probabilities.to(grad_contexts.dtype), grad_contexts, grad_value_sum, input_precision=PRECISION
-        )
-        grad_scores = tl.dot(values, tl.trans(grad_contexts), input_precision=PRECISION)
-        grad_scores = probabilities * (grad_scores - delta[None, :])
-        if HAS_WEIGHT:
-            grad_scores = grad_scores * weights
-        grad_key_sum = tl.dot(grad_scores.to(queries.dtype), queries, grad_key_sum, input_precision=PRECISION)
+    for member in range(group):
+        head = kv_head * group + member
+        head_query = query + sample * query_b + head * query_h
+        head_bias = bias + head * table_h + MARGIN
+        head_weight = weight + head * table_h + MARGIN
+        head_grad_context = grad_context + sample * grad_context_b + head * grad_context_h
+        head_row_stats = row_stats + (sample * heads + head) * row_stats_h
+        for start in range(begin, end, BLOCK_M):
+            queries = load_rows(head_query, start, query_s, s, SIZE, BLOCK_M, BLOCK_D)
+            lse, delta = load_row_stats(head_row_stats, start, BLOCK_M)
+            products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+            first_distance = offset + start - first
+            if HAS_WINDOW:
+                # If no query attends to the keys, stay within the margin.
+                first_distance = tl.minimum(first_distance, window + BLOCK_N)
+            scores, weights = tile_scores(
+                products, first_distance, (start < full) | (start >= part), head_bias, head_weight, scale_log2,
+                HAS_TABLE, HAS_WEIGHT, BLOCK_N, BLOCK_M, True,
+            )  # fmt: skip
+            probabilities = tl.exp2(scores - lse[None, :])
+            grad_contexts = load_rows(head_grad_context, start, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D)
+            grad_value_sum = tl.dot(
+                probabilities.to(grad_contexts.dtype), grad_contexts, grad_value_sum, input_precision=PRECISION
+            )
+            grad_scores = tl.dot(values, tl.trans(grad_contexts), input_precision=PRECISION)
+            grad_scores = probabilities * (grad_scores - delta[None, :])
+            if HAS_WEIGHT:
+                grad_scores = grad_scores * weights
+            grad_key_sum = tl.dot(grad_scores.to(queries.dtype), queries, grad_key_sum, input_precision=PRECISION)
     store_rows(grad_key, first, grad_key_t, t, grad_key_sum * scale, SIZE, BLOCK_N, BLOCK_D)
     store_rows(grad_value, first, grad_value_t, t, grad_value_sum, SIZE, BLOCK_N, BLOCK_D)
 
@@ -322,7 +329,7 @@ def query_kernel(
     query, key, value, bias, weight, grad_context, row_stats, directions, grad_query, direction_sums,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s, grad_query_b, grad_query_h, grad_query_s,
-    table_h, row_stats_h, directions_p, heads, s, t, scale, scale_log2, window,
+    table_h, row_stats_h, directions_p, heads, group, s, t, scale, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BIAS_DIRECTIONS: tl.constexpr, WEIGHT_DIRECTIONS: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -333,10 +340,11 @@ def query_kernel(
     gradient times the direction, and for those of the weight, which come last, times q.k.
     """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    sample, head = sample_and_head(heads)
+    sample, head, kv_head = sample_and_heads(heads, group)
     query, key, value, bias, weight = input_pointers(
-        query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, MARGIN
-    )
+        query, key, value, bias, weight,
+        query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, kv_head, MARGIN,
+    )  # fmt: skip
     grad_context += sample * grad_context_b + head * grad_context_h
     grad_query += sample * grad_query_b + head * grad_query_h
     row_stats += (sample * heads + head) * row_stats_h
@@ -403,7 +411,7 @@ def sum_tiles_kernel(
     query, key, value, bias, weight, grad_context, row_stats, bias_tiles, weight_tiles,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s,
-    table_h, row_stats_h, first_head, batch, heads, s, t, scale, scale_log2,
+    table_h, row_stats_h, first_head, batch, heads, group, s, t, scale, scale_log2,
     SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, GRAD_BIAS: tl.constexpr, GRAD_WEIGHT: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -412,9 +420,11 @@ def sum_tiles_kernel(
     block_distance = tl.program_id(0)
     part = tl.program_id(1)
     head = (first_head + tl.program_id(2)).to(tl.int64)
+    kv_head = ((first_head + tl.program_id(2)) // group).to(tl.int64)
     query, key, value, bias, weight = input_pointers(
-        query, key, value, bias, weight, query_b, query_h, key_b, key_h, value_b, value_h, table_h, 0, head, MARGIN
-    )
+        query, key, value, bias, weight,
+        query_b, query_h, key_b, key_h, value_b, value_h, table_h, 0, head, kv_head, MARGIN,
+    )  # fmt: skip
     grad_context += head * grad_context_h
     offset = t - s
 

@@ -23,8 +23,8 @@ The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691),
 As in FlashAttention, the gradient through the softmax uses the rounded result for each row's sum. In half precision,
 this rounding limits the accuracy of the tables' gradients, which are summed in float32.
 
-Legend: b batch, s query length, t key length, h heads, d head size; k block distances, p parts of the tiles at a block
-distance, or jacobian directions of a table; q tiles of queries.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; k block distances, p parts of
+the tiles at a block distance, or jacobian directions of a table; q tiles of queries.
 """
 
 import contextlib
@@ -99,7 +99,8 @@ class Launcher:
         self.kernels = kernels
         self.query, self.key, self.value = query, key, value
         self.batch, self.heads, self.s, self.head_size = query.shape
-        self.t, self.scale = key.shape[2], scale
+        self.kv_heads, self.t, self.scale = key.shape[1], key.shape[2], scale
+        self.group = self.heads // self.kv_heads
         self.max_kv_len = Span(window).max_kv_len(self.t)
         self.bias_table, self.weight_table = bias_table, weight_table
         has_weight = weight_table is not None
@@ -143,7 +144,7 @@ class Launcher:
             (-(-self.s // tile.queries), self.batch * self.heads),
             *(*self.inputs, context, lse),
             *_strides(self.query, self.key, self.value, context),
-            *(self.table_stride, self.heads, self.s, self.t, self.scale * LOG2_E, self.max_kv_len),
+            *(self.table_stride, self.heads, self.group, self.s, self.t, self.scale * LOG2_E, self.max_kv_len),
             **self.constants,
             **self.flags,
             **_tile_options(tile),
@@ -191,7 +192,7 @@ class Launcher:
             (tiles, self.batch * self.heads),
             *(*self.inputs, grad_context, row_stats, directions, out, sums),
             *_strides(self.query, self.key, self.value, grad_context, out),
-            *(self.table_stride, row_stats.stride(1), directions.stride(0), self.heads, self.s, self.t),
+            *(self.table_stride, row_stats.stride(1), directions.stride(0), self.heads, self.group, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
             BIAS_DIRECTIONS=counts[0],
             WEIGHT_DIRECTIONS=counts[1],
@@ -210,10 +211,10 @@ class Launcher:
         tile = self.tiles.key_value
         self._launch(
             self.kernels.key_value_kernel,
-            (-(-self.t // tile.keys), self.batch * self.heads),
+            (-(-self.t // tile.keys), self.batch * self.kv_heads),
             *(*self.inputs, grad_context, row_stats, *out),
             *_strides(self.query, self.key, self.value, grad_context, *out),
-            *(self.table_stride, row_stats.stride(1), self.heads, self.s, self.t),
+            *(self.table_stride, row_stats.stride(1), self.heads, self.group, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
             **self.constants,
             **self.flags,
@@ -245,8 +246,8 @@ class Launcher:
                 (count, parts, heads),
                 *(*self.inputs, grad_context, row_stats, *workspaces),
                 *_strides(self.query, self.key, self.value, grad_context),
-                *(self.table_stride, row_stats.stride(1), first_head, self.batch, self.heads, self.s, self.t),
-                *(self.scale, self.scale * LOG2_E),
+                *(self.table_stride, row_stats.stride(1), first_head, self.batch, self.heads, self.group),
+                *(self.s, self.t, self.scale, self.scale * LOG2_E),
                 **self.constants,
                 GRAD_BIAS=needs_bias,
                 GRAD_WEIGHT=needs_weight,

@@ -3,7 +3,8 @@ graph break.
 
 `launch.py` describes the algorithm.
 
-Legend: b batch, s query length, t key length, h heads, d head size, p jacobian directions of a table.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, p jacobian directions of a
+table.
 """
 
 from typing import Any, NamedTuple
@@ -191,7 +192,7 @@ def _is_packed(query: Tensor, key: Tensor) -> bool:
 
 def _empty_gradients(query: Tensor, key: Tensor) -> list[Tensor]:
     """Space for the gradients of query, key and value: a tensor `[3, b, h, s, d]`, stored as `[b, s, h, 3, d]` like a
-    model's projection, so that the model need not copy it; or three tensors if there are more keys than queries.
+    model's projection, so that the model need not copy it; or three tensors if the shapes differ.
     """
     if not _is_packed(query, key):
         return [torch.empty_like(query), torch.empty_like(key), torch.empty_like(key)]
