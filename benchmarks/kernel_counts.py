@@ -1,6 +1,6 @@
 """Count the instructions of the fused kernels in their machine code. The kernels are compiled, not run: no GPU needed.
 
-    python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128] [--json FILE]
+    python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128] [--grouped] [--json FILE]
 
 Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a bias, with a bias and two
 jacobian directions (KERPLE's log kernel in training), and with bias, weight and two directions of each. Reports
@@ -79,6 +79,7 @@ class Case:
     dtype: str
     size: int
     window: bool
+    grouped: bool
     table: bool
     weight: bool
     bias_directions: int
@@ -119,6 +120,8 @@ def compiled(kernel, tile: Tile, case: Case):
             signature[name] = "constexpr"
         elif name in STATES | FLOAT32:
             signature[name] = f"*{case.dtype}" if name in STATES else "*fp32"
+        elif name == "group" and not case.grouped:
+            signature[name], constants[name] = "constexpr", 1  # as Triton does for an argument that is 1
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if aligned:
@@ -235,7 +238,8 @@ def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
         if not case.window and (case.weight or (case.table and not case.bias_directions)):
             launched.append(("tables", kernels.sum_tiles_kernel, tiles.tables, 2))
         for kind, kernel, tile, matrices in launched:
-            row = {"arch": case.architecture, "dtype": case.dtype, "size": case.size, "window": case.window}
+            row = {"arch": case.architecture, "dtype": case.dtype, "size": case.size}
+            row |= {"window": case.window, "grouped": case.grouped}
             yield {**row, "variant": name, "kernel": kind, **count(kernel, tile, case, matrices), "limit": tiles.kib}
 
 
@@ -269,10 +273,11 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=DTYPES, help="default: bf16")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
     parser.add_argument("--window", action="store_true", help="with a window")
+    parser.add_argument("--grouped", action="store_true", help="with grouped-query attention")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     cases = (
-        (name, Case(architecture, dtype, size, options.window, *VARIANTS[name]))
+        (name, Case(architecture, dtype, size, options.window, options.grouped, *VARIANTS[name]))
         for architecture in options.arch
         for dtype in options.dtypes
         for size in options.sizes
@@ -280,7 +285,7 @@ def main() -> int:
     )
     results = list(rows(cases))
     # Settings that all rows share are in the title.
-    shared = [key for key in ("arch", "dtype", "window") if len({row[key] for row in results}) == 1]
+    shared = [key for key in ("arch", "dtype", "window", "grouped") if len({row[key] for row in results}) == 1]
     settings = ", ".join(f"{key} {results[0][key]}" for key in shared)
     columns = [key for key in results[0] if key not in (*shared, "limit")]
     title = f"for {PAIRS:,} pairs, {settings}, Triton {triton.__version__}"

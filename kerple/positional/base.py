@@ -1,7 +1,7 @@
 """The base class of positional methods: a torch module with optional hooks.
 
-Legend: b batch, s query length, t key length, h heads, d head size, e hidden size, c and l queries and keys of a chunk,
-n distances, p parameters per head.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, e hidden size, c and l queries
+and keys of a chunk, n distances, p parameters per head.
 """
 
 import inspect
@@ -123,7 +123,7 @@ class PositionalMethod(nn.Module):
         def scale_qk(
             self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
         ) -> tuple[Tensor, Tensor]:
-            """Scale query `[b, h, s, d]` and key `[b, h, t, d]`, s <= `segment`, so that their products depend only on
+            """Scale query `[b, h, s, d]` and key `[b, g, t, d]`, s <= `segment`, so that their products depend only on
             differences of positions. Keys are cached unscaled.
             """
             raise NotImplementedError
@@ -135,7 +135,7 @@ class PositionalMethod(nn.Module):
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Transform query `[b, h, s, d]` and key `[b, h, t, d]` by their positions `[s]` and `[t]`; the dtypes stay."""
+        """Transform query `[b, h, s, d]` and key `[b, g, t, d]` by their positions `[s]` and `[t]`; the dtypes stay."""
         return query, key
 
     def table(self, distance: Tensor) -> Tensor | None:

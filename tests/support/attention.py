@@ -1,6 +1,6 @@
 """Inputs and checks for tests of attention and positional methods.
 
-Legend: b batch, h heads, s query length, t key length, d head size.
+Legend: b batch, h heads, g key/value heads, s query length, t key length, d head size.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,14 @@ def visible_pairs(length: int, span: Span) -> Tensor:
     return torch.tensor(pairs)
 
 
-def random_states(heads: int, size: int, t: int, batch: int = 2, seed: int = 0) -> list[Tensor]:
-    """Query, key and value `[b, h, t, d]`, float64 leaves."""
+def random_states(
+    heads: int, size: int, t: int, batch: int = 2, seed: int = 0, kv_heads: int | None = None
+) -> list[Tensor]:
+    """Query `[b, h, t, d]`, key and value `[b, g, t, d]`, float64 leaves. By default, g = h."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(batch, heads, t, size, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)
+        torch.randn(batch, count, t, size, dtype=torch.float64, generator=generator).requires_grad_()
+        for count in (heads, kv_heads or heads, kv_heads or heads)
     ]
 
 
@@ -57,6 +60,7 @@ def attend_arguments(
     size: int,
     window: int | None = None,
     dtype: torch.dtype = torch.float64,
+    kv_heads: int | None = None,
 ) -> dict[str, Any]:
     """Arguments of `attend` with the tables of a method. Tensors require gradients."""
     torch.manual_seed(0)
@@ -67,8 +71,8 @@ def attend_arguments(
     )
     # The memory layout of a model: heads are inside positions.
     query, key, value = (
-        torch.randn(batch, length, heads, size, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
-        for length in (s, t, t)
+        torch.randn(batch, length, count, size, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
+        for length, count in ((s, heads), (t, kv_heads or heads), (t, kv_heads or heads))
     )
     return {"query": query, "key": key, "value": value, "bias_table": bias, "weight_table": weight, "window": window}
 
@@ -85,13 +89,14 @@ def random_attend_arguments(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    kv_heads: int | None = None,
 ) -> dict[str, Any]:
     """Like `attend_arguments`, with random tables, on any device."""
     generator = torch.Generator().manual_seed(0)
     max_kv_len = Span(window).max_kv_len(t)
     query, key, value = (
-        torch.randn(batch, length, heads, size, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_()
-        for length in (s, t, t)
+        torch.randn(batch, length, count, size, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_()
+        for length, count in ((s, heads), (t, kv_heads or heads), (t, kv_heads or heads))
     )
     bias_table, weight_table = (
         (torch.rand(heads, max_kv_len, generator=generator) * 2 - 1).to(device).requires_grad_() if exists else None
@@ -123,6 +128,15 @@ def run_attend(
     return [result.detach(), *torch.autograd.grad(result, leaves, upstream.to(upstream_dtype).to(result))]
 
 
+def run_repeated(arguments: dict[str, Any], **options: Any) -> list[Tensor]:
+    """Like `run_attend("reference", ...)`, with a copy of its key/value head for each query head."""
+    repeats = arguments["query"].shape[1] // arguments["key"].shape[1]
+    repeated = {name: arguments[name].repeat_interleave(repeats, dim=1) for name in ("key", "value")}
+    result = attend(backend="reference", **{**arguments, **repeated}, **options)
+    leaves = [leaf for leaf in arguments.values() if isinstance(leaf, Tensor)]
+    return [result.detach(), *torch.autograd.grad(result, leaves, upstream_gradient(result))]
+
+
 def attended(
     backend: str,
     method: PositionalMethod,
@@ -133,13 +147,17 @@ def attended(
     span: Span,
     **options: Any,
 ) -> Tensor:
-    """Attention of the last s queries of `[b, h, t, d]` as in a model's layer, including the method's `rotate`."""
+    """Attention of the last s queries of `[b, h, t, d]`, with key and value `[b, g, t, d]`, as in a model's layer:
+    including the method's `rotate` and tables.
+    """
     t = key.shape[2]
     queries, _ = method.rotate(query[:, :, t - s :], key[:, :, :0], torch.arange(t - s, t), torch.arange(0))
     _, keys = method.rotate(query[:, :, :0], key, torch.arange(0), torch.arange(t))
-    table = score_table(method, span.max_kv_len(t), "cpu") if method.modifies_scores else None
-    attention = Attention(backend, method)
-    return attention(queries, keys, value, table=table, window=span.window, block=span.block, **options)
+    bias, weight = tables(method, span.max_kv_len(t), "cpu")
+    arguments = {"bias_table": bias, "weight_table": weight, "window": span.window, "block": span.block, **options}
+    if method.modifies_scores:
+        arguments["table"] = score_table(method, span.max_kv_len(t), "cpu")
+    return Attention(backend, method)(queries, keys, value, **arguments)
 
 
 def assert_is_formula(

@@ -42,7 +42,7 @@ def attend_to_chunk(
     flat_query, flat_key, flat_value = queries_keys_values
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * len(queries)
-    flat_query = flat_query.view(len(flat_key), group_rows, query.shape[3])
+    flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
     scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
     scores = scores.view(*query.shape[:3], len(keys))
     mask = call.span.mask(queries, keys, query.device)

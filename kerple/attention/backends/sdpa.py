@@ -60,17 +60,24 @@ def _attend(
     attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, is_causal=is_causal, scale=call.scale)
     if call.queries_per_kv == 1:
         return attend(query, key, value, attn_mask)
-    is_half, size = query.dtype.itemsize < 4, query.shape[3]
-    if query.device.type == "cpu" or (attn_mask is None and is_half and size <= MAX_FLASH_SIZE):
+    if _supports_gqa(query, attn_mask):
         return attend(query, key, value, attn_mask, enable_gqa=True)
-    # With enable_gqa, other CUDA calls would repeat the keys and store all scores. So there is a call for the first
-    # query head of each key/value head, one for the second, and so on.
+    # A call for the first query head of each key/value head, one for the second, and so on.
     group = (call.kv_heads, call.queries_per_kv)
     queries = query.unflatten(1, group).unbind(2)
     per_head = attn_mask is not None and attn_mask.dim() == 4
     masks = attn_mask.unflatten(1, group).unbind(2) if per_head else [attn_mask] * len(queries)
     contexts = [attend(part, key, value, mask) for part, mask in zip(queries, masks, strict=True)]
     return torch.stack(contexts, dim=2).flatten(1, 2)
+
+
+def _supports_gqa(query: Tensor, attn_mask: Tensor | None) -> bool:
+    """Whether a kernel of PyTorch shares key/value heads between query heads. On a GPU, only FlashAttention does; for
+    other calls with `enable_gqa`, PyTorch repeats keys and values and stores all scores.
+    """
+    if query.device.type == "cpu":
+        return True
+    return attn_mask is None and query.dtype.itemsize == 2 and query.shape[3] <= MAX_FLASH_SIZE
 
 
 SDPA = Backend("sdpa", sdpa_attention, weight=False)

@@ -8,8 +8,17 @@ import torch
 
 from kerple.attention import Attention, Requirements, attend, backend_names, check_backend, dispatch, tables
 from kerple.attention.backends.triton import launch
-from kerple.positional import ModelShape, PositionalMethod, XPos, build
-from tests.support.attention import attend_arguments, run_attend, upstream_gradient
+from kerple.positional import ModelShape, PositionalMethod, XPos, build, primary_names
+from tests.support.attention import (
+    SPANS,
+    attend_arguments,
+    attended,
+    run_attend,
+    upstream_gradient,
+)
+from tests.support.attention import (
+    random_states as float64_states,
+)
 
 SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)
 
@@ -210,3 +219,29 @@ def test_scale_replaces_the_root_of_the_head_size(method):
     for backend in ("reference", "chunked", "sdpa") if method == "none" else ("reference", "chunked"):
         actual = attend(backend=backend, scale=0.3, **arguments)
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", [name for name in primary_names() if not build(name, SHAPE).embeds])
+def test_grouped_queries_of_every_method(name):
+    """4 query heads share 2 key/value heads, compared with a copy of its key/value head for each query head: all
+    gradients, fewer queries than keys as with a KV cache, windows and blocks.
+    """
+    torch.manual_seed(0)
+    method = build(name, ModelShape(num_heads=4, head_size=4, hidden_size=16, num_layers=1, max_positions=23))
+    for parameter in method.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter)
+    for s, t, span in SPANS:
+        query, key, value = leaves = float64_states(4, 4, t, kv_heads=2)
+        leaves = [*leaves, *method.parameters()]
+        repeated = [states.repeat_interleave(2, dim=1) for states in (key, value)]
+        expected = attended("reference", method, query, *repeated, s, span)
+        upstream = upstream_gradient(expected)
+        grads = torch.autograd.grad(expected, leaves, upstream)
+        for backend in ("reference", "auto"):
+            actual = attended(backend, method, query, key, value, s, span)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+            for grad, expected_grad in zip(torch.autograd.grad(actual, leaves, upstream), grads, strict=True):
+                torch.testing.assert_close(
+                    grad, expected_grad, rtol=1e-5, atol=1e-6 if grad.dtype == torch.float32 else 1e-10
+                )

@@ -9,8 +9,10 @@ from kerple.attention.backends.chunk_plan import ChunkPlan, ToeplitzTable
 from kerple.attention.call import AttentionCall
 
 
-def plan_for(batch: int, heads: int, s: int, t: int, window: int | None = None) -> ChunkPlan:
-    query, key = torch.zeros(batch, heads, s, 4), torch.zeros(batch, heads, t, 4)
+def plan_for(
+    batch: int, heads: int, s: int, t: int, window: int | None = None, kv_heads: int | None = None
+) -> ChunkPlan:
+    query, key = torch.zeros(batch, heads, s, 4), torch.zeros(batch, kv_heads or heads, t, 4)
     return ChunkPlan.for_call(AttentionCall(query=query, key=key, value=key, scale=1.0, span=Span(window)))
 
 
@@ -28,6 +30,18 @@ def test_groups_follow_the_memory_budget(budget, merges_samples, group_size, mon
     assert len(groups) == len(plan.first_heads())
     for head, group in zip(plan.first_heads(), groups, strict=True):
         assert torch.equal(group[0], states[:, head][(group[0, 0, 0] // 360).long()])
+
+
+@pytest.mark.parametrize(("budget", "group_size"), [(1, 1), (4, 3), (6, 6), (7, 6), (12, 12), (10**6, 24)])
+def test_groups_use_whole_key_value_heads_or_parts_of_one(budget, group_size, monkeypatch):
+    """12 query heads share 2 key/value heads; the budget is in units of a head's scores."""
+    monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget * 64 * 64 * 4)
+    plan = plan_for(2, 12, 64, 64, kv_heads=2)
+    assert plan.group_size == group_size
+    heads = torch.arange(2 * 12.0).view(2, 12, 1, 1)
+    kv_heads = torch.arange(2 * 2.0).view(2, 2, 1, 1)
+    for group, kv_group in zip(plan.split(heads), plan.split_kv(kv_heads), strict=True):
+        assert torch.equal((group.flatten() // 6).unique(), kv_group.flatten())
 
 
 @pytest.mark.parametrize("window", [None, 30])

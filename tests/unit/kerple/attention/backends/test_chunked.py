@@ -19,6 +19,7 @@ from tests.support.attention import (
     float64_arguments,
     random_states,
     run_attend,
+    run_repeated,
     upstream_gradient,
 )
 
@@ -69,6 +70,19 @@ def test_results_do_not_depend_on_the_chunks(budget, window, monkeypatch):
     monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget)
     monkeypatch.setattr(chunk_plan, "MIN_ROWS", 16)
     assert_same_as_reference("kerple_power_ap_ap", 3, 4, 70, 90, 4, window=window)
+
+
+@pytest.mark.parametrize("budget", [1, 20_000, 40_000, 2**22])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("s", "t", "window"), [(70, 90, None), (70, 70, 30), (1, 40, None), (1, 40, 9)])
+@pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap"])
+def test_grouped_queries(method, s, t, window, heads, kv_heads, budget, monkeypatch):
+    """Also if the heads that share a key/value head are in different chunks."""
+    monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget)
+    monkeypatch.setattr(chunk_plan, "MIN_ROWS", 16)
+    arguments = attend_arguments(method, 2, heads, s, t, 4, window=window, kv_heads=kv_heads)
+    for actual, expected in zip(run_attend("chunked", arguments), run_repeated(arguments), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_gradients_of_longer_tables_end_with_zeros():
@@ -238,6 +252,21 @@ def test_memory_at_evaluation_is_bounded(window, with_bias):
     with torch.no_grad(), LargestStorage() as largest:
         attend(query, key, key, bias_table=bias, weight_table=weight, window=window, backend="chunked")
     assert largest.elements <= 2 * 128 * (16_384 if window is None else window + 127)
+
+
+@pytest.mark.parametrize("s", [1, 64])
+@pytest.mark.parametrize("method", ["kerple_power_ap_ap", "dape_kerple"])
+def test_grouped_keys_are_not_repeated(method, s, monkeypatch):
+    """8 query heads share a key/value head of the KV cache."""
+    monkeypatch.setattr(chunked, "MODIFY_CPU_BYTES", 1)
+    length, size = 4096, 256
+    positional = build(method, ModelShape(8, size, 8 * size, 1, length))
+    bias, weight = tables(positional, length, "cpu")
+    table = score_table(positional, length, "cpu") if positional.modifies_scores else None
+    query, key, value = (torch.randn(1, heads, n, size) for heads, n in ((8, s), (1, length), (1, length)))
+    with torch.no_grad(), LargestStorage() as largest:
+        Attention("auto", positional)(query, key, value, bias_table=bias, weight_table=weight, table=table)
+    assert largest.elements < 8 * key.numel()
 
 
 def test_memory_in_training_is_bounded():

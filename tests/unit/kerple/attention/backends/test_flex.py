@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kerple.attention import attend, score_mod, tables
 from kerple.positional import KerpleLog, ModelShape, NoPositions, Rotary, build, primary_names
+from tests.support.attention import random_attend_arguments
 
 SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
 METHODS = {name: build(name, SHAPE) for name in primary_names()}
@@ -25,6 +26,17 @@ def test_values(method, s, t, window):
     exact = [tensor.double() for tensor in states]
     expected = attend(*exact, bias_table=bias, weight_table=weight, window=window, backend="reference")
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+@pytest.mark.parametrize(("s", "t", "window"), [(128, 128, None), (100, 300, 50)])
+@torch.no_grad()
+def test_grouped_queries(heads, kv_heads, s, t, window):
+    arguments = random_attend_arguments(2, heads, s, t, 16, window=window, kv_heads=kv_heads)
+    arguments = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in arguments.items()}
+    repeated = {name: arguments[name].repeat_interleave(heads // kv_heads, dim=1) for name in ("key", "value")}
+    expected = attend(backend="reference", **{**arguments, **repeated})
+    torch.testing.assert_close(attend(backend="flex", **arguments), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_unsupported_calls_are_rejected():

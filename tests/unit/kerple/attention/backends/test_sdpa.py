@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kerple.attention import attend
-from tests.support.attention import LargestStorage, attend_arguments, run_attend
+from kerple.attention.backends import sdpa
+from tests.support.attention import LargestStorage, attend_arguments, run_attend, run_repeated
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,25 @@ def test_values_and_gradients(method, batch, s, t, window):
     for actual, expected in zip(run_attend("sdpa", arguments), run_attend("reference", arguments), strict=True):
         assert actual.shape == expected.shape
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 3), (4, 1)])
+@pytest.mark.parametrize(("s", "t", "window"), [(40, 40, None), (20, 40, None), (140, 150, 50), (1, 40, None)])
+@pytest.mark.parametrize("method", ["none", "kerple_log"])
+def test_grouped_queries(method, s, t, window, heads, kv_heads, supported, monkeypatch):
+    """Also in several calls, as on a GPU where no kernel of PyTorch supports them."""
+    monkeypatch.setattr(sdpa, "_supports_gqa", lambda query, attn_mask: supported)
+    arguments = attend_arguments(method, 2, heads, s, t, 8, window=window, kv_heads=kv_heads)
+    for actual, expected in zip(run_attend("sdpa", arguments), run_repeated(arguments), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_grouped_keys_are_not_repeated():
+    states = [torch.randn(1, heads, 1024, 64, requires_grad=True) for heads in (8, 1, 1)]
+    with LargestStorage() as largest:
+        attend(*states, backend="sdpa").sum().backward()
+    assert largest.elements == states[0].numel()  # the context and the gradient of the query
 
 
 @pytest.mark.parametrize("window", [None, 3000])

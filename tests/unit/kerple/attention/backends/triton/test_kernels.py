@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from kerple.attention import attend
 from kerple.attention.backends.triton import kernels, launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
-from tests.support.attention import float64_arguments, random_attend_arguments, run_attend
+from tests.support.attention import float64_arguments, random_attend_arguments, run_attend, run_repeated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF_DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
@@ -19,7 +19,7 @@ HALF_DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.fl
 
 def assert_same_as_reference(*sizes: int, tolerance: float = 2e-6, scale: float | None = None, **options) -> None:
     arguments = random_attend_arguments(*sizes, **options, device=DEVICE)
-    expected = run_attend("reference", float64_arguments(arguments), scale=scale)
+    expected = run_repeated(float64_arguments(arguments), scale=scale)
     for actual, expected_tensor in zip(run_attend("fused", arguments, scale=scale), expected, strict=True):
         assert actual.shape == expected_tensor.shape
         assert (actual.double() - expected_tensor).norm() <= tolerance * expected_tensor.norm() + 1e-5
@@ -69,7 +69,17 @@ def test_results_do_not_depend_on_tiles(tile, monkeypatch):
     # One head at a time, and the tiles of a block distance in several parts.
     monkeypatch.setattr(launch, "TILES_BYTES", 1)
     monkeypatch.setattr(launch, "TABLE_PROGRAMS", 40)
-    assert_same_as_reference(2, 2, 24, 34, 16, window=20)
+    assert_same_as_reference(2, 2, 24, 34, 16, window=20, kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "s", "t", "window", "tables"),
+    [(4, 2, 37, 37, None, True), (3, 1, 20, 37, 9, True), (4, 1, 33, 33, 9, False), (2, 1, 1, 37, None, False)],
+)
+def test_grouped_queries(heads, kv_heads, s, t, window, tables):
+    """Several query heads share a key/value head, whose gradients are sums over them."""
+    batch = 2 if heads == 4 else 1
+    assert_same_as_reference(batch, heads, s, t, 16, bias=tables, weight=tables, window=window, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("size", [24, 48, 80])
@@ -87,7 +97,7 @@ def test_half_precision(dtype):
 
 
 def test_repeated_runs_are_bitwise_identical():
-    arguments = random_attend_arguments(2, 1, 40, 66, 16, device=DEVICE)
+    arguments = random_attend_arguments(2, 2, 40, 66, 16, kv_heads=1, device=DEVICE)
     for first, second in zip(run_attend("fused", arguments), run_attend("fused", arguments), strict=True):
         assert torch.equal(first, second)
 

@@ -101,9 +101,10 @@ def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
 
 
 @pytest.mark.parametrize(
-    ("bias_directions", "weight_directions", "window"), [(1, 0, None), (0, 2, 30), (2, 2, None), (3, 1, 30)]
+    ("bias_directions", "weight_directions", "window", "kv_heads"),
+    [(1, 0, None, 2), (0, 2, 30, 2), (2, 2, None, 1), (3, 1, 30, 2)],
 )
-def test_gradients_of_coefficients(bias_directions, weight_directions, window):
+def test_gradients_of_coefficients(bias_directions, weight_directions, window, kv_heads):
     heads, length = 2, 40
     arguments = random_attend_arguments(
         2,
@@ -114,6 +115,7 @@ def test_gradients_of_coefficients(bias_directions, weight_directions, window):
         bias=bias_directions > 0,
         weight=weight_directions > 0,
         window=window,
+        kv_heads=kv_heads,
         device=DEVICE,
     )
     max_kv_len = window or length
