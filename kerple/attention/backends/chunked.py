@@ -92,15 +92,15 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     if weight is None and query.device.type == "cpu" and (query.dtype != dtype or bias is None):
         # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a float32 mask with it.
         mask = None if bias is None else bias.to(dtype)
-        context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
-        return context.flatten(1, 2).unsqueeze(2)
+        context: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
+        return context.reshape(call.query.shape)
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
     if weight is not None:
         scores = scores * weight
     if bias is not None:
         scores = scores + bias
     context = scores.softmax(dim=-1) @ value.to(dtype)
-    return context.to(query.dtype).flatten(1, 2).unsqueeze(2)
+    return context.to(query.dtype).reshape(call.query.shape)
 
 
 def _by_kv_head(states: Tensor, key: Tensor) -> Tensor:

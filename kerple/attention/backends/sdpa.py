@@ -65,8 +65,10 @@ def _attend(
     # A call for the first query head of each key/value head, one for the second, and so on.
     group = (call.kv_heads, call.queries_per_kv)
     queries = query.unflatten(1, group).unbind(2)
-    per_head = attn_mask is not None and attn_mask.dim() == 4
-    masks = attn_mask.unflatten(1, group).unbind(2) if per_head else [attn_mask] * len(queries)
+    if attn_mask is None or attn_mask.dim() == 2:
+        masks = [attn_mask] * len(queries)
+    else:
+        masks = attn_mask.unflatten(1, group).unbind(2)
     contexts = [attend(part, key, value, mask) for part, mask in zip(queries, masks, strict=True)]
     return torch.stack(contexts, dim=2).flatten(1, 2)
 
