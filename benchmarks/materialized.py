@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from kerple.attention.call import AttentionCall, Backend
 from kerple.attention.tables import pair_distances
 from kerple.positional import PositionalMethod
-from megatron.model.gpt import GPT, PositionTables
+from megatron.model.attention import PositionTables
+from megatron.model.gpt import GPT
 
 
 def materialized_attention(call: AttentionCall) -> Tensor:

@@ -43,6 +43,12 @@ class Span:
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, since a query attends to its own position; got {size}")
 
+    def within(self, window: int | None) -> "Span":
+        """This span, limited to the last `window` keys; None: no limit. Raises ValueError with blocks."""
+        if window is None or (self.window is not None and self.window <= window):
+            return self
+        return Span(window, self.block)
+
     def max_kv_len(self, length: int) -> int:
         """The largest number of keys that any of `length` queries attends to."""
         limit = self.window if self.block is None else 2 * self.block

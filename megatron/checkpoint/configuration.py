@@ -29,6 +29,9 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 # Settings that change the model's output but not the sizes of its tensors: field of ModelSettings -> configuration key.
 OUTPUT_SETTINGS = {
     "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_kv_heads",
+    "head_size": "head_size",
+    "window": "sliding_window_width",
     "norm": "norm",
     "norm_epsilon": "layernorm_epsilon (or rms_norm_epsilon)",
     "activation": "activation (with bias_gelu_fusion)",

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 def find_contradictions(config: "Config") -> Iterator[str]:
     """One message for each contradiction between keys."""
     model, parallel = config.model, config.parallel
-    if model.hidden_size % model.num_attention_heads:
+    if model.hidden_size // model.num_attention_heads == model.head_size and (
+        model.hidden_size % model.num_attention_heads
+    ):
         yield (
             f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}; "
-            "every head has hidden_size / num_attention_heads dimensions"
+            "change one of them, or set head_size"
         )
     else:
         yield from _check_positional_method(config)
@@ -29,6 +31,27 @@ def find_contradictions(config: "Config") -> Iterator[str]:
         yield (
             f"num_attention_heads {model.num_attention_heads} is not divisible by model_parallel_size "
             f"{parallel.model_parallel_size}; tensor parallelism does not split heads"
+        )
+    if model.num_attention_heads % model.num_kv_heads:
+        yield (
+            f"num_attention_heads {model.num_attention_heads} is not divisible by num_kv_heads {model.num_kv_heads}; "
+            "the same number of query heads shares each head of keys and values"
+        )
+    elif model.num_kv_heads % parallel.model_parallel_size:
+        yield (
+            f"num_kv_heads {model.num_kv_heads} is not divisible by model_parallel_size "
+            f"{parallel.model_parallel_size}; tensor parallelism does not split or copy heads of keys and values"
+        )
+    actual_type = "multihead" if model.num_kv_heads == model.num_attention_heads else "groupedquery"
+    if model.attention_type not in (None, actual_type):
+        yield (
+            f"attention_type {model.attention_type}, but num_kv_heads {model.num_kv_heads} with num_attention_heads "
+            f"{model.num_attention_heads} is {actual_type}; change one of them"
+        )
+    if model.mlp_features % parallel.model_parallel_size:
+        yield (
+            f"the MLP has {model.mlp_features} features, which model_parallel_size {parallel.model_parallel_size} does "
+            f"not divide; set mlp_multiple_of to a multiple of {parallel.model_parallel_size}"
         )
     if parallel.pipe_parallel_size > model.num_layers:
         yield (
@@ -83,6 +106,21 @@ def find_contradictions(config: "Config") -> Iterator[str]:
     for name in ("include", "exclude"):
         if getattr(launcher, name) is not None and (launcher.num_gpus is not None or launcher.num_nodes > 0):
             yield f"{name} selects the GPUs; remove num_gpus and num_nodes"
+
+
+def find_notices(config: "Config") -> Iterator[str]:
+    """One message for each key whose meaning in GPT-NeoX is easily mistaken, or differs here."""
+    model, keys = config.model, config.to_flat()
+    if model.gated and keys.get("intermediate_size") is not None:
+        yield (
+            f"intermediate_size {model.intermediate_size}: the gated MLP has {model.mlp_features:,} features, a third "
+            f"of it as in GPT-NeoX; for {model.intermediate_size:,} features, set {3 * model.intermediate_size}"
+        )
+    if model.use_qk_layernorm:
+        yield (
+            "use_qk_layernorm: each head is normalized, with separate weights for queries and keys; GPT-NeoX "
+            "normalizes all heads of a tensor-parallel rank at once"
+        )
 
 
 def _check_positional_method(config: "Config") -> Iterator[str]:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megatron.config import neox_compat, schema
-from megatron.config.checks import find_contradictions
+from megatron.config.checks import find_contradictions, find_notices
 from megatron.config.schema.base import MAX_INT, REST, Group, KeyPath, field_aliases, field_path, has_placeholders
 from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, Entry, find_file, parse_override, read_file
 from megatron.utils.errors import UserError, shortened
@@ -101,7 +101,7 @@ class Config(BaseModel):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """One message for each key that is ignored, and for each that a later file overrides."""
+        """Messages for keys that are ignored, that a later file overrides, or whose meaning is easily mistaken."""
         return self._notices
 
 
@@ -187,7 +187,7 @@ def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool
             problems = [f"{len(messages.problems)} problems in the configuration:", *problems]
         raise UserError("\n  ".join(problems))
     config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
-    config._notices = tuple(messages.notices)
+    config._notices = (*messages.notices, *find_notices(config))
     return config
 
 

@@ -40,27 +40,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     **_unsupported("only dense attention is supported", "sparsity_config", "sparse_attention"),
     **_unsupported("blocks do not share weights, except positional parameters", "num_unique_layers"),
     **_unsupported("the parallel residual always has two separate norms", "gpt_j_tied", off=(False,)),
-    **_unsupported(
-        "norms and linear layers always have biases",
-        "use_bias_in_norms",
-        "use_bias_in_attn_linear",
-        "use_bias_in_mlp",
-        off=(True,),
-    ),
-    **_unsupported("the MLP is not gated, and its width is 4 * hidden_size", "mlp_type", off=("regular",)),
-    **_unsupported("the width of the MLP is 4 * hidden_size", "intermediate_size"),
-    **_unsupported("the width of the MLP is 4 * hidden_size", "expansion_factor", off=(4, 4.0)),
-    **_unsupported("the width of the MLP is 4 * hidden_size", "mlp_multiple_of", off=(1,)),
-    **_unsupported("grouped-query attention is not supported", "num_kv_heads"),
-    **_unsupported("windowed attention is only available in evaluation", "sliding_window_width"),
-    **_unsupported("queries and keys are not normalized", "use_qk_layernorm", off=(False,)),
+    **_unsupported("activation: swiglu or geglu selects a gated MLP", "mlp_type", off=("regular",)),
+    **_unsupported("set intermediate_size", "expansion_factor", off=(4, 4.0)),
     **_unsupported("soft prompts are not supported", "soft_prompt_tuning"),
-    **_unsupported(
-        "RWKV and Mamba are not supported; the head size is hidden_size / num_attention_heads",
-        "dim_att",
-        "head_size",
-        "ffn_dim",
-    ),
+    **_unsupported("RWKV and Mamba are not supported", "dim_att", "ffn_dim"),
     **_unsupported("mixture of experts is not supported", "moe_num_experts", off=(1,)),
     **_unsupported(
         "NVIDIA Transformer Engine is not supported",
@@ -336,17 +319,13 @@ IGNORED: dict[str, str] = {
 ATTENTION_CONFIG = "attention_config"
 _DENSE_ATTENTION = ("global", "flash")
 
-# Keys with a neutral value that depends on the other keys, such as num_kv_heads = num_attention_heads.
+# Keys with a neutral value that depends on the other keys.
 _IS_NEUTRAL: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "intermediate_size": lambda value, keys: value == 4 * keys["hidden_size"],
-    "num_kv_heads": lambda value, keys: value == keys["num_attention_heads"],
     "data_types": lambda value, keys: (
         value == {"grad_accum_dtype": "fp32"}
         and (keys.get("precision") == "bfloat16" or keys["bf16"]["enabled"] is True)
         and keys["zero_optimization"]["stage"] <= 1
     ),
-    # GPT-NeoX rounds the width of the MLP up to a multiple of 2 * mlp_multiple_of.
-    "mlp_multiple_of": lambda value, keys: 4 * keys["hidden_size"] % (2 * value) == 0,
 }
 
 

@@ -26,7 +26,7 @@ from megatron.evaluation.records import (
 )
 from megatron.evaluation.scoring import LossAccumulator, SegmentReader
 from megatron.evaluation.text import IntArray, Text, as_text
-from megatron.inference.decoder import as_decoder, inference, model_device
+from megatron.inference.decoder import NativeDecoder, as_decoder, inference, model_device
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 from megatron.utils.ranks import run_on_all_ranks
@@ -182,6 +182,11 @@ def run_eval_tasks(
     model_name = getattr(model, "__name__", type(model).__name__)
     for task in tasks:
         if not decoder.supports(task.mode.span):
+            if isinstance(decoder, NativeDecoder):
+                raise UserError(
+                    f"inference mode {task.mode.name} is not supported for models with sliding_window_width: a query "
+                    "would attend to the keys of its window and of its blocks; use full or window@W"
+                )
             argument = "window" if task.mode.span.block is None else "block"
             raise UserError(
                 f"inference mode {task.mode.name} needs a model with a `{argument}` argument; {model_name} has none"

@@ -72,9 +72,10 @@ class NativeDecoder:
         settings = getattr(model, "settings", None)
         self.vocab_size: int | None = None if settings is None else settings.padded_vocab_size
         self.pos_emb = None if settings is None else describe_method(settings.pos_emb, dict(settings.pos_emb_options))
+        self._has_window = settings is not None and settings.window is not None
 
     def supports(self, span: Span) -> bool:
-        return True
+        return span.block is None or not self._has_window
 
 
 class CallableDecoder:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kerple.attention import FULL, Span
-from megatron.model.gpt import LayerCache, PositionTables, SelfAttention, TransformerBlock
+from megatron.model.attention import PositionTables, SelfAttention
+from megatron.model.cache import LayerCache
+from megatron.model.gpt import TransformerBlock
 
 # Backends without a graph break. `chunked` is a loop in Python.
 TRACEABLE = ("fused", "sdpa", "reference")

@@ -3,7 +3,8 @@
 Kernels compute everything between two matrix products at once: residual, bias and norm, or bias and activation. Each
 function below ends with a matrix product, whose input it does not save: the backward pass recomputes the output of the
 norm or of the activation with the gradient of its input, in one kernel. So a block saves 10 hidden states `[b, s, e]`
-(with e as unit: two residuals, query, key, value, attention's output, and 4 before the activation) instead of 16.
+(with e as unit: two residuals, query, key, value, attention's output, and 4 before the activation) instead of 16. If
+the MLP is gated or has no biases, it and the norm before it are PyTorch operations.
 
 Vectors added to the residual are added by the next norm: blocks are run with `run_blocks`, which passes the last
 update of a block to the next one.
@@ -14,7 +15,7 @@ Legend: b batch, s tokens of a sequence, n tokens, e hidden size, o output featu
 import contextlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kerple.attention import FULL
+from megatron.model.layers import MLP
 from megatron.model.parallel import tensor_parallel_group
 
 if TYPE_CHECKING:
-    from megatron.model.gpt import PositionTables, TransformerBlock
+    from megatron.model.attention import PositionTables
+    from megatron.model.gpt import TransformerBlock
 
 # Devices on which the kernels run; Triton's interpreter also runs them on a CPU, slowly, for tests.
 KERNEL_DEVICES = ["cuda"]
@@ -47,7 +50,7 @@ def supports(block: "TransformerBlock", hidden: Tensor) -> bool:
     """Whether `run_blocks` can run blocks like this one, with these hidden states."""
     if block.compiled or not (block.training and torch.is_grad_enabled()):
         return False
-    weight = cast(Tensor, block.mlp.dense_h_to_4h.weight)
+    weight = cast(Tensor, block.attention.dense.weight)
     # ZeRO 3 gathers parameters only during the call of their module.
     if weight.dtype != hidden.dtype or hasattr(weight, "ds_id") or torch.is_autocast_enabled("cuda"):
         return False
@@ -68,7 +71,7 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     must not be used on a device; None if they may be, or are not used there anyway. Waits for the device.
     """
     norm = cast(nn.LayerNorm | nn.RMSNorm, block.input_layernorm)
-    (size,) = norm.weight.shape
+    (size,), norm_bias = norm.weight.shape, getattr(norm, "bias", None)
     if not _uses_kernels(device, dtype, size):
         return None
     generator = torch.Generator().manual_seed(0)
@@ -77,21 +80,28 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     if type(values[0]) is not Tensor:  # a FakeTensor has no values
         return None
 
+    mlp, rms, epsilon = block.mlp, isinstance(norm, nn.RMSNorm), cast(float, norm.eps)
+
     def fused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
         update_bias, weight, bias, linear, inner_bias, last = vectors
-        norm_bias = None if isinstance(norm, nn.RMSNorm) else bias
-        arguments = (update, update_bias, weight, norm_bias, linear, None, norm.eps, None)
-        residual, inner = _NormLinear.apply(hidden, *arguments)
-        return residual, _ActivationLinear.apply(inner, inner_bias, last, block.mlp.activation_name, None)
+        norm_arguments = (weight, None if norm_bias is None else bias)
+        residual, inner = _NormLinear.apply(
+            *(hidden, update, update_bias, *norm_arguments, linear, None, epsilon, rms, None)
+        )
+        if not _has_kernels(mlp):
+            return residual, inner
+        return residual, _ActivationLinear.apply(inner, inner_bias, last, mlp.activation_name, None)
 
     def unfused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
         update_bias, weight, bias, linear, inner_bias, last = vectors
         residual = hidden + update + update_bias
-        if isinstance(norm, nn.RMSNorm):
-            normed = F.rms_norm(residual, (size,), weight, norm.eps)
+        if rms:
+            normed = F.rms_norm(residual, (size,), weight, epsilon)
         else:
-            normed = F.layer_norm(residual, (size,), weight, bias, norm.eps)
-        return residual, block.mlp.activation(normed @ linear.T + inner_bias) @ last.T
+            normed = F.layer_norm(residual, (size,), weight, None if norm_bias is None else bias, epsilon)
+        if not _has_kernels(mlp):
+            return residual, normed @ linear.T
+        return residual, mlp.activation(normed @ linear.T + inner_bias) @ last.T
 
     try:
         actual = _values_and_gradients(fused, values)
@@ -128,9 +138,7 @@ def run_blocks(blocks: Sequence["TransformerBlock"], hidden: Tensor, tables: "Po
     flat, update = hidden.flatten(0, 1), None
     for block in blocks:
         flat, update = _run_block(block, flat, update, hidden.shape, tables)
-    if update is not None:
-        flat = flat + (update.states if update.bias is None else update.states + update.bias)
-    return flat.view(hidden.shape)
+    return _added(flat, update).view(hidden.shape)
 
 
 def _run_block(
@@ -144,19 +152,33 @@ def _run_block(
     context = attention.context(qkv.view(*shape[:2], -1), None, FULL, tables).flatten(0, 1)
     attended = _dropped(block, _RowLinear.apply(context, attention.dense.weight, group), attention.dense.bias)
     update = None if block.parallel_residual else attended
-    hidden, inner = _norm_linear(hidden, update, block.post_attention_layernorm, mlp.dense_h_to_4h.weight, None, group)
-    states = _ActivationLinear.apply(
-        inner, mlp.dense_h_to_4h.bias, mlp.dense_4h_to_h.weight, mlp.activation_name, group
-    )
-    update = _dropped(block, states, mlp.dense_4h_to_h.bias)
-    if block.parallel_residual:
-        hidden = hidden + (attended.states if attended.bias is None else attended.states + attended.bias)
-    return hidden, update
+    norm = block.post_attention_layernorm
+    if _has_kernels(mlp):
+        hidden, inner = _norm_linear(hidden, update, norm, mlp.dense_h_to_4h.weight, None, group)
+        arguments = (mlp.dense_h_to_4h.bias, mlp.dense_4h_to_h.weight, mlp.activation_name, group)
+        update = _dropped(block, _ActivationLinear.apply(inner, *arguments), mlp.dense_4h_to_h.bias)
+    else:
+        hidden = _added(hidden, update)
+        update = _dropped(block, mlp(norm(hidden)), None)
+    return (_added(hidden, attended) if block.parallel_residual else hidden), update
+
+
+def _has_kernels(mlp: nn.Module) -> TypeGuard[MLP]:
+    """Whether the MLP's activation is computed by the kernels, which add a bias."""
+    return isinstance(mlp, MLP) and mlp.dense_h_to_4h.bias is not None
+
+
+def _added(hidden: Tensor, update: Update | None) -> Tensor:
+    if update is None:
+        return hidden
+    return hidden + (update.states if update.bias is None else update.states + update.bias)
 
 
 def _dropped(block: "TransformerBlock", states: Tensor, bias: Any) -> Update:
     """An update with the block's dropout, which applies to its bias as well."""
-    return Update(states, bias) if block.dropout.p == 0 else Update(block.dropout(states + bias), None)
+    if block.dropout.p == 0:
+        return Update(states, bias)
+    return Update(block.dropout(states if bias is None else states + bias), None)
 
 
 def _norm_linear(
@@ -169,13 +191,14 @@ def _norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """(hidden + update `[n, e]`, the linear layer of their norm `[n, o]`)."""
     states, update_bias = update or (None, None)
-    arguments = (norm.weight, getattr(norm, "bias", None), weight, bias, norm.eps, group)
+    rms = isinstance(norm, nn.RMSNorm)
+    arguments = (norm.weight, getattr(norm, "bias", None), weight, bias, norm.eps, rms, group)
     hidden, output = _NormLinear.apply(hidden, states, update_bias, *arguments)
     return hidden, output
 
 
 class _NormLinear(torch.autograd.Function):
-    """Residual, norm (without a bias: RMS norm) and linear layer. With a group, the linear layer is column-parallel."""
+    """Residual, norm and linear layer. With a group, the linear layer is column-parallel."""
 
     @staticmethod
     def forward(
@@ -188,6 +211,7 @@ class _NormLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        rms: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         kernels = _kernels()
@@ -197,7 +221,7 @@ class _NormLinear(torch.autograd.Function):
         with _on_device(hidden):
             kernels.norm_kernel[(rows,)](
                 *(hidden, update, update_bias, norm_weight, norm_bias, new_hidden, normed, stats, size, eps),
-                **row_options(size, norm_bias is None),
+                **row_options(size, rms),
             )
         ctx.save_for_backward(new_hidden, norm_weight, norm_bias, weight, stats)
         ctx.has_update, ctx.has_update_bias, ctx.has_bias = (
@@ -205,7 +229,7 @@ class _NormLinear(torch.autograd.Function):
             update_bias is not None,
             bias is not None,
         )
-        ctx.group = group
+        ctx.rms, ctx.group = rms, group
         ctx.set_materialize_grads(False)
         return new_hidden, F.linear(normed, weight, bias)
 
@@ -227,7 +251,7 @@ class _NormLinear(torch.autograd.Function):
                 grad_normed,
                 None if grad_hidden is None else grad_hidden.contiguous(),
                 *(hidden, norm_weight, norm_bias, stats, grad_input, normed, sums, rows, size),
-                **row_options(size, norm_bias is None),
+                **row_options(size, ctx.rms),
             )
         grad_norm_weight, grad_norm_bias, grad_update_bias = _sum_rows(sums, norm_weight.dtype)
         return (
@@ -238,8 +262,7 @@ class _NormLinear(torch.autograd.Function):
             None if norm_bias is None else grad_norm_bias,
             grad_output.T @ normed,
             grad_output.sum(0) if ctx.has_bias else None,
-            None,
-            None,
+            *(None, None, None),
         )
 
 

@@ -1,250 +1,28 @@
-"""The GPT model, from the attention layer to the loss.
+"""The GPT model, from the embedding to the loss.
 
 The layers have GPT-NeoX's indices: 0 embedding, 2 ... L+1 blocks, L+3 final norm, L+4 output. The indices 1 and L+2 are
 functions without parameters in GPT-NeoX, and unused here. `GPT` runs the layers as a plain sequence, `pipeline.py` as
 stages of DeepSpeed's pipeline (with identities at 1 and L+2). Parameter names are those of GPT-NeoX's checkpoints.
 
-Legend: b batch, s query length, t key length, h heads of this rank, d head size, e hidden size, v padded vocabulary.
+Legend: b batch, s tokens, e hidden size, v padded vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
-from kerple.positional import PositionalMethod, TableJacobian, build, outermost
+from kerple.attention import FULL, Span
+from kerple.positional import PositionalMethod, build, outermost
 from megatron.model import fused_block
+from megatron.model.attention import PositionTables, SelfAttention
+from megatron.model.cache import KVCache, LayerCache
+from megatron.model.layers import make_mlp, make_norm
 from megatron.model.loss import linear_cross_entropy, mean_loss, needs_chunks
-from megatron.model.parallel import (
-    column_linear,
-    gather_vocabulary,
-    row_linear,
-    sum_head_gradients,
-    tensor_parallel_group,
-    vocab_embedding,
-)
+from megatron.model.parallel import column_linear, gather_vocabulary, tensor_parallel_group, vocab_embedding
 from megatron.model.settings import ModelSettings
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda hidden: F.gelu(hidden, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
-
-
-def make_norm(settings: ModelSettings) -> nn.Module:
-    """The configured norm layer over the hidden size."""
-    if settings.norm == "layernorm":
-        return nn.LayerNorm(settings.hidden_size, eps=settings.norm_epsilon)
-    if settings.norm == "rmsnorm":
-        return nn.RMSNorm(settings.hidden_size, eps=settings.norm_epsilon)
-    raise ValueError(f"norm {settings.norm!r} is unknown; choose layernorm or rmsnorm")
-
-
-class LayerCache:
-    """Keys and values of one layer, `[b, h, t, d]`, stored after rotation.
-
-    The buffer is allocated for `max_length` tokens if that is given. Otherwise it doubles in size whenever it is full,
-    so appending a token costs amortized constant time.
-    """
-
-    def __init__(self, max_length: int | None = None):
-        self.max_length = max_length
-        self.length = 0
-        self._buffer: Tensor | None = None  # [2, b, h, capacity, d]
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values `[b, h, s, d]`; return all of them, `[b, h, t + s, d]`, as views of the buffer."""
-        batch, heads, new, head_size = key.shape
-        end, buffer = self.length + new, self._buffer
-        if buffer is None or end > buffer.shape[3]:
-            capacity = max(end, self.max_length or max(64, 0 if buffer is None else 2 * buffer.shape[3]))
-            larger = key.new_empty(2, batch, heads, capacity, head_size)
-            if buffer is not None:
-                larger[..., : self.length, :] = buffer[..., : self.length, :]
-            self._buffer = buffer = larger
-        buffer[0, :, :, self.length : end] = key
-        buffer[1, :, :, self.length : end] = value
-        self.length = end
-        return buffer[0, :, :, :end], buffer[1, :, :, :end]
-
-    def select(self, rows: Tensor) -> None:
-        if self._buffer is not None:
-            self._buffer = self._buffer[:, rows]
-
-    def truncate(self, length: int) -> None:
-        self.length = min(self.length, length)
-
-
-class KVCache:
-    """The key-value cache for incremental decoding and chunked evaluation: one `LayerCache` per block."""
-
-    def __init__(self, num_layers: int, max_length: int | None = None):
-        self.layers = [LayerCache(max_length) for _ in range(num_layers)]
-
-    @property
-    def length(self) -> int:
-        """Number of cached tokens, which is the position of the next token."""
-        return self.layers[0].length
-
-    def select(self, rows: Tensor) -> None:
-        """Keep the batch rows with these int64 indices, in this order."""
-        rows = torch.as_tensor(rows, dtype=torch.long)
-        for layer in self.layers:
-            layer.select(rows)
-
-    def truncate(self, length: int) -> None:
-        """Drop the tokens from position `length` on."""
-        for layer in self.layers:
-            layer.truncate(length)
-
-
-class PositionTables(NamedTuple):
-    """The tables over distance that a positional method passes to attention; None for those it does not have."""
-
-    bias: Tensor | None = None
-    weight: Tensor | None = None
-    bias_jacobian: TableJacobian | None = None
-    weight_jacobian: TableJacobian | None = None
-    scores: Tensor | None = None  # for the method's `modify_scores`
-
-
-class _SplitHeads(torch.autograd.Function):
-    """`[b, s, 3 h d]` -> query, key and value `[b, h, s, d]`.
-
-    GPT-NeoX groups the rows of query_key_value by head: each head's query, key and value are adjacent. The backward
-    pass copies nothing if attention wrote the gradients in this layout.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, head_size: int) -> tuple[Tensor, ...]:
-        return qkv.view(*qkv.shape[:2], -1, 3, head_size).permute(3, 0, 2, 1, 4).unbind()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        query = grads[0]
-        batch, heads, length, head_size = query.shape
-        row = 3 * heads * head_size
-        if not torch.compiler.is_compiling() and all(
-            grad.stride() == (length * row, 3 * head_size, row, 1)
-            and grad.untyped_storage()._cdata == query.untyped_storage()._cdata
-            and grad.storage_offset() == query.storage_offset() + index * head_size
-            for index, grad in enumerate(grads)
-        ):
-            return query.as_strided((batch, length, row), (length * row, row, 1)), None
-        return torch.stack([grad.transpose(1, 2) for grad in grads], dim=3).view(batch, length, row), None
-
-
-class SelfAttention(nn.Module):
-    """Causal self-attention with a positional method."""
-
-    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
-        super().__init__()
-        hidden, tp = settings.hidden_size, settings.tp
-        self.head_size = settings.head_size
-        self.tp = tp
-        self.local_heads = tp.heads(settings.num_heads)
-        self.query_key_value = column_linear(hidden, 3 * hidden, bias=True, tp=tp)
-        if not positional.embeds:
-            self.rpe = positional
-        self.rotates = positional.rotates
-        self.bf16_distances = settings.release_bf16_distances
-        self.dropout = settings.attention_dropout
-        self.attention = Attention(settings.attention_backend, positional)
-        self.dense = row_linear(hidden, hidden, bias=True, tp=tp)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        cache: LayerCache | None = None,
-        span: Span = FULL,
-        tables: PositionTables | None = None,
-    ) -> Tensor:
-        """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None."""
-        return self.dense(self.context(self.query_key_value(hidden), cache, span, tables))
-
-    def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
-        """The heads' outputs, `[b, s, 3 h d] -> [b, s, h d]`. `compiled.py` excludes this part from compilation."""
-        query, key, value = _SplitHeads.apply(qkv, self.head_size)
-        if self.rotates:
-            start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + qkv.shape[1], device="cpu")
-            query, key = self.rpe.rotate(query, key, positions, positions)
-        if cache is not None:
-            key, value = cache.append(key, value)
-        if tables is None:
-            tables = self.position_tables(span.max_kv_len(key.shape[2]), query)
-        context = self.attention(
-            query,
-            key,
-            value,
-            bias_table=tables.bias,
-            weight_table=tables.weight,
-            bias_jacobian=tables.bias_jacobian,
-            weight_jacobian=tables.weight_jacobian,
-            table=tables.scores,
-            window=span.window,
-            block=span.block,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return context.transpose(1, 2).flatten(2)
-
-    def position_tables(self, max_kv_len: int, states: Tensor) -> PositionTables:
-        """Tables over the distances below `max_kv_len`, of this rank's heads, on the device of the states
-        `[b, ..., s, e or d]`. All layers that share a positional method can share its tables.
-        """
-        device, method = states.device, getattr(self, "rpe", None)
-        if method is None:
-            return PositionTables()
-        if method.modifies_scores:
-            return PositionTables(scores=score_table(method, max_kv_len, device))
-        if not (method.has_bias or method.has_weight):
-            return PositionTables()
-        bias, weight = (
-            None if table is None else self._local(table)
-            for table in tables(method, max_kv_len, device, rounded=self.bf16_distances)
-        )
-        heads = self.local_heads.stop - self.local_heads.start
-        shape = (len(states), heads, states.shape[-2], self.head_size)
-        if self.bf16_distances or not self.attention.uses_jacobians(device, states.dtype, shape):
-            return PositionTables(bias, weight)
-        bias_jacobian, weight_jacobian = (
-            jacobian
-            and replace(
-                jacobian,
-                coefficients=self._local(jacobian.coefficients),
-                directions=jacobian.directions[self.local_heads],
-            )
-            for jacobian in jacobians(method, max_kv_len, device)
-        )
-        return PositionTables(bias, weight, bias_jacobian, weight_jacobian)
-
-    def _local(self, values: Tensor) -> Tensor:
-        """The rows of this rank's heads, from values `[h, ...]` of all heads, computed from replicated parameters."""
-        return sum_head_gradients(values, self.tp)[self.local_heads]
-
-
-class MLP(nn.Module):
-    """`[b, s, e] -> [b, s, 4e] -> [b, s, e]`."""
-
-    def __init__(self, settings: ModelSettings):
-        super().__init__()
-        hidden, tp = settings.hidden_size, settings.tp
-        self.dense_h_to_4h = column_linear(hidden, 4 * hidden, bias=True, tp=tp)
-        self.dense_4h_to_h = row_linear(4 * hidden, hidden, bias=True, tp=tp)
-        self.activation_name = settings.activation
-        self.activation = ACTIVATIONS[settings.activation]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
 
 
 class TransformerBlock(nn.Module):
@@ -261,7 +39,7 @@ class TransformerBlock(nn.Module):
         self.input_layernorm = make_norm(settings)
         self.attention = SelfAttention(settings, positional)
         self.post_attention_layernorm = make_norm(settings)
-        self.mlp = MLP(settings)
+        self.mlp = make_mlp(settings)
         self.dropout = nn.Dropout(settings.hidden_dropout)
         self.parallel_residual = settings.parallel_residual
 
@@ -456,7 +234,7 @@ class GPT(nn.Module):
         start = cache.length if cache is not None else 0
         hidden = self.embedding(tokens, offset=start)
         blocks = self.blocks
-        tables = self.shared_tables(hidden, span.max_kv_len(start + tokens.shape[1]))
+        tables = self.shared_tables(hidden, span.within(self.settings.window).max_kv_len(start + tokens.shape[1]))
         if cache is not None or span != FULL:
             for index, block in enumerate(blocks):
                 hidden = block(hidden, cache.layers[index] if cache is not None else None, span, tables)

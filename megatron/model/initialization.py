@@ -21,7 +21,7 @@ from megatron.model.settings import ModelSettings
 Initializer = Callable[[Tensor, torch.Generator], object]
 
 # The projections that write to the residual stream.
-RESIDUAL_WRITERS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+RESIDUAL_WRITERS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight", "mlp.w2.weight")
 
 
 def initializer(name: str, *, std: float, num_layers: int, hidden_size: int) -> Initializer:

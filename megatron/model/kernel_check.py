@@ -7,7 +7,8 @@ from torch import nn
 
 from kerple.attention import Requirements, self_check
 from megatron.model import fused_block, loss
-from megatron.model.gpt import SelfAttention, TransformerBlock
+from megatron.model.attention import SelfAttention
+from megatron.model.gpt import TransformerBlock
 from megatron.utils.errors import UserError
 from megatron.utils.ranks import run_on_all_ranks
 

@@ -27,15 +27,32 @@ ONE_RANK = TensorParallel()
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a model. Sizes are those of the full model, not of a tensor-parallel slice."""
+    """Settings of a model. Sizes are those of the full model, not of a tensor-parallel slice.
+
+    Attributes:
+        num_kv_heads: heads of keys and values. Default: `num_heads`.
+        head_size: default: `hidden_size` / `num_heads`.
+        intermediate_size: features of the MLP; the gate of a gated one (activation swiglu or geglu) has as many.
+            Default: 4 * `hidden_size`.
+        qk_norm: normalize each head of queries and keys, before rotation.
+        window: every query attends to the last `window` keys, including its own position; None: to all.
+    """
 
     num_layers: int
     hidden_size: int
     num_heads: int
     padded_vocab_size: int
     max_positions: int
+    num_kv_heads: int = 0
+    head_size: int = 0
+    intermediate_size: int = 0
     norm: str = "layernorm"
     norm_epsilon: float = 1e-5
+    norm_bias: bool = True
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    qk_norm: bool = False
+    window: int | None = None
     activation: str = "gelu"
     parallel_residual: bool = False
     tied_embeddings: bool = False
@@ -47,9 +64,13 @@ class ModelSettings:
     release_bf16_distances: bool = False
     tp: TensorParallel = ONE_RANK
 
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
+    def __post_init__(self) -> None:
+        for name, default in (
+            ("num_kv_heads", self.num_heads),
+            ("head_size", self.hidden_size // self.num_heads),
+            ("intermediate_size", 4 * self.hidden_size),
+        ):
+            object.__setattr__(self, name, getattr(self, name) or default)
 
     def shape(self) -> ModelShape:
         return ModelShape(
@@ -69,8 +90,16 @@ class ModelSettings:
             num_heads=model.num_attention_heads,
             padded_vocab_size=padded_vocab_size,
             max_positions=model.max_position_embeddings,
+            num_kv_heads=model.num_kv_heads,
+            head_size=model.head_size,
+            intermediate_size=model.mlp_features,
             norm=model.norm,
             norm_epsilon=model.norm_epsilon,
+            norm_bias=model.use_bias_in_norms,
+            attention_bias=model.use_bias_in_attn_linear,
+            mlp_bias=model.use_bias_in_mlp,
+            qk_norm=model.use_qk_layernorm,
+            window=model.window,
             # GPT-NeoX's fused bias+GELU kernel computes the tanh approximation, so evaluation must use it too.
             activation="gelu_tanh" if model.activation == "gelu" and model.bias_gelu_fusion else model.activation,
             parallel_residual=model.gpt_j_residual,

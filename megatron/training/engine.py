@@ -22,7 +22,8 @@ from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.data import build_loader
 from megatron.data.datasets import Samples
-from megatron.model.gpt import GPT, SelfAttention, positional_methods
+from megatron.model.attention import SelfAttention
+from megatron.model.gpt import GPT, positional_methods
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import gather_vocabulary

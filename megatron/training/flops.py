@@ -90,7 +90,10 @@ def count_parameters(
 def flops_per_token(outside_embedding: int, settings: ModelSettings, seq_length: int) -> float:
     """Floating-point operations of forward and backward pass per token, for the MFU.
 
-    6 per parameter outside the input embedding, and 6 x layers x hidden size x sequence length for causal attention.
-    Activation recomputation is not counted.
+    6 per parameter outside the input embedding, and 12 x layers x heads x head size x mean number of keys per query for
+    causal attention, where this number is half the sequence length without a window. Activation recomputation is not
+    counted.
     """
-    return 6.0 * outside_embedding + 6.0 * settings.num_layers * settings.hidden_size * seq_length
+    window = min(settings.window or seq_length, seq_length)
+    mean_keys = window * (1 - window / (2 * seq_length))
+    return 6.0 * outside_embedding + 12.0 * settings.num_layers * settings.num_heads * settings.head_size * mean_keys

@@ -129,8 +129,8 @@ class Trainer:
             config.optimizer.lr,
             config.schedule.lr_decay_style,
             decay_iters,
-            config.schedule.warmup * decay_iters,
-            config.schedule.min_lr,
+            config.schedule.warmup_steps(decay_iters),
+            config.schedule.lowest_lr(config.optimizer.lr),
             self.state.lr_schedule,
         )
         if self.state.iteration < self.last_iteration:

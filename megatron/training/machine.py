@@ -40,7 +40,8 @@ def check_machine(config: Config, layout: Layout, vocab_size: int) -> None:
 
     hidden, layers = model.hidden_size, model.num_layers
     embeddings = vocab_size * hidden * (2 if model.no_weight_tying else 1)
-    blocks = 12 * hidden**2 * layers
+    attention = 2 * hidden * model.head_size * (model.num_attention_heads + model.num_kv_heads)
+    blocks = layers * (attention + (3 if model.gated else 2) * hidden * model.mlp_features)
     positions = sum(parameter.numel() for parameter in method.parameters()) * (1 if method.shared else layers)
     shards = layout.pipeline_size * layout.tensor_size * (layout.data_size if config.optimizer.zero_stage == 3 else 1)
     parameters = embeddings + blocks + positions

@@ -6,8 +6,11 @@ Each row holds the keys and values of one file that matter here; keys that nearl
 import re
 
 import pytest
+import torch
 
 from megatron.config import Config, UserError
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
 
 SHARED = {
     "pipe_parallel_size": 1,
@@ -107,6 +110,61 @@ def pythia(layers: int, hidden: int, heads: int, **keys: object) -> dict[str, ob
     )
 
 
+LLAMA = {
+    "make_vocab_size_divisible_by": 1,
+    "rotary_pct": 1,
+    "norm": "rmsnorm",
+    "rms_norm_epsilon": 1e-5,
+    "use_bias_in_norms": False,
+    "use_bias_in_attn_linear": False,
+    "activation": "swiglu",
+    "mlp_multiple_of": 256,
+}
+LLAMA_1 = {**LLAMA, "rms_norm_epsilon": 1e-6, "use_bias_in_mlp": False}
+CODE_LLAMA = {**LLAMA, "rotary_emb_base": 1_000_000}
+LLEMMA = {
+    **LLAMA,
+    "pipe_parallel_size": 0,
+    "precision": "bfloat16",
+    "fp16": None,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "tokenizer_type": "SPMTokenizer",
+    "finetune": True,
+    "load": "checkpoints",
+}
+# File -> (keys, features of the MLP). GPT-NeoX divides intermediate_size by 3 for a gated MLP; the files
+# marked "smaller" have not been adapted to this, so that their models are smaller than those they are named after.
+LLAMA_FILES: dict[str, tuple[dict[str, object], int]] = {
+    "llama/7B": (sizes(32, 4096, 32, **LLAMA_1, intermediate_size=32768), 11008),
+    "llama/13B": (sizes(40, 5120, 40, **LLAMA_1, intermediate_size=40960), 13824),
+    "llama/30B": (sizes(60, 6656, 52, **LLAMA_1, intermediate_size=53248), 17920),
+    "llama/65B": (sizes(80, 8192, 64, **LLAMA_1, intermediate_size=65536), 22016),
+    "llama2/7B": (sizes(32, 4096, 32, **LLAMA, intermediate_size=32768), 11008),
+    "llama2/13B": (sizes(40, 5120, 40, **LLAMA, intermediate_size=41472, model_parallel_size=2), 13824),
+    "llama2/70B": (sizes(80, 8192, 64, **CODE_LLAMA, intermediate_size=86016, num_kv_heads=8), 28672),
+    "llama2/codellama_7B": (sizes(32, 4096, 32, **CODE_LLAMA), 5632),  # smaller
+    "llama2/codellama_34B": (sizes(48, 8192, 64, **CODE_LLAMA, num_kv_heads=8), 11008),  # smaller
+    # GPT-NeoX itself rejects attention_type, decay_lr_to and warmup_iters.
+    "llemma/7B": (sizes(32, 4096, 32, **LLEMMA, model_parallel_size=2, decay_lr_to=0.033, warmup_iters=500), 5632),
+    "llemma/34B": (
+        sizes(48, 8192, 64, **LLEMMA, model_parallel_size=8, attention_type="groupedquery", num_kv_heads=8),
+        11008,
+    ),
+    "mistral/7B": (
+        {
+            **sizes(32, 4096, 32, **LLAMA, intermediate_size=14336, num_kv_heads=8),
+            **{
+                "mlp_multiple_of": 1,
+                "sliding_window_width": 4096,
+                "seq_length": 8192,
+                "max_position_embeddings": 131_072,
+            },
+        },
+        4779,  # smaller
+    ),
+}
+
 # Complete files, and files that are combined with a model's.
 LOADED = {
     "19M": sizes(6, 512, 8, **NO_FUSION, deepspeed_extra_args={"comms_logger": {"enabled": True, "debug": False}}),
@@ -175,28 +233,6 @@ LOADED = {
     },
 }
 
-LLAMA = {
-    "make_vocab_size_divisible_by": 1,
-    "rotary_pct": 1,
-    "norm": "rmsnorm",
-    "rms_norm_epsilon": 1e-5,
-    "use_bias_in_norms": False,
-    "use_bias_in_attn_linear": False,
-    "activation": "swiglu",
-    "mlp_multiple_of": 256,
-}
-LLAMA_KEYS = ["use_bias_in_norms", "use_bias_in_attn_linear", "activation"]
-LLAMA_1 = {**LLAMA, "use_bias_in_mlp": False}
-LLAMA_1_KEYS = [*LLAMA_KEYS, "intermediate_size", "use_bias_in_mlp"]
-LLEMMA = {
-    **LLAMA,
-    "precision": "bfloat16",
-    "fp16": None,
-    "bf16": {"enabled": True},
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "tokenizer_type": "SPMTokenizer",
-}
-
 
 def mamba(layers: int, hidden: int) -> dict[str, object]:
     return sizes(layers, hidden, 12, pipe_parallel_size=0, attention_config=[[["mamba"], layers]], activation="silu")
@@ -234,35 +270,6 @@ REJECTED: dict[str, tuple[dict[str, object], list[str]]] = {
     "mamba/mamba-790M": (mamba(48, 1536), ["attention_config"]),
     "mamba/mamba-1.4B": (mamba(48, 2048), ["attention_config", "hidden_size"]),
     "mamba/mamba-2.8B": (mamba(64, 2560), ["attention_config", "hidden_size"]),
-    "llama/7B": (sizes(32, 4096, 32, **LLAMA_1, intermediate_size=32768), LLAMA_1_KEYS),
-    "llama/13B": (sizes(40, 5120, 40, **LLAMA_1, intermediate_size=40960), LLAMA_1_KEYS),
-    "llama/30B": (sizes(60, 6656, 52, **LLAMA_1, intermediate_size=53248), LLAMA_1_KEYS),
-    "llama/65B": (sizes(80, 8192, 64, **LLAMA_1, intermediate_size=65536), LLAMA_1_KEYS),
-    "llama2/7B": (sizes(32, 4096, 32, **LLAMA, intermediate_size=32768), [*LLAMA_KEYS, "intermediate_size"]),
-    "llama2/13B": (sizes(40, 5120, 40, **LLAMA, intermediate_size=41472), [*LLAMA_KEYS, "intermediate_size"]),
-    "llama2/70B": (
-        sizes(80, 8192, 64, **LLAMA, intermediate_size=86016, num_kv_heads=8),
-        [*LLAMA_KEYS, "intermediate_size", "num_kv_heads"],
-    ),
-    "llama2/codellama_7B": (sizes(32, 4096, 32, **LLAMA), LLAMA_KEYS),
-    "llama2/codellama_34B": (sizes(48, 8192, 64, **LLAMA, num_kv_heads=8), [*LLAMA_KEYS, "num_kv_heads"]),
-    # GPT-NeoX also rejects attention_type, decay_lr_to and warmup_iters.
-    "llemma/7B": (
-        sizes(32, 4096, 32, **LLEMMA, decay_lr_to=0.033, warmup_iters=500),
-        [*LLAMA_KEYS, "decay_lr_to", "warmup_iters", "tokenizer_type"],
-    ),
-    "llemma/34B": (
-        sizes(48, 8192, 64, **LLEMMA, attention_type="groupedquery", num_kv_heads=8),
-        [*LLAMA_KEYS, "attention_type", "num_kv_heads", "tokenizer_type"],
-    ),
-    "mistral/7B": (
-        {
-            **sizes(32, 4096, 32, **LLAMA, intermediate_size=14336, num_kv_heads=8),
-            "sliding_window_width": 4096,
-            "tokenizer_type": "SPMTokenizer",
-        },
-        [*LLAMA_KEYS, "intermediate_size", "num_kv_heads", "sliding_window_width", "tokenizer_type"],
-    ),
     "autotuning_configs/tune": ({**SMALL, **SLURM, "autotuning_config": AUTOTUNING}, ["autotuning_config"]),
     "autotuning_configs/tune_1-3B": (sizes(24, 2048, 16, **SLURM, autotuning=AUTOTUNING), ["autotuning"]),
     "autotuning_configs/small_tune": (
@@ -283,6 +290,42 @@ def test_loaded(name):
     assert config.checkpoint.saves(0) == name.startswith(("pythia", "docker", "finetuning"))
 
 
+def llama_config(name: str) -> Config:
+    keys, _ = LLAMA_FILES[name]
+    shared = {key: value for key, value in SHARED.items() if key != "warmup" or "warmup_iters" not in keys}
+    return Config.from_flat({**shared, **keys}, source=name)
+
+
+@pytest.mark.parametrize("name", LLAMA_FILES)
+def test_llama_s_files(name):
+    keys, features = LLAMA_FILES[name]
+    config = llama_config(name)
+    settings = ModelSettings.from_config(config, padded_vocab_size=32_000)
+    assert settings.intermediate_size == features
+    assert settings.num_kv_heads == keys.get("num_kv_heads", settings.num_heads)
+    assert settings.window == (4097 if name == "mistral/7B" else None)
+    assert (settings.norm_bias, settings.attention_bias) == (False, False)
+    given = keys.get("intermediate_size")
+    notices = [notice for notice in config.notices if " is ignored: " not in notice]
+    assert len(notices) == (given is not None)
+    if given is not None:
+        assert f"intermediate_size {given}: the gated MLP has {features:,} features" in notices[0]
+
+
+def test_llama_s_sizes():
+    """Parameters of Llama 7B, and of Llama 2 70B plus the biases of the MLP, which llama2's files do not turn off."""
+    biases = 80 * (2 * 28672 + 8192)
+    for name, expected in (("llama/7B", 6_738_415_616), ("llama2/70B", 68_976_648_192 + biases)):
+        settings = ModelSettings.from_config(llama_config(name), padded_vocab_size=32_000)
+        with torch.device("meta"):
+            assert sum(parameter.numel() for parameter in GPT(settings).parameters()) == expected
+
+
+def test_llemma_s_schedule():
+    schedule = llama_config("llemma/7B").schedule
+    assert (schedule.lowest_lr(1e-4), schedule.warmup_steps(320_000)) == (pytest.approx(3.3e-6), 500)
+
+
 @pytest.mark.parametrize("name", REJECTED)
 def test_rejected(name):
     keys, expected = REJECTED[name]
@@ -294,4 +337,5 @@ def test_rejected(name):
 
 
 def test_every_file_is_in_one_table():
-    assert (len(LOADED), len(REJECTED), LOADED.keys() & REJECTED.keys()) == (37, 27, set())
+    assert (len(LOADED), len(LLAMA_FILES), len(REJECTED)) == (37, 12, 15)
+    assert len(LOADED | LLAMA_FILES | REJECTED) == 64

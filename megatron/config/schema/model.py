@@ -27,10 +27,37 @@ class ModelConfig(Group):
 
     num_layers: Int = key(..., "Number of transformer blocks.", ge=1, le=10_000)
     hidden_size: Int = key(
-        ..., "Width of the residual stream. Must be divisible by num_attention_heads.", ge=1, le=2**20
+        ..., "Width of the residual stream. Must be divisible by num_attention_heads, or set head_size.", ge=1, le=2**20
     )
     num_attention_heads: Int = key(
         ..., "Attention heads per block. Must be divisible by model_parallel_size.", ge=1, le=2**16
+    )
+    num_kv_heads: Int = key(
+        None,
+        """Heads of keys and values. If there are fewer than num_attention_heads, consecutive query heads share one
+        (grouped-query attention, arXiv 2305.13245). Must divide num_attention_heads, and be divisible by
+        model_parallel_size. Default: num_attention_heads.""",
+        ge=1,
+        le=2**16,
+    )
+    attention_type: Literal["multihead", "groupedquery"] | None = key(
+        None, "As in the configurations of Llemma; must fit num_kv_heads, which selects grouped-query attention."
+    )
+    head_size: Int = key(
+        None, "Dimensions of one attention head. Default: hidden_size / num_attention_heads.", ge=1, le=2**20
+    )
+    intermediate_size: Int = key(
+        None,
+        """Width of the MLP. As in GPT-NeoX, a gated MLP (activation swiglu or geglu) has a third of it, which keeps the
+        number of parameters: 33024 is Llama 7B's 11008. Default: 4 * hidden_size.""",
+        ge=1,
+        le=2**24,
+    )
+    mlp_multiple_of: Int = key(
+        1,
+        "The width of the MLP, after division by 3 if it is gated, is rounded up to a multiple of this.",
+        ge=1,
+        le=2**24,
     )
     seq_length: Int = key(..., "Sequence length of training, in tokens.", ge=1, le=2**31)
     max_position_embeddings: Int = key(
@@ -44,6 +71,22 @@ class ModelConfig(Group):
     )
     layernorm_epsilon: float = key(1e-5, "Epsilon of layernorm, added to the variance.", gt=0)
     rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm, added to the mean square.", gt=0)
+    use_bias_in_norms: bool = key(True, "False: layernorm without biases. rmsnorm never has any.")
+    use_bias_in_attn_linear: bool = key(True, "False: attention's two projections have no biases.")
+    use_bias_in_mlp: bool = key(True, "False: the linear layers of the MLP have no biases.")
+    use_qk_layernorm: bool = key(
+        False,
+        """True: normalize each head of queries and keys, before rotation, with the norm of `norm`. Queries and keys
+        have one weight vector each, of the size of a head, as in Qwen3. GPT-NeoX normalizes all heads of a
+        tensor-parallel rank at once, with the same weights for queries and keys.""",
+    )
+    sliding_window_width: Int | None = key(
+        None,
+        """A query attends to this number of keys before its own position, and to its own, in training and in
+        evaluation: one key more than with Hugging Face's sliding_window of the same size. Default: to all.""",
+        ge=1,
+        le=2**31,
+    )
     no_weight_tying: bool = key(
         False, "True: the output layer has its own weights. False: it shares those of the token embedding."
     )
@@ -73,7 +116,11 @@ class ModelConfig(Group):
     )
     rpe_num_buckets: Int = key(32, "rpe (T5): number of distance buckets.", ge=2, le=2**20)
     rpe_max_distance: Int = key(128, "rpe (T5): distance, in tokens, from which all keys share the last bucket.", ge=2)
-    activation: Literal["gelu", "relu", "silu"] = key("gelu", "Activation of the MLP.")
+    activation: Literal["gelu", "relu", "silu", "swiglu", "geglu"] = key(
+        "gelu",
+        """Activation of the MLP. swiglu and geglu: a gated MLP, whose gate has the activation silu or exact GELU (arXiv
+        2002.05202).""",
+    )
     bias_gelu_fusion: bool = key(
         False, "True: the tanh approximation of GELU, as in GPT-NeoX's fused kernel. False: exact GELU."
     )
@@ -109,10 +156,16 @@ class ModelConfig(Group):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_max_position_embeddings(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("max_position_embeddings") is None and "seq_length" in values:
-            return {**values, "max_position_embeddings": values["seq_length"]}
-        return values
+    def _defaults(cls, values: Any) -> Any:
+        """Fill in the sizes whose defaults depend on other keys."""
+        if not isinstance(values, dict):
+            return values
+        hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        defaults = {"max_position_embeddings": values.get("seq_length"), "num_kv_heads": heads}
+        if isinstance(hidden, int | float) and isinstance(heads, int | float) and hidden >= 1 and heads >= 1:
+            defaults |= {"head_size": max(1, int(hidden // heads)), "intermediate_size": 4 * int(hidden)}
+        given = {name: value for name, value in values.items() if value is not None or name not in defaults}
+        return {**{name: value for name, value in defaults.items() if value is not None}, **given}
 
     @model_validator(mode="after")
     def _check_release_bf16_distances(self) -> "ModelConfig":
@@ -152,9 +205,20 @@ class ModelConfig(Group):
         )
 
     @property
-    def head_size(self) -> int:
-        """Dimensions of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+    def gated(self) -> bool:
+        """Whether the MLP is gated."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def mlp_features(self) -> int:
+        """Features of the MLP: rows of its first projection, and of the gate's."""
+        size = -(-(2 * self.intermediate_size // 3) // 2) if self.gated else self.intermediate_size
+        return -(-size // self.mlp_multiple_of) * self.mlp_multiple_of
+
+    @property
+    def window(self) -> int | None:
+        """The number of keys that a query attends to, including its own position; None: all."""
+        return None if self.sliding_window_width is None else self.sliding_window_width + 1
 
     @property
     def norm_epsilon(self) -> float:

@@ -223,7 +223,26 @@ class ScheduleConfig(Group):
         the run resumes (neox-2022 for checkpoints of the KERPLE release), otherwise neox.""",
     )
     min_lr: float = key(0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0)
+    decay_lr_to: float | None = key(
+        None, "min_lr as a fraction of the learning rate, as in the configurations of Llemma.", ge=0, le=1
+    )
     warmup: float = key(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
+    warmup_iters: Int | None = key(None, "Steps of the linear warmup, instead of `warmup`.", ge=0)
+
+    @model_validator(mode="after")
+    def _check_alternatives(self) -> "ScheduleConfig":
+        for key_, alternative in (("min_lr", "decay_lr_to"), ("warmup", "warmup_iters")):
+            if key_ in self.model_fields_set and getattr(self, alternative) is not None:
+                raise UserError(f'"{key_}" and "{alternative}" are both set; keep one of them')
+        return self
+
+    def lowest_lr(self, lr: float) -> float:
+        """The learning rate at the end of the cosine decay from `lr`."""
+        return self.min_lr if self.decay_lr_to is None else self.decay_lr_to * lr
+
+    def warmup_steps(self, decay_iters: int) -> float:
+        """Steps of the linear warmup, for a decay that ends at step `decay_iters`."""
+        return self.warmup * decay_iters if self.warmup_iters is None else self.warmup_iters
 
 
 class PrecisionConfig(Group):

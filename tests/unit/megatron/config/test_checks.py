@@ -11,6 +11,19 @@ from megatron.config import Config, UserError
     [
         ({"hidden-size": 33}, "hidden_size 33 is not divisible by num_attention_heads 4"),
         ({"model-parallel-size": 8}, "num_attention_heads 4 is not divisible by model_parallel_size 8"),
+        ({"num-kv-heads": 3}, "num_attention_heads 4 is not divisible by num_kv_heads 3"),
+        ({"num-kv-heads": 8}, "num_attention_heads 4 is not divisible by num_kv_heads 8"),
+        (
+            {"num-kv-heads": 1, "model-parallel-size": 2},
+            "num_kv_heads 1 is not divisible by model_parallel_size 2; tensor parallelism does not split or copy",
+        ),
+        ({"attention-type": "groupedquery"}, "attention_type groupedquery, but num_kv_heads 4 .* is multihead"),
+        (
+            {"intermediate-size": 129, "model-parallel-size": 2},
+            "the MLP has 129 features, which model_parallel_size 2 does not divide; set mlp_multiple_of",
+        ),
+        ({"min_lr": 1e-5, "decay_lr_to": 0.1}, '"min_lr" and "decay_lr_to" are both set'),
+        ({"warmup": 0.1, "warmup_iters": 10}, '"warmup" and "warmup_iters" are both set'),
         ({"pipe-parallel-size": 3}, "pipe_parallel_size 3 is more than num_layers 2"),
         (
             {"model-parallel-size": 2, "padded_vocab_size": 129},

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from megatron.model import block_kernels
-from megatron.model.gpt import ACTIVATIONS
+from megatron.model.layers import ACTIVATIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,5 +1,7 @@
 """Peak throughput and floating-point operations. Counts of whole models are tested with the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,3 +41,7 @@ def test_flops_per_token_follow_the_formula():
     outside = count_parameters(model.layers(), settings)["outside_embedding"]
     attention = 6 * settings.num_layers * settings.hidden_size * 100
     assert flops_per_token(outside, settings, 100) == 6 * outside + attention
+    assert flops_per_token(outside, replace(settings, window=100), 100) == 6 * outside + attention
+    # On average, 20 keys of 100 tokens except for the first 20: 20 * (1 - 20 / 200).
+    windowed = flops_per_token(outside, replace(settings, window=20), 100) - 6 * outside
+    assert windowed == 12 * settings.num_layers * settings.hidden_size * 18

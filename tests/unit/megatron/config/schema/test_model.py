@@ -12,6 +12,37 @@ def test_derived_sizes(flat):
     assert config.updated(norm="rmsnorm").model.norm_epsilon == 1e-8
 
 
+def test_sizes_of_attention(flat):
+    model = Config.from_flat(flat).model
+    assert (model.num_kv_heads, model.head_size, model.window) == (4, 8, None)
+    model = Config.from_flat({**flat, "num-kv-heads": 2, "head-size": 16, "sliding-window-width": 7}).model
+    assert (model.num_kv_heads, model.head_size, model.window) == (2, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "features"),
+    [
+        ({}, 128),
+        ({"intermediate-size": 100}, 100),
+        ({"intermediate-size": 100, "mlp-multiple-of": 64}, 128),
+        ({"activation": "swiglu"}, 43),  # 2/3 * 128 = 85 in two halves
+        ({"activation": "geglu", "intermediate-size": 3 * 48}, 48),
+        ({"activation": "swiglu", "intermediate-size": 32768, "mlp-multiple-of": 256}, 11008),
+    ],
+)
+def test_features_of_the_mlp(flat, keys, features):
+    assert Config.from_flat({**flat, **keys}).model.mlp_features == features
+
+
+def test_notices_of_keys_that_are_easily_mistaken(flat):
+    keys = {"activation": "swiglu", "intermediate-size": 96, "use-qk-layernorm": True}
+    mlp, norm = Config.from_flat({**flat, **keys}).notices
+    assert mlp.startswith("intermediate_size 96: the gated MLP has 32 features")
+    assert mlp.endswith("for 96 features, set 288")
+    assert norm.startswith("use_qk_layernorm: each head is normalized")
+    assert Config.from_flat({**flat, "intermediate-size": 96}).notices == ()
+
+
 def test_positional_options(flat):
     rotary = Config.from_flat({**flat, "pos-emb": "rotary", "rotary-pct": 0.5, "pos-emb-options": {"base": 500}}).model
     assert rotary.positional_options == {"fraction": 0.5, "base": 500}

@@ -1,0 +1,174 @@
+"""The attention layer of a block.
+
+Legend: b batch, s query length, t key length, h heads of this rank, g heads of keys and values of this rank, d head
+size, e hidden size.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
+from kerple.positional import PositionalMethod, TableJacobian
+from megatron.model.cache import LayerCache
+from megatron.model.layers import HeadNorm
+from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
+from megatron.model.settings import ModelSettings
+
+
+class PositionTables(NamedTuple):
+    """The tables over distance that a positional method passes to attention; None for those it does not have."""
+
+    bias: Tensor | None = None
+    weight: Tensor | None = None
+    bias_jacobian: TableJacobian | None = None
+    weight_jacobian: TableJacobian | None = None
+    scores: Tensor | None = None  # for the method's `modify_scores`
+
+
+class _SplitHeads(torch.autograd.Function):
+    """`[b, s, 3 h d]` -> query, key and value `[b, h, s, d]`.
+
+    GPT-NeoX groups the rows of query_key_value by head: each head's query, key and value are adjacent. The backward
+    pass copies nothing if attention wrote the gradients in this layout.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, head_size: int) -> tuple[Tensor, ...]:
+        return qkv.view(*qkv.shape[:2], -1, 3, head_size).permute(3, 0, 2, 1, 4).unbind()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        query = grads[0]
+        batch, heads, length, head_size = query.shape
+        row = 3 * heads * head_size
+        if not torch.compiler.is_compiling() and all(
+            grad.stride() == (length * row, 3 * head_size, row, 1)
+            and grad.untyped_storage()._cdata == query.untyped_storage()._cdata
+            and grad.storage_offset() == query.storage_offset() + index * head_size
+            for index, grad in enumerate(grads)
+        ):
+            return query.as_strided((batch, length, row), (length * row, row, 1)), None
+        return torch.stack([grad.transpose(1, 2) for grad in grads], dim=3).view(batch, length, row), None
+
+
+def split_heads(qkv: Tensor, head_size: int, queries_per_key: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, for h = g * `queries_per_key`.
+
+    Rows of query_key_value are grouped by key head: the queries that share a key, the key, and its value. With one
+    query per key, this is GPT-NeoX's layout. With more, GPT-NeoX has all queries of a tensor-parallel rank, then its
+    keys, then its values, so that its layout depends on the number of ranks.
+    """
+    if queries_per_key == 1:
+        return cast(tuple[Tensor, Tensor, Tensor], _SplitHeads.apply(qkv, head_size))
+    groups = qkv.unflatten(-1, (-1, queries_per_key + 2, head_size)).transpose(1, 2)  # [b, g, s, h / g + 2, d]
+    query, key, value = groups.split((queries_per_key, 1, 1), dim=3)
+    return query.transpose(2, 3).flatten(1, 2), key.squeeze(3), value.squeeze(3)
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention with a positional method.
+
+    With fewer heads of keys than of queries, consecutive query heads share a key head (grouped-query attention, arXiv
+    2305.13245). With a window, a query attends to the last `window` keys in every call.
+    """
+
+    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
+        super().__init__()
+        hidden, tp, bias = settings.hidden_size, settings.tp, settings.attention_bias
+        queries, keys = (heads * settings.head_size for heads in (settings.num_heads, settings.num_kv_heads))
+        self.head_size = settings.head_size
+        self.queries_per_key = settings.num_heads // settings.num_kv_heads
+        self.window = settings.window
+        self.tp = tp
+        self.local_heads = tp.heads(settings.num_heads)
+        self.query_key_value = column_linear(hidden, queries + 2 * keys, bias=bias, tp=tp)
+        self.normalizes = settings.qk_norm
+        if self.normalizes:
+            self.query_norm, self.key_norm = HeadNorm(settings), HeadNorm(settings)
+        if not positional.embeds:
+            self.rpe = positional
+        self.rotates = positional.rotates
+        self.bf16_distances = settings.release_bf16_distances
+        self.dropout = settings.attention_dropout
+        self.attention = Attention(settings.attention_backend, positional)
+        self.dense = row_linear(queries, hidden, bias=bias, tp=tp)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: LayerCache | None = None,
+        span: Span = FULL,
+        tables: PositionTables | None = None,
+    ) -> Tensor:
+        """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None."""
+        return self.dense(self.context(self.query_key_value(hidden), cache, span, tables))
+
+    def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
+        """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. `compiled.py` excludes this part from
+        compilation.
+        """
+        span = span.within(self.window)
+        query, key, value = split_heads(qkv, self.head_size, self.queries_per_key)
+        if self.normalizes:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotates:
+            start = cache.length if cache is not None else 0
+            positions = torch.arange(start, start + qkv.shape[1], device="cpu")
+            query, key = self.rpe.rotate(query, key, positions, positions)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        if tables is None:
+            tables = self.position_tables(span.max_kv_len(key.shape[2]), query)
+        context = self.attention(
+            query,
+            key,
+            value,
+            bias_table=tables.bias,
+            weight_table=tables.weight,
+            bias_jacobian=tables.bias_jacobian,
+            weight_jacobian=tables.weight_jacobian,
+            table=tables.scores,
+            window=span.window,
+            block=span.block,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return context.transpose(1, 2).flatten(2)
+
+    def position_tables(self, max_kv_len: int, states: Tensor) -> PositionTables:
+        """Tables over the distances below `max_kv_len`, of this rank's heads, on the device of the states
+        `[b, ..., s, e or d]`. All layers that share a positional method can share its tables.
+        """
+        device, method = states.device, getattr(self, "rpe", None)
+        if method is None:
+            return PositionTables()
+        if method.modifies_scores:
+            return PositionTables(scores=score_table(method, max_kv_len, device))
+        if not (method.has_bias or method.has_weight):
+            return PositionTables()
+        bias, weight = (
+            None if table is None else self._local(table)
+            for table in tables(method, max_kv_len, device, rounded=self.bf16_distances)
+        )
+        heads = self.local_heads.stop - self.local_heads.start
+        shape = (len(states), heads, states.shape[-2], self.head_size)
+        if self.bf16_distances or not self.attention.uses_jacobians(device, states.dtype, shape):
+            return PositionTables(bias, weight)
+        bias_jacobian, weight_jacobian = (
+            jacobian
+            and replace(
+                jacobian,
+                coefficients=self._local(jacobian.coefficients),
+                directions=jacobian.directions[self.local_heads],
+            )
+            for jacobian in jacobians(method, max_kv_len, device)
+        )
+        return PositionTables(bias, weight, bias_jacobian, weight_jacobian)
+
+    def _local(self, values: Tensor) -> Tensor:
+        """The rows of this rank's heads, from values `[h, ...]` of all heads, computed from replicated parameters."""
+        return sum_head_gradients(values, self.tp)[self.local_heads]

@@ -1,0 +1,68 @@
+"""The attention layer: layout of query_key_value, grouped-query attention, qk norm and sliding window."""
+
+import pytest
+import torch
+
+from kerple.attention import Span
+from kerple.positional import build
+from megatron.model.attention import SelfAttention, split_heads
+from megatron.model.settings import ModelSettings
+
+
+def layer(**changes) -> SelfAttention:
+    sizes = {"num_layers": 1, "hidden_size": 12, "num_heads": 4, "padded_vocab_size": 8, "max_positions": 32}
+    settings = ModelSettings(**{**sizes, "head_size": 6, **changes})
+    attention = SelfAttention(settings, build(settings.pos_emb, settings.shape()))
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.5)
+    return attention.double()
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_split_heads(groups):
+    """Rows are numbered, so each result shows its place: per key head, its queries, the key and the value."""
+    shared = 4 // groups
+    rows = torch.arange(groups * (shared + 2) * 3.0)
+    query, key, value = split_heads(rows.expand(2, 5, -1), 3, shared)
+    assert (query.shape, key.shape, value.shape) == ((2, 4, 5, 3), (2, groups, 5, 3), (2, groups, 5, 3))
+    expected = rows.view(groups, shared + 2, 3)
+    assert torch.equal(query[1, :, 4], expected[:, :shared].reshape(4, 3))
+    assert torch.equal(key[1, :, 4], expected[:, shared])
+    assert torch.equal(value[1, :, 4], expected[:, shared + 1])
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_layer_against_its_formula(groups, window, norm):
+    changes = {"num_kv_heads": groups, "window": window, "qk_norm": True, "norm": norm, "attention_bias": False}
+    attention = layer(**changes)
+    assert {name for name, _ in attention.named_parameters() if "bias" in name} == (
+        {"query_norm.bias", "key_norm.bias"} if norm == "layernorm" else set()
+    )
+    hidden = torch.randn(2, 7, 12, dtype=torch.float64)
+    query, key, value = split_heads(hidden @ attention.query_key_value.weight.T, 6, 4 // groups)
+    contexts = []
+    for head in range(4):
+        q = attention.query_norm(query[:, head])
+        k = attention.key_norm(key[:, head * groups // 4])
+        scores = q @ k.transpose(1, 2) / 6**0.5
+        distance = torch.arange(7)[:, None] - torch.arange(7)
+        hides = (distance < 0) | (distance >= (window or 7))
+        contexts.append(scores.masked_fill(hides, -torch.inf).softmax(-1) @ value[:, head * groups // 4])
+    expected = torch.cat(contexts, -1) @ attention.dense.weight.T
+    torch.testing.assert_close(attention(hidden), expected)
+
+
+def test_the_narrower_of_two_windows_applies():
+    hidden = torch.randn(1, 9, 12, dtype=torch.float64)
+    attention = layer(window=3)
+    assert torch.equal(attention(hidden, span=Span(window=5)), attention(hidden))
+    narrower = attention(hidden, span=Span(window=2))
+    assert not torch.allclose(narrower, attention(hidden))
+    attention.window = None
+    assert torch.equal(narrower, attention(hidden, span=Span(window=2)))
+    attention.window = 3
+    with pytest.raises(ValueError, match=r"window \(3\) and block \(4\) are both set"):
+        attention(hidden, span=Span(block=4))
