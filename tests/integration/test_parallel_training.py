@@ -39,6 +39,16 @@ RESUMED_IN = [
 LARGE_EPSILON = {"type": "Adam", "params": {"lr": 0.005, "eps": 1e-6}}
 PER_LAYER = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
 RANDOM = {"pos_emb": "rotary", "pos_emb_options": {"scaling": "random", "random_range": 128}}
+LLAMA = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "intermediate_size": 3 * 40,
+    "num_kv_heads": 2,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "use_qk_layernorm": True,
+    "sliding_window_width": 20,
+}
 RECOMPUTE = {"checkpoint_activations": True, "checkpoint_num_layers": 1}
 
 # trained(folder, layout, **keys) trains in `folder` and returns the output of rank 0.
@@ -112,6 +122,30 @@ def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
     assert_same_metrics(tmp_path / "two", tmp_path / "one", "train/loss", "train/grad_norm", *kernels)
     if layout != "tensor":
         assert_same_weights(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("layout", "target"),
+    [
+        ("tensor", "pipeline"),
+        *(
+            pytest.param(*layouts, marks=pytest.mark.slow)
+            for layouts in (("pipeline", "one"), ("zero-1", "tensor"), ("zero-3", "zero-2"), ("zero-2", "zero-3"))
+        ),
+    ],
+)
+def test_llama_style_blocks_on_two_ranks(layout, target, trained, tmp_path):
+    """With a sliding window, a norm of queries and keys, and a key head for two query heads; then resumed in another
+    layout.
+    """
+    trained(tmp_path / "one", "one", **LLAMA)
+    trained(tmp_path / "two", layout, **LLAMA)
+    assert_same_metrics(tmp_path / "two", tmp_path / "one", *METRICS)
+    copy_checkpoint(tmp_path / "two", tmp_path / "resumed", 3)
+    trained(tmp_path / "resumed", target, **LLAMA)
+    assert_same_metrics(tmp_path / "resumed", tmp_path / "one", *METRICS, after=3)
+    if "tensor" not in (layout, target):
+        assert_same_weights(tmp_path / "resumed", tmp_path / "one")
 
 
 @pytest.mark.parametrize(
