@@ -2,14 +2,16 @@
 
     python -m kerple.doctor [--head-size D ...] [--json FILE]
 
-On a GPU, every positional method is checked in float32, float16 and bfloat16, results and gradients: the fused kernels
-by their self-check (`kerple.attention.self_check`), whose verdicts are saved, and the chunked backend for methods that
-they do not support. Without a GPU, the chunked and sdpa backends are checked. The exit status is 1 if a check fails.
+On a GPU, every positional method is checked in float32, float16 and bfloat16, results and gradients, with as many
+key/value heads as query heads and with half as many (grouped-query attention): the fused kernels by their self-check
+(`kerple.attention.self_check`), whose verdicts are saved, and the chunked backend for methods that they do not support.
+Without a GPU, the chunked and sdpa backends are checked. The exit status is 1 if a check fails.
 The output contains no environment variables, paths or host names.
 """
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import platform
 import sys
@@ -28,6 +30,7 @@ from kerple.positional import ModelShape, PositionalMethod, build, primary_names
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEADS = 4
+KV_HEADS = (HEADS, HEADS // 2)
 PACKAGES = ("kerple-neox", "torch", "triton", "deepspeed", "megatron-core")
 
 
@@ -172,10 +175,12 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
     try:
         if backends == ["fused"]:
             return _check_fused(check, method, device, dtype)
-        call = _small_call(method, device, dtype, head_size)
         errors: dict[str, float] = {}
-        for backend in backends:
-            errors = _largest(errors, relative_errors(call, BACKENDS[backend], BACKENDS["reference"], gradients=True))
+        for kv_heads in KV_HEADS:
+            call = _small_call(method, device, dtype, head_size, kv_heads)
+            for backend in backends:
+                new = relative_errors(call, BACKENDS[backend], BACKENDS["reference"], gradients=True)
+                errors = _largest(errors, new)
         return replace(check, errors=errors, failure=wrong_result(errors, dtype))
     except Exception as error:  # what is wrong with this method must not hide the results of the others
         return replace(check, failure=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
@@ -183,10 +188,14 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
 
 def _check_fused(check: Check, method: PositionalMethod, device: torch.device, dtype: torch.dtype) -> Check:
     attention = Attention("fused", method)
-    for training in (True, False):
-        for verdict in attention.check_kernels(device, dtype, HEADS, check.head_size, training=training, again=True):
-            errors, failure = _largest(check.errors, verdict.errors), check.failure or verdict.failure
-            check = replace(check, errors=errors, failure=failure)
+    for training, kv_heads in itertools.product((True, False), KV_HEADS):
+        for verdict in attention.check_kernels(
+            device, dtype, HEADS, check.head_size, training=training, kv_heads=kv_heads, again=True
+        ):
+            failure = verdict.failure
+            if failure is not None and kv_heads < HEADS:
+                failure = f"{failure} (grouped queries)"
+            check = replace(check, errors=_largest(check.errors, verdict.errors), failure=check.failure or failure)
     return check
 
 
@@ -194,13 +203,13 @@ def _largest(errors: dict[str, float], others: dict[str, float]) -> dict[str, fl
     return {what: max(errors.get(what, 0.0), others.get(what, 0.0)) for what in {**errors, **others}}
 
 
-def _small_call(method: PositionalMethod, device: torch.device, dtype: torch.dtype, head_size: int) -> AttentionCall:
+def _small_call(
+    method: PositionalMethod, device: torch.device, dtype: torch.dtype, head_size: int, kv_heads: int
+) -> AttentionCall:
     """A call with the method's tables, and with queries and keys after its `rotate`."""
-    states = torch.empty(1, HEADS, KV_LEN, head_size, dtype=dtype, device=device)
+    query, key = (torch.empty(1, heads, KV_LEN, head_size, dtype=dtype, device=device) for heads in (HEADS, kv_heads))
     bias, weight = tables(method, KV_LEN, device)
-    call = AttentionCall(
-        query=states, key=states, value=states, scale=head_size**-0.5, bias_table=bias, weight_table=weight
-    )
+    call = AttentionCall(query=query, key=key, value=key, scale=head_size**-0.5, bias_table=bias, weight_table=weight)
     call = small_call(call)
     if method.modifies_scores:
         table = score_table(method, KV_LEN, device)

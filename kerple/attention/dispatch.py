@@ -216,6 +216,7 @@ class Attention:
         head_size: int,
         *,
         training: bool,
+        kv_heads: int | None = None,
         again: bool = False,
     ) -> list[self_check.Verdict]:
         """Check the fused kernels that this method needs on a device (see `self_check`), if they would run there.
@@ -225,6 +226,7 @@ class Attention:
         Args:
             training: check calls with complete sequences and gradients; otherwise calls without gradients and with
                 fewer queries than keys, with and without a window.
+            kv_heads: the number of key/value heads; by default, as many as heads.
             again: ignore earlier verdicts.
 
         Returns the verdicts that were new to this process. Raises NotImplementedError if the configured backend does
@@ -233,12 +235,15 @@ class Attention:
         length = self_check.KV_LEN
         verdicts = []
         with torch.inference_mode(False), torch.set_grad_enabled(training):
-            states = torch.empty(1, heads, length, head_size, dtype=dtype, device=device, requires_grad=training)
+            query, key = (
+                torch.empty(1, count, length, head_size, dtype=dtype, device=device, requires_grad=training)
+                for count in (heads, kv_heads or heads)
+            )
             for window in (None,) if training else (None, length // 2):
                 call = AttentionCall(
-                    query=states if training else states[:, :, 1:],
-                    key=states,
-                    value=states,
+                    query=query if training else query[:, :, 1:],
+                    key=key,
+                    value=key,
                     scale=head_size**-0.5,
                     span=Span(window=window),
                 )

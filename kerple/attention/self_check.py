@@ -2,8 +2,9 @@
 
 A kernel can work on one GPU and fail on another because of a compiler or driver bug. The check runs a small call, with
 the same kind of tables, dtype and head size as the real one, with both backends and compares results and gradients. It
-covers partial tiles, fewer queries than keys and, if the real call has one, a window. The verdict is saved in
-`cache_folder()` for this GPU, driver, torch, Triton and source code of the kernels, so each installation checks once.
+covers partial tiles, fewer queries than keys and, if the real call has them, a window and grouped queries. The verdict
+is saved in `cache_folder()` for this GPU, driver, torch, Triton and source code of the kernels, so each installation
+checks once.
 
 After a failure, `dispatch` does not choose the kernels in this process for the same dtype and head size.
 
@@ -51,6 +52,7 @@ class Variant(NamedTuple):
     weight: bool
     directions: tuple[int, int]
     window: bool
+    grouped: bool
     gradients: bool
 
     @classmethod
@@ -67,12 +69,20 @@ class Variant(NamedTuple):
             weight=call.weight_table is not None,
             directions=(bias, weight),
             window=call.max_kv_len < call.kv_len,
+            grouped=call.queries_per_kv > 1,
             gradients=gradients,
         )
 
     def __str__(self) -> str:
         parts = [str(self.dtype).removeprefix("torch."), f"head size {self.head_size}"]
-        return ", ".join(parts + [name for name in ("bias", "weight", "window", "gradients") if getattr(self, name)])
+        names = {
+            "bias": "bias",
+            "weight": "weight",
+            "window": "window",
+            "grouped": "grouped queries",
+            "gradients": "gradients",
+        }
+        return ", ".join(parts + [text for name, text in names.items() if getattr(self, name)])
 
 
 @dataclass(frozen=True)
@@ -260,7 +270,7 @@ def small_call(call: AttentionCall) -> AttentionCall:
     """
     heads, head_size = call.query.shape[1], call.query.shape[3]
 
-    def states(seed: int, length: int) -> Tensor:
+    def states(seed: int, length: int, heads: int) -> Tensor:
         # The memory layout of a model: the heads of a position are adjacent.
         return _random(seed, BATCH, length, heads, head_size).to(call.query).transpose(1, 2)
 
@@ -277,9 +287,9 @@ def small_call(call: AttentionCall) -> AttentionCall:
 
     return replace(
         call,
-        query=states(2, Q_LEN),
-        key=states(3, KV_LEN),
-        value=states(4, KV_LEN),
+        query=states(2, Q_LEN, heads),
+        key=states(3, KV_LEN, call.kv_heads),
+        value=states(4, KV_LEN, call.kv_heads),
         bias_table=table(5, call.bias_table),
         weight_table=table(6, call.weight_table),
         bias_jacobian=jacobian(call.bias_jacobian),

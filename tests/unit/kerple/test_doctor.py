@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_gpu_whose_kernels_work(cpu_as_gpu):
     assert (check.device, check.backends, check.failure, check.unsupported) == ("NVIDIA Test", ["fused"], None, None)
     assert {"result", "query", "bias_coefficients"} <= set(check.errors)
     saved = sorted(self_check.cache_folder().iterdir())
-    assert len(saved) == 3  # training; evaluation with and without a window
+    assert len(saved) == 6  # training; evaluation with and without a window; each with grouped queries and without
     # It checks again, in spite of the verdicts.
     cpu_as_gpu(lambda call: chunked_attention(call) * 2)
     assert doctor.check_method("kerple_log", CPU, torch.bfloat16, 16).failure is not None
@@ -95,6 +96,19 @@ def test_a_gpu_whose_kernels_are_wrong(cpu_as_gpu, capsys):
     assert "RuntimeError: PassManager::run failed\n" in output
     assert "the result has a relative error of 1.0e+00" in output
     assert "6 of 15 checks FAILED; to report it, run `python -m kerple.doctor`" in output
+
+
+def test_a_gpu_whose_kernels_are_wrong_for_grouped_queries(cpu_as_gpu):
+    """Query head i uses key/value head i // 2, not i % 2."""
+
+    def run(call):
+        repeats = (1, call.queries_per_kv, 1, 1)
+        return chunked_attention(replace(call, key=call.key.repeat(repeats), value=call.value.repeat(repeats)))
+
+    cpu_as_gpu(run)
+    check = doctor.check_method("kerple_log", CPU, torch.bfloat16, 16)
+    assert check.failure.startswith("the result has a relative error of ")
+    assert check.failure.endswith(" (grouped queries)")
 
 
 def test_notes_say_why_fused_is_not_used(capsys):

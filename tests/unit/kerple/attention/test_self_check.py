@@ -102,6 +102,13 @@ def test_the_kernels_pass(method):
     assert str(verdicts[0]).startswith("self-check of the fused attention kernels passed (cpu, ")
 
 
+def test_the_kernels_pass_with_grouped_queries():
+    attention = Attention("fused", build("kerple_power_ap_ap", SHAPE))
+    (verdict,) = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, kv_heads=1)
+    assert verdict.failure is None
+    assert "grouped queries" in str(verdict)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap"])
 def test_half_precision_is_far_from_the_limits(method, dtype):
@@ -204,6 +211,7 @@ def test_gradients_and_windows_are_checked_on_their_own(kernels):
     assert verdict(span=Span(window=30)) is None
     assert verdict(span=Span(window=3)) is not None
     assert verdict(bias_table=None) is not None
+    assert verdict(key=states[:, :1], value=states[:, :1]) is not None
 
 
 def test_verdicts_are_saved(kernels, new_process, tmp_path):
