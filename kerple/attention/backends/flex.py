@@ -18,6 +18,8 @@ from kerple.attention.call import AttentionCall, Backend
 from kerple.attention.tables import tables
 from kerple.positional import PositionalMethod
 
+# Queries and keys of a block: FlexAttention skips blocks without visible pairs.
+BLOCK = 128
 # FlexAttention's score_mod: (score, batch, head, query index, key index) -> score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -94,12 +96,32 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=64)
 def _block_mask(s: int, t: int, window: int | None, device: torch.device) -> Any:
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = query + (t - s) - key
-        causal = distance >= 0
-        return causal if window is None else causal & (distance < window)
+    """The `BlockMask` of s queries, the last of t positions. `create_block_mask` would need a matrix `[s, t]`."""
+    offset, distances = t - s, t if window is None else window
 
-    return _flex_module().create_block_mask(visible, None, None, s, t, device=device)
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = query + offset - key
+        return (distance >= 0) & (distance < distances)
+
+    first_query = torch.arange(0, s, BLOCK, device=device)[:, None] + offset
+    last_query = (first_query + BLOCK - 1).clamp(max=t - 1)
+    first_key = torch.arange(0, t, BLOCK, device=device)
+    last_key = first_key + BLOCK - 1
+    some = (first_key <= last_query) & (last_key > first_query - distances)
+    complete = (last_key < t) & (first_query + BLOCK <= t)
+    every = complete & (last_key <= first_query) & (first_key > last_query - distances)
+    blocks = [_visible_first(mask) for mask in (some & ~every, every)]
+    return _flex_module().BlockMask.from_kv_blocks(
+        *blocks[0], *blocks[1], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)
+    )
+
+
+def _visible_first(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool `[blocks of queries, blocks of keys]` -> the number of True blocks of keys in each row, and the indices of
+    all, the True ones first; int32, for one sample and head.
+    """
+    counts, indices = blocks.sum(dim=1), blocks.int().argsort(dim=1, descending=True, stable=True)
+    return counts.int()[None, None], indices.int()[None, None]
 
 
 FLEX = Backend("flex", flex_attention, dropout=False, training_on_cpu=False)

@@ -5,8 +5,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kerple.attention import attend, score_mod, tables
+from kerple.attention.backends import flex
 from kerple.positional import KerpleLog, ModelShape, NoPositions, Rotary, build, primary_names
-from tests.support.attention import random_attend_arguments
+from tests.support.attention import LargestStorage, random_attend_arguments
 
 SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
 METHODS = {name: build(name, SHAPE) for name in primary_names()}
@@ -37,6 +38,30 @@ def test_grouped_queries(heads, kv_heads, s, t, window):
     repeated = {name: arguments[name].repeat_interleave(heads // kv_heads, dim=1) for name in ("key", "value")}
     expected = attend(backend="reference", **{**arguments, **repeated})
     torch.testing.assert_close(attend(backend="flex", **arguments), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 128, 129, 300])
+@pytest.mark.parametrize(("s", "t"), [(1, 1), (1, 300), (128, 128), (256, 512), (300, 300), (100, 700), (513, 640)])
+def test_block_masks_are_those_of_create_block_mask(s, t, window):
+    def visible(batch, head, query, key):
+        distance = query + t - s - key
+        return (distance >= 0) & (distance < (window or t))
+
+    expected = create_block_mask(visible, None, None, s, t, device="cpu").as_tuple()
+    for actual, tensor in zip(flex._block_mask(s, t, window, torch.device("cpu")).as_tuple(), expected, strict=True):
+        if isinstance(tensor, torch.Tensor):
+            assert actual.dtype == tensor.dtype
+            assert torch.equal(actual, tensor)
+        elif not callable(tensor):
+            assert actual == tensor
+
+
+def test_a_window_needs_no_matrix_of_queries_and_keys():
+    """2^17 queries and keys, 2^10 blocks of each; a block of queries attends to at most 9 blocks of keys."""
+    with LargestStorage() as largest:
+        mask = flex._block_mask(2**17, 2**17, 1024, torch.device("cpu"))
+    assert (mask.kv_num_blocks + mask.full_kv_num_blocks).max() == 9
+    assert largest.elements <= 4 * (2**17 / 128) ** 2
 
 
 def test_unsupported_calls_are_rejected():
