@@ -7,7 +7,7 @@ evaluation may wait for the device or copy from pageable memory.
 import pytest
 import torch
 
-from kerple.attention import Span, backend_names
+from kerple.attention import Attention, Span, backend_names, score_table, tables
 from kerple.positional import build
 from megatron.config import UserError, load_config
 from megatron.model.gpt import GPT
@@ -118,6 +118,31 @@ def check_evaluation(method: str, dtype: str) -> None:
         hidden(tokens(1, 1), cache)
         hidden(tokens(1, 2048), span=Span(window=512))
         hidden(tokens(1, 2048), span=Span(block=512))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [*((name, "bf16") for name in ("auto", *BACKENDS)), ("sdpa", "fp32")])
+@pytest.mark.parametrize("method", ["rotary", "kerple_log", "dape_kerple"])
+def test_grouped_queries(method, backend, dtype):
+    """12 query heads share 3 key/value heads: gradients, single-token decoding, windows and blocks."""
+    if not supports(backend, method):
+        return
+    with SimulatedCuda() as device:
+        positional = move_to_cuda(build(method, settings_for(method).shape()), DTYPES[dtype])
+        for s, span in ((300, Span()), (1, Span()), (300, Span(window=100)), (300, Span(block=64))):
+            query, key, value = (
+                torch.empty(2, heads, length, 64, dtype=DTYPES[dtype], device="cuda", requires_grad=True)
+                for heads, length in ((12, s), (3, 300), (3, 300))
+            )
+            bias, weight = tables(positional, span.max_kv_len(300), "cuda")
+            table = score_table(positional, span.max_kv_len(300), "cuda") if positional.modifies_scores else None
+            rotated = positional.rotate(query, key, torch.arange(300 - s, 300), torch.arange(300))
+            context = Attention(backend, positional)(
+                *rotated, value, bias_table=bias, weight_table=weight, table=table, window=span.window, block=span.block
+            )
+            context.sum().backward()
+            assert query.grad.shape == query.shape
+            assert key.grad.shape == value.grad.shape == key.shape
+        assert device.synchronizations == []
 
 
 def test_a_gpu_without_fused_kernels():

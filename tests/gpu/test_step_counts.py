@@ -91,6 +91,29 @@ def test_the_attention_kernel():
     assert cost.bytes == 4 * (2 * 6 * 128 * 64) + 4 * (6 * 128) + padded_table
 
 
+def test_keys_and_values_of_grouped_queries_are_not_copied():
+    """8 query heads share 2 key/value heads: every kernel reads and writes 2 of keys, values and their gradients."""
+    with StepCounter() as device:
+        query, upstream = (empty(2, 8, 128, 64, dtype=torch.bfloat16, grad=grad) for grad in (True, False))
+        key, value = (empty(2, 2, 128, 64, dtype=torch.bfloat16, grad=True) for _ in range(2))
+        device.reset()
+        attend(query, key, value, bias_table=empty(8, 128, grad=True), backend="fused").backward(upstream)
+        kernels = {launch.name: launch.cost for launch in device.launches if launch.name.startswith("triton.")}
+        others = [launch for launch in device.launches if not launch.name.startswith("triton.")]
+    queries, keys = 2 * (2 * 8 * 128 * 64), 2 * (2 * 2 * 128 * 64)
+    lse, row_stats, table, tile = 4 * (2 * 8 * 128), 8 * (2 * 8 * 128), 4 * (8 * (256 + 128 + 256)), 4 * 64 * 64
+    inputs = queries + 2 * keys + table
+    assert kernels["triton.forward_kernel"].bytes == inputs + queries + lse
+    assert kernels["triton.key_value_kernel"].bytes == inputs + queries + row_stats + 2 * keys
+    assert kernels["triton.query_kernel"].bytes == inputs + queries + row_stats + queries
+    # The tiles are summed in parts: 8 heads, 4 tiles of queries, 2 block distances. The weight has no tiles.
+    assert kernels["triton.sum_tiles_kernel"].bytes == inputs + queries + row_stats + 8 * 4 * 2 * tile + 4
+    # Both kernels compute complete tiles: 1 of queries and 2 of keys, 2 of queries and 1 of keys, for all query heads.
+    assert kernels["triton.forward_kernel"].flops == 2 * 2 * (2 * 8) * 128 * 128 * 64
+    assert kernels["triton.key_value_kernel"].flops == 4 * 2 * (2 * 8) * 128 * 128 * 64
+    assert max(launch.cost.bytes for launch in others) < keys  # only operators on tables
+
+
 def test_memory_and_time():
     with StepCounter() as device:
         before = device.allocated

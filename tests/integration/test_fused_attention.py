@@ -50,6 +50,11 @@ def test_kernels_for_other_gpus(tmp_path):
     ]
 
 
+def test_kernels_for_grouped_queries(tmp_path):
+    """The loop over query heads leaves the inner loop as it is."""
+    assert {row["kernel"] for row in counted(tmp_path, "--grouped", "--variants", "bias")} > {"key and value"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -57,8 +62,10 @@ def test_kernels_for_other_gpus(tmp_path):
         ["--sizes", "16", "32", "64", "80", "128"],
         ["--sizes", "64", "128", "--window"],
         ["--sizes", "64", "128", "--dtypes", "fp16", "fp32"],
+        ["--sizes", "16", "64", "80", "128", "--grouped"],
+        ["--sizes", "64", "128", "--grouped", "--window"],
     ],
-    ids=["sizes", "window", "dtypes"],
+    ids=["sizes", "window", "dtypes", "grouped", "grouped window"],
 )
 @pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100", "120"])
 def test_every_kernel_for_every_gpu(arch, options, tmp_path):

@@ -367,9 +367,13 @@ def _cuda_sdpa(
 ) -> Tensor:
     """scaled_dot_product_attention through the operators that a GPU would use.
 
-    Raises RuntimeError for a mask that the CUDA kernels do not accept.
+    Raises RuntimeError for a mask that the CUDA kernels do not accept, and for different numbers of heads if the call
+    does not enable them or only a kernel that stores all scores supports them.
     """
-    if attn_mask is None and query.dtype != torch.float32:
+    is_flash = attn_mask is None and query.dtype != torch.float32
+    if query.shape[1] != key.shape[1] and not (enable_gqa and is_flash):
+        raise RuntimeError(f"{query.shape[1]} heads of queries and {key.shape[1]} of keys")
+    if is_flash:
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:

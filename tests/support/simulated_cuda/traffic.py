@@ -152,6 +152,8 @@ def _attended_pairs(name: str, arguments: dict[str, Any], grid: Sequence[int]) -
     # sum_tiles_kernel's grid: block distances, parts, heads. The others': tiles, samples and heads.
     distances = grid[0] if name == "sum_tiles_kernel" else t
     count = arguments["batch"] * grid[2] if name == "sum_tiles_kernel" else grid[1]
+    if name == "key_value_kernel":  # its programs handle all query heads of a key/value head
+        count *= arguments["group"]
     tiles = 0
     for first in range(t - s, t, rows):
         for key in range(0, min(first + rows, t), columns):
