@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
         self.bf16_distances = settings.release_bf16_distances
         self.dropout = settings.attention_dropout
         self.attention = Attention(settings.attention_backend, positional)
-        self.dense = row_linear(queries, hidden, bias=bias, tp=tp)
+        self.dense = row_linear(queries, hidden, bias=bool(settings.attention_output_bias), tp=tp)
 
     def forward(
         self,

@@ -34,6 +34,7 @@ class ModelSettings:
         head_size: default: `hidden_size` / `num_heads`.
         intermediate_size: features of the MLP; the gate of a gated one (activation swiglu or geglu) has as many.
             Default: 4 * `hidden_size`.
+        attention_output_bias: default: `attention_bias`.
         qk_norm: normalize each head of queries and keys, before rotation.
         window: every query attends to the last `window` keys, including its own position; None: to all.
     """
@@ -50,6 +51,7 @@ class ModelSettings:
     norm_epsilon: float = 1e-5
     norm_bias: bool = True
     attention_bias: bool = True
+    attention_output_bias: bool | None = None
     mlp_bias: bool = True
     qk_norm: bool = False
     window: int | None = None
@@ -71,6 +73,8 @@ class ModelSettings:
             ("intermediate_size", 4 * self.hidden_size),
         ):
             object.__setattr__(self, name, getattr(self, name) or default)
+        if self.attention_output_bias is None:
+            object.__setattr__(self, "attention_output_bias", self.attention_bias)
 
     def shape(self) -> ModelShape:
         return ModelShape(
@@ -97,6 +101,7 @@ class ModelSettings:
             norm_epsilon=model.norm_epsilon,
             norm_bias=model.use_bias_in_norms,
             attention_bias=model.use_bias_in_attn_linear,
+            attention_output_bias=model.use_bias_in_attn_output,
             mlp_bias=model.use_bias_in_mlp,
             qk_norm=model.use_qk_layernorm,
             window=model.window,

@@ -1,7 +1,7 @@
 """Convert checkpoints: to and from Hugging Face, and to the KERPLE release's layout.
 
 python tools/ckpts/convert.py to-hf DIR OUT        checkpoint folder -> Hugging Face folder
-python tools/ckpts/convert.py from-hf FOLDER OUT   GPT-NeoX, Pythia or an exported model -> checkpoint folder
+python tools/ckpts/convert.py from-hf FOLDER OUT   Pythia, Llama, Mistral, Qwen2/3 or an exported model -> checkpoint folder
 python tools/ckpts/convert.py to-release DIR OUT   checkpoint folder -> the release's layout, in any number of shards
 
 DIR contains `latest`, as this project and the release write it. OUT must not exist. It is created only if the converted

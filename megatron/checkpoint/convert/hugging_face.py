@@ -1,8 +1,8 @@
 """Hugging Face folders: writing a model as one, and reading one as a checkpoint of this project.
 
-Rotary models are written as a GPTNeoXForCausalLM, which is part of transformers. Other models are written with their
-code: modeling files, and the sources of the positional method. GPT-NeoX, Pythia and all models written by this module
-can be read.
+Rotary models are written as a GPTNeoXForCausalLM, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or
+Qwen3ForCausalLM, which are part of transformers. Other models are written with their code: modeling files, and the
+sources of the positional method. These five families, and all models written by this module, can be read.
 """
 
 import os
@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kerple.positional import method_class
+from megatron.checkpoint.convert import llama
 from megatron.checkpoint.convert.hugging_face_config import (
     KNOWN_KEYS,
     config_from,
-    is_stock,
     self_contained_config,
     stock_config,
+    stock_type,
 )
 from megatron.checkpoint.convert.output import (
     Report,
@@ -77,9 +78,12 @@ def to_hugging_face(
             "the scaling"
         )
     import_transformers()
-    settings, stock = model.settings, is_stock(config)
+    settings, stock = model.settings, stock_type(config)
     with new_folder(output) as folder:
-        values = (stock_config if stock else self_contained_config)(config, settings)
+        if stock is not None:
+            values = stock_config(config, settings, stock)
+        else:
+            values = self_contained_config(config, settings)
         values["dtype"] = values["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer is not None:
             ids = write_tokenizer(tokenizer, folder, settings.padded_vocab_size)
@@ -88,8 +92,8 @@ def to_hugging_face(
         else:
             values.update(dict.fromkeys(special_ids(0, 0)))
         write_json(folder / "config.json", values)
-        tensors = hugging_face_tensors(model, dtype)
-        if not stock:
+        tensors = hugging_face_tensors(model, dtype, stock or "kerple")
+        if stock is None:
             # The self-contained model keeps all buffers of its positional methods in the file.
             methods = model.positional_methods()
             for index, method in methods.items():
@@ -100,12 +104,12 @@ def to_hugging_face(
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
-        card = model_card(config, stock=stock, has_tokenizer=tokenizer is not None)
+        card = model_card(config, stock=stock is not None, has_tokenizer=tokenizer is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
-        written = load_written(folder, stock)
+        written = load_written(folder, values["architectures"][0] if stock else None)
         check = check_same_rotary_logits if stock else check_same_logits
-        kind = "GPTNeoXForCausalLM" if stock else f"self-contained model ({config.model.pos_emb})"
+        kind = values["architectures"][0] if stock else f"self-contained model ({config.model.pos_emb})"
         check(
             rounded(model, dtype),
             lambda tokens: written(tokens, use_cache=False).logits,
@@ -141,7 +145,8 @@ def from_hugging_face(
     import_transformers()
     theirs = read_json(source / "config.json")
     values = config_from(theirs, str(source / "config.json"))
-    tensors = read_hugging_face(source)
+    model_type = str(theirs["model_type"])
+    tensors = read_hugging_face(source, model_type)
     if values["num_layers"] > len(tensors):
         raise CheckpointError(
             f"{source / 'config.json'}: num_hidden_layers is {values['num_layers']}, but the folder has only "
@@ -167,9 +172,9 @@ def from_hugging_face(
             for name, tensor in tensors.items()
             if not (name.startswith("gpt_neox.positional.") and name.split(".", 3)[3] in computed)
         }
-        check_tensors(model, own_tensors, source)
+        check_tensors(model, own_tensors, source, model_type)
         model = GPT(settings).eval()
-        fill(model, own_tensors)
+        fill(model, own_tensors, model_type)
         reference = load_reference(theirs, tensors)
         layers = layers_with_weights(model)
         states = (
@@ -180,7 +185,7 @@ def from_hugging_face(
         if dtype is not None:
             reference = reference.to(dtype).float()
         load_layers(layers, step)
-        check = check_same_rotary_logits if theirs["model_type"] == "gpt_neox" else check_same_logits
+        check = check_same_logits if model_type == "kerple" else check_same_rotary_logits
         check(
             model,
             lambda tokens: reference(tokens, use_cache=False).logits,
@@ -191,11 +196,13 @@ def from_hugging_face(
         )
 
 
-def load_written(folder: Path, stock: bool) -> Any:
-    """The model in a folder that `to_hugging_face` wrote, float32, in evaluation mode."""
+def load_written(folder: Path, architecture: str | None) -> Any:
+    """The model in a folder that `to_hugging_face` wrote, float32, in evaluation mode. architecture: its class in
+    transformers; None for a self-contained model.
+    """
     transformers = import_transformers()
-    if stock:
-        return transformers.GPTNeoXForCausalLM.from_pretrained(folder).float().eval()
+    if architecture is not None:
+        return getattr(transformers, architecture).from_pretrained(folder).float().eval()
     # AutoModel would copy the code to the user's cache; import it from the folder instead.
     package = f"_written_model_{os.getpid()}"
     try:
@@ -210,9 +217,11 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     transformers = import_transformers()
     # Other keys make transformers quantize, download kernels, or fail with errors of its own.
     theirs = {name: value for name, value in theirs.items() if name in KNOWN_KEYS}
-    if theirs["model_type"] == "gpt_neox":
-        config = transformers.GPTNeoXConfig(**theirs)
-        model = transformers.GPTNeoXForCausalLM.from_pretrained(None, config=config, state_dict=tensors)
+    model_type = theirs.pop("model_type")
+    if model_type != "kerple":
+        architecture = llama.ARCHITECTURES.get(model_type, "GPTNeoXForCausalLM")
+        config = transformers.AutoConfig.for_model(model_type, **theirs)
+        model = getattr(transformers, architecture).from_pretrained(None, config=config, state_dict=tensors)
         return model.float().eval()
     package = f"_reference_model_{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
+from megatron.checkpoint.convert import llama
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.settings import ModelSettings
@@ -28,8 +29,13 @@ ROTARY = {
     "rotary_pct": ("partial_rotary_factor", "rotary_pct", 0.25),
     "rotary_emb_base": ("rope_theta", "rotary_emb_base", 10_000),
 }
+LLAMA_ROTARY = {
+    "rotary_pct": ("partial_rotary_factor", "partial_rotary_factor", 1),
+    "rotary_emb_base": ("rope_theta", "rope_theta", 10_000),
+}
 
-# Rotary scalings that transformers supports: our option -> name in rope_parameters.
+# Rotary scalings that transformers supports: our option -> name in rope_parameters. The trained length of dynamic is
+# max_position_embeddings.
 SCALINGS = {
     "linear": {"factor": "factor"},
     "yarn": {
@@ -39,7 +45,17 @@ SCALINGS = {
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
     },
+    "llama3": {
+        "factor": "factor",
+        "trained_length": "original_max_position_embeddings",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+    },
+    "dynamic": {"factor": "factor"},
 }
+
+# Options that transformers requires, with our defaults.
+REQUIRED = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 
 # (activation, bias_gelu_fusion) -> hidden_act, the first of which is written. The fused GELU is the tanh form.
 ACTIVATIONS = {
@@ -69,7 +85,16 @@ class HuggingFaceConfig(BaseModel):
     layer_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     attention_bias: bool = True
-    intermediate_size: int | None = None
+    mlp_bias: bool = False
+    intermediate_size: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    rms_norm_eps: float = 1e-6
+    sliding_window: int | None = None
+    use_sliding_window: bool = False
+    max_window_layers: int | None = None
+    layer_types: list[str] | None = None
+    rope_theta: float = 10_000
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rotary_pct: float = 0.25
@@ -79,42 +104,78 @@ class HuggingFaceConfig(BaseModel):
     positional_options: dict[str, Any] | None = None
 
 
-KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields)
+KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields) | llama.KNOWN_KEYS
 
 
-def is_stock(config: Config) -> bool:
-    """Whether transformers' own GPTNeoXForCausalLM can represent the model: LayerNorm, and rotary positions without
-    scaling or with one that transformers supports.
+def stock_type(config: Config) -> str | None:
+    """The model_type of transformers' own model that can represent this one: gpt_neox, or a family in `llama.py`. None
+    if there is none, as for positional methods other than rotary and scalings that transformers does not support.
     """
-    scaling = config.model.pos_emb_options.get("scaling")
-    supported = scaling is None or scaling in SCALINGS
-    return config.model.pos_emb == "rotary" and config.model.norm == "layernorm" and supported
+    model, scaling = config.model, config.model.pos_emb_options.get("scaling")
+    if model.pos_emb != "rotary" or not (scaling is None or scaling in SCALINGS):
+        return None
+    settings = ModelSettings.from_config(config, padded_vocab_size=1)
+    is_gpt_neox = model.norm == "layernorm" and not (
+        model.gated
+        or model.use_qk_layernorm
+        or not model.use_bias_in_norms
+        or not model.use_bias_in_mlp
+        or settings.attention_bias != settings.attention_output_bias
+        or settings.window is not None
+        or settings.num_kv_heads != settings.num_heads
+        or settings.head_size * settings.num_heads != settings.hidden_size
+    )
+    return "gpt_neox" if is_gpt_neox else llama.family_of(config)
 
 
-def stock_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
-    """config.json of a GPTNeoXForCausalLM, with the rotary keys of both transformers 5 and 4."""
+def stock_config(config: Config, settings: ModelSettings, model_type: str) -> dict[str, Any]:
+    """config.json of transformers' own model, with the rotary keys of both transformers 5 and 4."""
     options = config.model.positional_options
     rotary = {"rotary_pct": options["fraction"], "rotary_emb_base": options["base"]}
     scaling = options.get("scaling")
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
         values = {name: options[name] for name in SCALINGS[scaling] if options.get(name) is not None}
+        values = {**REQUIRED.get(scaling, {}), **values}
         if "trained_length" in SCALINGS[scaling]:
             values.setdefault("trained_length", config.model.max_position_embeddings)
         rope = {"rope_type": scaling, **{SCALINGS[scaling][name]: value for name, value in values.items()}}
+    if model_type == "gpt_neox":
+        names, own = ROTARY, _common_config(config, settings)
+        own |= {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+        own |= {"attention_bias": settings.attention_bias, "intermediate_size": settings.intermediate_size}
+    else:
+        names = {"rotary_emb_base": LLAMA_ROTARY["rotary_emb_base"]}  # all dimensions are rotated
+        own = llama.config_json(config, settings, model_type)
+        own["rope_scaling"] = rope if scaling is not None else None
+    if scaling == "dynamic":
+        own["max_position_embeddings"] = options.get("trained_length") or config.model.max_position_embeddings
     return {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
-        **_common_config(config, settings),
-        "attention_bias": True,
-        "intermediate_size": 4 * settings.hidden_size,
-        "rope_parameters": {**rope, **{inside: rotary[ours] for ours, (inside, _, _) in ROTARY.items()}},
-        **{top: rotary[ours] for ours, (_, top, _) in ROTARY.items()},
+        **own,
+        "rope_parameters": {**rope, **{inside: rotary[ours] for ours, (inside, _, _) in names.items()}},
+        **{top: rotary[ours] for ours, (_, top, _) in names.items()},
     }
 
 
 def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
-    """config.json of a self-contained model."""
+    """config.json of a self-contained model. Raises CheckpointError for options of blocks that its code lacks."""
+    lacking = {
+        "activation (gated MLP)": config.model.gated,
+        "intermediate_size": not config.model.gated and settings.intermediate_size != 4 * settings.hidden_size,
+        "num_kv_heads": settings.num_kv_heads != settings.num_heads,
+        "head_size": settings.head_size * settings.num_heads != settings.hidden_size,
+        "use_bias_in_norms": settings.norm == "layernorm" and not settings.norm_bias,
+        "use_bias_in_attn_linear": not (settings.attention_bias and settings.attention_output_bias),
+        "use_bias_in_mlp": not settings.mlp_bias,
+        "use_qk_layernorm": settings.qk_norm,
+        "sliding_window_width": settings.window is not None,
+    }
+    if any(lacking.values()):
+        names = ", ".join(name for name, given in lacking.items() if given)
+        raise CheckpointError(
+            f"pos_emb {config.model.pos_emb}: transformers has no model with this structure, and the code that is "
+            f"exported with a model does not support {names}"
+        )
     return {
         "architectures": ["KerpleForCausalLM"],
         "auto_map": {
@@ -142,15 +203,16 @@ def _common_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
 
 
 def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Our configuration keys from the config.json of GPT-NeoX, Pythia or a self-contained model.
+    """Our configuration keys from the config.json of GPT-NeoX, Pythia, a family in `llama.py` or a self-contained
+    model.
 
     Raises CheckpointError, naming `source`, for other kinds of models and for settings this project does not support.
     """
     model_type = theirs.get("model_type")
-    if model_type not in ("gpt_neox", "kerple"):
+    if model_type not in ("gpt_neox", "kerple", *llama.ARCHITECTURES):
         raise CheckpointError(
-            f"{source}: model_type {model_type!r} is not supported; gpt_neox (GPT-NeoX, Pythia) and this project's "
-            "kerple are"
+            f"{source}: model_type {model_type!r} is not supported; gpt_neox (GPT-NeoX, Pythia), "
+            f"{', '.join(llama.ARCHITECTURES)} and this project's kerple are"
         )
     missing = [
         name for name, field in HuggingFaceConfig.model_fields.items() if field.is_required() and name not in theirs
@@ -161,6 +223,9 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
         given = HuggingFaceConfig.model_validate(theirs)
     except ValidationError as error:
         raise CheckpointError(f"{source}: {first_problem(error)}") from error
+    if model_type in llama.ARCHITECTURES:
+        keys = llama.keys_from(theirs, family_defaults(str(model_type)), source)
+        return {**keys, **_rotary_keys(theirs, source, LLAMA_ROTARY)}
     theirs = {name: value for name, value in given.model_dump().items() if value is not None}
     hidden_act = theirs["hidden_act"]
     activation, fused = next((key for key, names in ACTIVATIONS.items() if hidden_act in names), (None, False))
@@ -168,14 +233,14 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
         supported = ", ".join(name for names in ACTIVATIONS.values() for name in names)
         raise CheckpointError(f"{source}: hidden_act {hidden_act!r} is not supported; supported: {supported}")
     if model_type == "gpt_neox":
-        for name, value in {"attention_bias": True, "intermediate_size": 4 * theirs["hidden_size"]}.items():
-            if theirs.get(name, value) != value:
-                raise CheckpointError(f"{source}: {name} {theirs[name]!r} is not supported; only {value!r} is")
         own = {
             "pos_emb": "rotary",
-            **_rotary_keys(theirs, source),
+            **_rotary_keys(theirs, source, ROTARY),
             "norm": "layernorm",
             "layernorm_epsilon": theirs["layer_norm_eps"],
+            "use_bias_in_attn_linear": theirs["attention_bias"],
+            # transformers' default is the size of GPT-NeoX-20B.
+            "intermediate_size": theirs.get("intermediate_size", 24576),
         }
     else:
         norm = theirs["norm"]
@@ -195,15 +260,32 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _rotary_keys(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
+def family_defaults(model_type: str) -> dict[str, Any]:
+    """The defaults of transformers' configuration class, without keys that all its models have."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    defaults = AutoConfig.for_model(model_type).to_dict()
+    for name in (*PretrainedConfig().to_dict(), *llama.IGNORED_KEYS, "rope_parameters", "rope_scaling", "layer_types"):
+        if name != "tie_word_embeddings":
+            defaults.pop(name, None)
+    if model_type == "llama":
+        defaults |= {"head_dim": None, "num_key_value_heads": None}  # derived from other keys
+    elif model_type == "mistral":
+        defaults["head_dim"] = None
+    return defaults
+
+
+def _rotary_keys(theirs: Mapping[str, Any], source: str, names: Mapping[str, tuple[str, str, float]]) -> dict[str, Any]:
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    keys = {ours: rope.get(name, theirs.get(top, default)) for ours, (name, top, default) in ROTARY.items()}
+    keys = {ours: rope.get(name, theirs.get(top, default)) for ours, (name, top, default) in names.items()}
+    if names is LLAMA_ROTARY and keys["rotary_pct"] != 1:
+        raise CheckpointError(f"{source}: partial_rotary_factor {keys['rotary_pct']!r} is not supported; only 1 is")
     if rope_type == "default":
         return keys
     if rope_type not in SCALINGS:
         raise CheckpointError(f"{source}: rope_type {rope_type!r} is not supported; default, {', '.join(SCALINGS)} are")
-    known = {"rope_type", "type", *SCALINGS[rope_type].values(), *(name for name, _, _ in ROTARY.values())}
+    known = {"rope_type", "type", *SCALINGS[rope_type].values(), *(name for name, _, _ in names.values())}
     for name, value in rope.items():
         if name not in known and value is not None:
             raise CheckpointError(f"{source}: {name} {value!r} of rope_type {rope_type!r} is not supported")

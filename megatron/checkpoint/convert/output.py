@@ -24,6 +24,7 @@ from megatron.utils.files import check_writable, sync_folder
 # Largest allowed difference of two logits, in units of max(1, standard deviation of the logits).
 TOLERANCE = 1e-4
 MAX_COMPARED_LENGTH = 512
+MAX_LONGER_LENGTH = 2560
 
 # int64 tokens `[b, s]` -> logits `[b, s, v]`
 Logits = Callable[[Tensor], Tensor]
@@ -139,11 +140,16 @@ def check_same_rotary_logits(
 
 
 def compared_lengths(config: Config) -> tuple[int, ...]:
-    """The training length, and a greater one (up to four times) if the positional method allows it."""
+    """The training length or a part of it, and a greater one if the positional method allows it: beyond the training
+    length if that is at most 2,048, and beyond a sliding window of at most 4,096.
+    """
     length, table = config.model.seq_length, config.model.max_position_embeddings
     if config.model.pos_emb == "learned":
         return (min(table, MAX_COMPARED_LENGTH),)
-    return min(length, MAX_COMPARED_LENGTH), min(4 * length, length + MAX_COMPARED_LENGTH)
+    longer = min(4 * length, length + MAX_COMPARED_LENGTH, MAX_LONGER_LENGTH)
+    if config.model.window is not None and config.model.window <= 4096:
+        longer = max(longer, config.model.window + MAX_COMPARED_LENGTH // 4)
+    return min(length, MAX_COMPARED_LENGTH), longer
 
 
 def with_float32_angles(model: GPT) -> GPT:

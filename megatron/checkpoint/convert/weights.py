@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.convert import llama
 from megatron.checkpoint.layers import POSITIONAL_PREFIXES, tensors_of, weight_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, read_weights
 from megatron.model.gpt import GPT
@@ -24,6 +25,8 @@ BLOCK_NAMES = {
     "input_layernorm.bias": "gpt_neox.layers.{block}.input_layernorm.bias",
     "attention.query_key_value.weight": "gpt_neox.layers.{block}.attention.query_key_value.weight",
     "attention.query_key_value.bias": "gpt_neox.layers.{block}.attention.query_key_value.bias",
+    "attention.query_norm.weight": "gpt_neox.layers.{block}.attention.query_norm.weight",
+    "attention.key_norm.weight": "gpt_neox.layers.{block}.attention.key_norm.weight",
     "attention.dense.weight": "gpt_neox.layers.{block}.attention.dense.weight",
     "attention.dense.bias": "gpt_neox.layers.{block}.attention.dense.bias",
     "post_attention_layernorm.weight": "gpt_neox.layers.{block}.post_attention_layernorm.weight",
@@ -32,6 +35,11 @@ BLOCK_NAMES = {
     "mlp.dense_h_to_4h.bias": "gpt_neox.layers.{block}.mlp.dense_h_to_4h.bias",
     "mlp.dense_4h_to_h.weight": "gpt_neox.layers.{block}.mlp.dense_4h_to_h.weight",
     "mlp.dense_4h_to_h.bias": "gpt_neox.layers.{block}.mlp.dense_4h_to_h.bias",
+    **{
+        f"mlp.{name}.{kind}": f"gpt_neox.layers.{{block}}.mlp.{name}.{kind}"
+        for name in ("w1", "w2", "w3")
+        for kind in ("weight", "bias")
+    },
 }
 
 # Layer L+3.
@@ -48,7 +56,10 @@ POSITIONAL_TARGET = "gpt_neox.positional.{method}."
 
 # Other names of the same tensors in some files, and tensors that are computed.
 SYNONYMS = {"lm_head.weight": "embed_out.weight"}
-COMPUTED = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
+COMPUTED = re.compile(
+    r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+    r"|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)
 
 # Tensors of positional methods, whose buffers may be integers: `check_tensors` compares their dtypes with the model's.
 POSITIONAL = re.compile(r"gpt_neox\.positional\..*")
@@ -94,14 +105,15 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype=target, device="cpu", copy=True).contiguous()
 
 
-def hugging_face_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's tensors under Hugging Face's names, floating-point ones in `dtype`."""
+def hugging_face_tensors(model: GPT, dtype: torch.dtype, model_type: str = "gpt_neox") -> dict[str, Tensor]:
+    """The model's tensors under the names of a model_type of transformers, floating-point ones in `dtype`."""
     layers = layers_with_weights(model)
     names = hugging_face_names(model).items()
-    return {theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names}
+    tensors = {theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names}
+    return llama.split_tensors(tensors, model.settings) if model_type in llama.ARCHITECTURES else tensors
 
 
-def read_hugging_face(folder: Path) -> dict[str, Tensor]:
+def read_hugging_face(folder: Path, model_type: str = "gpt_neox") -> dict[str, Tensor]:
     """All tensors of a Hugging Face folder except computed ones. Reads one file or several with an index, preferring
     safetensors over `pytorch_model.bin`, from which only tensors are loaded.
 
@@ -110,7 +122,9 @@ def read_hugging_face(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         content = read_weights(path, ignored=COMPUTED, any_dtype=POSITIONAL)
-        tensors |= {SYNONYMS.get(name, name): tensor for name, tensor in content.items()}
+        if model_type not in llama.ARCHITECTURES:
+            content = {SYNONYMS.get(name, name): tensor for name, tensor in content.items()}
+        tensors |= content
     return tensors
 
 
@@ -130,21 +144,24 @@ def _weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder}: has neither {SAFETENSORS} nor {PYTORCH_BIN}, so there are no weights to convert")
 
 
-def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path) -> None:
-    """Compare tensors under Hugging Face's names with the model's, which may be on the meta device. Raises
-    CheckpointError, naming `source`, for a tensor that is missing, unknown, or has another shape or kind of dtype.
+def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_type: str = "gpt_neox") -> None:
+    """Compare tensors under the names of a model_type with those of a model on the meta device. Raises CheckpointError,
+    naming `source`, for a tensor that is missing, unknown, or has another shape or kind of dtype.
     """
-    names = hugging_face_names(model)
-    missing = [name for name in dict.fromkeys(names.values()) if name not in tensors]
-    known = {*names.values(), *(OUTPUT_NAMES.values() if model.settings.tied_embeddings else ())}
+    layers = layers_with_weights(model)
+    expected = {theirs: tensors_of(layers[index])[ours] for (index, ours), theirs in hugging_face_names(model).items()}
+    output = OUTPUT_NAMES["final_linear.weight"]
+    if model_type in llama.ARCHITECTURES:
+        expected, output = llama.split_tensors(expected, model.settings), llama.TOP_NAMES[output]
+    missing = [name for name in expected if name not in tensors]
+    known = {*expected, *((output,) if model.settings.tied_embeddings else ())}
     unknown = [name for name in tensors if name not in known]
     if missing or unknown:
         parts = [f"lacks {_shortened(missing)}"] if missing else []
         parts += [f"contains {_shortened(unknown)}, which the model in config.json does not have"] if unknown else []
         raise CheckpointError(f"{source}: {' and '.join(parts)}")
-    layers = layers_with_weights(model)
-    for (index, ours), theirs in names.items():
-        target, value = tensors_of(layers[index])[ours], tensors[theirs]
+    for theirs, target in expected.items():
+        value = tensors[theirs]
         if target.shape != value.shape:
             raise CheckpointError(
                 f"{source}: {theirs} has shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}"
@@ -154,8 +171,10 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path) -> None:
 
 
 @torch.no_grad()
-def fill(model: GPT, tensors: dict[str, Tensor]) -> None:
-    """Copy tensors under Hugging Face's names, which `check_tensors` has accepted, into the model."""
+def fill(model: GPT, tensors: dict[str, Tensor], model_type: str = "gpt_neox") -> None:
+    """Copy tensors under the names of a model_type, which `check_tensors` has accepted, into the model."""
+    if model_type in llama.ARCHITECTURES:
+        tensors = llama.merge_tensors(tensors, model.settings)
     layers = layers_with_weights(model)
     for (index, ours), theirs in hugging_face_names(model).items():
         tensors_of(layers[index])[ours].copy_(tensors[theirs])

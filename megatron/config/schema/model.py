@@ -73,6 +73,11 @@ class ModelConfig(Group):
     rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm, added to the mean square.", gt=0)
     use_bias_in_norms: bool = key(True, "False: layernorm without biases. rmsnorm never has any.")
     use_bias_in_attn_linear: bool = key(True, "False: attention's two projections have no biases.")
+    use_bias_in_attn_output: bool | None = key(
+        None,
+        """False: attention's output projection has no bias, even if that of queries, keys and values has one, as in
+        Qwen2. Default: use_bias_in_attn_linear.""",
+    )
     use_bias_in_mlp: bool = key(True, "False: the linear layers of the MLP have no biases.")
     use_qk_layernorm: bool = key(
         False,

@@ -196,8 +196,8 @@ def test_labels_give_the_shifted_loss_and_gradients(tmp_path):
 def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
     from megatron.checkpoint.convert import hugging_face
 
-    def wrong(model, dtype):
-        tensors = right(model, dtype)
+    def wrong(*arguments):
+        model, tensors = arguments[0], right(*arguments)
         name = "gpt_neox.layers.1.attention.query_key_value.weight"
         heads = model.settings.num_heads
         # The mistake of GPT-NeoX's early converters: all queries, then all keys, then all values.

@@ -1,6 +1,9 @@
 import pytest
 
+from kerple.positional import build
 from megatron.config import Config, UserError
+from megatron.model.attention import SelfAttention
+from megatron.model.settings import ModelSettings
 
 
 def test_derived_sizes(flat):
@@ -17,6 +20,20 @@ def test_sizes_of_attention(flat):
     assert (model.num_kv_heads, model.head_size, model.window) == (4, 8, None)
     model = Config.from_flat({**flat, "num-kv-heads": 2, "head-size": 16, "sliding-window-width": 7}).model
     assert (model.num_kv_heads, model.head_size, model.window) == (2, 16, 8)
+
+
+def test_the_bias_of_the_output_projection_follows_that_of_the_others(flat):
+    keys = {"use-bias-in-attn-linear": False}
+    for changes, biases in (
+        ({}, (True, True)),
+        (keys, (False, False)),
+        ({"use-bias-in-attn-output": False}, (True, False)),
+        ({**keys, "use-bias-in-attn-output": True}, (False, True)),
+    ):
+        settings = ModelSettings.from_config(Config.from_flat({**flat, **changes}), 128)
+        assert (settings.attention_bias, settings.attention_output_bias) == biases
+        attention = SelfAttention(settings, build("none", settings.shape()))
+        assert (attention.query_key_value.bias is not None, attention.dense.bias is not None) == biases
 
 
 @pytest.mark.parametrize(

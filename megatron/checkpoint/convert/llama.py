@@ -1,0 +1,253 @@
+"""Llama, Mistral, Qwen2 and Qwen3 of the transformers library: config.json and tensors, in both directions.
+
+All four have RMS norms, a gated MLP and rotary positions. They differ in biases, norms of queries and keys, and sliding
+windows. Their values are those of our layers, except that query_key_value is stored as three tensors.
+
+Legend: g heads of keys and values, h / g query heads per key head, d head size.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.storage import CheckpointError
+from megatron.config import Config
+from megatron.model.settings import ModelSettings
+
+# model_type -> class of transformers.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+# Name in Hugging Face's GPT-NeoX, which `weights.py` uses -> name in these models.
+TOP_NAMES = {
+    "gpt_neox.embed_in.weight": "model.embed_tokens.weight",
+    "gpt_neox.final_layer_norm.weight": "model.norm.weight",
+    "embed_out.weight": "lm_head.weight",
+}
+BLOCK_NAMES = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "post_attention_layernorm.weight": "post_attention_layernorm.weight",
+    "attention.query_norm.weight": "self_attn.q_norm.weight",
+    "attention.key_norm.weight": "self_attn.k_norm.weight",
+    "attention.dense.weight": "self_attn.o_proj.weight",
+    "attention.dense.bias": "self_attn.o_proj.bias",
+    "mlp.w1.weight": "mlp.gate_proj.weight",
+    "mlp.w1.bias": "mlp.gate_proj.bias",
+    "mlp.w3.weight": "mlp.up_proj.weight",
+    "mlp.w3.bias": "mlp.up_proj.bias",
+    "mlp.w2.weight": "mlp.down_proj.weight",
+    "mlp.w2.bias": "mlp.down_proj.bias",
+}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+BLOCK = re.compile(r"gpt_neox\.layers\.(\d+)\.(.+)")
+
+# hidden_act -> our activation.
+ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
+
+# Ours -> config.json, with the same value.
+SAME_VALUE = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "padded_vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_epsilon": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+}
+
+# Other keys that `keys_from` reads.
+OTHER_KEYS = (
+    *("model_type", "head_dim", "intermediate_size", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+)
+KNOWN_KEYS = frozenset((*SAME_VALUE.values(), *OTHER_KEYS))
+
+# Keys that do not change the model's output.
+IGNORED_KEYS = ("use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id")
+
+# Keys of other models, which transformers would ignore.
+REJECTED_KEYS = ("quantization_config", "num_experts", "num_local_experts", "n_routed_experts")
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+class Structure(NamedTuple):
+    """What distinguishes the four families."""
+
+    output_bias: bool
+    attention_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    window: int | None
+
+    @classmethod
+    def of(cls, settings: ModelSettings) -> "Structure":
+        return cls(
+            bool(settings.attention_output_bias),
+            settings.attention_bias,
+            settings.mlp_bias,
+            settings.qk_norm,
+            settings.window,
+        )
+
+
+def family_of(config: Config) -> str | None:
+    """The model_type that can represent a model with rotary positions; None if there is none."""
+    model, settings = config.model, ModelSettings.from_config(config, padded_vocab_size=1)
+    if model.norm != "rmsnorm" or not model.gated or model.gpt_j_residual:
+        return None
+    if model.positional_options["fraction"] != 1:
+        return None
+    output, attention, mlp, norms, window = Structure.of(settings)
+    if norms:
+        return "qwen3" if output == attention and not mlp else None
+    if output != attention:
+        default_size = settings.head_size * settings.num_heads == settings.hidden_size
+        return "qwen2" if attention and not mlp and default_size else None
+    if window is None:
+        return "llama"
+    return None if attention or mlp else "mistral"
+
+
+def config_json(config: Config, settings: ModelSettings, family: str) -> dict[str, Any]:
+    """config.json without the keys of rotary positions."""
+    model = config.model
+    values = {theirs: getattr(model, ours) for ours, theirs in SAME_VALUE.items()}
+    values |= {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": settings.padded_vocab_size,
+        "head_dim": settings.head_size,
+        "intermediate_size": settings.intermediate_size,
+        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == settings.activation),
+        "tie_word_embeddings": settings.tied_embeddings,
+        "use_cache": True,
+    }
+    if family in ("llama", "qwen3"):
+        values["attention_bias"] = settings.attention_bias
+    if family == "llama":
+        values["mlp_bias"] = settings.mlp_bias
+    else:
+        values["sliding_window"] = settings.window
+    if family in ("qwen2", "qwen3"):
+        windowed = settings.window is not None
+        values |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else settings.num_layers}
+        values["layer_types"] = [WINDOWED if windowed else FULL] * settings.num_layers
+    return values
+
+
+def keys_from(theirs: Mapping[str, Any], defaults: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Our configuration keys, except those of rotary positions.
+
+    defaults: those of transformers' configuration class. Raises CheckpointError, naming `source` and the key, for
+    settings that this project does not support.
+    """
+    for name in REJECTED_KEYS:
+        if theirs.get(name) is not None:
+            raise CheckpointError(f"{source}: {name} is not supported; {theirs['model_type']} models do not have it")
+    values = {**{name: value for name, value in defaults.items() if name in KNOWN_KEYS}, **theirs}
+    for name, default in defaults.items():
+        if name not in KNOWN_KEYS and values.get(name, default) != default:
+            raise CheckpointError(f"{source}: {name} {values[name]!r} is not supported; only {default!r} is")
+    activation = ACTIVATIONS.get(values["hidden_act"])
+    if activation is None:
+        raise CheckpointError(
+            f"{source}: hidden_act {values['hidden_act']!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
+        )
+    window, attention_bias = _window(values, theirs, source), bool(values.get("attention_bias"))
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    return {
+        **{ours: values[name] for ours, name in SAME_VALUE.items()},
+        "head_size": values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
+        # A gated MLP has a third of GPT-NeoX's intermediate_size.
+        "intermediate_size": 3 * values["intermediate_size"],
+        "activation": activation,
+        "norm": "rmsnorm",
+        "use_bias_in_attn_linear": attention_bias or values["model_type"] == "qwen2",
+        "use_bias_in_attn_output": attention_bias,
+        "use_bias_in_mlp": bool(values.get("mlp_bias")),
+        "use_qk_layernorm": values["model_type"] == "qwen3",
+        # Theirs counts the query's own position.
+        "sliding_window_width": None if window is None else window - 1,
+        "no_weight_tying": not values["tie_word_embeddings"],
+        "gpt_j_residual": False,
+        "seq_length": values["max_position_embeddings"],
+        "pos_emb": "rotary",
+    }
+
+
+def _window(values: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -> int | None:
+    """The sliding window of all layers."""
+    window, layers = values.get("sliding_window"), values["num_hidden_layers"]
+    if not values.get("use_sliding_window", True):
+        window = None
+    if window is not None and (not isinstance(window, int) or window < 2):
+        raise CheckpointError(f"{source}: sliding_window {window!r} is not supported; it must be at least 2")
+    types = theirs.get("layer_types")
+    if types is None:
+        first = values.get("max_window_layers", 0)
+        types = [WINDOWED if window is not None and layer >= first else FULL for layer in range(layers)]
+    kinds = set(types)
+    if len(types) != layers or not kinds <= {WINDOWED, FULL}:
+        raise CheckpointError(f"{source}: layer_types {types!r} is not supported")
+    if len(kinds) > 1:
+        key = "layer_types" if theirs.get("layer_types") is not None else f"max_window_layers {first}"
+        raise CheckpointError(
+            f"{source}: {key} gives only some of the layers a sliding window, which is not supported; all or none "
+            "must have it"
+        )
+    return window if kinds == {WINDOWED} else None
+
+
+def split_tensors(tensors: Mapping[str, Tensor], settings: ModelSettings) -> dict[str, Tensor]:
+    """Tensors under the names of these models, from those of a model under GPT-NeoX's names."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = BLOCK.fullmatch(name)
+        if match is None:
+            renamed[TOP_NAMES[name]] = tensor
+            continue
+        prefix, inner = f"model.layers.{match[1]}.", match[2]
+        if not inner.startswith("attention.query_key_value."):
+            renamed[prefix + BLOCK_NAMES[inner]] = tensor
+            continue
+        groups = tensor.unflatten(0, (settings.num_kv_heads, -1, settings.head_size))  # [g, h / g + 2, d, ...]
+        parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+        for projection, part in zip(PROJECTIONS, parts, strict=True):
+            kind = inner.rpartition(".")[2]
+            renamed[f"{prefix}self_attn.{projection}.{kind}"] = part.flatten(0, 2).contiguous()
+    return renamed
+
+
+def merge_tensors(tensors: Mapping[str, Tensor], settings: ModelSettings) -> dict[str, Tensor]:
+    """The inverse of `split_tensors`. Raises KeyError for another name."""
+    top = {theirs: ours for ours, theirs in TOP_NAMES.items()}
+    inside = {theirs: ours for ours, theirs in BLOCK_NAMES.items()}
+    merged: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in top:
+            merged[top[name]] = tensor
+            continue
+        _, _, block, inner = name.split(".", 3)
+        prefix = f"gpt_neox.layers.{block}."
+        if inner in inside:
+            merged[prefix + inside[inner]] = tensor
+        elif inner.startswith("self_attn.q_proj."):
+            rows = [
+                tensors[name.replace("q_proj", projection)].unflatten(0, (settings.num_kv_heads, -1))
+                for projection in PROJECTIONS
+            ]
+            kind = inner.rpartition(".")[2]
+            merged[f"{prefix}attention.query_key_value.{kind}"] = torch.cat(rows, dim=1).flatten(0, 1)
+    return merged
