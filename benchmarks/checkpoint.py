@@ -116,7 +116,7 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
             seconds.append(clock() - start)
         background.finish()
         median = statistics.median(seconds[1:])
-        return Timing("async-save", median, min(seconds[1:]), median / saving[0].median, None)
+        return Timing("async-save", median, min(seconds[1:]), median / saving[0].median, None, seconds[1:])
 
     common = {"rounds": options.rounds, "warmup": 1, "clock": clock, "limits": {"ours": 1 / MIN_RELATIVE_RATE}}
     saving = compare({"torch.save": save_plain, "ours": lambda: checkpointer.save(next(states))}, **common)

@@ -28,6 +28,7 @@ class Timing:
         median, minimum: seconds.
         ratio: median over the rounds of its time divided by the baseline's in the same round.
         limit: the largest accepted ratio, or None.
+        seconds: of every round.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Timing:
     minimum: float
     ratio: float
     limit: float | None
+    seconds: list[float]
 
     @property
     def passed(self) -> bool:
@@ -73,6 +75,7 @@ def compare(
             min(seconds[name]),
             statistics.median(time / base for time, base in zip(seconds[name], baseline, strict=True)),
             (limits or {}).get(name),
+            seconds[name],
         )
         for name in names
     ]

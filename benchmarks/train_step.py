@@ -34,7 +34,10 @@ from megatron.model.settings import ModelSettings
 from megatron.training.optimizer import parameter_groups
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCABULARY = 4, 256, 4, 512, 4, 8192
-LIMITS = {"none": 1.10, "rotary": 1.10, "alibi": 1.25, "rpe": 1.25, "kerple_log": 1.25, "kerple_log, compiled": 1.25}
+LIMITS = {
+    **dict.fromkeys(("none", "sinusoidal", "rotary"), 1.10),
+    **dict.fromkeys(("alibi", "rpe", "kerple_log", "kerple_power_ap_", "kerple_log, compiled"), 1.25),
+}
 PLAIN = "plain PyTorch"
 AS_ORIGINAL, THIS_PROJECT = "as in the original", "this project"
 ORIGINAL_METHODS = ("kerple_log", "kerple_bias_wht")

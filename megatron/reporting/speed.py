@@ -33,11 +33,12 @@ MetricsLine = TypedDict(
 
 
 class Benchmark(TypedDict):
-    """A row of a table of `benchmarks/train_step.py --json`. median: in seconds."""
+    """A row of a table of `benchmarks/train_step.py --json`. median: in seconds. seconds: of every round."""
 
     name: Name
     median: Positive
     ratio: Positive
+    seconds: NotRequired[list[Positive]]
 
 
 class Hardware(TypedDict):
@@ -166,12 +167,17 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
     return tables
 
 
-def benchmark_tables(path: str | Path) -> list[Table]:
-    """The step times in a JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
+def read_benchmarks(path: str | Path) -> Benchmarks:
+    """A JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
     try:
-        content = parse_json(read_file(path, MAX_BENCHMARK_BYTES), _BENCHMARKS, str(path))
+        return parse_json(read_file(path, MAX_BENCHMARK_BYTES), _BENCHMARKS, str(path))
     except UserError as error:
         raise UserError(f"{error}; give a file written by benchmarks/train_step.py --json") from None
+
+
+def benchmark_tables(path: str | Path) -> list[Table]:
+    """The step times in a JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
+    content = read_benchmarks(path)
     processor, benchmarks = content["hardware"]["processor"], content["tables"]
     return [
         Table(
