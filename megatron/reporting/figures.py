@@ -208,7 +208,8 @@ def _labels(
     modes = [method.mode] if method.mode != "full" else []
     for part in ("protocol", "corpus", "size"):
         if len({getattr(setting, part) for setting, _ in lines}) > 1:
-            modes.append(getattr(setting, part) or f"unknown {part}")
+            value = corpus_name(setting.corpus) if part == "corpus" else getattr(setting, part)
+            modes.append(value or f"unknown {part}")
     return ", ".join(parts), ", ".join(modes)
 
 

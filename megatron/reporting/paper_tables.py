@@ -182,6 +182,10 @@ def _table(
     ]
     for setting, mode in sections:
         section_methods = [method for method in methods if mode in (None, method.mode)]
+        if mode is not None:  # leave out methods without a value on this corpus
+            section_methods = [method for method in section_methods if (setting, method) in shown.lines]
+            if not section_methods:
+                continue
         lines.append(Section(corpus_name(setting.corpus) + (f", {mode}" if mode and len(modes) > 1 else "")))
         lengths = shown.select([setting]).lengths if rows == "lengths" else shown.lengths
         grid = [_cells(group, setting, section_methods, length, reference, best) for length in lengths]

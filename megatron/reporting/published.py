@@ -10,7 +10,16 @@ import yaml
 from megatron.reporting.aggregate import Method, Setting
 
 FILE = Path(__file__).with_name("published.yml")
-CORPORA = {"openwebtext2": "OpenWebText2", "github": "GitHub", "arxiv": "ArXiv", "pg22": "PG22", "books3": "Books3"}
+CORPORA = {
+    "openwebtext2": "OpenWebText2",
+    "github": "GitHub",
+    "arxiv": "ArXiv",
+    "pg22": "PG22",
+    "books3": "Books3",
+    "debian_c": "C",
+    "debian_prose": "Prose",
+    "debian_latex": "LaTeX",
+}
 
 
 @dataclass(frozen=True)
