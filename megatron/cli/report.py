@@ -9,6 +9,7 @@ from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
 from megatron.reporting.paper_tables import REFERENCE
+from megatron.reporting.replication import add_results, write_pages
 from megatron.reporting.report import Sources, write_report
 from megatron.reporting.style import PAPER, SCREEN, parse_style
 from megatron.reporting.summary import TITLE
@@ -31,7 +32,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="RESULTS",
         help=f"folders that contain {RESULTS} (written by evaluate.py), directly or in subfolders",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the report")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
+    where.add_argument(
+        "--replication",
+        type=Path,
+        metavar="DIR",
+        help="copy the results to DIR/replication, and generate the pages in DIR (docs/results) instead of a report",
+    )
     parser.add_argument(
         "--checkpoint",
         nargs="+",
@@ -65,6 +73,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
     options = parser.parse_args(argv)
+    if options.replication is not None:
+        check_writable(options.replication, "--replication")
+        for folder in options.results:
+            add_results(folder, options.replication)
+        for path in write_pages(options.replication):
+            print(path, flush=True)
+        return
     if not (options.results or options.checkpoint or options.benchmark):
         raise UserError("nothing to report: give folders with results, --checkpoint or --benchmark")
     style = SCREEN if options.style is None else parse_style(options.style)

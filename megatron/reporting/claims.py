@@ -1,0 +1,378 @@
+"""Claims of the papers, tested on evaluation results: `claims.yml` lists them.
+
+A claim says that one value is less than another. Both values come from the same tokens and, run by run, from trainings
+with the same seed, so the unit of the pairing is a pair of runs and, for losses, a pair of documents. The squared
+standard error of the mean difference is the sum of that over runs (seeds) and that over documents, as in Clark's min F'
+(1973), which generalizes to new seeds and to new documents; its degrees of freedom are Satterthwaite's. Corpora are
+fixed: their differences are averaged with equal weights, and their errors add up. p values are two-sided and corrected
+with Holm's method over all claims with a p value.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import yaml
+from scipy.stats import spearmanr
+from scipy.stats import t as t_distribution
+
+from megatron.evaluation.scoring import standard_error
+from megatron.reporting.aggregate import ALPHA, AnyRecord, Method, Setting, method_of, setting_of
+from megatron.reporting.formatting import NOT_MEASURED, format_number
+from megatron.reporting.published import corpus_name, corpus_rank
+from megatron.reporting.tables import Cell, Row, Section, Table
+
+FILE = Path(__file__).with_name("claims.yml")
+PROTOCOL = "non-overlapping"
+MIN_METHODS = 4  # for a rank correlation
+
+Verdict = Literal["holds", "does not hold", "inconclusive", "not measured"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
+IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One side of a claim. method: its mode has no size, as in `Method.kind`. at: multiples of the training length;
+    None: all measured lengths above it.
+    """
+
+    method: Method
+    at: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`less` minus `than` is below `limit`. For kind `rank`, both terms are empty except for `at`."""
+
+    text: str
+    source: str
+    kind: Literal["loss", "resolution", "effective-length", "seconds", "rank"]
+    less: Term
+    than: Term
+    limit: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A difference and its parts.
+
+    Attributes:
+        mean: over the corpora.
+        by_corpus: the difference for each corpus; empty for step times.
+        runs: number of pairs of runs (of rounds, for step times).
+        variances: (squared standard error, degrees of freedom) of the parts; they add up. None if there are fewer than
+            two seeds.
+    """
+
+    mean: float
+    by_corpus: Mapping[str | None, float]
+    runs: int
+    variances: tuple[tuple[float, int], ...] | None
+
+    @property
+    def error(self) -> tuple[float, float] | None:
+        """(standard error, degrees of freedom)."""
+        if self.variances is None:
+            return None
+        total = sum(variance for variance, _ in self.variances)
+        if total <= 1e-24:  # equal values up to rounding
+            return None
+        return math.sqrt(total), total**2 / sum(variance**2 / df for variance, df in self.variances)
+
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval, not corrected for the number of claims."""
+        if self.error is None:
+            return None
+        stderr, df = self.error
+        width = float(t_distribution.ppf(1 - ALPHA / 2, df)) * stderr
+        return self.mean - width, self.mean + width
+
+    def p_value(self, limit: float) -> float | None:
+        """Two-sided, of the hypothesis that the difference is `limit`."""
+        if self.error is None:
+            return None
+        stderr, df = self.error
+        return float(2 * t_distribution.sf(abs(self.mean - limit) / stderr, df))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tested claim. p: corrected with Holm's method; None if it cannot be computed."""
+
+    claim: Claim
+    estimate: Estimate | None
+    p: float | None
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.estimate is None:
+            return "not measured"
+        if self.p is None or self.p >= ALPHA:
+            return "inconclusive"
+        return "holds" if self.estimate.mean < self.claim.limit else "does not hold"
+
+
+@cache
+def claims() -> tuple[Claim, ...]:
+    """The claims in `claims.yml`."""
+
+    def term(text: str, at: int | list[int] | str) -> Term:
+        pos_emb, _, mode = text.partition(", ")
+        multiples = None if at == "beyond" else tuple(at) if isinstance(at, list) else (int(at),)
+        return Term(Method(pos_emb, mode or "full"), multiples)
+
+    result = []
+    for entry in yaml.safe_load(FILE.read_text(encoding="utf-8")):
+        unknown = entry.keys() - {"claim", "source", "kind", "less", "than", "at", "than_at", "limit"}
+        if unknown:
+            raise ValueError(f"{FILE}: {entry['claim']}: unknown keys {unknown}")
+        at = entry.get("at", 1)
+        less, than = term(entry.get("less", ""), at), term(entry.get("than", ""), entry.get("than_at", at))
+        claim = Claim(entry["claim"], entry["source"], entry.get("kind", "loss"), less, than, entry.get("limit", 0.0))
+        result.append(claim)
+    return tuple(result)
+
+
+def evaluate_claims(
+    records: Iterable[AnyRecord], seconds: Mapping[str, Sequence[float]], tested: Sequence[Claim] | None = None
+) -> list[Result]:
+    """All claims, or those in `tested`, with Holm's correction over them.
+
+    seconds: the time of each training step by `pos-emb`; steps with the same index were measured one after the other.
+    """
+    tested = claims() if tested is None else tested
+    data = Data(records)
+    estimates = [_step_times(claim, seconds) if claim.kind == "seconds" else data.estimate(claim) for claim in tested]
+    p_values = [
+        None if estimate is None else estimate.p_value(claim.limit)
+        for claim, estimate in zip(tested, estimates, strict=True)
+    ]
+    known = [p for p in p_values if p is not None]
+    adjusted = iter(holm(known))
+    corrected = [None if p is None else next(adjusted) for p in p_values]
+    return [Result(*parts) for parts in zip(tested, estimates, corrected, strict=True)]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p values multiplied by Holm's factors, at most 1, in the given order."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+class Data:
+    """Records by kind, setting, method (without the size of its mode), length and seed."""
+
+    def __init__(self, records: Iterable[AnyRecord]):
+        self._records: dict[str, dict[tuple[Setting, Method], dict[int, dict[int | None, AnyRecord]]]] = {}
+        for record in records:
+            setting, method, length = setting_of(record), method_of(record), record["length"]
+            if record["kind"] == "extrapolation":
+                if setting.protocol != PROTOCOL or record.get("loss") is None:
+                    continue
+            elif record["kind"] == "resolution" and record.get("resolution") is None:
+                continue
+            train_length = setting.train_length
+            if method.kind.mode == "window" and method.mode != f"window@{train_length}":
+                continue
+            setting = replace(setting, protocol="")
+            by_method = self._records.setdefault(record["kind"], {})
+            lengths = by_method.setdefault((setting, method.kind), {})
+            lengths.setdefault(length, {})[record.get("seed")] = record
+
+    def estimate(self, claim: Claim) -> Estimate | None:
+        """The difference of a claim, from all corpora on which both terms were measured; with at least two common seeds
+        if there are any. None if there are none.
+        """
+        function: Callable[[Claim, Setting], _Differences | None]
+        function = {
+            "loss": self._losses,
+            "resolution": self._resolutions,
+            "effective-length": self._effective_lengths,
+            "rank": self._ranks,
+        }[claim.kind]
+        settings = dict.fromkeys(setting for by_method in self._records.values() for setting, _ in by_method)
+        found = {setting: value for setting in settings if (value := function(claim, setting)) is not None}
+        several = {setting: value for setting, value in found.items() if len(value.by_run) > 1}
+        used = several or found
+        if not used:
+            return None
+        variances = None
+        if several:
+            share = 1 / len(used) ** 2
+            variances = tuple((share * part, df) for value in used.values() for part, df in value.variances())
+        by_corpus = {setting.corpus: statistics.fmean(value.by_run) for setting, value in used.items()}
+        runs = sum(len(value.by_run) for value in used.values())
+        means = [statistics.fmean(value.by_run) for value in used.values()]
+        return Estimate(statistics.fmean(means), by_corpus, runs, variances)
+
+    def _cells(self, kind: str, setting: Setting, term: Term) -> list[dict[int | None, AnyRecord]]:
+        """The records by seed, one entry per length; empty if a length is missing."""
+        lengths = self._records.get(kind, {}).get((setting, term.method), {})
+        train_length = setting.train_length or 0
+        if term.at is None:
+            return [lengths[length] for length in sorted(lengths) if length > train_length]
+        cells = [lengths.get(multiple * train_length) for multiple in term.at]
+        return [cell for cell in cells if cell is not None] if None not in cells else []
+
+    def _pairs(self, kind: str, setting: Setting, claim: Claim) -> list[list[tuple[AnyRecord, AnyRecord]]]:
+        """For each common seed, the records of both terms at every length."""
+        first, second = self._cells(kind, setting, claim.less), self._cells(kind, setting, claim.than)
+        if not first or not second:
+            return []
+        if claim.less.at is None:  # the lengths that both terms have
+            both = {_length(cell) for cell in first} & {_length(cell) for cell in second}
+            first = [cell for cell in first if _length(cell) in both]
+            second = [cell for cell in second if _length(cell) in both]
+        cells = list(zip(first, second, strict=True))
+        common = set.intersection(*(cell.keys() & other.keys() for cell, other in cells)) if cells else set()
+        return [[(cell[seed], other[seed]) for cell, other in cells] for seed in sorted(common, key=str)]
+
+    def _losses(self, claim: Claim, setting: Setting) -> "_Differences | None":
+        by_run, by_document = [], []
+        tokens: list[int] | None = None
+        for pairs in self._pairs("extrapolation", setting, claim):
+            for one, other in pairs:
+                groups = [record["groups"]["tokens"] for record in (one, other) if record.get("groups")]
+                if len(groups) < 2 or one["targets"] != other["targets"] or any(g != (tokens or g) for g in groups):
+                    return None  # losses of different tokens are not comparable
+                tokens = groups[0]
+            by_run.append(statistics.fmean(one["loss"] - other["loss"] for one, other in pairs))
+            by_document.append(
+                np.mean([np.subtract(a["groups"]["losses"], b["groups"]["losses"]) for a, b in pairs], axis=0)
+            )
+        if tokens is None:
+            return None
+        counts = np.array(tokens)
+        return _Differences(by_run, np.mean(by_document, axis=0) * counts, counts)
+
+    def _resolutions(self, claim: Claim, setting: Setting) -> "_Differences | None":
+        pairs_by_run = self._pairs("resolution", setting, claim)
+        return _Differences.of_runs(
+            statistics.fmean(one["resolution"] - other["resolution"] for one, other in pairs) for pairs in pairs_by_run
+        )
+
+    def _effective_lengths(self, claim: Claim, setting: Setting) -> "_Differences | None":
+        def mean(record: AnyRecord) -> float:
+            return statistics.fmean(math.log2(n) for layer in record["effective_lengths"] for n in layer)
+
+        cells = []
+        for term in (claim.less, claim.than):
+            by_length = self._records.get("effective_length", {}).get((setting, term.method), {})
+            cells.append({seed: r for cell in by_length.values() for seed, r in cell.items() if r["effective_lengths"]})
+        common = sorted(cells[0].keys() & cells[1].keys(), key=str)
+        return _Differences.of_runs(mean(cells[0][seed]) - mean(cells[1][seed]) for seed in common)
+
+    def _ranks(self, claim: Claim, setting: Setting) -> "_Differences | None":
+        assert claim.less.at is not None
+        length = claim.less.at[0] * (setting.train_length or 0)
+        values: dict[int | None, list[tuple[float, float]]] = {}
+        for (other, method), lengths in self._records.get("resolution", {}).items():
+            losses = self._records.get("extrapolation", {}).get((other, method), {}).get(length, {})
+            if other == setting and method.mode == "full":
+                for seed, record in lengths.get(length, {}).items():
+                    if seed in losses:
+                        values.setdefault(seed, []).append((record["resolution"], losses[seed]["loss"]))
+        return _Differences.of_runs(
+            float(spearmanr(*zip(*pairs, strict=True)).statistic)
+            for pairs in values.values()
+            if len(pairs) >= MIN_METHODS
+        )
+
+
+@dataclass(frozen=True)
+class _Differences:
+    """The differences on one corpus: by run and, for losses, as sums by document with the numbers of tokens."""
+
+    by_run: list[float]
+    document_sums: FloatArray | None = None
+    document_tokens: IntArray | None = None
+
+    @classmethod
+    def of_runs(cls, by_run: Iterable[float]) -> "_Differences | None":
+        values = list(by_run)
+        return cls(values) if values else None
+
+    def variances(self) -> list[tuple[float, int]]:
+        """(squared standard error, degrees of freedom) over runs and, if known, over documents."""
+        runs = len(self.by_run)
+        parts = [(statistics.variance(self.by_run) / runs, runs - 1)]
+        if self.document_sums is not None and self.document_tokens is not None:
+            stderr = standard_error(self.document_sums, self.document_tokens)
+            if stderr is not None:
+                parts.append((stderr**2, len(self.document_tokens) - 1))
+        return parts
+
+
+def _length(cell: Mapping[int | None, AnyRecord]) -> int:
+    return int(next(iter(cell.values()))["length"])
+
+
+def _step_times(claim: Claim, seconds: Mapping[str, Sequence[float]]) -> Estimate | None:
+    """The mean log ratio of step times that were measured one after the other."""
+    first, second = seconds.get(claim.less.method.pos_emb, ()), seconds.get(claim.than.method.pos_emb, ())
+    ratios = [math.log(one / other) for one, other in zip(first, second, strict=False)]
+    if not ratios:
+        return None
+    variances = ((statistics.variance(ratios) / len(ratios), len(ratios) - 1),) if len(ratios) > 1 else None
+    return Estimate(statistics.fmean(ratios), {}, len(ratios), variances)
+
+
+# -- table ------------------------------------------------------------------------------------------------------------
+
+
+def claims_table(results: Sequence[Result]) -> Table:
+    """One row per claim, with the verdict, the difference with its interval, and the difference on each corpus."""
+    corpora = dict.fromkeys(corpus for result in results if result.estimate for corpus in result.estimate.by_corpus)
+    names = sorted(corpora, key=lambda corpus: (corpus_rank(corpus), corpus or ""))
+    lines: list[Row | Section] = []
+    for paper, group in itertools.groupby(results, key=lambda result: result.claim.source.partition(", ")[0]):
+        lines.append(Section(paper))
+        for result in group:
+            lines.append(Row((result.claim.text, result.claim.source.partition(", ")[2]), _cells(result, names)))
+    return Table(
+        "claims",
+        "Claims",
+        ("claim", "where, with the paper's numbers"),
+        ("verdict", "difference [95 % interval]", *map(corpus_name, names), "pairs", "p"),
+        tuple(lines),
+    )
+
+
+def _cells(result: Result, corpora: Sequence[str | None]) -> tuple[Cell, ...]:
+    estimate, claim = result.estimate, result.claim
+    if estimate is None:
+        return (Cell(result.verdict), *[Cell(NOT_MEASURED)] * (len(corpora) + 3))
+    interval = estimate.interval()
+    if claim.kind == "seconds":
+        text = f"time x {math.exp(estimate.mean):.3f}"
+        text += f" [{math.exp(interval[0]):.3f}, {math.exp(interval[1]):.3f}]" if interval else ""
+    else:
+        unit = {"loss": "loss", "resolution": "R", "effective-length": "log2", "rank": "correlation"}[claim.kind]
+        text = f"{unit} {_signed(estimate.mean)}"
+        text += f" [{_signed(interval[0])}, {_signed(interval[1])}]" if interval else ""
+    by_corpus = (estimate.by_corpus.get(corpus) for corpus in corpora)
+    p = NOT_MEASURED if result.p is None else "<0.0001" if result.p < 1e-4 else f"{result.p:.2g}"
+    return (
+        Cell(result.verdict, best=result.verdict != "inconclusive"),
+        Cell(text),
+        *(Cell(NOT_MEASURED if value is None else _signed(value)) for value in by_corpus),
+        Cell(str(estimate.runs)),
+        Cell(p),
+    )
+
+
+def _signed(value: float) -> str:
+    """A difference with its sign: four decimals below 1, otherwise three significant digits."""
+    return f"{value:+.4f}" if abs(value) < 1 else f"{'+' if value > 0 else ''}{format_number(value, 3)}"

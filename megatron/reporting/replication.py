@@ -1,0 +1,375 @@
+"""The pages in docs/results, which `tools/report.py --replication docs/results` generates from the records there.
+
+    README.md                          claims, main figure and table
+    pilot.md                           the runs that selected the settings
+    replication/tables.md, *.png       all tables and figures
+    replication/NAME/results.jsonl     the records of the sweep NAME; those of `pilot` are used for pilot.md only
+    replication/step_times.json        written by benchmarks/train_step.py --json (optional)
+
+The block between the two markers in the README of the project is replaced too.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megatron.evaluation.records import RESULTS, Record, has_results, read_results
+from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
+from megatron.reporting.checkpoint_figures import effective_length_plot
+from megatron.reporting.claims import PROTOCOL, VERDICTS, claims_table, evaluate_claims
+from megatron.reporting.differences import PairedLosses
+from megatron.reporting.figures import ZOOM_RATIO, mean_position_curve, perplexity_measurements, perplexity_plot
+from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, format_number
+from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
+from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
+from megatron.reporting.speed import benchmark_tables, read_benchmarks
+from megatron.reporting.style import (
+    SCREEN,
+    Style,
+    band,
+    legend_above,
+    length_ticks,
+    line_style,
+    mark_train_length,
+    new_figure,
+    panel_title,
+    render,
+    thousands,
+)
+from megatron.reporting.tables import Cell, Row, Table, markdown
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+
+RECORDS, PILOT, STEP_TIMES = "replication", "pilot", "step_times.json"
+START, END = "<!-- results: written by tools/report.py --replication docs/results -->", "<!-- end of results -->"
+MAX_BYTES = 1_500_000  # of a file in the repository
+LOG = Method("kerple_log")
+MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
+# KERPLE's Figure 5 has these lines, and rotary, which is far above them.
+POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
+WIDE = Style(width=9.5, size=10.0, dpi=160)  # one panel per corpus, side by side
+
+
+def add_results(folder: Path, pages: Path) -> None:
+    """Copy the records in a sweep's folder (or any other) to replication/NAME/results.jsonl, where NAME is the name of
+    the folder, with losses by document and position rounded to 6 digits. Raises UserError if there are none.
+    """
+    lines = [json.dumps(_compact(record), separators=(",", ":")) for record in read_results(folder)]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path = pages / RECORDS / folder.resolve().name / RESULTS
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path}: {len(content):,} bytes are more than {MAX_BYTES:,}; split the sweep")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content)
+
+
+def _compact(record: Record) -> dict[str, object]:
+    values = cast(dict[str, Any], {**record})
+    if values.get("groups"):
+        values["groups"] = {**values["groups"], "losses": _rounded(values["groups"]["losses"])}
+    if values["kind"] == "positions":
+        values["losses"] = _rounded(values["losses"])
+    path = (values["checkpoint"] or {}).get("path")
+    if path and Path(path).is_absolute():
+        values["checkpoint"] = {**values["checkpoint"], "path": os.path.relpath(path)}
+    return values
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]
+
+
+def write_pages(pages: Path) -> list[Path]:
+    """Write the texts and figures, and return their paths. Raises UserError."""
+    contents = {path: text.encode() for path, text in texts(pages).items()} | figures(pages)
+    (pages / RECORDS).mkdir(parents=True, exist_ok=True)
+    for path, content in contents.items():
+        write_atomically(path, content)
+    return list(contents)
+
+
+def texts(pages: Path) -> dict[Path, str]:
+    """The content of every page by path."""
+    records = _read(pages)
+    times, time_tables = _step_times(pages / RECORDS / STEP_TIMES)
+    results = evaluate_claims(records, times)
+    verdicts = [result.verdict for result in results]
+    tables = [table for table in perplexity_tables(records) if table.name.startswith("perplexity")]
+    tables += [*difference_tables(records), *resolution_tables(records), *time_tables]
+    values = {
+        "claims": _without_heading(claims_table(results)),
+        "counts": {verdict: verdicts.count(verdict) for verdict in VERDICTS},
+        "corrected": sum(result.p is not None for result in results),
+        "main": _without_heading(table) if (table := main_table(records)) else "",
+        "runs": len({_run(record) for record in records}),
+        "settings": _settings(records),
+        "environments": _environments(records),
+    }
+    contents = {
+        pages / "README.md": _render("results.md.j2", **values),
+        pages / RECORDS / "tables.md": "# Tables\n\n" + "\n".join(markdown(table) for table in tables),
+        pages / "pilot.md": _render("pilot.md.j2", **_pilot(pages / RECORDS / PILOT)),
+    }
+    readme = pages.resolve().parents[1] / "README.md"
+    if readme.is_file() and START in (text := readme.read_text(encoding="utf-8")):
+        before, _, rest = text.partition(START)
+        block = _render("results_block.md.j2", **values)
+        contents[readme] = f"{before}{START}\n{block}{END}{rest.partition(END)[2]}"
+    return contents
+
+
+def figures(pages: Path) -> dict[Path, bytes]:
+    """The PNG files by path."""
+    records = _read(pages)
+    folder = pages / RECORDS
+    drawings: dict[str, tuple[Callable[[Style], Figure], Style]] = {}
+    if settings := _settings_of(records):
+        full = [record for record in records if record["mode"] == "full"]
+        perplexities, errors = perplexity_measurements(sorted(full, key=lambda record: _rank(setting_of(record))))
+        main = perplexities.select(settings, MAIN_METHODS)
+        drawings["main"] = partial(main_plot, main), WIDE
+        others = [method for method in perplexities.methods if method not in MAIN_METHODS]
+        with_others = [setting for setting, method in perplexities.lines if method in others]
+        for name, group in (("perplexity", main), ("other-methods", perplexities.select(with_others, [LOG, *others]))):
+            if group.methods:
+                draw = partial(perplexity_plot, group, errors, name=lambda pos_emb: display_name(Method(pos_emb)))
+                drawings[name] = draw, SCREEN
+    for length in sorted({record["length"] for record in records if record["kind"] == "positions"}):
+        if curves := position_differences(records, length):
+            drawings[f"positions-{length}"] = partial(position_difference_plot, curves, length), WIDE
+    for setting in settings:
+        lengths: dict[str, list[int]] = {}
+        for record in records:
+            own = record["kind"] == "effective_length" and record["corpus"] == setting.corpus
+            if own and method_of(record) in MAIN_METHODS and record["effective_lengths"]:
+                heads = lengths.setdefault(display_name(method_of(record)), [])
+                heads += [length for layer in record["effective_lengths"] for length in layer]
+        if lengths:
+            limit = max(record["length"] for record in records if record["kind"] == "effective_length")
+            drawings[f"effective-lengths-{setting.corpus}"] = partial(effective_length_plot, lengths, limit), SCREEN
+    return {folder / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def main_table(records: Sequence[AnyRecord]) -> Table | None:
+    """Perplexity of the methods of KERPLE's Table 3 and bias+wht, at the training length and 64 times, per corpus."""
+    values = measurements(records, "extrapolation", "perplexity")
+    settings = _settings_of(records)
+    methods = [method for method in MAIN_METHODS if method in values.methods]
+    columns, cells = [], []
+    for setting in settings:
+        for length in [length for length in values.select([setting]).lengths if _is_main(length, setting)]:
+            columns.append(f"{corpus_name(setting.corpus)}, {length:,}")
+            column = [values.values(setting, method, length) for method in methods]
+            texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in column]
+            means = [float("nan") if cell is None else float(cell.mean()) for cell in column]
+            bold = best_texts(means, texts, "lowest")
+            cells.append([Cell(text, best=best) for text, best in zip(texts, bold, strict=True)])
+    if not cells:
+        return None
+    rows = zip(methods, zip(*cells, strict=True), strict=True)
+    lines = tuple(Row((display_name(method),), tuple(row)) for method, row in rows)
+    return Table("main", "Perplexity", ("method",), tuple(columns), lines)
+
+
+def _is_main(length: int, setting: Setting) -> bool:
+    return setting.train_length is not None and length in (setting.train_length, 64 * setting.train_length)
+
+
+def _pilot(folder: Path) -> dict[str, object]:
+    """The settings of the pilot by their losses at the training length, and the differences from the setting of the
+    same method with the shortest name.
+    """
+    if not has_results(folder):
+        return {"table": "", "environments": []}
+    records: list[AnyRecord] = [
+        record
+        for record in read_results(folder)
+        if record["kind"] == "extrapolation" and record["length"] == record["train_length"]
+    ]
+    losses = PairedLosses(records)
+    by_key = {(setting_of(record), method_of(record), record["length"]): record for record in records}
+    lines = []
+    for key in sorted(by_key, key=lambda key: by_key[key]["loss"]):
+        name, _, label = key[1].pos_emb.partition(" (")
+        same_method = [other for other in by_key if other[1].pos_emb.partition(" (")[0] == name]
+        base = min(same_method, key=lambda other: len(other[1].pos_emb))
+        record = by_key[key]
+        texts = [f"{record['loss']:.4f} ± {record['stderr'] or 0:.4f}", format_number(record["perplexity"])]
+        texts.append("" if base == key else losses.text(key, base))
+        lines.append(Row((label.removesuffix(")") or name, display_name(Method(name))), tuple(map(Cell, texts))))
+    columns = ("loss", "perplexity", "loss minus that of the method's default setting")
+    table = Table("pilot", "Pilot", ("setting", "method"), columns, tuple(lines))
+    facts = {
+        "tokens": max(record["tokens"] for record in records),
+        "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in records),
+    }
+    return {"table": _without_heading(table), "environments": _environments(records), **facts}
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
+    """Perplexity by length, a panel per corpus. The lines of methods that degrade quickly leave the panels."""
+    columns = style.columns(len(perplexities.settings))
+    figure, panels = new_figure(style, len(perplexities.settings), columns, sharex=True)
+    handles: dict[str, Any] = {}
+    for index, (axes, setting) in enumerate(zip(panels, perplexities.settings, strict=True)):
+        curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
+        curves = {method: curve for method, curve in curves.items() if len(curve)}
+        low = min(curve["mean"].min() for curve in curves.values())
+        high = max((top for curve in curves.values() if (top := curve["mean"].max()) <= ZOOM_RATIO * low), default=low)
+        axes.set_ylim(low - 0.1 * (high - low) - 0.01 * low, high + 0.15 * (high - low) + 0.01 * low)
+        length_ticks(axes, style, perplexities.lengths, columns)
+        if setting.train_length is not None:
+            mark_train_length(axes, style, setting.train_length, label=index == 0)
+        for method, curve in curves.items():
+            looks, label = line_style(style, MAIN_METHODS.index(method)), display_name(method)
+            x, mean = curve.index.tolist(), curve["mean"].tolist()
+            (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
+            if curve["std"].any():
+                band(axes, x, mean, curve["std"].fillna(0.0).tolist(), looks["color"])
+        panel_title(axes, style, columns, corpus_name(setting.corpus))
+    figure.supxlabel("sequence length (tokens)")
+    figure.supylabel("perplexity")
+    names = [name for method in MAIN_METHODS if (name := display_name(method)) in handles]
+    legend_above(figure, style, [handles[name] for name in names])
+    return figure
+
+
+# Corpus -> label -> (centers of the bins, mean difference, standard deviation over the seeds).
+PositionDifferences = Mapping[Setting, Mapping[str, tuple[list[float], list[float], list[float]]]]
+
+
+def position_differences(records: Iterable[AnyRecord], length: int) -> PositionDifferences:
+    """The loss by position minus that of log with a window of the training length, whose text is the same."""
+    losses: dict[tuple[Setting, Method], dict[int | None, AnyRecord]] = {}
+    for record in records:
+        if record["kind"] == "positions" and record["length"] == length and record["losses"]:
+            losses.setdefault((setting_of(record), method_of(record)), {})[record["seed"]] = record
+    result: dict[Setting, dict[str, tuple[list[float], list[float], list[float]]]] = {}
+    for setting in dict.fromkeys(setting for setting, _ in losses):
+        window = losses.get((setting, Method(LOG.pos_emb, f"window@{setting.train_length}")), {})
+        for method in POSITION_METHODS:
+            by_seed = losses.get((setting, method), {})
+            seeds = [seed for seed in by_seed if seed in window]
+            if seeds:
+                differences = [np.subtract(by_seed[seed]["losses"], window[seed]["losses"]) for seed in seeds]
+                centers, _, _ = mean_position_curve([(by_seed[seeds[0]]["edges"], by_seed[seeds[0]]["losses"])])
+                deviation = np.std(differences, axis=0, ddof=1) if len(seeds) > 1 else np.zeros(len(centers))
+                mean = np.mean(differences, axis=0)
+                result.setdefault(setting, {})[display_name(method)] = (centers, mean.tolist(), deviation.tolist())
+    return {setting: result[setting] for setting in sorted(result, key=_rank)}
+
+
+def position_difference_plot(curves: PositionDifferences, length: int, style: Style = SCREEN) -> Figure:
+    """A panel per corpus, a line per method; 0 is log with a window."""
+    columns = style.columns(len(curves), 20)
+    figure, panels = new_figure(style, len(curves), columns, sharex=True)
+    handles: dict[str, Any] = {}
+    for index, (axes, (setting, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
+        axes.axhline(0, color="#444444", linewidth=0.1 * style.size, zorder=1)
+        for number, (label, (centers, mean, deviation)) in enumerate(lines.items()):
+            looks = {**line_style(style, number), "marker": None}
+            (handles[label],) = axes.plot(centers, mean, label=label, zorder=3, **looks)
+            if any(deviation):
+                band(axes, centers, mean, deviation, looks["color"])
+        panel_title(axes, style, columns, corpus_name(setting.corpus))
+        thousands(axes)
+        axes.set_xlim(0, length)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        if setting.train_length and setting.train_length < length:
+            mark_train_length(axes, style, setting.train_length, label=index == 0)
+    figure.supxlabel("position in the segment (tokens)")
+    figure.supylabel("loss minus that of log with a window")
+    legend_above(figure, style, list(handles.values()))
+    return figure
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def _read(pages: Path) -> list[AnyRecord]:
+    """The records of all sweeps except the pilot."""
+    folders = sorted(path.parent for path in (pages / RECORDS).glob(f"*/{RESULTS}") if path.parent.name != PILOT)
+    return [*read_results(folders)]
+
+
+def _run(record: AnyRecord) -> str | None:
+    return (record["checkpoint"] or {}).get("fingerprint")
+
+
+def _rank(setting: Setting) -> tuple[int, str]:
+    return corpus_rank(setting.corpus), setting.corpus or ""
+
+
+def _settings_of(records: Iterable[AnyRecord]) -> list[Setting]:
+    """The settings of the losses, one per corpus, in the order of the papers' corpora."""
+    settings = (setting_of(record) for record in records if record["kind"] == "extrapolation")
+    return sorted(dict.fromkeys(setting for setting in settings if setting.protocol == PROTOCOL), key=_rank)
+
+
+def _settings(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
+    """For each corpus, the facts that the page states."""
+    facts = []
+    for setting in _settings_of(records):
+        own = [record for record in records if record["kind"] == "extrapolation" and setting_of(record) == setting]
+        errors = [record["stderr"] or 0.0 for record in own if method_of(record) == LOG]
+        facts.append(
+            {
+                "corpus": corpus_name(setting.corpus),
+                "train_length": setting.train_length,
+                "model": setting.model,
+                "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in own),
+                "seeds": len({record["seed"] for record in own}),
+                "methods": len({record["pos_emb"] for record in own}),
+                "tokens": max(record["tokens"] for record in own),
+                "documents": max(record["documents"] or 0 for record in own),
+                "stderr": max(errors, default=0.0),
+                "longest": max(record["length"] for record in own),
+            }
+        )
+    return facts
+
+
+def _environments(records: Iterable[AnyRecord]) -> list[str]:
+    """The commits, machines and versions that measured the records."""
+    found = dict.fromkeys(
+        (entry["commit"], entry["machine"], entry["versions"]) for record in records if (entry := record["environment"])
+    )
+    return [f"commit {commit or 'unknown'}, {machine}, {versions}" for commit, machine, versions in found]
+
+
+def _step_times(path: Path) -> tuple[dict[str, list[float]], list[Table]]:
+    """The seconds of every step by method, and the tables of the benchmark."""
+    if not path.is_file():
+        return {}, []
+    methods = next(iter(read_benchmarks(path)["tables"].values()), [])
+    return {row["name"]: row.get("seconds", []) for row in methods}, benchmark_tables(path)[:1]
+
+
+def _render(template: str, **values: object) -> str:
+    environment = Environment(
+        loader=PackageLoader("megatron.reporting", ""),
+        autoescape=False,  # Markdown; the tables are escaped
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def _without_heading(table: Table) -> str:
+    return markdown(table).partition("\n\n")[2]

@@ -1,0 +1,25 @@
+"""The pages in docs/results are those that the records there give."""
+
+import pytest
+
+from megatron.reporting.replication import MAX_BYTES, figures, texts
+from tests.support.runs import ROOT
+
+RESULTS = ROOT / "docs" / "results"
+
+
+def test_the_committed_pages_are_current():
+    for path, text in texts(RESULTS).items():
+        command = "python tools/report.py --replication docs/results"
+        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is not current: run {command}"
+
+
+@pytest.mark.slow
+def test_every_figure_is_committed():
+    for path, content in figures(RESULTS).items():
+        assert path.is_file(), path.relative_to(ROOT)
+        assert content.startswith(b"\x89PNG")
+
+
+def test_files_are_small():
+    assert not [path for path in RESULTS.rglob("*") if path.is_file() and path.stat().st_size > MAX_BYTES]

@@ -1,0 +1,162 @@
+"""Claims of the papers: estimates, corrected p values and verdicts."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import f as f_distribution
+
+from kerple.positional.registry import canonical_name
+from megatron.reporting.aggregate import Method
+from megatron.reporting.claims import Claim, Term, claims, claims_table, evaluate_claims, holm
+from tests.support.records import record
+
+TOKENS = [100] * 8
+RUNS = {"kerple_log": (0.00, 0.02, 0.01), "alibi": (0.30, 0.33, 0.36)}  # by seed
+
+
+def losses(pos_emb, shift=0.0, seeds=3, length=128, mode="full", corpus="debian_c", targets="ab", runs=None):
+    """Records whose losses vary by seed and document."""
+    result = []
+    for seed in range(seeds):
+        documents = np.random.default_rng(len(pos_emb)).normal(0, 0.05, len(TOKENS)) + np.arange(len(TOKENS)) / 10
+        groups = 3 + shift + (runs or RUNS)[pos_emb][seed] + documents - documents.mean()
+        keys = {"corpus": corpus, "mode": mode, "train_length": 128, "targets": targets, "stderr": 0.1}
+        keys |= {"groups": {"tokens": TOKENS, "losses": groups.tolist()}, "documents": 8}
+        result.append(record(pos_emb, length, math.exp(groups.mean()), seed, **keys))
+    return result
+
+
+def claim(less="kerple_log", than="alibi", at=(1,), than_at=None, kind="loss", limit=0.0):
+    terms = [Term(Method(*name.split(", ")), multiples) for name, multiples in ((less, at), (than, than_at or at))]
+    return Claim("text", "KERPLE, Table 3", kind, *terms, limit)
+
+
+def result_of(records, tested=None, seconds=None):
+    return evaluate_claims(records, seconds or {}, [tested or claim()])[0]
+
+
+def test_the_test_is_min_f_of_clark():
+    """With documents of equal size, the square of t is F1 F2 / (F1 + F2)."""
+    result = result_of([*losses("kerple_log"), *losses("alibi")])
+    groups = [[np.array(entry["groups"]["losses"]) for entry in losses(pos_emb)] for pos_emb in ("kerple_log", "alibi")]
+    differences = np.subtract(*groups)  # seeds x documents
+    f = []
+    for axis in (1, 0):
+        means = differences.mean(axis=axis)
+        f.append((differences.mean() ** 2 / (means.var(ddof=1) / len(means)), len(means) - 1))
+    (f1, n1), (f2, n2) = f
+    df = (f1 + f2) ** 2 / (f1**2 / n2 + f2**2 / n1)
+    expected = f_distribution.sf(f1 * f2 / (f1 + f2), 1, df)
+    assert result.estimate.mean == pytest.approx(differences.mean(), abs=1e-12)
+    assert result.p == pytest.approx(expected, rel=1e-9)
+    low, high = result.estimate.interval()
+    assert low < differences.mean() < high
+    at_the_end = evaluate_claims([*losses("kerple_log"), *losses("alibi")], {}, [claim(limit=high)])[0]
+    assert at_the_end.p == pytest.approx(0.05, rel=1e-6)
+
+
+def test_verdicts():
+    records = [*losses("kerple_log"), *losses("alibi")]
+    assert result_of(records).verdict == "holds"
+    assert result_of(records, claim("alibi", "kerple_log")).verdict == "does not hold"
+    assert result_of(records, claim(limit=result_of(records).estimate.mean)).verdict == "inconclusive"
+    assert result_of(records, claim("rpe")).verdict == "not measured"
+    assert result_of([*losses("kerple_log"), *losses("alibi", targets="cd")]).verdict == "not measured"
+    one_seed = result_of([*losses("kerple_log", seeds=1), *losses("alibi")])
+    assert (one_seed.verdict, one_seed.p, one_seed.estimate.runs) == ("inconclusive", None, 1)
+    assert one_seed.estimate.interval() is None
+
+
+def test_corpora_have_equal_weights_and_need_two_seeds():
+    c = [*losses("kerple_log"), *losses("alibi")]
+    prose = [*losses("kerple_log", 0.6, corpus="debian_prose"), *losses("alibi", corpus="debian_prose", seeds=2)]
+    latex = [*losses("kerple_log", corpus="debian_latex"), *losses("alibi", corpus="debian_latex", seeds=1)]
+    estimate = result_of([*c, *prose, *latex]).estimate
+    assert list(estimate.by_corpus) == ["debian_c", "debian_prose"]
+    assert estimate.mean == pytest.approx(np.mean(list(estimate.by_corpus.values())))
+    assert estimate.runs == 5
+    (single,) = evaluate_claims(c, {}, [claim()])
+    parts = [variance for variance, _ in single.estimate.variances]
+    assert [variance for variance, _ in estimate.variances[:2]] == pytest.approx([part / 4 for part in parts])
+
+
+def test_lengths_and_modes():
+    log = [*losses("kerple_log", length=128), *losses("kerple_log", 0.1, length=512)]
+    log += losses("kerple_log", 0.3, length=1024)
+    window = [*losses("kerple_log", 0.5, length=512, mode="window@128"), *losses("kerple_log", 9, mode="window@512")]
+    records = [*log, *window, *losses("alibi", length=512)]
+
+    def mean(*arguments, **options):
+        return result_of(records, claim(*arguments, **options)).estimate.mean
+
+    assert mean("kerple_log", "kerple_log", at=(1,), than_at=(4,)) == pytest.approx(-0.1)
+    assert mean("kerple_log", "kerple_log", at=(4, 8), than_at=(1, 1)) == pytest.approx(0.2)
+    assert mean("kerple_log", "kerple_log, window", at=(4,)) == pytest.approx(-0.4)
+    # Beyond the training length: the lengths that both have.
+    assert mean(at=None) == pytest.approx(0.1 + 0.01 - 0.33)
+
+
+def test_other_measures():
+    def measured(kind, pos_emb, values, **keys):
+        return [
+            {**record(pos_emb, 1024, 9.0, seed), "kind": kind, "train_length": 128, **keys, **value}
+            for seed, value in enumerate(values)
+        ]
+
+    records = measured("resolution", "alibi", [{"resolution": 0.3}, {"resolution": 0.4}])
+    records += measured("resolution", "rotary", [{"resolution": 0.1}, {"resolution": 0.1}])
+    tested = claim("rotary", "alibi", (8,), kind="resolution")
+    assert result_of(records, tested).estimate.mean == pytest.approx(-0.25)
+    records = measured("effective_length", "alibi", [{"effective_lengths": [[4, 16]]}] * 2)
+    records += measured("effective_length", "kerple_log", [{"effective_lengths": [[64], [256]]}] * 2)
+    assert result_of(records, claim("rotary", kind="effective-length")).verdict == "not measured"
+    tested = claim("alibi", "kerple_log", kind="effective-length")
+    assert result_of(records, tested).estimate.mean == pytest.approx(-4)
+    ranked = []
+    for rank, pos_emb in enumerate(("alibi", "kerple_log", "rpe", "rotary")):
+        ranked += measured("resolution", pos_emb, [{"resolution": 1 - rank / 10}] * 2)
+        ranked += measured("extrapolation", pos_emb, [{"loss": 2.0 + rank, "protocol": "non-overlapping"}] * 2)
+    assert result_of(ranked, claim("", "", (8,), kind="rank")).estimate.mean == pytest.approx(-1)
+    assert result_of(ranked[:6], claim("", "", (8,), kind="rank")).estimate is None
+
+
+def test_step_times():
+    seconds = {"kerple_log": [1.0, 1.1, 1.2], "alibi": [1.0, 1.0, 1.0], "rpe": [2.0, 2.0, 2.1]}
+    assert result_of([], claim("kerple_log", "rpe", kind="seconds"), seconds).verdict == "holds"
+    result = result_of([], claim("kerple_log", "alibi", kind="seconds", limit=0.3), seconds)
+    assert result.estimate.mean == pytest.approx(math.log(1.0 * 1.1 * 1.2) / 3)
+    assert result.estimate.runs == 3
+    (row,) = claims_table([result]).rows
+    assert row.cells[1].text.startswith("time x 1.097 [")
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    records = [*losses("kerple_log"), *losses("alibi")]
+    single = result_of(records).p
+    several = evaluate_claims(records, {}, [claim(), claim("alibi", "kerple_log"), claim("rpe")])
+    assert [result.p for result in several] == pytest.approx([2 * single, 2 * single, None])
+
+
+def test_the_table():
+    records = [*losses("kerple_log", corpus="debian_prose"), *losses("alibi", corpus="debian_prose"), *losses("alibi")]
+    table = claims_table(evaluate_claims(records, {}, [claim(), claim("alibi", "alibi", than_at=(4,))]))
+    assert table.columns == ("verdict", "difference [95 % interval]", "Prose", "pairs", "p")
+    first, second = table.rows
+    assert first.cells[0].text == "holds"
+    assert first.cells[1].text.startswith("loss -0.3200 [-0.")
+    assert [cell.text for cell in second.cells] == ["not measured", "–", "–", "–", "–"]
+
+
+def test_the_claims_of_the_papers():
+    assert len({entry.text + entry.source for entry in claims()}) == len(claims())
+    papers = {entry.source.partition(",")[0] for entry in claims()}
+    assert papers == {"KERPLE", "DAPE", "LEX"}
+    for entry in claims():
+        for term in (entry.less, entry.than):
+            assert term.method.mode in ("full", "window", "blockwise")
+            if entry.kind != "rank":
+                name = term.method.pos_emb.removesuffix(" (factor 1)")
+                assert canonical_name(name) == name

@@ -1,0 +1,143 @@
+"""The pages in docs/results, from small records."""
+
+import json
+
+import pytest
+
+from megatron.evaluation.records import read_results
+from megatron.reporting import replication
+from megatron.reporting.replication import END, START, add_results, figures, main_table, texts, write_pages
+from megatron.utils.errors import UserError
+from tests.support.records import record
+
+ENVIRONMENT = {"commit": "ab12", "machine": "EPYC, 2 cores", "versions": "Python 3.11, torch 2.13"}
+TOKENS = [60, 40]
+
+
+def sweep_records(corpus, methods, seeds=(1, 2)):
+    """Losses, losses by position and effective lengths, with the keys that evaluate.py writes."""
+    result = []
+    for number, pos_emb in enumerate(methods):
+        for seed in seeds:
+            for length, mode in ((128, "full"), (1024, "full"), (8192, "full"), (1024, "window@128")):
+                loss = 2.0 + 0.1 * number + 0.01 * seed * (1 + number) + length / 1e5 + 0.123456789
+                keys = {"segments": 4, "documents": 2, "stderr": 0.1, "bits_per_byte": 1.5, "loss": loss}
+                keys |= {"targets": "ab", "groups": {"tokens": TOKENS, "losses": [loss - 0.04 * seed, loss + 0.06]}}
+                keys |= {"corpus": corpus, "train_length": 128, "mode": mode, "measurement": "cd"}
+                entry = {**record(pos_emb, length, 8.0 + number, seed, **keys), "environment": ENVIRONMENT}
+                entry["checkpoint"] |= {
+                    "path": f"/home/user/{pos_emb}/{seed}",
+                    "fingerprint": f"{pos_emb}{seed}{corpus}",
+                }
+                positions = {"edges": [0, 128, length], "losses": [3.123456789, loss], "counts": [9, 9]}
+                result += [entry] if length == 128 else [entry, {**entry, "kind": "positions", **positions}]
+            heads = {"layers": ["all layers"], "effective_lengths": [[4 + seed, 20480]], "length": 20480}
+            result.append({**entry, "kind": "effective_length", "mode": "full", **heads})
+    return result
+
+
+def write(folder, records):
+    folder.mkdir(parents=True)
+    (folder / "results.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in records))
+    return folder
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """docs/results with the records of two sweeps and of a pilot, in a project with a README."""
+    folder = tmp_path / "docs" / "results"
+    add_results(write(tmp_path / "runs" / "c", sweep_records("debian_c", ("kerple_log", "alibi", "xpos"))), folder)
+    prose = write(tmp_path / "runs" / "prose" / "runs" / "1", sweep_records("debian_prose", ("kerple_log", "alibi")))
+    add_results(prose.parents[1], folder)
+    pilot = sweep_records("debian_c", ("kerple_log (log)", "alibi (alibi)", "kerple_log (log-factor10)"), seeds=(1,))
+    add_results(write(tmp_path / "runs" / "pilot", pilot), folder)
+    (tmp_path / "README.md").write_text(f"before\n{START}\nan earlier block\n{END}\nafter\n")
+    return folder
+
+
+def test_records_are_compact_and_complete(pages):
+    records = read_results(pages / "replication" / "c")
+    assert len(records) == 3 * 2 * (4 + 3 + 1)
+    first = next(entry for entry in records if entry["length"] == 1024)
+    assert first["groups"]["losses"] == [2.10370, 2.20370]
+    assert first["loss"] == 2.0 + 0.01 + 0.01024 + 0.123456789
+    assert not first["checkpoint"]["path"].startswith("/")
+    assert next(entry for entry in records if entry["kind"] == "positions")["losses"][0] == 3.12346
+    assert (pages / "replication" / "prose" / "results.jsonl").is_file()
+
+
+def test_files_are_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(replication, "MAX_BYTES", 1000)
+    folder = write(tmp_path / "c", sweep_records("debian_c", ("kerple_log",)))
+    with pytest.raises(UserError, match=r"c/results\.jsonl: [0-9,]+ bytes are more than 1,000"):
+        add_results(folder, tmp_path / "results")
+
+
+def test_the_pages(pages, tmp_path):
+    contents = {path.relative_to(tmp_path).as_posix(): text for path, text in texts(pages).items()}
+    assert list(contents) == [
+        "docs/results/README.md",
+        "docs/results/replication/tables.md",
+        "docs/results/pilot.md",
+        "README.md",
+    ]
+    claims = contents["docs/results/README.md"]
+    assert "| Log has a lower loss than ALiBi beyond the training length | Table 3 (GitHub" in claims
+    assert "10 runs. Holds: " in claims
+    assert "- Measured with commit ab12, EPYC, 2 cores, Python 3.11, torch 2.13." in claims
+    assert "| C | 3 | 2 | 12 layers of 768 | 128 | 10 | 8,192 | 1,000 (2) | 0.100 |" in claims
+    readme = contents["README.md"]
+    assert readme.startswith(f"before\n{START}\n![Perplexity by length]")
+    assert readme.endswith(f"{END}\nafter\n")
+    assert "an earlier block" not in readme
+    assert "docs/results/README.md" in readme
+    tables = contents["docs/results/replication/tables.md"]
+    assert "**C, window@128**" in tables
+    prose = tables.partition("**Prose, full**")[2].partition("**Prose, window@128**")[0]
+    assert "xPos" not in prose
+    pilot = contents["docs/results/pilot.md"]
+    rows = [line.split(" | ")[0] for line in pilot.splitlines() if line.startswith("| ")][2:]
+    assert rows == ["| log", "| alibi", "| log-factor10"]
+    assert "+0.2" in pilot.split("| log-factor10")[1]
+
+
+def test_the_main_table_has_the_training_length_and_64_times_it(pages):
+    records = [*read_results(pages / "replication" / "c"), *read_results(pages / "replication" / "prose")]
+    table = main_table(records)
+    assert table.columns == ("C, 128", "C, 8,192", "Prose, 128", "Prose, 8,192")
+    assert [row.labels[0] for row in table.rows] == ["KERPLE (log)", "ALiBi"]
+    assert main_table([]) is None
+
+
+def test_figures(pages):
+    assert sorted(path.stem for path in figures(pages)) == [
+        "effective-lengths-debian_c",
+        "effective-lengths-debian_prose",
+        "main",
+        "other-methods",
+        "perplexity",
+        "positions-1024",
+    ]
+
+
+def test_without_results_nothing_is_measured(tmp_path):
+    folder = tmp_path / "docs" / "results"
+    folder.mkdir(parents=True)
+    written = write_pages(folder)
+    assert [path.name for path in written] == ["README.md", "tables.md", "pilot.md"]
+    text = (folder / "README.md").read_text()
+    assert "No results yet." in text
+    assert "Holds: 0. Does not hold: 0. Inconclusive: 0. Not measured: " in text
+    assert "Not measured." in (folder / "pilot.md").read_text()
+
+
+def test_step_times(pages):
+    rows = [
+        {"name": name, "median": 0.1, "ratio": 1.0, "seconds": [time, time + 0.01, time]}
+        for name, time in (("plain PyTorch", 0.2), ("kerple_log", 0.10), ("rpe", 0.12), ("alibi", 0.11))
+    ]
+    content = {"hardware": {"processor": "EPYC"}, "tables": {"training step": rows}}
+    (pages / "replication" / "step_times.json").write_text(json.dumps(content))
+    contents = texts(pages)
+    assert "time x 0.8" in contents[pages / "README.md"]
+    assert "Training step" in contents[pages / "replication" / "tables.md"]
