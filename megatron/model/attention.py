@@ -108,14 +108,19 @@ class SelfAttention(nn.Module):
         """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None."""
         return self.dense(self.context(self.query_key_value(hidden), cache, span, tables))
 
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, before rotation."""
+        query, key, value = split_heads(qkv, self.head_size, self.queries_per_key)
+        if self.normalizes:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value
+
     def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
         """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. `compiled.py` excludes this part from
         compilation.
         """
         span = span.within(self.window)
-        query, key, value = split_heads(qkv, self.head_size, self.queries_per_key)
-        if self.normalizes:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = self.heads(qkv)
         if self.rotates:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + qkv.shape[1], device="cpu")

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 from torch import Tensor
 
-from kerple.attention import score_table
+from kerple.attention import Span, score_table
 from kerple.positional import method_class
 from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
@@ -277,10 +277,12 @@ def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
         model.hidden(tokens[None])
     finally:
         hook.remove()
-    length, d = len(tokens), attention.head_size
-    query, key, _ = outputs[0].view(length, -1, 3, d).permute(2, 1, 0, 3).float()  # [h, n, d] each
-    scores = (query[:, -1:] @ key.transpose(-1, -2) * d**-0.5)[None]
-    positions = torch.arange(length)
+    query, key, _ = attention.heads(outputs[0])
+    query, key = query[0].float(), key[0].repeat_interleave(attention.queries_per_key, dim=0).float()  # [h, n, d]
+    key = key[:, Span(window=attention.window).first_key(len(tokens) - 1) :]
+    length = key.shape[1]
+    scores = (query[:, -1:] @ key.transpose(-1, -2) * attention.head_size**-0.5)[None]
+    positions = torch.arange(len(tokens) - length, len(tokens))
     mask = torch.zeros(1, length, dtype=torch.bool, device=scores.device)
     table = score_table(method, length, scores.device)
     static = table.flip(-1).float() if table is not None else None

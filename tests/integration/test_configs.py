@@ -71,7 +71,7 @@ def test_every_run_has_its_own_folder():
 
 
 def test_no_other_files():
-    known = {"small_bf16", "1-3B", "demo", "local_setup", "replication", "text_generation", *NEOX_SIZES}
+    known = {"small_bf16", "modern_162M", "1-3B", "demo", "local_setup", "replication", "text_generation", *NEOX_SIZES}
     assert {path.stem for path in CONFIGS.glob("*.yml")} == known
     assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == {"pos_emb", "datasets", "seeds", "sweeps"}
 
@@ -90,6 +90,19 @@ def test_small_model_of_the_paper():
     assert config.batch.resolve(1) == (32, 1, 32)
     assert (config.data.split, config.data.data_path) == ("949,50,1", "data/openwebtext2/openwebtext2_text_document")
     assert (config.training.eval_interval, config.checkpoint.save_interval) == (1000, 10_000)
+
+
+def test_modern_model_differs_from_the_paper_s_only_in_its_blocks():
+    files = ["pos_emb/kerple_log", "datasets/openwebtext2", "seeds/1235"]
+    paper, modern = (load_config([name, *files], CONFIGS) for name in ("small_bf16", "modern_162M"))
+    before, after = paper.to_flat(), modern.to_flat()
+    assert {key for key in before.keys() & after.keys() if before[key] != after[key]} == {"norm"}
+    fusions = {"scaled_upper_triang_masked_softmax_fusion", "bias_gelu_fusion"}
+    sizes = {"num_kv_heads", "intermediate_size", "activation", "rms_norm_epsilon"}
+    assert before.keys() - after.keys() == fusions
+    assert after.keys() - before.keys() == sizes | {f"use_bias_in_{part}" for part in ("norms", "attn_linear", "mlp")}
+    assert (modern.model.mlp_features, modern.model.num_kv_heads) == (2368, 4)
+    assert len(modern.notices) == 1
 
 
 def test_large_model_of_the_paper():

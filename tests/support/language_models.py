@@ -4,6 +4,7 @@ Legend: b batch, s tokens, t keys, h heads, d head size, e hidden size, v vocabu
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,23 @@ def small_gpt(pos_emb: str, *, seed: int = 0, max_positions: int = 4096, **setti
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return model.eval()
+
+
+@torch.no_grad()
+def with_repeated_heads(model: GPT) -> GPT:
+    """The same model without grouped-query attention: a head of keys and values for each head of queries."""
+    settings = model.settings
+    groups, size = settings.num_kv_heads, settings.head_size
+    repeated = GPT(replace(settings, num_kv_heads=settings.num_heads)).eval()
+    state = model.state_dict()
+    for name, values in state.items():
+        if "query_key_value" in name:
+            rows = values.view(groups, -1, size, *values.shape[1:])
+            shared = rows.shape[1] - 2
+            heads = [torch.stack((rows[g, i], rows[g, -2], rows[g, -1])) for g in range(groups) for i in range(shared)]
+            state[name] = torch.stack(heads).flatten(0, 2)
+    repeated.load_state_dict(state)
+    return repeated
 
 
 class AlibiByHand(nn.Module):

@@ -8,7 +8,8 @@ distances. Then, for each head,
 and R is averaged over heads, layers and texts. It is below 1; the paper does not state the scale of its
 numbers. Scores are summed by distance while the model reads the text in chunks, so memory is linear in the length.
 
-Legend: b batch, h heads, s query length, t key length, d head size; in a chunk: c queries, l keys; n distances.
+Legend: b batch, h heads, g heads of keys, s query length, t key length, d head size; in a chunk: c queries, l keys;
+n distances.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +150,7 @@ class ScoreRecorder:
         table: Tensor | None,
         span: Span,
     ) -> None:
-        """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, h, t, d]`; for the
+        """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, g, t, d]`; for the
         tables see `kerple.attention.attend`.
         """
         s, t = query.shape[2], key.shape[2]
@@ -167,6 +168,7 @@ class ScoreRecorder:
             if method is not None and method.scales_qk:
                 queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
+            keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and method.modifies_scores:

@@ -15,7 +15,7 @@ from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
-from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
+from tests.support.language_models import VOCABULARY, random_tokens, small_gpt, with_repeated_heads
 from tests.support.release import METHODS, checkpoints, reference
 from tests.support.texts import PYTHON
 
@@ -46,6 +46,15 @@ def test_the_paper_s_model_has_162_322_944_parameters_besides_positional_ones(me
     expected = {**shared, "rpe": 32 * 12, "learned": 512 * 768}.get(method, 0)
     assert counts["positional"] == expected
     assert counts["outside_embedding"] == counts["total"] - 50_304 * 768
+
+
+def test_the_modern_model_has_161_630_976_parameters_besides_positional_ones():
+    config = load_config(["configs/modern_162M.yml", "configs/pos_emb/kerple_log.yml"])
+    settings = ModelSettings.from_config(config, padded_vocab_size=50_304)
+    with torch.device("meta"):
+        counts = count_parameters(GPT(settings).layers(), settings)
+    assert counts["total"] - counts["positional"] == 161_630_976
+    assert counts["positional"] == 24
 
 
 def test_all_layers_share_the_kernel_parameters():
@@ -199,6 +208,39 @@ def test_logits_do_not_depend_on_later_tokens(pos_emb):
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(after[:, :25], before[:, :25], rtol=0, atol=1e-5)
     assert (after - before)[:, 25:].abs().amax(dim=-1).min() > 1e-2
+
+
+LLAMA = {
+    **{"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48, "num_kv_heads": 2},
+    **{"attention_bias": False, "mlp_bias": False, "qk_norm": True, "window": 7},
+}
+
+
+@pytest.mark.parametrize("pos_emb", primary_names())
+def test_llama_style_blocks_with_every_method(pos_emb):
+    """Every parameter has a gradient, a cache changes nothing, and two windows of 7 keys reach 12 tokens back."""
+    model, tokens = small_gpt(pos_emb, **LLAMA), random_tokens(60).view(2, 30)
+    model.train().loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.eval()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 7) % VOCABULARY
+    with torch.no_grad():
+        expected, cache = model(tokens), model.new_cache()
+        parts = [model(tokens[:, start:stop], cache) for start, stop in ((0, 11), (11, 12), (12, 30))]
+        torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
+        differences = (model(changed) - expected).abs().amax((0, 2))
+    assert cache.layers[0].append(*torch.zeros(2, 2, 2, 1, 8))[0].shape == (2, 2, 31, 8)
+    assert differences[9:22].min() > 1e-4
+    assert differences[22:].max() < 1e-5
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "rotary", "xpos", "dape_kerple", "transformer_xl"])
+@pytest.mark.parametrize("span", [FULL, Span(window=9), Span(block=8)])
+@torch.no_grad()
+def test_grouped_heads_are_repeated_heads(pos_emb, span):
+    model, tokens = small_gpt(pos_emb, num_kv_heads=2, qk_norm=True), random_tokens(60).view(2, 30)
+    torch.testing.assert_close(model(tokens, span=span), with_repeated_heads(model)(tokens, span=span))
 
 
 # The original KERPLE code.

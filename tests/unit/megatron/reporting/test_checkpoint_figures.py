@@ -19,7 +19,7 @@ from megatron.reporting.checkpoint_figures import (
 from megatron.reporting.style import SCREEN
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint, write_corpus
-from tests.support.language_models import VOCABULARY, small_gpt
+from tests.support.language_models import VOCABULARY, small_gpt, with_repeated_heads
 from tests.support.release import RELEASE
 
 NUM_DISTANCES = 2000
@@ -127,6 +127,19 @@ LENGTH, HEADS, SIZE = 40, 4, 8
 
 def small_model(pos_emb: str, **options: object):
     return small_gpt(pos_emb, seed=3, max_positions=16, pos_emb_options=tuple(options.items()))
+
+
+def test_scores_of_grouped_heads_in_a_window():
+    model = small_gpt("dape_kerple", num_kv_heads=2, qk_norm=True, window=5)
+    tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
+    grouped, repeated = (query_scores(variant, tokens) for variant in (model, with_repeated_heads(model)))
+    assert grouped.scores.shape == (HEADS, 5)
+    for field in ("scores", "static", "adapted"):
+        torch.testing.assert_close(getattr(grouped, field), getattr(repeated, field))
+    # Without a window, the last 5 of all keys have the same scores.
+    attention = model.blocks[0].attention
+    attention.window = None
+    torch.testing.assert_close(query_scores(model, tokens).scores[:, -5:], grouped.scores)
 
 
 @pytest.mark.parametrize(

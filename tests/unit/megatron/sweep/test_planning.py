@@ -109,6 +109,17 @@ def test_the_sweep_of_the_kerple_paper(monkeypatch):
     assert arguments.endswith("--by-position")  # for Figures 5 and 7
 
 
+def test_the_sweep_of_the_modern_model(monkeypatch):
+    """On the corpora and lengths of the paper's sweep."""
+    monkeypatch.chdir(ROOT)
+    sweep, paper = (read_sweep(f"configs/sweeps/{name}.yml") for name in ("modern_162M", "kerple"))
+    runs = plan(sweep)
+    assert len(runs) == 6 * 3 * 3
+    assert sweep.evaluation == paper.evaluation
+    assert {run.config.data.data_path for run in runs} == {run.config.data.data_path for run in plan(paper)}
+    assert {run.config.model.activation for run in runs} == {"swiglu"}
+
+
 def test_the_small_sweep(monkeypatch):
     monkeypatch.chdir(ROOT)
     runs = plan(read_sweep("configs/sweeps/python_stdlib.yml"))

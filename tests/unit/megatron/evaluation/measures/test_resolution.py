@@ -12,7 +12,7 @@ from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
 from megatron.evaluation.text import Text
 from megatron.utils.errors import UserError
-from tests.support.language_models import random_tokens, small_gpt
+from tests.support.language_models import random_tokens, small_gpt, with_repeated_heads
 
 STREAM = random_tokens(200)
 LENGTH = 48
@@ -73,6 +73,15 @@ def resolution_by_hand(scores, span):
     s = [math.fsum(by_pair[n]) / len(by_pair[n]) for n in range(len(by_pair))]
     total = sum(math.exp(mean) for mean in s[:-1])
     return sum(math.exp(near) * (math.exp(near) - math.exp(far)) for near, far in zip(s, s[1:])) / total**2  # noqa: B905, RUF007
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "xpos", "dape_kerple"])
+@torch.no_grad()
+def test_of_grouped_heads(method):
+    model = small_gpt(method, num_kv_heads=1)
+    names = ["full", "window@9", "blockwise@16"]
+    for grouped, repeated in zip(measure(model, names), measure(with_repeated_heads(model), names), strict=True):
+        assert grouped["resolution"] == pytest.approx(repeated["resolution"], rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap", "rotary", "xpos", "dape_kerple", "learned"])
