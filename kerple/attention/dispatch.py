@@ -217,6 +217,7 @@ class Attention:
         *,
         training: bool,
         kv_heads: int | None = None,
+        windowed: bool = False,
         again: bool = False,
     ) -> list[self_check.Verdict]:
         """Check the fused kernels that this method needs on a device (see `self_check`), if they would run there.
@@ -227,6 +228,7 @@ class Attention:
             training: check calls with complete sequences and gradients; otherwise calls without gradients and with
                 fewer queries than keys, with and without a window.
             kv_heads: the number of key/value heads; by default, as many as heads.
+            windowed: also check calls with a window in training.
             again: ignore earlier verdicts.
 
         Returns the verdicts that were new to this process. Raises NotImplementedError if the configured backend does
@@ -239,7 +241,7 @@ class Attention:
                 torch.empty(1, count, length, head_size, dtype=dtype, device=device, requires_grad=training)
                 for count in (heads, kv_heads or heads)
             )
-            for window in (None,) if training else (None, length // 2):
+            for window in (None, length // 2) if windowed or not training else (None,):
                 call = AttentionCall(
                     query=query if training else query[:, :, 1:],
                     key=key,
@@ -264,8 +266,15 @@ class Attention:
                     verdicts += [] if verdict is None else [verdict]
         return verdicts
 
-    def choice(self, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_size: int = 64) -> str:
-        """The backend that runs on a device, and why, for a log."""
+    def choice(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bfloat16,
+        head_size: int = 64,
+        *,
+        windowed: bool = False,
+    ) -> str:
+        """The backend that runs on a device, and why, for a log. windowed: all calls have a window."""
         device = torch.device(device)
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
         chunks = ""
@@ -277,7 +286,7 @@ class Attention:
             return f"chunked (auto: the only memory-efficient backend for a method with modify_scores){chunks}"
         usual = Requirements(weight=self.has_weight, device=device, dtype=dtype, head_size=head_size)
         has_tables = self.has_bias or self.has_weight
-        plain, other = (_fastest_backend(usual, 2, tables=has_tables, plain=plain) for plain in (True, False))
+        plain, other = (_fastest_backend(usual, 2, tables=has_tables, plain=plain) for plain in (not windowed, False))
         if plain == other == "fused":
             return (
                 "fused (auto: fastest on cuda for this method; chunked for calls that fused does not support: "
@@ -292,8 +301,8 @@ class Attention:
             return f"{plain} (auto: fastest on {device.type} for this method)"
         return f"{plain}, and {other} for windows and for fewer queries than keys (auto: fastest for each)"
 
-    def training_backend(self, device: torch.device, head_size: int, dropout: bool) -> str:
-        """The backend for a training step, in a dtype that it supports."""
+    def training_backend(self, device: torch.device, head_size: int, dropout: bool, *, windowed: bool = False) -> str:
+        """The backend for a training step, in a dtype that it supports. windowed: its calls have a window."""
         if self.backend != "auto":
             return self.backend
         requirements = Requirements(
@@ -303,7 +312,7 @@ class Attention:
             device=device,
             head_size=head_size,
         )
-        return _fastest_backend(requirements, 2, tables=self.has_bias or self.has_weight, plain=True)
+        return _fastest_backend(requirements, 2, tables=self.has_bias or self.has_weight, plain=not windowed)
 
     def uses_jacobians(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         """Whether the backend is faster with the tables' jacobians, for queries `[b, h, s, d]` without dropout."""

@@ -154,7 +154,7 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
         print(
             f"loaded {step}: {evaluated_method(saved)}, {saved.model.num_layers} layers of hidden size "
             f"{saved.model.hidden_size}, {options.precision} on {device}, "
-            f"attention {layer.attention.choice(device, dtype, layer.head_size)}",
+            f"attention {layer.attention.choice(device, dtype, layer.head_size, windowed=layer.window is not None)}",
             file=sys.stderr,
             flush=True,
         )

@@ -73,4 +73,5 @@ def is_traceable(layer: SelfAttention, device: torch.device) -> bool:
     method = getattr(layer, "rpe", None)
     if method is not None and (method.rotates or method.modifies_scores):
         return False
-    return layer.attention.training_backend(device, layer.head_size, layer.dropout > 0) in TRACEABLE
+    windowed = layer.window is not None
+    return layer.attention.training_backend(device, layer.head_size, layer.dropout > 0, windowed=windowed) in TRACEABLE

@@ -39,7 +39,12 @@ def check_kernels(
         # Dropout needs another backend, so only validation runs the kernels.
         with_gradients = training and not layer.dropout
         try:
-            return layer.attention.check_kernels(device, dtype, heads, layer.head_size, training=with_gradients)
+            return layer.attention.check_kernels(
+                *(device, dtype, heads, layer.head_size),
+                training=with_gradients,
+                kv_heads=heads // layer.queries_per_key,
+                windowed=layer.window is not None,
+            )
         except NotImplementedError as error:
             raise UserError(str(error)) from None
 

@@ -277,7 +277,8 @@ class Engine:
         for module in self.model.modules():
             if isinstance(module, SelfAttention):
                 dtype = DTYPES[self.config.precision.dtype]
-                return module.attention.choice(self.layout.device, dtype, module.head_size)
+                windowed = module.window is not None
+                return module.attention.choice(self.layout.device, dtype, module.head_size, windowed=windowed)
         return ""
 
 

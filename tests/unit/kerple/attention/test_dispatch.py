@@ -66,6 +66,10 @@ def test_the_choice_is_described(fused_available):
         "sdpa, and chunked for windows and for fewer queries than keys (auto: fastest for each)"
     )
     assert plain.choice("cuda").startswith("sdpa, and fused for windows")
+    assert plain.choice("cuda", windowed=True).startswith("fused (auto")
+    assert plain.choice("cpu", windowed=True) == "chunked (auto: fastest on cpu for this method)"
+    assert plain.training_backend(torch.device("cpu"), 64, False) == "sdpa"
+    assert plain.training_backend(torch.device("cpu"), 64, False, windowed=True) == "chunked"
     assert biased.choice("cuda").startswith("fused (auto")
     assert biased.choice("cpu") == "chunked (auto: fastest on cpu for this method)"
     assert Attention("auto", build("dape", SHAPE)).choice("cuda").startswith("chunked (auto: ")

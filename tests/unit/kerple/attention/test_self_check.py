@@ -109,6 +109,13 @@ def test_the_kernels_pass_with_grouped_queries():
     assert "grouped queries" in str(verdict)
 
 
+def test_the_kernels_pass_with_a_window_in_training():
+    attention = Attention("fused", build("kerple_log", SHAPE))
+    verdicts = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, windowed=True)
+    assert [verdict.failure for verdict in verdicts] == [None, None]
+    assert [", window, gradients" in str(verdict) for verdict in verdicts] == [False, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap"])
 def test_half_precision_is_far_from_the_limits(method, dtype):

@@ -31,8 +31,8 @@ def ranks(monkeypatch):
     ) -> list[tuple]:
         checks = []
 
-        def check(attention, device, dtype, heads, head_size, *, training):
-            checks.append((device, dtype, heads, head_size, training))
+        def check(attention, device, dtype, heads, head_size, *, training, kv_heads, windowed):
+            checks.append((device, dtype, heads, head_size, training, kv_heads, windowed))
             return own
 
         monkeypatch.setattr(Attention, "check_kernels", check)
@@ -99,7 +99,9 @@ def test_a_stage_without_blocks_takes_part(ranks):
 def test_what_is_checked(ranks, dropout, training, with_gradients):
     checks = ranks([], [])
     run(small_gpt("kerple_log", attention_dropout=dropout), training=training)
-    assert checks == [(DEVICE, torch.bfloat16, 4, 8, with_gradients)]
+    run(small_gpt("kerple_log", attention_dropout=dropout, num_kv_heads=2, window=9), training=training)
+    expected = (DEVICE, torch.bfloat16, 4, 8, with_gradients)
+    assert checks == [(*expected, 4, False), (*expected, 2, True)]
 
 
 def test_a_rank_whose_block_kernels_fail(ranks):

@@ -116,7 +116,7 @@ def test_the_sweep_of_the_modern_model(monkeypatch):
     runs = plan(sweep)
     assert len(runs) == 6 * 3 * 3
     assert sweep.evaluation == paper.evaluation
-    assert {run.config.data.data_path for run in runs} == {run.config.data.data_path for run in plan(paper)}
+    assert sweep.axes["dataset"] == paper.axes["dataset"]
     assert {run.config.model.activation for run in runs} == {"swiglu"}
 
 
