@@ -47,16 +47,17 @@ class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with `DeviceOnlyBF16Optimizer` and
-        `PatchedZeroOptimizer`.
+        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with `PatchedBF16Optimizer` or
+        `DeviceOnlyBF16Optimizer`, and `PatchedZeroOptimizer`.
 
         Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector for each of them.
         """
         with patch.object(bf16_optimizer, "see_memory_usage"):
             super().__init__(*args, **keywords)
         optimizer = self.optimizer
-        if type(optimizer) is BF16_Optimizer and getattr(optimizer.optimizer, "_step_supports_amp_scaling", False):
-            optimizer.__class__ = DeviceOnlyBF16Optimizer
+        if type(optimizer) is BF16_Optimizer:
+            on_device = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False)
+            optimizer.__class__ = DeviceOnlyBF16Optimizer if on_device else PatchedBF16Optimizer
         elif type(optimizer) is DeepSpeedZeroOptimizer and optimizer.compute_grad_norm and not optimizer.cpu_offload:
             optimizer.__class__ = PatchedZeroOptimizer
 
@@ -110,16 +111,19 @@ class PatchedPipelineEngine(PatchedEngine, PipelineEngine):
     """DeepSpeed's engine for one stage of a pipeline."""
 
 
-class DeviceOnlyBF16Optimizer(BF16_Optimizer):
-    """DeepSpeed's optimizer for bf16 weights with fp32 master weights, with few kernels and no wait for the device.
+class PatchedBF16Optimizer(BF16_Optimizer):
+    """DeepSpeed's optimizer for bf16 weights with fp32 master weights, with few kernels.
 
-    Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not finite and to clip,
-    and `get_global_norm_of_tensors` copies a constant to the device. The device idles until the next kernels are
-    launched. `update_hp_grads` launches two kernels per parameter, and the fp32 gradients are set to zero twice per
-    step. Here everything happens on the device, one call handles all parameters of a group, and the first micro-batch
-    overwrites the fp32 gradients. The inner optimizer must support `found_inf` and `grad_scale`, as torch's fused
-    optimizers do.
+    Upstream: `update_hp_grads` launches two kernels per parameter, and the fp32 gradients are set to zero twice per
+    step. Here one call handles all parameters of a group, and the first micro-batch overwrites the fp32 gradients.
     """
+
+    def backward_prologue(self) -> None:
+        """Nothing: `update_hp_grads` has freed the bf16 gradients.
+
+        Upstream: sets them to zero when the backward pass reaches the output of the last stage of a pipeline, which
+        discards the gradients of the output layer: it is part of the loss.
+        """
 
     @torch.no_grad()
     def update_hp_grads(self, clear_lp_grads: bool = False) -> None:
@@ -152,6 +156,16 @@ class DeviceOnlyBF16Optimizer(BF16_Optimizer):
         """Forget the fp32 gradients; the next micro-batch overwrites them."""
         for received in self.fp32_groups_has_gradients:
             received[:] = [False] * len(received)
+
+
+class DeviceOnlyBF16Optimizer(PatchedBF16Optimizer):
+    """`PatchedBF16Optimizer` without waiting for the device.
+
+    Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not finite and to clip,
+    and `get_global_norm_of_tensors` copies a constant to the device. The device idles until the next kernels are
+    launched. Here everything happens on the device. The inner optimizer must support `found_inf` and `grad_scale`, as
+    torch's fused optimizers do.
+    """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -171,6 +171,15 @@ def test_methods_with_parameters_per_layer_in_a_pipeline(keys, kernels, trained,
         assert metrics(tmp_path / "resumed", name) == expected, name
 
 
+def test_a_pipeline_in_bfloat16(trained, tmp_path):
+    """All parameters get the gradients of all micro-batches, the output layer (which is part of the loss) too."""
+    keys = {"precision": "bfloat16", "eval_iters": 0, "save": None, "load": None, "train_iters": 3}
+    trained(tmp_path / "one", "one", **keys)
+    trained(tmp_path / "two", "pipeline", **keys)
+    for name, tolerance in (("train/loss", 0.005), ("train/grad_norm", 0.02)):
+        assert metrics(tmp_path / "two", name) == pytest.approx(metrics(tmp_path / "one", name), rel=tolerance)
+
+
 def test_parameters_on_two_stages_stay_equal(trained, tmp_path):
     """The shared kernel parameters and the tied embedding have a copy on each stage of the pipeline."""
     trained(tmp_path / "one", "one", no_weight_tying=False)
