@@ -137,6 +137,12 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         report(f"{step}: saved with {before}; resharding its state for {after}")
     load_optimizer_state = not settings.no_load_optim and not saved["optimizer_left_out"]
     if load_optimizer_state:
+        before, now = saved.get("optimizer", "adam"), config.optimizer.type
+        if OPTIMIZERS[before].state_tensors != OPTIMIZERS[now].state_tensors:
+            raise CheckpointError(
+                f"{step}: has the state of optimizer.type {before}, which {now} cannot use; set optimizer.type to "
+                f"{before}, or no_load_optim to continue with a new optimizer state"
+            )
         load_optimizer(engine, SavedOptimizer(step), step)
     else:
         engine.refresh_masters()
@@ -164,6 +170,8 @@ def _resume_released(
     samples: int = saved.get("global_samples") or iteration * engine.global_batch
     if config.checkpoint.no_load_optim:
         reason: str | None = "no-load-optim"
+    elif OPTIMIZERS[config.optimizer.type] is not OPTIMIZERS["adam"]:
+        reason = f"it is Adam's, but optimizer.type is {config.optimizer.type}"
     else:
         state_tensors = OPTIMIZERS[config.optimizer.type].state_tensors
         optimizer, reason = read_released_optimizer(saved, step, tied_output(engine.settings), state_tensors)

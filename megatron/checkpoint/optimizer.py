@@ -8,8 +8,9 @@ Each rank writes the state it owns to `optimizer_rank_NNNNN.pt`:
 NAME is the layer index and the name in the layer's file ("2.attention.dense.weight"). A parameter that layers share has
 one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice T. The float32 tensors contain elements S
 ... S+n-1 of the flattened slice: all of them, or the fragment that ZeRO assigned to this rank. `megatron.optimizers`
-defines which tensors an optimizer has; "master", the float32 weights, is added if the model's weights have another
-precision. Loading joins the fragments of a parameter and cuts them for the current layout.
+defines which tensors an optimizer has ("exp_avg" and "exp_avg_sq" are Adam's), and the shape of those that do not have
+the parameter's (Adafactor's); "master", the float32 weights, is added if the model's weights have another precision.
+Loading joins the fragments of a parameter and cuts them for the current layout.
 
 Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number,
 under "optimizer" in `mp_rank_00_model_states.pt`. `read_released_optimizer` maps it to these names.
@@ -39,7 +40,7 @@ from megatron.checkpoint.layers import (
 )
 from megatron.checkpoint.state_dict import TrainingEngine
 from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
-from megatron.optimizers import OPTIMIZERS, get_step, initialize_state, set_step
+from megatron.optimizers import OPTIMIZERS, get_step, initialize_state, set_step, state_shape
 from megatron.utils.errors import first_line
 
 
@@ -92,8 +93,11 @@ class Fragment:
     offset: int
 
     def of(self, state: Tensor) -> Tensor:
-        """The fragment's view of a state tensor of `key`."""
-        return state.detach().view(-1).narrow(0, self.offset, self.master.numel())
+        """The fragment's view of a state tensor of `key`, flattened. A tensor that does not have the parameter's shape
+        (see `state_shape`) is returned whole; the optimizer does not work on fragments.
+        """
+        flat = state.detach().view(-1)
+        return flat if flat.numel() != self.key.numel() else flat.narrow(0, self.offset, self.master.numel())
 
 
 def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
@@ -124,10 +128,16 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
             master = parameter.data.view(-1)
             fragments[name] = Fragment(parameter.shape, 0, master, groups[id(parameter)], parameter, 0)
     else:
-        # ZeRO 1 and 2 and the bf16 optimizer keep one flat float32 partition per parameter group.
+        # ZeRO 1 and 2 and the bf16 optimizer keep one flat float32 partition per parameter group, which the optimizer
+        # updates, unless it updates whole parameters: views of the flat tensor.
+        whole_parameters = getattr(wrapper, "whole_parameters", {})
         for name, parameter in parameters.items():
             mapping = parameter._hp_mapping
-            if mapping is not None:
+            if id(parameter) in whole_parameters:
+                group = optimizer.param_groups[mapping.param_group_index]
+                view = whole_parameters[id(parameter)]
+                fragments[name] = Fragment(parameter.shape, 0, view.view(-1), group, view, 0)
+            elif mapping is not None:
                 group = optimizer.param_groups[mapping.param_group_index]
                 (flat,) = group["params"]
                 start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
@@ -189,11 +199,13 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
 
     for name, fragment in fragments.items():
         shape = full_shape(parameters[name], layout.tensor_size)
-        for kind in state_tensors:
-            if source.has(name, kind):
-                state = initialize_state(optimizer, fragment.key, state_tensors)
-                fragment.of(state[kind]).copy_(local_fragment(name, source.tensor(name, kind, shape)))
-                set_step(optimizer, fragment.group, fragment.key, source.step(name))
+        saved_tensors = [kind for kind in state_tensors if source.has(name, kind)]
+        state = initialize_state(optimizer, fragment.key, saved_tensors) if saved_tensors else {}
+        for kind in saved_tensors:
+            kind_shape = torch.Size(state_shape(kind, shape))
+            saved = source.tensor(name, kind, kind_shape)
+            fragment.of(state[kind]).copy_(local_fragment(name, saved) if kind_shape == shape else saved.view(-1))
+            set_step(optimizer, fragment.group, fragment.key, source.step(name))
         if source.has(name, "master"):
             fragment.master.copy_(local_fragment(name, source.tensor(name, "master", shape)))
     if engine.config.precision.dtype == "fp32":
@@ -266,7 +278,7 @@ class SavedOptimizer:
     def _join(self, name: str, kind: str, entries: list[dict[str, Any]]) -> Tensor:
         """One tensor-parallel slice from its fragments. Pipeline stages that share a parameter wrote equal ones."""
         entries = sorted(entries, key=lambda entry: entry["start"])
-        shape = torch.Size(entries[0]["shape"])
+        shape = torch.Size(state_shape(kind, entries[0]["shape"]))
         first: Tensor = entries[0][kind]
         if first.numel() == shape.numel():
             return first.view(shape)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.schema import split_shares
+from megatron.optimizers import OPTIMIZERS
 from megatron.utils.errors import UserError, first_line, shortened
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
             "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
         )
+    if OPTIMIZERS[config.optimizer.type].whole_parameters:
+        yield from _check_whole_parameters(config)
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
         yield (
             f"attention_dropout {model.attention_dropout} with model_parallel_size "
@@ -125,6 +128,27 @@ def find_notices(config: "Config") -> Iterator[str]:
         yield (
             "use_qk_layernorm: each head is normalized, with separate weights for queries and keys; GPT-NeoX "
             "normalizes all heads of a tensor-parallel rank at once"
+        )
+
+
+def _check_whole_parameters(config: "Config") -> Iterator[str]:
+    """Optimizers whose update of a matrix is not one number per element need all of it on one rank."""
+    name, stage, parallel = config.optimizer.type, config.optimizer.zero_stage, config.parallel
+    if stage > 0:
+        yield (
+            f"optimizer.type {name} with zero_optimization.stage {stage} is not supported: {name} updates whole "
+            "matrices, and ZeRO splits them over ranks; use stage 0, or the optimizer adam, lion or sgd"
+        )
+    if parallel.model_parallel_size > 1:
+        yield (
+            f"optimizer.type {name} with model_parallel_size {parallel.model_parallel_size} is not supported: {name} "
+            "updates whole matrices, and tensor parallelism splits them over ranks; use model_parallel_size 1 (data "
+            "and pipeline parallelism are supported), or the optimizer adam, lion or sgd"
+        )
+    if config.precision.dtype == "fp16":
+        yield (
+            f"optimizer.type {name} with fp16 is not supported: {name} updates whole matrices, and DeepSpeed's fp16 "
+            "optimizer splits them; use bfloat16 or fp32, or the optimizer adam, lion or sgd"
         )
 
 

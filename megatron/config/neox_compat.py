@@ -76,11 +76,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     **_unsupported("derived by GPT-NeoX; set fp16: {min_loss_scale: ...}", "min_scale"),
     **_unsupported("bitsandbytes optimizers are not supported; use Adam or AdamW", "use_bnb_optimizer", off=(False,)),
     **_unsupported(
-        "for other optimizers; only Adam and AdamW are supported",
+        "for 1-bit Adam, which is not supported",
         "optimizer.params.freeze_step",
         "optimizer.params.cuda_aware",
         "optimizer.params.comm_backend_name",
-        "optimizer.params.momentum",
     ),
     **_unsupported("set lr_decay_iters", "lr_decay_fraction"),
     **_unsupported(

@@ -12,20 +12,20 @@ from torch import nn
 
 from kerple.positional import PositionalMethod
 from megatron.config import Config
-from megatron.optimizers import build_optimizer
+from megatron.model.gpt import TransformerBlock
+from megatron.optimizers import OPTIMIZERS, build_optimizer
 
 
 def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer for a model, and a description of it for the log.
 
-    Raises UserError if `optimizer.params.apex` is true and apex is not installed.
+    Raises UserError if a library that the optimizer needs is not installed.
     """
     settings = config.optimizer
-    params: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
-    params.update(settings.params.items())
     factor = settings.positional_lr_factor
-    groups = parameter_groups(model, settings.weight_decay, factor)
-    optimizer, description = build_optimizer(settings.type, groups, params)
+    separates_matrices = OPTIMIZERS[settings.type].separates_matrices
+    groups = parameter_groups(model, settings.weight_decay, factor, separates_matrices=separates_matrices)
+    optimizer, description = build_optimizer(settings.type, groups, settings.all_params)
     if factor != 1:
         description += f"; learning rate of the positional parameters: {factor:g} times that of the other parameters"
     optimizer.register_step_post_hook(lambda stepped, *_: project_masters(stepped))
@@ -45,13 +45,18 @@ def project_masters(optimizer: torch.optim.Optimizer) -> None:
                 parameter.clamp_(*group["bounds"])
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, positional_lr_factor: float = 1.0) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, positional_lr_factor: float = 1.0, *, separates_matrices: bool = False
+) -> list[dict[str, Any]]:
     """Split the trainable parameters into groups with the same weight decay, "bounds" and "lr_factor".
 
     Norms, biases and positional parameters have no weight decay: it would pull the parameters of a kernel towards the
     limits of their range. The weight matrices of a method's linear and convolution layers (DAPE, FIRE) have it, like
     all matrices. "bounds" are the limits of a positional parameter (lowest, highest or None), and "lr_factor" is
     `positional_lr_factor` for all parameters of positional methods; without them, a group has no such key.
+
+    separates_matrices: put the weight matrices of transformer blocks, without those of the positional method, into a
+    group with the key "matrices".
     """
     methods = [module for module in model.modules() if isinstance(module, PositionalMethod)]
     positional = {id(parameter) for method in methods for parameter in method.parameters()}
@@ -62,6 +67,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, positional_lr_factor
         if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
     }
     bounds = {id(method.get_parameter(name)): limits for method in methods for name, limits in method.bounds().items()}
+    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     # Groups with weight decay come first, and groups with bounds last.
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for parameter in model.parameters():
@@ -75,6 +82,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, positional_lr_factor
             options["bounds"] = bounds[number]
         if is_positional and positional_lr_factor != 1:
             options["lr_factor"] = positional_lr_factor
+        if separates_matrices and number in in_blocks and not is_positional and parameter.dim() == 2:
+            options["matrices"] = True
         key = (not decays, number in bounds, *options.items())
         groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]

@@ -154,7 +154,7 @@ def checkpoint_bytes(config: Config, padded_vocab_size: int) -> tuple[int, str]:
     dtype = DTYPES[config.precision.dtype]
     weights, optimizer = parameters * dtype.itemsize, 0
     if not config.checkpoint.no_save_optim:
-        tensors = len(OPTIMIZERS[config.optimizer.type].state_tensors) + (dtype != torch.float32)  # master weights
+        tensors = OPTIMIZERS[config.optimizer.type].state_per_element + (dtype != torch.float32)  # master weights
         optimizer = parameters * tensors * torch.float32.itemsize
     description = f"{parameters:,} parameters: weights {_readable(weights)}, optimizer {_readable(optimizer)}"
     return weights + optimizer, description

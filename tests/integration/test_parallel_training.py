@@ -298,6 +298,32 @@ def test_resuming_every_layout_in_every_other(source, target, run_in, trained, t
     resume(source, target, run_in, trained, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "target", "precision"),
+    [
+        ("lion", "tensor", "zero-3", "fp32"),
+        ("sgd", "pipeline", "zero-2", "fp32"),
+        ("muon", "data", "pipeline", "fp32"),
+        ("muon", "pipeline", "data", "bfloat16"),
+        ("adafactor", "data", "pipeline", "fp32"),
+    ],
+)
+def test_other_optimizers_in_every_layout(name, source, target, precision, trained, tmp_path):
+    """Two ranks train like one, and resume in another layout."""
+    params = {"lr": 0.001, **({"momentum": 0.9} if name == "sgd" else {})}
+    keys = {"optimizer": {"type": name, "params": params}, "eval_iters": 0, "precision": precision}
+    trained(tmp_path / "one", "one", **keys)
+    trained(tmp_path / "two", source, **keys)
+    copy_checkpoint(tmp_path / "two", tmp_path / "resumed", 3)
+    assert "resharding its state" in trained(tmp_path / "resumed", target, **keys)
+    tolerance = 1e-4 if precision == "fp32" else 5e-3
+    expected = metrics(tmp_path / "one")
+    assert metrics(tmp_path / "two") == pytest.approx(expected, abs=tolerance)
+    assert metrics(tmp_path / "resumed") == pytest.approx(
+        {4: expected[4], 5: expected[5], 6: expected[6]}, abs=tolerance
+    )
+
+
 def test_zero_3_gathers_small_parameters(trained, run_in, tmp_path):
     """By default ZeRO 3 does not partition parameters of a few elements. With a threshold of 0 it does."""
     trained(tmp_path, "zero-3", zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})

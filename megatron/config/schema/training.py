@@ -22,7 +22,6 @@ from megatron.optimizers import OPTIMIZERS, OptimizerType
 from megatron.utils.errors import UserError, shortened
 
 EXTRAPOLATION_TOKENS = 65_536
-_OPTIMIZER_DEFAULTS = OPTIMIZERS["adam"].defaults
 _NUM_SPLITS = 3
 _MIN_FACTOR = 1.01
 
@@ -141,22 +140,32 @@ class OptimizerConfig(Group):
 
     type: Annotated[OptimizerType, CaseInsensitive] = key(
         "adam",
-        "Adam or AdamW, case-insensitive. Both decouple the weight decay, as in GPT-NeoX.",
+        """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in GPT-NeoX. muon is for the
+        weight matrices of the blocks, with Adam for embeddings, norms, biases and positional parameters. muon and
+        adafactor need ZeRO stage 0, no tensor parallelism, and fp32 or bfloat16.""",
         path="optimizer.type",
     )
     lr: float = key(
-        _OPTIMIZER_DEFAULTS["lr"], "Peak learning rate, reached after the warmup.", path="optimizer.params.lr", ge=0
+        OPTIMIZERS["adam"].defaults["lr"],
+        "Peak learning rate, reached after the warmup.",
+        path="optimizer.params.lr",
+        ge=0,
     )
-    betas: Betas = key(
-        _OPTIMIZER_DEFAULTS["betas"],
-        "Adam's decay rates of the first and second moment.",
+    betas: Betas | None = key(
+        None,
+        """Decay rates of the first and second moment of Adam (and of Adam in Muon), default [0.9, 0.999]; of Lion's
+        update and momentum, default [0.9, 0.99].""",
         path="optimizer.params.betas",
     )
-    eps: float = key(_OPTIMIZER_DEFAULTS["eps"], "Adam's epsilon.", path="optimizer.params.eps", gt=0)
-    params: dict[Literal["apex", "adam_w_mode"], bool] = key(
+    eps: float | None = key(None, "Adam's epsilon (also in Muon). Default: 1e-08.", path="optimizer.params.eps", gt=0)
+    momentum: float | None = key(
+        None, "Momentum of SGD, default 0, and Muon, default 0.95.", path="optimizer.params.momentum", ge=0, lt=1
+    )
+    params: dict[Literal["apex", "adam_w_mode", "nesterov"], bool] = key(
         {},
         """apex: true uses NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
-        adam_w_mode: false adds the weight decay to the gradient (L2) instead of decoupling it.""",
+        adam_w_mode: false adds the weight decay to Adam's gradient (L2) instead of decoupling it; nesterov: Nesterov
+        momentum, default false for SGD and true for Muon.""",
         path="optimizer.params.*",
     )
     weight_decay: float = key(
@@ -185,6 +194,26 @@ class OptimizerConfig(Group):
         optimizer is not supported, so cpu_offload must be false.""",
         path="zero_optimization.*",
     )
+
+    @property
+    def all_params(self) -> dict[str, Any]:
+        """The parameters of the optimizer, with defaults for those that are not set."""
+        named = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "momentum": self.momentum}
+        given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        given.update(self.params.items())
+        return {**OPTIMIZERS[self.type].defaults, **given}
+
+    @model_validator(mode="after")
+    def _check_params(self) -> "OptimizerConfig":
+        known = OPTIMIZERS[self.type].defaults
+        for name in self.all_params:
+            if name not in known:
+                accepted = ", ".join(sorted({*known, "weight_decay"}))
+                raise UserError(
+                    f'"optimizer.params.{name}": optimizer.type {self.type} does not have this parameter; remove it '
+                    f"({self.type} has {accepted})"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_zero(self) -> "OptimizerConfig":

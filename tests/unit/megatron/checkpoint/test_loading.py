@@ -108,6 +108,15 @@ def test_another_model_of_the_same_sizes(trained_run, resume, tmp_path):
     assert resume(gpt_j_residual=True, train_iters=1, **finetune).iteration == 1
 
 
+def test_the_state_of_another_optimizer(trained_run, resume, tmp_path, capsys):
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    lion = {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}
+    with pytest.raises(CheckpointError, match=r"has the state of optimizer\.type adam, which lion cannot use"):
+        resume(**lion)
+    assert resume(**lion, no_load_optim=True).iteration == 3
+    assert "optimizer state not loaded: no-load-optim" in capsys.readouterr().out
+
+
 def test_the_directory_without_checkpoint(resume, tmp_path, capsys):
     with pytest.raises(CheckpointError, match="no checkpoint to finetune from"):
         resume(finetune=True)

@@ -91,6 +91,21 @@ from megatron.config import Config, UserError
                 ),
             )
         ),
+        *(
+            (
+                {"optimizer": {"type": name}, **keys},
+                f"optimizer.type {name} with {message}.* matrices.* use .*, or the optimizer adam, lion or sgd",
+            )
+            for name, keys, message in (
+                ("muon", {"zero_optimization": {"stage": 1}}, "zero_optimization.stage 1 is not supported"),
+                ("muon", {"model-parallel-size": 2}, "model_parallel_size 2 is not supported"),
+                ("adafactor", {"precision": "fp16"}, "fp16 is not supported"),
+            )
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}},
+            r'"optimizer.params.betas": .* sgd does not have .* \(sgd has lr, momentum, nesterov, weight_decay\)',
+        ),
         ({"min_lr": 1.0}, "min_lr 1.0 exceeds optimizer.params.lr 0.001"),
         ({"extrapolation-tokens": 64}, "extrapolation_tokens is set, but extrapolation_lengths is not"),
         (

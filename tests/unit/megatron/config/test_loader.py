@@ -17,7 +17,8 @@ def load(write, *texts, overrides=(), strict=False):
 
 def test_defaults_of_gpt_neox(flat):
     config = Config.from_flat(flat)
-    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.eps) == (1e-3, (0.9, 0.999), 1e-8)
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "adam_w_mode": True, "apex": False}
+    assert config.optimizer.all_params == adam
     assert (config.optimizer.weight_decay, config.optimizer.gradient_clipping) == (0.1, 1.0)
     assert (config.schedule.lr_decay_style, config.schedule.warmup) == ("linear", 0.01)
     assert (config.training.eval_interval, config.training.eval_iters, config.training.log_interval) == (1000, 100, 100)

@@ -116,7 +116,7 @@ def test_sizes_of_the_default_block_are_accepted(key, neutral, other):
     [
         ({"mlp-type": "llama"}, "mlp-type"),
         ({"attention-config": [[["local"], 2]]}, "attention-config"),
-        ({"optimizer": {"params": {"momentum": 0.9}}}, "optimizer.params.momentum"),
+        ({"optimizer": {"params": {"freeze_step": 9}}}, "optimizer.params.freeze_step"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
     ],
 )

@@ -4,13 +4,18 @@ import math
 
 import pytest
 import torch
+from lion_pytorch import Lion
 
+from megatron.checkpoint.layers import load_layers
 from megatron.config import Config
+from megatron.data import build_datasets, build_loader
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
+from megatron.optimizers import OPTIMIZERS
+from megatron.tokenizer import build_tokenizer
 from megatron.training.loop import train
 from megatron.training.optimizer import Schedule, parameter_groups
-from tests.support.runs import metrics, training_settings, weights
+from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 
 LR, MIN_LR = 6e-4, 6e-5
 # Pythia's sizes: min_lr is a tenth of lr, 143,000 steps, 1 % of them warmup.
@@ -148,3 +153,111 @@ def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stag
         assert ((master >= 0.01 - 1e-9) & (master <= high)).all()
         assert ((master - 0.01).abs() < 1e-8).any() or (master == high).any()
         torch.testing.assert_close(values.float().flatten(), master.to(values.dtype).float())
+
+
+# -- every optimizer, compared with its library's on an ordinary model -------------------------------------------------
+
+LEARNING_RATE, FACTOR, DECAY, STEPS_COMPARED = 0.003, 5.0, 0.1, 20
+
+
+def library_optimizers(name, parameters):
+    """The library's own optimizers for named parameters, built by name instead of by module."""
+    kernel = [p for n, p in parameters.items() if ".rpe." in n]
+    bounded_or_small = {id(p) for p in (*kernel, *(p for p in parameters.values() if p.dim() < 2))}
+    decayed = [p for p in parameters.values() if id(p) not in bounded_or_small]
+    small = [p for n, p in parameters.items() if p.dim() < 2 and ".rpe." not in n]
+    matrices = [p for n, p in parameters.items() if n.startswith(("2.", "3.")) and p.dim() == 2]
+    others = [
+        {"params": [p for p in decayed if name != "muon" or all(p is not m for m in matrices)], "weight_decay": DECAY},
+        {"params": small, "weight_decay": 0.0},
+        {"params": kernel, "weight_decay": 0.0, "lr": LEARNING_RATE * FACTOR},
+    ]
+    if name == "lion":
+        return [Lion(others, lr=LEARNING_RATE, betas=(0.9, 0.99))]
+    if name == "sgd":
+        return [torch.optim.SGD(others, lr=LEARNING_RATE, momentum=0.9, nesterov=True)]
+    if name == "adafactor":
+        return [torch.optim.Adafactor(others, lr=LEARNING_RATE)]
+    adam = torch.optim.AdamW(others, lr=LEARNING_RATE, fused=name == "muon")
+    if name != "muon":
+        return [adam]
+    muon = torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    return [muon, adam]
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_updates_are_those_of_the_library(name, tmp_path, data_path):
+    """In fp32, without DeepSpeed. Muon computes in bfloat16, which amplifies differences in rounding: no clipping, and
+    the same implementation of AdamW.
+    """
+    clipping = 0.0 if name == "muon" else 1.0
+    params = {"lr": LEARNING_RATE, **({"momentum": 0.9, "nesterov": True} if name == "sgd" else {})}
+    keys = {"optimizer": {"type": name, "params": params}, "weight_decay": DECAY, "positional_lr_factor": FACTOR}
+    keys |= {"warmup": 0.0, "lr_decay_style": "constant", "train_iters": STEPS_COMPARED}
+    keys |= {"save_interval": STEPS_COMPARED, "extra_save_iters": [0], "eval_iters": 0, "train_batch_size": 4}
+    keys |= {"gradient_clipping": clipping}
+    config = Config.from_flat(training_settings(tmp_path, data_path, **keys))
+    train(config)
+    losses = metrics(tmp_path)
+
+    model = GPT(ModelSettings.from_config(config, padded_vocab_size=512))
+    load_layers(model.layers(), tmp_path / "checkpoints/global_step0")
+    parameters = {
+        f"{index}.{name}": parameter
+        for index, layer in model.layers().items()
+        for name, parameter in layer.named_parameters()
+    }
+    parameters = {name: p for name, p in parameters.items() if not name.startswith("3.attention.rpe.")}  # shared
+    optimizers = library_optimizers(name, parameters)
+    datasets = build_datasets(config, build_tokenizer("CharLevelTokenizer"), 32, (4 * STEPS_COMPARED, 0, 0), None)
+    batches = iter(build_loader(datasets.train, micro_batch_size=4))
+    for number in range(1, STEPS_COMPARED + 1):
+        batch = next(batches)
+        loss = model.loss(batch["tokens"], batch["labels"])
+        assert losses[number] == pytest.approx(loss.item(), abs=1e-5)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters.values(), clipping or math.inf)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in (parameters["2.attention.rpe.bias_p"], parameters["2.attention.rpe.bias_a"]):
+                parameter.clamp_(min=0.01)
+    for key, tensor in weights(tmp_path, STEPS_COMPARED).items():
+        layer, _, rest = key.partition("-model_00-model_states.pt/")
+        expected = parameters.get(f"{int(layer.removeprefix('layer_'))}.{rest}")
+        if expected is not None:
+            assert (tensor - expected).abs().max() < 1e-5, key
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("lion", "fp16"), ("sgd", "bfloat16"), ("muon", "bfloat16"), ("adafactor", "fp32"), ("adafactor", "bfloat16")],
+)
+def test_resuming_is_exact(name, precision, tmp_path, data_path):
+    """Weights, optimizer state and float32 weights. In bfloat16, the losses are close to those in fp32."""
+    params = {"lr": 0.002, **({"momentum": 0.9} if name == "sgd" else {})}
+    keys = {"optimizer": {"type": name, "params": params}, "precision": precision, "eval_iters": 0}
+    keys |= {"train_iters": 4, "save_interval": 2, "lr_decay_iters": 4}
+    train(Config.from_flat(training_settings(tmp_path / "whole", data_path, **keys)))
+    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
+    train(Config.from_flat(training_settings(tmp_path / "resumed", data_path, **keys)))
+    expected, resumed = weights(tmp_path / "whole", 4), weights(tmp_path / "resumed", 4)
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in expected.items())
+    states = [
+        torch.load(tmp_path / run / "checkpoints/global_step4/optimizer_rank_00000.pt", weights_only=True)["parameters"]
+        for run in ("whole", "resumed")
+    ]
+    entry = states[0]["2.attention.dense.weight"]
+    kinds = {"row_var", "col_var"} if name == "adafactor" else {OPTIMIZERS[name].state_tensors[0]}
+    kinds |= {"master"} if precision != "fp32" else set()
+    assert {kind for kind, value in entry.items() if torch.is_tensor(value)} == kinds
+    for key, entry in states[0].items():
+        assert entry.keys() == states[1][key].keys()
+        for kind, value in entry.items():
+            other = states[1][key][kind]
+            assert torch.equal(value, other) if torch.is_tensor(value) else value == other, (key, kind)
+    if precision == "bfloat16":
+        keys = {**keys, "precision": "fp32", "save": None, "load": None}
+        train(Config.from_flat(training_settings(tmp_path / "fp32", data_path, **keys)))
+        assert metrics(tmp_path / "whole") == pytest.approx(metrics(tmp_path / "fp32"), abs=0.01)

@@ -16,7 +16,10 @@ from megatron.config import Config, UserError
         ({"no-weight-tying": 1}, '"no-weight-tying": must be true or false'),
         ({"save": 3}, '"save": must be a string, not 3'),
         ({"norm": "scalenorm"}, "\"norm\": must be 'layernorm' or 'rmsnorm', not 'scalenorm'"),
-        ({"optimizer": {"type": "SM3"}}, "\"optimizer.type\": must be 'adam' or 'adamw'"),
+        (
+            {"optimizer": {"type": "SM3"}},
+            "\"optimizer.type\": must be 'adam', 'adamw', 'lion', 'sgd', 'muon' or 'adafactor'",
+        ),
         ({"optimizer": {"params": {"lr": "high"}}}, '"optimizer.params.lr": must be a number'),
         ({"optimizer": {"params": {"lr": float("nan")}}}, '"optimizer.params.lr" is nan; numbers must be finite'),
         ({"optimizer": {"params": {"betas": [0.9]}}}, '"optimizer.params.betas.1": is missing, not'),

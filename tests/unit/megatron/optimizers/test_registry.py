@@ -1,0 +1,102 @@
+"""The optimizer registry."""
+
+import sys
+from typing import get_args
+
+import pytest
+import torch
+
+from megatron.optimizers import (
+    OPTIMIZERS,
+    OptimizerType,
+    build_optimizer,
+    get_step,
+    initialize_state,
+    set_step,
+    state_shape,
+)
+from megatron.utils.errors import UserError
+
+
+def new_optimizer(name, **params):
+    """A parameter of each shape that optimizers treat differently, and the optimizer; the matrix has weight decay."""
+    torch.manual_seed(0)
+    matrix, vector = (torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 2), (4,)))
+    matrices = {"matrices": True} if OPTIMIZERS[name].separates_matrices else {}
+    groups = [{"params": [matrix], "weight_decay": 0.1, **matrices}, {"params": [vector], "weight_decay": 0.0}]
+    return build_optimizer(name, groups, {"lr": 0.1, **params})[0], [matrix, vector]
+
+
+def step(optimizer, parameters):
+    for parameter in parameters:
+        parameter.grad = parameter.detach().cos()
+    optimizer.step()
+
+
+PARAMS = [(name, {}) for name in OPTIMIZERS]
+PARAMS += [("adam", {"adam_w_mode": False}), ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "nesterov": True})]
+
+
+def test_the_registry_defines_every_optimizer_type():
+    assert set(get_args(OptimizerType)) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(("name", "params"), PARAMS)
+def test_the_registry_lists_the_state_tensors_and_their_shape(name, params):
+    optimizer, parameters = new_optimizer(name, **params)
+    step(optimizer, parameters)
+    found = set()
+    for parameter in parameters:
+        for kind, tensor in optimizer.state[parameter].items():
+            if kind != "step":
+                found.add(kind)
+                assert tensor.shape == state_shape(kind, parameter.shape)
+    expected = set(OPTIMIZERS[name].state_tensors)
+    assert found == (expected if params or name != "sgd" else set()), "SGD without momentum has no state"
+
+
+@pytest.mark.parametrize(("name", "params"), PARAMS)
+def test_a_restored_state_continues_like_an_uninterrupted_run(name, params):
+    optimizer, parameters = new_optimizer(name, **params)
+    step(optimizer, parameters)
+    fresh, resumed = new_optimizer(name, **params)
+    for parameter, copy in zip(parameters, resumed, strict=True):
+        copy.data.copy_(parameter.data)
+        tensors = {kind: value for kind, value in optimizer.state[parameter].items() if kind != "step"}
+        state = initialize_state(fresh, copy, list(tensors)) if tensors else {}
+        for kind, tensor in tensors.items():
+            state[kind].copy_(tensor)
+        assert get_step(fresh, {}, copy) == 0
+        set_step(fresh, {}, copy, get_step(optimizer, {}, parameter))
+    step(optimizer, parameters)
+    step(fresh, resumed)
+    for parameter, copy in zip(parameters, resumed, strict=True):
+        assert torch.equal(parameter, copy)
+        assert get_step(fresh, {}, copy) == get_step(optimizer, {}, parameter)
+
+
+def test_nesterov_needs_momentum():
+    with pytest.raises(UserError, match=r"optimizer\.params\.nesterov: .* needs optimizer\.params\.momentum above 0"):
+        new_optimizer("sgd", nesterov=True)
+
+
+def test_adam_w_mode_selects_decoupled_weight_decay():
+    def updated(decoupled):
+        weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
+        optimizer, description = build_optimizer(
+            "adam", [{"params": [weight], "weight_decay": 0.5}], {"lr": 0.1, "adam_w_mode": decoupled}
+        )
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return weight[0, 0].item(), description
+
+    # Decoupled: w (1 - lr wd) - lr. L2: the first step of Adam is -lr whatever the size of the gradient.
+    assert updated(True) == (pytest.approx(3.0 * 0.95 - 0.1, abs=1e-5), "torch AdamW, fused")
+    assert updated(False) == (pytest.approx(2.9, abs=1e-5), "torch Adam, fused")
+
+
+def test_apex_must_be_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", None)
+    with pytest.raises(UserError, match=r"optimizer\.params\.apex: NVIDIA apex is not installed"):
+        build_optimizer("adam", [{"params": [torch.nn.Parameter(torch.ones(1))]}], {"apex": True})
