@@ -62,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if output is None:
         if len(folders) > 1:
             raise UserError("several checkpoints share one report: choose its folder with --output DIR")
+        if options.hub_names:
+            raise UserError(
+                f"{', '.join(options.hub_names.values())}: choose the folder of the report with --output DIR"
+            )
         output = folders[0] / "evaluation"
         print(f"writing the report to {output} (--output)", flush=True)
     if harness is not None:
@@ -245,7 +249,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
         fingerprint = weights_fingerprint(step)
         provenance = Provenance(
             checkpoint=Checkpoint(
-                path=visible(str(folder)),
+                path=visible(options.hub_names.get(str(folder), str(folder))),
                 iteration=iteration_of(step),
                 fingerprint=fingerprint,
                 layers=saved.model.num_layers,

@@ -17,6 +17,7 @@ import torch
 
 from kerple.positional import method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
+from megatron.checkpoint.convert.hub import is_hub_name, local_checkpoint
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
@@ -63,6 +64,7 @@ def parse_with_checkpoint(
         add_options(parser)
         options, unknown = parser.parse_known_args(rest)
         if options.checkpoint and not unknown:
+            _find_on_hub(options)
             options.own = True
             options.overrides = dict(map(parse_override, overrides))
             step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
@@ -71,7 +73,21 @@ def parse_with_checkpoint(
                 key: value for key, value in options.overrides.items() if canonical_path(key) == ("pos_emb_module",)
             }
             return checkpoint_config(step, module).updated(**options.overrides), options
-    return parse_arguments(description, words, add_options)
+    config, options = parse_arguments(description, words, add_options)
+    _find_on_hub(options)
+    return config, options
+
+
+def _find_on_hub(options: argparse.Namespace) -> None:
+    """Replace the models on the Hugging Face hub in --checkpoint by folders; `options.hub_names` maps these to the
+    names.
+    """
+    report = partial(print, file=sys.stderr, flush=True)
+    folders = [str(local_checkpoint(name, report)) for name in options.checkpoint]
+    options.hub_names = {
+        folder: name for folder, name in zip(folders, options.checkpoint, strict=True) if is_hub_name(name)
+    }
+    options.checkpoint = folders
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
@@ -81,7 +97,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
         nargs="+" if several else 1,
         default=[],
         metavar="DIR",
-        help="folder with `latest`; default: `load` in the configuration, or else `save`",
+        help="folder with `latest`, or hf:ORG/NAME[@REVISION]; default: `load` in the configuration, or else `save`",
     )
     parser.add_argument("--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if available")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.convert.hub import local_checkpoint
 from megatron.checkpoint.directory import find_valid_step
 from megatron.checkpoint.layers import check_sizes, embedding_rows, load_layers, open_layers, weight_layers
 from megatron.config import Config
@@ -29,7 +30,8 @@ def load_model(
 
     Args:
         directory: contains `latest` and global_stepN, as this project or the KERPLE release writes them, of any
-            tensor-parallel size.
+            tensor-parallel size; or hf:ORG/NAME[@REVISION], a model on the Hugging Face hub of a family in
+            docs/huggingface.md.
         iteration: the checkpoint to load; default: the one `latest` names.
         overrides: configuration keys to replace, such as {"attention_backend": "reference"}. An external positional
         method needs {"pos_emb_module": ...}, because a checkpoint's configuration cannot name code to run.
@@ -39,6 +41,7 @@ def load_model(
         UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not have the sizes in
             its configuration.
     """
+    directory = local_checkpoint(directory)
     step = find_valid_step(directory, iteration, fallback=fallback)
     config = checkpoint_config(step, overrides)
     states = open_layers(step)

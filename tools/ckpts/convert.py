@@ -1,11 +1,11 @@
 """Convert checkpoints: to and from Hugging Face, and to the KERPLE release's layout.
 
 python tools/ckpts/convert.py to-hf DIR OUT        checkpoint folder -> Hugging Face folder
-python tools/ckpts/convert.py from-hf FOLDER OUT   Pythia, Llama, Mistral, Qwen2/3 or an exported model -> checkpoint folder
+python tools/ckpts/convert.py from-hf FOLDER OUT   Pythia, Llama, Mistral, Qwen, an exported model -> checkpoint folder
 python tools/ckpts/convert.py to-release DIR OUT   checkpoint folder -> the release's layout, in any number of shards
 
-DIR contains `latest`, as this project and the release write it. OUT must not exist. It is created only if the converted
-model computes the same logits (float32, within 1e-4).
+DIR contains `latest`, as this project and the release write it. DIR and FOLDER can be hf:ORG/NAME[@REVISION]. OUT must
+not exist. It is created only if the converted model computes the same logits (float32, within 1e-4).
 """
 
 import sys
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face, to_release
+from megatron.checkpoint.convert.hub import check_upload, download, is_hub_name, local_checkpoint, upload
 from megatron.checkpoint.convert.output import check_new_folder
 from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of
 from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
@@ -30,6 +31,7 @@ from megatron.config.command_line import OptionParser, integer, run_main
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.tokenizer import TokenizerFiles
+from megatron.utils.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for option in ("--vocab-file", "--merge-file"):
         to_hf.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
+    to_hf.add_argument(
+        "--push-to-hub", metavar="ORG/NAME", help="upload OUT to this repository of the Hugging Face hub"
+    )
+    to_hf.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
     to_hf.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
     for command in (to_hf, from_hf):
         command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
@@ -71,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def load(options: argparse.Namespace, **overrides: str) -> tuple[GPT, Config, torch.dtype, Path]:
     """(model, configuration, dtype to convert to, global_stepN directory)."""
+    options.source = local_checkpoint(options.source)
     if options.fallback:
         step = find_valid_step(options.source, options.iteration, fallback=True)
     else:
@@ -83,15 +90,23 @@ def load(options: argparse.Namespace, **overrides: str) -> tuple[GPT, Config, to
 
 
 def export(options: argparse.Namespace) -> None:
+    repository = options.push_to_hub
+    if repository is not None:
+        check_upload(repository)
+    elif options.private:
+        raise UserError("--private is an option of --push-to-hub; add --push-to-hub ORG/NAME, or remove it")
     overrides = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else {}
     model, config, dtype, _ = load(options, **overrides)
     tokenizer = None if options.no_tokenizer else TokenizerFiles.of(config, options.vocab_file, options.merge_file)
-    to_hugging_face(model, config, options.output, tokenizer=tokenizer, dtype=dtype)
+    to_hugging_face(model, config, options.output, tokenizer=tokenizer, dtype=dtype, repository=repository)
+    if repository is not None:
+        print(f"uploaded to {upload(options.output, repository, private=options.private)}")
 
 
 def import_folder(options: argparse.Namespace) -> None:
     dtype = DTYPES[options.dtype] if options.dtype else None
-    from_hugging_face(options.source, options.output, with_tokenizer=not options.no_tokenizer, dtype=dtype)
+    source = download(str(options.source)) if is_hub_name(options.source) else options.source
+    from_hugging_face(source, options.output, with_tokenizer=not options.no_tokenizer, dtype=dtype)
 
 
 def export_release(options: argparse.Namespace) -> None:

@@ -59,6 +59,7 @@ def to_hugging_face(
     *,
     tokenizer: TokenizerFiles | None = None,
     dtype: torch.dtype = torch.float32,
+    repository: str | None = None,
     report: Report = print,
 ) -> None:
     """Write `model` to the new folder `output`, for `AutoModelForCausalLM.from_pretrained`.
@@ -67,6 +68,7 @@ def to_hugging_face(
         model, config: as returned by `megatron.inference.load_model`.
         tokenizer: written next to the model; None to omit it.
         dtype: of the weights in the file. Logits are compared with those of the model's weights rounded to it.
+        repository: name on the Hugging Face hub that the model card tells to load.
 
     Raises:
         CheckpointError: if the written model does not give the same logits, to 1e-4 in float32. Nothing is written.
@@ -104,7 +106,7 @@ def to_hugging_face(
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
-        card = model_card(config, stock=stock is not None, has_tokenizer=tokenizer is not None)
+        card = model_card(config, stock=stock is not None, has_tokenizer=tokenizer is not None, name=repository)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
         written = load_written(folder, values["architectures"][0] if stock else None)
@@ -263,7 +265,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_cod
 {note}"""
 
 TOKENIZER_CODE = """
-tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")
+tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER")
 prompt = tokenizer(["def main("], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
@@ -273,17 +275,20 @@ only torch and transformers. Pad batches of prompts on the left.
 """
 
 
-def model_card(config: Config, *, stock: bool, has_tokenizer: bool) -> str:
-    """README.md: what the model is, and how to load it."""
+def model_card(config: Config, *, stock: bool, has_tokenizer: bool, name: str | None = None) -> str:
+    """README.md: what the model is, and how to load it. name: on the Hugging Face hub."""
     trust = "" if stock else ", trust_remote_code=True"
-    return CARD.format(
+    # AutoTokenizer would ask to run the model's code.
+    tokenizer_class = "AutoTokenizer" if stock else "PreTrainedTokenizerFast"
+    card = CARD.format(
         layers=config.model.num_layers,
         hidden=config.model.hidden_size,
         heads=config.model.num_attention_heads,
         length=config.model.seq_length,
         method=config.model.pos_emb,
-        tokenizer_class=", PreTrainedTokenizerFast" if has_tokenizer else "",
+        tokenizer_class=f", {tokenizer_class}" if has_tokenizer else "",
         trust=trust,
-        tokenizer_code=TOKENIZER_CODE if has_tokenizer else "",
+        tokenizer_code=TOKENIZER_CODE.format(tokenizer_class=tokenizer_class) if has_tokenizer else "",
         note="" if stock else SELF_CONTAINED_NOTE,
     )
+    return card.replace("THIS_FOLDER", name or "THIS_FOLDER")

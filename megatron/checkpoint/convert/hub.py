@@ -1,0 +1,130 @@
+"""Models of the Hugging Face hub: `hf:ORG/NAME` or `hf:ORG/NAME@REVISION` in place of a checkpoint folder; uploading.
+
+huggingface_hub finds and downloads the files, so its cache (HF_HOME), offline mode (HF_HUB_OFFLINE) and login apply.
+The model is converted once per commit, into HF_HOME/kerple. Only safetensors, JSON and tokenizer files are downloaded;
+code and pickled files are not.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from megatron.checkpoint.convert.hugging_face import from_hugging_face
+from megatron.checkpoint.convert.output import Report
+from megatron.checkpoint.directory import has_checkpoint
+from megatron.checkpoint.storage import CheckpointError
+from megatron.utils.errors import UserError, first_line
+
+PREFIX = "hf:"
+
+# Downloaded files. Weights in subfolders are other formats of the same model.
+PATTERNS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
+)
+
+
+def is_hub_name(checkpoint: str | Path) -> bool:
+    """Whether this names a model on the hub."""
+    return str(checkpoint).startswith(PREFIX)
+
+
+def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
+    """The folder of a checkpoint. A model on the hub is downloaded and converted unless an earlier call has done so.
+
+    Raises:
+        UserError: the model does not exist, needs a login, or cannot be downloaded.
+        CheckpointError: it cannot be converted (see `from_hugging_face`).
+    """
+    if not is_hub_name(checkpoint):
+        return Path(checkpoint)
+    snapshot = download(str(checkpoint))
+    from huggingface_hub import constants
+
+    repository = snapshot.parent.parent.name  # models--ORG--NAME/snapshots/COMMIT
+    output = Path(constants.HF_HOME) / "kerple" / repository / snapshot.name
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{output.parent}: cannot be created ({error.strerror}); set HF_HOME to a writable folder"
+        ) from error
+    with FileLock(f"{output}.lock"):  # several ranks, or several evaluations
+        if not has_checkpoint(output):
+            report(f"converting {checkpoint} ({snapshot.name[:8]}) to {output}")
+            from_hugging_face(snapshot, output, with_tokenizer=_has_tokenizer(snapshot), report=report)
+    return output
+
+
+def download(checkpoint: str) -> Path:
+    """Download `hf:ORG/NAME[@REVISION]`, or find it in huggingface_hub's cache; return the folder. Raises UserError."""
+    name, _, revision = checkpoint.removeprefix(PREFIX).partition("@")
+    hub = import_hub()
+    with_advice = "check the name, the network connection, and for a gated model the login (hf auth login)"
+    folder = Path(
+        _call(
+            f"{checkpoint}: cannot be downloaded",
+            with_advice,
+            hub.snapshot_download,
+            name,
+            revision=revision or None,
+            allow_patterns=list(PATTERNS),
+        )
+    )
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{checkpoint}: has no model.safetensors; pickled weights are not downloaded (download pytorch_model.bin "
+            "yourself, and convert it: tools/ckpts/convert.py from-hf)"
+        )
+    return folder
+
+
+def check_upload(repository: str) -> None:
+    """Raises UserError if the name is invalid or there is no login. To be called before a long conversion."""
+    hub = import_hub()
+    advice = "give the name as ORG/NAME, and log in with `hf auth login` or HF_TOKEN"
+    _call(f"--push-to-hub {repository}", advice, hub.utils.validate_repo_id, repository)
+    if repository.count("/") != 1:
+        raise UserError(f"--push-to-hub {repository}: {advice}")
+    _call(f"--push-to-hub {repository}: not logged in to the Hugging Face hub", advice, hub.HfApi().whoami)
+
+
+def upload(folder: str | Path, repository: str, *, private: bool = False) -> str:
+    """Upload an exported folder as one commit to a repository, which is created if needed; return its address.
+
+    The login is huggingface_hub's own (HF_TOKEN or `hf auth login`). Raises UserError if the upload fails.
+    """
+    api = import_hub().HfApi()
+    problem, advice = f"--push-to-hub {repository}", f"{folder} is complete: upload it with `hf upload`"
+    address = _call(problem, advice, api.create_repo, repository, private=private, exist_ok=True)
+    _call(
+        problem, advice, api.upload_folder, repo_id=repository, folder_path=str(folder), commit_message="Upload model"
+    )
+    return str(address)
+
+
+def import_hub() -> Any:
+    """The huggingface_hub library. Raises CheckpointError if it is not installed."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise CheckpointError(
+            "models on the Hugging Face hub need the huggingface_hub library, which is not installed; install "
+            "requirements/eval.txt"
+        ) from error
+    return huggingface_hub
+
+
+def _call(problem: str, advice: str, function: Callable[..., Any], *words: Any, **options: Any) -> Any:
+    try:
+        return function(*words, **options)
+    except Exception as error:  # the library raises errors of requests, httpx, the file system, and its own
+        raise UserError(f"{problem}: {first_line(error)}; {advice}") from error
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))

@@ -1,0 +1,176 @@
+"""Models of the Hugging Face hub, in a cache as huggingface_hub writes it, and uploads to a fake hub."""
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+
+from kerple.attention import FULL, Span
+from megatron.checkpoint.convert.hub import PATTERNS, download, local_checkpoint
+from megatron.cli.evaluate import main as evaluate
+from megatron.cli.generate import main as generate
+from megatron.data.streams import validation_stream
+from megatron.inference import load_model
+from megatron.utils.errors import UserError
+from tests.support.checkpoints import TRAIN_LENGTH, write_checkpoint, write_corpus
+from tests.support.conversion import LONG, random_tokens
+from tests.support.families import family_model
+from tests.support.language_models import direct_losses
+from tools.ckpts.convert import main as convert
+
+COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache with two commits of org/tiny. huggingface_hub is in offline mode."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    folder = tmp_path / "home" / "hub" / "models--org--tiny"
+    models = {}
+    for commit, branch, family in ((COMMIT, "main", "qwen3"), (OLDER, "v1", "llama")):
+        models[branch] = family_model(folder / "blobs" / branch, family)
+        snapshot = folder / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        for path in (folder / "blobs" / branch).iterdir():
+            (snapshot / path.name).symlink_to(path)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / branch).write_text(commit)
+        (snapshot / "modeling_tiny.py").write_text("raise SystemExit('this code must not run')")
+    return models
+
+
+@torch.no_grad()
+def test_a_model_is_converted_once_per_commit(hub, tmp_path):
+    tokens = random_tokens(1, LONG)
+    for name, branch in (("hf:org/tiny", "main"), ("hf:org/tiny@v1", "v1"), (f"hf:org/tiny@{COMMIT}", "main")):
+        model, _ = load_model(name)
+        assert (model(tokens) - hub[branch](tokens).logits).abs().max() < 1e-4
+    converted = tmp_path / "home" / "kerple" / "models--org--tiny"
+    assert {path.name for path in converted.iterdir() if path.is_dir()} == {COMMIT, OLDER}
+    lines = []
+    assert local_checkpoint("hf:org/tiny", lines.append) == converted / COMMIT
+    assert lines == []
+    assert local_checkpoint("runs/hf", lines.append) == Path("runs/hf")
+
+
+def test_models_that_cannot_be_found(hub, tmp_path):
+    for name in ("hf:org/other", "hf:org/tiny@v2", "hf:a/b/c", "hf:"):
+        with pytest.raises(UserError, match=f"{name}: cannot be downloaded: .*; check the name, the network"):
+            download(name)
+    snapshot = tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"hf:org/tiny: has no model.safetensors; pickled weights are not downloaded"):
+        download("hf:org/tiny")
+
+
+def test_only_data_is_downloaded(monkeypatch, tmp_path):
+    files = (
+        *("config.json", "tokenizer.json", "tokenizer.model", "model-00001-of-00002.safetensors"),
+        *("model.safetensors.index.json", "pytorch_model.bin", "modeling_tiny.py", "onnx/model.safetensors"),
+        *("training_args.bin", "tokenizer.py", "model.safetensors.py", "original/tokenizer.model"),
+    )
+    calls = []
+
+    def snapshot_download(name, revision, allow_patterns):
+        calls.append((name, revision))
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert download("hf:org/tiny@v1") == tmp_path
+    assert calls == [("org/tiny", "v1")]
+    assert {path.name for path in tmp_path.iterdir()} == set(files[:5])
+    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in PATTERNS)
+
+
+@torch.no_grad()
+def test_evaluation_in_every_mode(hub, tmp_path, capsys):
+    data = write_corpus(tmp_path)
+    modes = {"full": FULL, "window@9": Span(window=9), "blockwise@16": Span(block=8)}
+    words = ["--checkpoint", "hf:org/tiny", "--lengths", str(TRAIN_LENGTH), str(LONG), "--tokens", str(2 * LONG)]
+    keys = [f"data-path={data}", "split=2,1,0"]
+    with pytest.raises(UserError, match="hf:org/tiny: choose the folder of the report with --output"):
+        evaluate([*words, "--set", *keys])
+    evaluate([*words, "--modes", *modes, "--output", str(tmp_path / "report"), "--set", *keys])
+    rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
+    assert [(row["mode"], row["length"]) for row in rows] == [(m, n) for m in modes for n in (TRAIN_LENGTH, LONG)]
+    text = torch.from_numpy(validation_stream(data, "2,1,0"))
+    ours, _ = load_model("hf:org/tiny")
+    for row in rows:
+        starts = [piece * (len(text) - 1) // 2 for piece in range(2)]
+        starts = [start + offset for start in starts for offset in range(0, LONG, row["length"])]
+        segments = torch.stack([text[start : start + row["length"] + 1] for start in starts])
+        if row["mode"] == "full":
+            logits = hub["main"](segments[:, :-1]).logits
+        else:
+            logits = ours(segments[:, :-1], span=modes[row["mode"]])
+        assert row["loss"] == pytest.approx(direct_losses(logits, segments[:, 1:]).mean().item(), abs=1e-5)
+    records = [json.loads(line) for line in (tmp_path / "report" / "results.jsonl").read_text().splitlines()]
+    assert {record["checkpoint"]["path"] for record in records} == {"hf:org/tiny"}
+
+
+def test_generation(hub, tmp_path, capsys):
+    words = ["text_gen_type=unconditional", "num_samples=2", "maximum_tokens=5", "tokenizer-type=CharLevelTokenizer"]
+    generate(["--checkpoint", "hf:org/tiny", "-o", str(tmp_path / "texts"), "--set", *words])
+    assert len((tmp_path / "texts").read_text().splitlines()) == 2
+
+
+class FakeApi:
+    """Replaces HfApi."""
+
+    calls: ClassVar[list[tuple[str, object]]] = []
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def whoami(self):
+        self.calls.append(("whoami", None))
+
+    def create_repo(self, repo_id, private, exist_ok):
+        self.calls.append(("create", (repo_id, private, exist_ok)))
+        return f"https://hub/{repo_id}"
+
+    def upload_folder(self, repo_id, folder_path, commit_message):
+        self.calls.append(("upload", repo_id))
+        self.files.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+
+
+def test_uploads(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    monkeypatch.setattr(FakeApi, "calls", [])
+    monkeypatch.setattr(FakeApi, "files", {})
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    convert(["from-hf", "hf:org/tiny", str(tmp_path / "ours"), "--no-tokenizer"])
+    push = ["--no-tokenizer", "--push-to-hub", "me/tiny"]
+    convert(["to-hf", str(tmp_path / "ours"), str(tmp_path / "out"), *push, "--private"])
+    assert FakeApi.calls == [("whoami", None), ("create", ("me/tiny", True, True)), ("upload", "me/tiny")]
+    assert {"config.json", "model.safetensors", "README.md"} <= FakeApi.files.keys()
+    assert b'AutoModelForCausalLM.from_pretrained("me/tiny")' in FakeApi.files["README.md"]
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-2] == "uploaded to https://hub/me/tiny"
+    assert "hf_secret" not in output.out + output.err
+    assert not any(b"hf_secret" in content for content in FakeApi.files.values())
+
+
+def test_uploads_that_cannot_succeed_fail_early(tmp_path, monkeypatch):
+    def fail(self):
+        raise OSError("Invalid user token")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    write_checkpoint(tmp_path / "run", "alibi", "nowhere")
+    words = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--no-tokenizer"]
+    for name in ("tiny", "a/b/c", "me/ti ny"):
+        with pytest.raises(UserError, match=f"--push-to-hub {name}: .*give the name as ORG/NAME"):
+            convert([*words, "--push-to-hub", name])
+    monkeypatch.setattr(FakeApi, "whoami", fail)
+    with pytest.raises(UserError, match=r"not logged in .*: Invalid user token; .*HF_TOKEN"):
+        convert([*words, "--push-to-hub", "me/tiny"])
+    with pytest.raises(UserError, match="--private is an option of --push-to-hub"):
+        convert([*words, "--private"])
+    assert not (tmp_path / "out").exists()
