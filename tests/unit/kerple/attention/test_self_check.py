@@ -102,11 +102,12 @@ def test_the_kernels_pass(method):
     assert str(verdicts[0]).startswith("self-check of the fused attention kernels passed (cpu, ")
 
 
-def test_the_kernels_pass_with_grouped_queries():
+def test_the_kernels_pass_with_grouped_queries_and_windows():
     attention = Attention("fused", build("kerple_power_ap_ap", SHAPE))
-    (verdict,) = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, kv_heads=1)
-    assert verdict.failure is None
-    assert "grouped queries" in str(verdict)
+    verdicts = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, kv_heads=1, windowed=True)
+    assert [verdict.failure for verdict in verdicts] == [None, None]
+    assert "weight, grouped queries, gradients" in str(verdicts[0])
+    assert "weight, window, grouped queries, gradients" in str(verdicts[1])
 
 
 def test_the_kernels_pass_with_a_window_in_training():
