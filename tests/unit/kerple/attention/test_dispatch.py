@@ -6,8 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from kerple.attention import Attention, Requirements, attend, backend_names, check_backend, dispatch, tables
+from kerple.attention import Attention, Requirements, Span, attend, backend_names, check_backend, dispatch, tables
+from kerple.attention.backends import chunk_plan, chunked, sdpa
 from kerple.attention.backends.triton import launch
+from kerple.attention.backends.triton.tiles import Tile, Tiles
 from kerple.positional import ModelShape, PositionalMethod, XPos, build, primary_names
 from tests.support.attention import (
     SPANS,
@@ -249,3 +251,33 @@ def test_grouped_queries_of_every_method(name):
                 torch.testing.assert_close(
                     grad, expected_grad, rtol=1e-5, atol=1e-6 if grad.dtype == torch.float32 else 1e-10
                 )
+
+
+@pytest.mark.parametrize(
+    ("backend", "method"), [("sdpa", "alibi"), ("chunked", "alibi"), ("chunked", "fire"), ("fused", "alibi")]
+)
+@pytest.mark.filterwarnings("ignore:All-NaN")
+def test_a_window_s_cost_does_not_grow_with_the_length(backend, method, monkeypatch):
+    """Neither pass reads what is outside of a window (8) and the chunk or tile (32) that it is in: nan at both ends
+    of the sequence does not reach the middle.
+    """
+    monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(*[Tile(32, 32, 4, 1)] * 4, kib=0))
+    monkeypatch.setattr(sdpa, "MASK_ROWS", 32)
+    monkeypatch.setattr(chunked, "MODIFY_MAX_ROWS", 32)
+    monkeypatch.setattr(chunk_plan, "MIN_ROWS", 32)
+    monkeypatch.setattr(chunk_plan, "MAX_ROWS", 32)
+    positional = build(method, ModelShape(2, 16, 32, 1, 160))
+    states = [torch.randn(1, heads, 160, 16) for heads in (2, 1, 1)]
+    upstream, middle = torch.randn(1, 2, 160, 16), slice(72, 88)
+    results = []
+    for poison in (0.0, float("nan")):
+        leaves = [state.clone().requires_grad_() for state in states]
+        with torch.no_grad():
+            for tensor in (*leaves, upstream):
+                tensor[:, :, :32] += poison
+                tensor[:, :, 128:] += poison
+        context = attended(backend, positional, *leaves, 160, Span(window=8))
+        grads = torch.autograd.grad(context, leaves, upstream)
+        results.append([tensor[:, :, middle] for tensor in (context, *grads)])
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
