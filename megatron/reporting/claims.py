@@ -3,9 +3,10 @@
 A claim says that one value is less than another. Both values come from the same tokens and, run by run, from trainings
 with the same seed, so the unit of the pairing is a pair of runs and, for losses, a pair of documents. The squared
 standard error of the mean difference is the sum of that over runs (seeds) and that over documents, as in Clark's min F'
-(1973), which generalizes to new seeds and to new documents; its degrees of freedom are Satterthwaite's. Corpora are
-fixed: their differences are averaged with equal weights, and their errors add up. p values are two-sided and corrected
-with Holm's method over all claims with a p value.
+(1973), which generalizes to new seeds and to new documents. The degrees of freedom are those of the runs alone: with
+three seeds, those of the sum would make errors of the first kind several times too frequent. Corpora are fixed: their
+differences are averaged with equal weights, and their errors add up (degrees of freedom: Satterthwaite). p values are
+two-sided and corrected with Holm's method over the claims of a paper that have a p value.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 import yaml
@@ -59,6 +60,10 @@ class Claim:
     than: Term
     limit: float
 
+    @property
+    def paper(self) -> str:
+        return self.source.partition(", ")[0]
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -67,15 +72,17 @@ class Estimate:
     Attributes:
         mean: over the corpora.
         by_corpus: the difference for each corpus; empty for step times.
-        runs: number of pairs of runs (of rounds, for step times).
-        variances: (squared standard error, degrees of freedom) of the parts; they add up. None if there are fewer than
-            two seeds.
+        by_run: the difference of each pair of runs (of rounds, for step times).
+        variances: (squared standard error over runs, degrees of freedom) for each corpus; they add up. None if there
+            are fewer than two seeds.
+        documents: the squared standard error over documents.
     """
 
     mean: float
     by_corpus: Mapping[str | None, float]
-    runs: int
+    by_run: tuple[float, ...]
     variances: tuple[tuple[float, int], ...] | None
+    documents: float = 0.0
 
     @property
     def error(self) -> tuple[float, float] | None:
@@ -85,7 +92,8 @@ class Estimate:
         total = sum(variance for variance, _ in self.variances)
         if total <= 1e-24:  # equal values up to rounding
             return None
-        return math.sqrt(total), total**2 / sum(variance**2 / df for variance, df in self.variances)
+        df = total**2 / sum(variance**2 / df for variance, df in self.variances)
+        return math.sqrt(total + self.documents), df
 
     def interval(self) -> tuple[float, float] | None:
         """The 95 % confidence interval, not corrected for the number of claims."""
@@ -144,7 +152,7 @@ def claims() -> tuple[Claim, ...]:
 def evaluate_claims(
     records: Iterable[AnyRecord], seconds: Mapping[str, Sequence[float]], tested: Sequence[Claim] | None = None
 ) -> list[Result]:
-    """All claims, or those in `tested`, with Holm's correction over them.
+    """All claims, or those in `tested`, with Holm's correction over those of the same paper.
 
     seconds: the time of each training step by `pos-emb`; steps with the same index were measured one after the other.
     """
@@ -155,9 +163,11 @@ def evaluate_claims(
         None if estimate is None else estimate.p_value(claim.limit)
         for claim, estimate in zip(tested, estimates, strict=True)
     ]
-    known = [p for p in p_values if p is not None]
-    adjusted = iter(holm(known))
-    corrected = [None if p is None else next(adjusted) for p in p_values]
+    corrected = list(p_values)
+    for paper in {claim.paper for claim in tested}:
+        known = [index for index, p in enumerate(p_values) if p is not None and tested[index].paper == paper]
+        for index, p in zip(known, holm([cast(float, p_values[index]) for index in known]), strict=True):
+            corrected[index] = p
     return [Result(*parts) for parts in zip(tested, estimates, corrected, strict=True)]
 
 
@@ -208,14 +218,13 @@ class Data:
         used = several or found
         if not used:
             return None
-        variances = None
+        variances, share = None, 1 / len(used) ** 2
         if several:
-            share = 1 / len(used) ** 2
-            variances = tuple((share * part, df) for value in used.values() for part, df in value.variances())
+            variances = tuple((share * value.variance, len(value.by_run) - 1) for value in used.values())
         by_corpus = {setting.corpus: statistics.fmean(value.by_run) for setting, value in used.items()}
-        runs = sum(len(value.by_run) for value in used.values())
-        means = [statistics.fmean(value.by_run) for value in used.values()]
-        return Estimate(statistics.fmean(means), by_corpus, runs, variances)
+        by_run = tuple(difference for value in used.values() for difference in value.by_run)
+        documents = share * sum(value.document_variance for value in used.values())
+        return Estimate(statistics.fmean(by_corpus.values()), by_corpus, by_run, variances, documents)
 
     def _cells(self, kind: str, setting: Setting, term: Term) -> list[dict[int | None, AnyRecord]]:
         """The records by seed, one entry per length; empty if a length is missing."""
@@ -304,15 +313,17 @@ class _Differences:
         values = list(by_run)
         return cls(values) if values else None
 
-    def variances(self) -> list[tuple[float, int]]:
-        """(squared standard error, degrees of freedom) over runs and, if known, over documents."""
-        runs = len(self.by_run)
-        parts = [(statistics.variance(self.by_run) / runs, runs - 1)]
-        if self.document_sums is not None and self.document_tokens is not None:
-            stderr = standard_error(self.document_sums, self.document_tokens)
-            if stderr is not None:
-                parts.append((stderr**2, len(self.document_tokens) - 1))
-        return parts
+    @property
+    def variance(self) -> float:
+        """The squared standard error over runs."""
+        return statistics.variance(self.by_run) / len(self.by_run)
+
+    @property
+    def document_variance(self) -> float:
+        """The squared standard error over documents; 0 if they are not known."""
+        if self.document_sums is None or self.document_tokens is None:
+            return 0.0
+        return (standard_error(self.document_sums, self.document_tokens) or 0.0) ** 2
 
 
 def _length(cell: Mapping[int | None, AnyRecord]) -> int:
@@ -326,7 +337,7 @@ def _step_times(claim: Claim, seconds: Mapping[str, Sequence[float]]) -> Estimat
     if not ratios:
         return None
     variances = ((statistics.variance(ratios) / len(ratios), len(ratios) - 1),) if len(ratios) > 1 else None
-    return Estimate(statistics.fmean(ratios), {}, len(ratios), variances)
+    return Estimate(statistics.fmean(ratios), {}, tuple(ratios), variances)
 
 
 # -- table ------------------------------------------------------------------------------------------------------------
@@ -337,7 +348,7 @@ def claims_table(results: Sequence[Result]) -> Table:
     corpora = dict.fromkeys(corpus for result in results if result.estimate for corpus in result.estimate.by_corpus)
     names = sorted(corpora, key=lambda corpus: (corpus_rank(corpus), corpus or ""))
     lines: list[Row | Section] = []
-    for paper, group in itertools.groupby(results, key=lambda result: result.claim.source.partition(", ")[0]):
+    for paper, group in itertools.groupby(results, key=lambda result: result.claim.paper):
         lines.append(Section(paper))
         for result in group:
             lines.append(Row((result.claim.text, result.claim.source.partition(", ")[2]), _cells(result, names)))
@@ -345,7 +356,7 @@ def claims_table(results: Sequence[Result]) -> Table:
         "claims",
         "Claims",
         ("claim", "where, with the paper's numbers"),
-        ("verdict", "difference [95 % interval]", *map(corpus_name, names), "pairs", "p"),
+        ("verdict", "difference [95 % interval]", *map(corpus_name, names), "as claimed", "p"),
         tuple(lines),
     )
 
@@ -368,7 +379,7 @@ def _cells(result: Result, corpora: Sequence[str | None]) -> tuple[Cell, ...]:
         Cell(result.verdict, best=result.verdict != "inconclusive"),
         Cell(text),
         *(Cell(NOT_MEASURED if value is None else _signed(value)) for value in by_corpus),
-        Cell(str(estimate.runs)),
+        Cell(f"{sum(difference < claim.limit for difference in estimate.by_run)} of {len(estimate.by_run)}"),
         Cell(p),
     )
 

@@ -107,7 +107,6 @@ def texts(pages: Path) -> dict[Path, str]:
     values = {
         "claims": _without_heading(claims_table(results)),
         "counts": {verdict: verdicts.count(verdict) for verdict in VERDICTS},
-        "corrected": sum(result.p is not None for result in results),
         "main": _without_heading(table) if (table := main_table(records)) else "",
         "runs": len({_run(record) for record in records}),
         "settings": _settings(records),

@@ -1,6 +1,7 @@
 """Claims of the papers: estimates, corrected p values and verdicts."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def result_of(records, tested=None, seconds=None):
 
 
 def test_the_test_is_min_f_of_clark():
-    """With documents of equal size, the square of t is F1 F2 / (F1 + F2)."""
+    """With documents of equal size, the square of t is F1 F2 / (F1 + F2). It has the degrees of freedom of the runs."""
     result = result_of([*losses("kerple_log"), *losses("alibi")])
     groups = [[np.array(entry["groups"]["losses"]) for entry in losses(pos_emb)] for pos_emb in ("kerple_log", "alibi")]
     differences = np.subtract(*groups)  # seeds x documents
@@ -45,9 +46,8 @@ def test_the_test_is_min_f_of_clark():
     for axis in (1, 0):
         means = differences.mean(axis=axis)
         f.append((differences.mean() ** 2 / (means.var(ddof=1) / len(means)), len(means) - 1))
-    (f1, n1), (f2, n2) = f
-    df = (f1 + f2) ** 2 / (f1**2 / n2 + f2**2 / n1)
-    expected = f_distribution.sf(f1 * f2 / (f1 + f2), 1, df)
+    (f1, runs), (f2, _) = f
+    expected = f_distribution.sf(f1 * f2 / (f1 + f2), 1, runs)
     assert result.estimate.mean == pytest.approx(differences.mean(), abs=1e-12)
     assert result.p == pytest.approx(expected, rel=1e-9)
     low, high = result.estimate.interval()
@@ -64,7 +64,7 @@ def test_verdicts():
     assert result_of(records, claim("rpe")).verdict == "not measured"
     assert result_of([*losses("kerple_log"), *losses("alibi", targets="cd")]).verdict == "not measured"
     one_seed = result_of([*losses("kerple_log", seeds=1), *losses("alibi")])
-    assert (one_seed.verdict, one_seed.p, one_seed.estimate.runs) == ("inconclusive", None, 1)
+    assert (one_seed.verdict, one_seed.p, len(one_seed.estimate.by_run)) == ("inconclusive", None, 1)
     assert one_seed.estimate.interval() is None
 
 
@@ -75,10 +75,13 @@ def test_corpora_have_equal_weights_and_need_two_seeds():
     estimate = result_of([*c, *prose, *latex]).estimate
     assert list(estimate.by_corpus) == ["debian_c", "debian_prose"]
     assert estimate.mean == pytest.approx(np.mean(list(estimate.by_corpus.values())))
-    assert estimate.runs == 5
-    (single,) = evaluate_claims(c, {}, [claim()])
-    parts = [variance for variance, _ in single.estimate.variances]
-    assert [variance for variance, _ in estimate.variances[:2]] == pytest.approx([part / 4 for part in parts])
+    assert len(estimate.by_run) == 5
+    single = result_of(c).estimate
+    assert [df for _, df in estimate.variances] == [2, 1]
+    assert estimate.variances[0][0] == pytest.approx(single.variances[0][0] / 4)
+    other = result_of(prose).estimate
+    assert estimate.documents == pytest.approx((single.documents + other.documents) / 4)
+    assert estimate.error[1] < 3
 
 
 def test_lengths_and_modes():
@@ -126,7 +129,7 @@ def test_step_times():
     assert result_of([], claim("kerple_log", "rpe", kind="seconds"), seconds).verdict == "holds"
     result = result_of([], claim("kerple_log", "alibi", kind="seconds", limit=0.3), seconds)
     assert result.estimate.mean == pytest.approx(math.log(1.0 * 1.1 * 1.2) / 3)
-    assert result.estimate.runs == 3
+    assert len(result.estimate.by_run) == 3
     (row,) = claims_table([result]).rows
     assert row.cells[1].text.startswith("time x 1.097 [")
 
@@ -138,15 +141,18 @@ def test_holm():
     single = result_of(records).p
     several = evaluate_claims(records, {}, [claim(), claim("alibi", "kerple_log"), claim("rpe")])
     assert [result.p for result in several] == pytest.approx([2 * single, 2 * single, None])
+    other_paper = replace(claim(), source="LEX, Table 1")
+    assert evaluate_claims(records, {}, [claim(), other_paper])[1].p == pytest.approx(single)
 
 
 def test_the_table():
     records = [*losses("kerple_log", corpus="debian_prose"), *losses("alibi", corpus="debian_prose"), *losses("alibi")]
     table = claims_table(evaluate_claims(records, {}, [claim(), claim("alibi", "alibi", than_at=(4,))]))
-    assert table.columns == ("verdict", "difference [95 % interval]", "Prose", "pairs", "p")
+    assert table.columns == ("verdict", "difference [95 % interval]", "Prose", "as claimed", "p")
     first, second = table.rows
     assert first.cells[0].text == "holds"
     assert first.cells[1].text.startswith("loss -0.3200 [-0.")
+    assert first.cells[3].text == "3 of 3"
     assert [cell.text for cell in second.cells] == ["not measured", "–", "–", "–", "–"]
 
 
