@@ -55,6 +55,7 @@ LOG = Method("kerple_log")
 MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
 POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
+VERDICT_TEXTS = {"holds": "hold", "does not hold": "do not hold"}  # of several claims
 WIDE = Style(width=9.5, size=10.0, dpi=160)  # one panel per corpus, side by side
 
 
@@ -106,7 +107,9 @@ def texts(pages: Path) -> dict[Path, str]:
     tables += [*difference_tables(records), *resolution_tables(records), *time_tables]
     values = {
         "claims": _without_heading(claims_table(results)),
-        "counts": {verdict: verdicts.count(verdict) for verdict in VERDICTS},
+        "summary": ", ".join(
+            f"{verdicts.count(verdict)} {VERDICT_TEXTS.get(verdict, verdict)}" for verdict in VERDICTS
+        ),
         "main": _without_heading(table) if (table := main_table(records)) else "",
         "runs": len({_run(record) for record in records}),
         "settings": _settings(records),
@@ -206,7 +209,9 @@ def _pilot(folder: Path) -> dict[str, object]:
         record = by_key[key]
         texts = [f"{record['loss']:.4f} ± {record['stderr'] or 0:.4f}", format_number(record["perplexity"])]
         texts.append("" if base == key else losses.text(key, base))
-        lines.append(Row((label.removesuffix(")") or name, display_name(Method(name))), tuple(map(Cell, texts))))
+        best = record["loss"] == min(by_key[other]["loss"] for other in same_method)
+        labels = label.removesuffix(")") or name, display_name(Method(name))
+        lines.append(Row(labels, tuple(Cell(text, best=best and text != "") for text in texts)))
     columns = ("loss", "perplexity", "loss minus that of the method's default setting")
     table = Table("pilot", "Pilot", ("setting", "method"), columns, tuple(lines))
     facts = {

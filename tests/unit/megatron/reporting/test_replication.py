@@ -83,7 +83,7 @@ def test_the_pages(pages, tmp_path):
     ]
     claims = contents["docs/results/README.md"]
     assert "| Log has a lower loss than ALiBi beyond the training length | Table 3 (GitHub" in claims
-    assert "10 runs. Holds: " in claims
+    assert "10 runs; 3 hold, 0 do not hold, 4 inconclusive, " in claims
     assert "- Measured with commit ab12, EPYC, 2 cores, Python 3.11, torch 2.13." in claims
     assert "| C | 3 | 2 | 12 layers of 768 | 128 | 10 | 8,192 | 1,000 (2) | 0.100 |" in claims
     readme = contents["README.md"]
@@ -127,7 +127,7 @@ def test_without_results_nothing_is_measured(tmp_path):
     assert [path.name for path in written] == ["README.md", "tables.md", "pilot.md"]
     text = (folder / "README.md").read_text()
     assert "No results yet." in text
-    assert "Holds: 0. Does not hold: 0. Inconclusive: 0. Not measured: " in text
+    assert "0 runs; 0 hold, 0 do not hold, 0 inconclusive, " in text
     assert "Not measured." in (folder / "pilot.md").read_text()
 
 
