@@ -20,3 +20,16 @@ def test_position_options_that_evaluation_may_change():
     assert model_differences(
         configuration("kerple_log"), configuration("kerple_log", parameters="per-layer"), evaluation=True
     )
+
+
+def test_shapes_of_blocks_that_change_the_output():
+    """Some of them do not change the size of any tensor."""
+    saved = Config.from_flat(settings_of("none", "nowhere"))
+    for keys, name in (
+        ({"sliding_window_width": 7}, "sliding_window_width"),
+        ({"num_kv_heads": 2}, "num_kv_heads"),
+        ({"head_size": 16}, "head_size"),
+        ({"activation": "silu"}, "activation"),
+    ):
+        (difference,) = model_differences(saved, saved.updated(**keys))
+        assert difference.startswith(name)

@@ -179,6 +179,18 @@ def test_an_overflowing_perplexity_is_none():
     assert row["perplexity"] is None
 
 
+def test_models_with_a_sliding_window():
+    """A wider window changes nothing; blocks are rejected."""
+    model = small_gpt("kerple_log", window=6)
+    losses = [
+        [row["loss"] for row in evaluate_extrapolation(model, STREAM, [16], modes=[mode], progress=False)]
+        for mode in ("full", "window@6", "window@9", "window@3")
+    ]
+    assert losses[0] == losses[1] == losses[2] != losses[3]
+    with pytest.raises(UserError, match=r"blockwise@8 is not supported for models with sliding_window_width"):
+        evaluate_extrapolation(model, STREAM, [16], modes=["blockwise@8"], progress=False)
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

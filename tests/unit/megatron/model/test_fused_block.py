@@ -58,7 +58,7 @@ def assert_same_as_pytorch(monkeypatch, dtype: torch.dtype = torch.float32, rtol
         {"norm": "rmsnorm", "activation": "gelu_tanh"},
         {"parallel_residual": True, "activation": "silu"},
         {"norm_bias": False, "attention_bias": False, "mlp_bias": False},
-        {"norm": "rmsnorm", "activation": "swiglu", "attention_bias": False, "hidden_dropout": 0.2},
+        {"norm": "rmsnorm", "activation": "swiglu", "attention_bias": False, "num_kv_heads": 1},
         {"norm": "rmsnorm", "activation": "geglu", "parallel_residual": True, "qk_norm": True, "window": 3},
         {"activation": "relu", "pos_emb": "rotary", "checkpoint_every": 1},
         {"checkpoint_every": 2, "num_layers": 3, "pos_emb": "dape_kerple"},
@@ -72,20 +72,30 @@ def test_half_precision(monkeypatch):
     assert_same_as_pytorch(monkeypatch, torch.float16, rtol=1e-2)
 
 
-@pytest.mark.parametrize("parallel_residual", [False, True])
-def test_dropout_is_that_of_pytorch(parallel_residual, monkeypatch):
+@pytest.mark.parametrize(
+    "keys", [{}, {"parallel_residual": True}, {"activation": "swiglu", "attention_bias": False, "mlp_bias": False}]
+)
+def test_dropout_is_that_of_pytorch(keys, monkeypatch):
     """The same masks: in float32, since random numbers depend on the dtype."""
-    keys = {"hidden_dropout": 0.3, "parallel_residual": parallel_residual, "checkpoint_every": 1}
+    keys = {"hidden_dropout": 0.3, "checkpoint_every": 1, **keys}
     actual = values_and_gradients(small_model(torch.float32, **keys))
     monkeypatch.setattr(fused_block, "KERNEL_DEVICES", [])
     for name, values in values_and_gradients(small_model(torch.float32, **keys)).items():
         assert (actual[name] - values).norm() <= 2e-5 * values.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize(("norm", "activation"), [("layernorm", "gelu"), ("rmsnorm", "silu")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"norm": "rmsnorm", "activation": "silu"},
+        {"norm_bias": False},
+        {"norm": "rmsnorm", "activation": "swiglu", "mlp_bias": False},
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_self_check_passes(norm, activation, dtype):
-    block = small_model(torch.float32, norm=norm, activation=activation).blocks[0]
+def test_the_self_check_passes(keys, dtype):
+    block = small_model(torch.float32, **keys).blocks[0]
     assert fused_block.kernel_failure(block, DEVICE, dtype) is None
 
 

@@ -43,6 +43,17 @@ def test_initial_weights_are_those_of_gpt_neox():
     assert not torch.equal(model.blocks[0].mlp.dense_h_to_4h.weight, model.blocks[1].mlp.dense_h_to_4h.weight)
 
 
+def test_initial_weights_of_a_gated_mlp():
+    settings = ModelSettings(**SIZES, hidden_size=256, padded_vocab_size=128, activation="swiglu", qk_norm=True)
+    model = GPT(settings)
+    initialize(model.layers(), settings, seed=5, **INIT)
+    block = model.blocks[0]
+    for name, std in (("w1", 0.02), ("w3", 0.02), ("w2", 0.02 / (2 * 2) ** 0.5)):
+        assert getattr(block.mlp, name).weight.std().item() == pytest.approx(std, rel=0.02)
+    assert not torch.equal(block.mlp.w1.weight, block.mlp.w3.weight)
+    assert torch.equal(block.attention.query_norm.weight, torch.ones(64))
+
+
 @pytest.mark.parametrize(
     ("name", "std"),
     [
