@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import run_main
-from megatron.model import fused_block, gpt
+from megatron.model import attention, fused_block, gpt, layers
 from megatron.training.flops import PEAK_FLOPS, count_parameters, flops_per_token
 from tests.support.simulated_cuda import SimulatedCuda, environment, is_active
 from tests.support.simulated_cuda.traffic import Cost
@@ -48,12 +48,15 @@ EFFICIENCIES = ((1.0, 1.0), (0.7, 0.85))
 # Which part of the step a method computes, with the gradients of what it returns. Inner calls take precedence.
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (gpt.Embedding, "forward", "embedding"),
-    (gpt.SelfAttention, "forward", "attention"),
-    (gpt.SelfAttention, "position_tables", "attention"),
-    (gpt.MLP, "forward", "MLP"),
+    (attention.SelfAttention, "forward", "attention"),
+    (attention.SelfAttention, "position_tables", "attention"),
+    (layers.MLP, "forward", "MLP"),
+    (layers.GatedMLP, "forward", "MLP"),
     (nn.LayerNorm, "forward", "norms"),
+    (nn.RMSNorm, "forward", "norms"),
+    (layers.HeadNorm, "forward", "norms"),
     (gpt.TransformerBlock, "forward", "residuals"),
-    (gpt.SelfAttention, "context", "attention"),
+    (attention.SelfAttention, "context", "attention"),
     (fused_block._RowLinear, "apply", "attention"),
     (fused_block._ActivationLinear, "apply", "MLP"),
     (fused_block._NormLinear, "apply", "norms"),

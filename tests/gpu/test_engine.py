@@ -33,6 +33,8 @@ def third_step(recipe: str, *overrides: str) -> SimulatedCuda:
         ("small_bf16.yml", ("checkpoint-activations=false",)),
         ("small_bf16.yml", ("gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")),
         ("small_bf16.yml", ("fp16.enabled=false", "precision=fp32")),
+        ("modern_162M.yml", ()),
+        ("modern_162M.yml", ("use-qk-layernorm=true", "sliding-window-width=255")),
     ],
 )
 def test_a_step_does_not_wait_for_the_device(recipe, overrides):
