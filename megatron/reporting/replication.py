@@ -12,6 +12,7 @@ The block between the two markers in the README of the project is replaced too.
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +26,9 @@ from megatron.evaluation.records import RESULTS, Record, has_results, read_resul
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
 from megatron.reporting.checkpoint_figures import effective_length_plot
 from megatron.reporting.claims import PROTOCOL, VERDICTS, claims_table, evaluate_claims
-from megatron.reporting.differences import PairedLosses
+from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import ZOOM_RATIO, mean_position_curve, perplexity_measurements, perplexity_plot
-from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, format_number
+from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, format_number, slug
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
 from megatron.reporting.speed import benchmark_tables, read_benchmarks
@@ -44,7 +45,7 @@ from megatron.reporting.style import (
     render,
     thousands,
 )
-from megatron.reporting.tables import Cell, Row, Table, markdown
+from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -104,7 +105,7 @@ def texts(pages: Path) -> dict[Path, str]:
     results = evaluate_claims(records, times)
     verdicts = [result.verdict for result in results]
     tables = [table for table in perplexity_tables(records) if table.name.startswith("perplexity")]
-    tables += [*difference_tables(records), *resolution_tables(records), *time_tables]
+    tables += [*difference_tables(records), *mode_table(records), *resolution_tables(records), *time_tables]
     values = {
         "claims": _without_heading(claims_table(results)),
         "summary": ", ".join(
@@ -156,7 +157,7 @@ def figures(pages: Path) -> dict[Path, bytes]:
                 heads += [length for layer in record["effective_lengths"] for length in layer]
         if lengths:
             limit = max(record["length"] for record in records if record["kind"] == "effective_length")
-            drawings[f"effective-lengths-{setting.corpus}"] = partial(effective_length_plot, lengths, limit), SCREEN
+            drawings[slug("effective-lengths", setting.corpus)] = partial(effective_length_plot, lengths, limit), SCREEN
     return {folder / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
 
 
@@ -188,6 +189,25 @@ def _is_main(length: int, setting: Setting) -> bool:
     return setting.train_length is not None and length in (setting.train_length, 64 * setting.train_length)
 
 
+def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
+    """The loss with a window or in blocks minus that in mode full; no table if there are no such modes."""
+    losses = PairedLosses(records)
+    keys = {(setting_of(record), method_of(record), record["length"]) for record in records if record.get("groups")}
+    columns = sorted({(method.mode, length) for _, method, length in keys if method.mode != "full"})
+    lines: list[Row | Section] = []
+    for setting in _settings_of(records):
+        methods = {method.pos_emb for key, method, _ in keys if key == setting and method.mode != "full"}
+        lines += [Section(corpus_name(setting.corpus))] if methods else []
+        for method in published("kerple-3").ordered(Method(pos_emb) for pos_emb in sorted(methods)):
+            pairs = [
+                ((setting, replace(method, mode=mode), length), (setting, method, length)) for mode, length in columns
+            ]
+            lines.append(Row((display_name(method),), tuple(Cell(losses.text(*pair)) for pair in pairs)))
+    headers = tuple(f"{mode}, {length}" for mode, length in columns)
+    title = "Loss with a window or in blocks minus that with all keys"
+    return [Table("modes", title, ("method",), headers, tuple(lines), (DIFFERENCE_NOTE,))] if lines else []
+
+
 def _pilot(folder: Path) -> dict[str, object]:
     """The settings of the pilot by their losses at the training length, and the differences from the setting of the
     same method with the shortest name.
@@ -197,8 +217,10 @@ def _pilot(folder: Path) -> dict[str, object]:
     records: list[AnyRecord] = [
         record
         for record in read_results(folder)
-        if record["kind"] == "extrapolation" and record["length"] == record["train_length"]
+        if record["kind"] == "extrapolation" and record["length"] == record["train_length"] and record["loss"]
     ]
+    if not records:
+        raise UserError(f"{folder}: no losses at the training length")
     losses = PairedLosses(records)
     by_key = {(setting_of(record), method_of(record), record["length"]): record for record in records}
     lines = []
@@ -352,7 +374,9 @@ def _environments(records: Iterable[AnyRecord]) -> list[str]:
     found = dict.fromkeys(
         (entry["commit"], entry["machine"], entry["versions"]) for record in records if (entry := record["environment"])
     )
-    return [f"commit {commit or 'unknown'}, {machine}, {versions}" for commit, machine, versions in found]
+    return [
+        escape_markdown(f"commit {commit or 'unknown'}, {machine}, {versions}") for commit, machine, versions in found
+    ]
 
 
 def _step_times(path: Path) -> tuple[dict[str, list[float]], list[Table]]:

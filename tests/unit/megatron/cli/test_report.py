@@ -46,3 +46,11 @@ def test_invalid_arguments_and_results_are_rejected(tmp_path):
     with pytest.raises(UserError, match="--reference t5: there are no results of this method; choose one of alibi"):
         main([str(tmp_path / "good"), "--reference", "t5", *output])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_pages_of_the_replication(tmp_path, capsys):
+    pages = tmp_path / "docs" / "results"
+    main(["--replication", str(pages)])
+    assert capsys.readouterr().out.splitlines()[0] == str(pages / "README.md")
+    with pytest.raises(UserError, match=r"nowhere: no results\.jsonl"):
+        main([str(tmp_path / "nowhere"), "--replication", str(pages)])
