@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from megatron.checkpoint.configuration import model_differences
 from megatron.checkpoint.convert import to_hugging_face
+from megatron.checkpoint.convert.hugging_face_config import stock_type
 from megatron.checkpoint.convert.output import check_new_folder
 from megatron.checkpoint.directory import STEP, find_damage
 from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
@@ -29,7 +30,8 @@ from megatron.config.yaml_files import read_file
 from megatron.inference import load_model
 from megatron.tokenizer import TokenizerFiles
 
-ARCHITECTURES = ("neox", "mistral", "llama")
+# --architecture -> model_type of transformers.
+ARCHITECTURES = {"neox": "gpt_neox", "mistral": "mistral", "llama": "llama"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="dtype of the weights; auto: unchanged (default)",
     )
     parser.add_argument(
-        "--architecture", choices=ARCHITECTURES, default="neox", help="only neox is supported (default)"
+        "--architecture",
+        choices=tuple(ARCHITECTURES),
+        help="class of transformers that the model must have (default: the one with its structure)",
     )
     parser.add_argument("--no-save-tokenizer", action="store_true", help="convert only the model")
     parser.add_argument(
@@ -55,15 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     match = STEP.fullmatch(options.input_dir.name)
     if match is None:
         raise UserError(f"--input_dir {options.input_dir} is not a folder named global_stepN; give that of one step")
-    if options.architecture != "neox":
-        raise UserError(
-            f"--architecture {options.architecture} is not supported: all models have GPT-NeoX's architecture; use neox"
-        )
     check_new_folder(options.output_dir)
     if damage := find_damage(options.input_dir):
         raise UserError(damage)
     model, saved = load_model(options.input_dir.parent, int(match[1]))
     config = _with_keys_of(options.config_file, saved)
+    model_type = stock_type(config) or "gpt_neox"  # other positional methods have GPT-NeoX's blocks
+    if options.architecture is not None and model_type != ARCHITECTURES[options.architecture]:
+        raise UserError(
+            f"--architecture {options.architecture}: the model has the structure of {model_type}; remove the option"
+        )
     tokenizer = None
     if not options.no_save_tokenizer:
         tokenizer = TokenizerFiles.of(config)

@@ -110,16 +110,8 @@ def to_hugging_face(
         (folder / "README.md").write_text(card, encoding="utf-8")
 
         written = load_written(folder, values["architectures"][0] if stock else None)
-        check = check_same_rotary_logits if stock else check_same_logits
         kind = values["architectures"][0] if stock else f"self-contained model ({config.model.pos_emb})"
-        check(
-            rounded(model, dtype),
-            lambda tokens: written(tokens, use_cache=False).logits,
-            settings.padded_vocab_size,
-            config,
-            f"{output}: {kind}",
-            report,
-        )
+        compare(rounded(model, dtype), written, stock is not None, config, f"{output}: {kind}", report)
 
 
 def from_hugging_face(
@@ -187,15 +179,24 @@ def from_hugging_face(
         if dtype is not None:
             reference = reference.to(dtype).float()
         load_layers(layers, step)
-        check = check_same_logits if model_type == "kerple" else check_same_rotary_logits
-        check(
-            model,
-            lambda tokens: reference(tokens, use_cache=False).logits,
-            settings.padded_vocab_size,
-            config,
-            f"{output}: checkpoint from {source}",
-            report,
-        )
+        compare(model, reference, model_type != "kerple", config, f"{output}: checkpoint from {source}", report)
+
+
+def compare(ours: GPT, theirs: Any, stock: bool, config: Config, name: str, report: Report) -> None:
+    """Raises CheckpointError if the logits of a model of transformers differ. stock: it is part of transformers, so its
+    angles are float32. `name` describes the output.
+    """
+
+    def logits(tokens: Tensor) -> Tensor:
+        output: Tensor = theirs(tokens, use_cache=False).logits
+        return output
+
+    vocabulary = ours.settings.padded_vocab_size
+    if stock:
+        frequencies = theirs.base_model.rotary_emb.original_inv_freq
+        check_same_rotary_logits(ours, logits, frequencies, vocabulary, config, name, report)
+    else:
+        check_same_logits(ours, logits, vocabulary, config, name, report)
 
 
 def load_written(folder: Path, architecture: str | None) -> Any:

@@ -123,14 +123,14 @@ def check_same_logits(
 
 
 def check_same_rotary_logits(
-    ours: GPT, theirs: Logits, vocabulary: int, config: Config, name: str, report: Report
+    ours: GPT, theirs: Logits, frequencies: Tensor, vocabulary: int, config: Config, name: str, report: Report
 ) -> None:
     """`check_same_logits` for a rotary model and its transformers counterpart, which computes angles in float32.
 
     Compares with a copy of `ours` that does the same, and reports how much the rounding of the angles changes the
-    logits.
+    logits. frequencies: transformers' inverse frequencies `[r/2]`, float32.
     """
-    check_same_logits(with_float32_angles(ours), theirs, vocabulary, config, name, report)
+    check_same_logits(with_float32_angles(ours, frequencies), theirs, vocabulary, config, name, report)
     longest = compared_lengths(config)[-1]
     rounding = largest_difference(ours, theirs, vocabulary, (longest,))
     report(
@@ -152,12 +152,21 @@ def compared_lengths(config: Config) -> tuple[int, ...]:
     return min(length, MAX_COMPARED_LENGTH), longer
 
 
-def with_float32_angles(model: GPT) -> GPT:
-    """A copy of a rotary model that computes its angles in float32, as transformers does."""
+def with_float32_angles(model: GPT, frequencies: Tensor | None = None) -> GPT:
+    """A copy of a rotary model that computes its angles in float32, as transformers does.
+
+    frequencies: those of transformers, which replace the scaled frequencies if they are the same except for rounding:
+    the last bit of a frequency changes the angle at position 2,560 by up to 1e-4.
+    """
     copied = copy.deepcopy(model)
     for method in copied.positional_methods().values():
         angles: Any = method.angles
-        method.angles = type(angles)(angles.size, angles.base, torch.float32, angles.frequencies, angles.scale)
+        values = angles.frequencies
+        if values is not None and frequencies is not None and len(values) == len(frequencies):
+            own = torch.tensor(values, dtype=torch.float64)
+            if torch.allclose(own, frequencies.double(), rtol=1e-5, atol=0):
+                values = frequencies.tolist()
+        method.angles = type(angles)(angles.size, angles.base, torch.float32, values, angles.scale)
     return copied
 
 

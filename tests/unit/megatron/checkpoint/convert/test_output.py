@@ -79,3 +79,14 @@ def test_float32_angles_change_a_copy():
         before = model(tokens)
         assert 0 < largest_difference(model, with_float32_angles(model), VOCABULARY, (4000,)) < 1e-2
         assert torch.equal(model(tokens), before)
+
+
+def test_float32_frequencies_of_transformers_replace_equal_ones():
+    """Only those that are the same except for rounding."""
+    model, _ = make_model("rotary", pos_emb_options={"scaling": "linear", "factor": 3})
+    own = model.blocks[0].attention.rpe.angles.frequencies
+    rounded = torch.tensor(own) * (1 + 1e-6)
+    for frequencies, expected in ((rounded, rounded.tolist()), (rounded * 1.001, own), (rounded[:2], own)):
+        copied = with_float32_angles(model, frequencies)
+        assert copied.blocks[0].attention.rpe.angles.frequencies == tuple(expected)
+    assert model.blocks[0].attention.rpe.angles.frequencies == own
