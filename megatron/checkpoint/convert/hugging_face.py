@@ -50,6 +50,7 @@ from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.tokenizer import TokenizerFiles
+from megatron.utils.errors import first_line
 
 
 def to_hugging_face(
@@ -219,12 +220,19 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """transformers' own float32 model, built from a config.json and tensors."""
     transformers = import_transformers()
     # Other keys make transformers quantize, download kernels, or fail with errors of its own.
-    theirs = {name: value for name, value in theirs.items() if name in KNOWN_KEYS}
+    theirs = {
+        name: value
+        for name, value in theirs.items()
+        if name in KNOWN_KEYS and (value is not None or name == "sliding_window")
+    }
     model_type = theirs.pop("model_type")
     if model_type != "kerple":
         architecture = llama.ARCHITECTURES.get(model_type, "GPTNeoXForCausalLM")
-        config = transformers.AutoConfig.for_model(model_type, **theirs)
-        model = getattr(transformers, architecture).from_pretrained(None, config=config, state_dict=tensors)
+        try:
+            config = transformers.AutoConfig.for_model(model_type, **theirs)
+            model = getattr(transformers, architecture).from_pretrained(None, config=config, state_dict=tensors)
+        except Exception as error:  # each class has its own checks
+            raise CheckpointError(f"config.json: transformers cannot build the model: {first_line(error)}") from error
         return model.float().eval()
     package = f"_reference_model_{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:

@@ -283,7 +283,7 @@ def _rotary_keys(theirs: Mapping[str, Any], source: str, names: Mapping[str, tup
         raise CheckpointError(f"{source}: partial_rotary_factor {keys['rotary_pct']!r} is not supported; only 1 is")
     if rope_type == "default":
         return keys
-    if rope_type not in SCALINGS:
+    if not isinstance(rope_type, str) or rope_type not in SCALINGS:
         raise CheckpointError(f"{source}: rope_type {rope_type!r} is not supported; default, {', '.join(SCALINGS)} are")
     known = {"rope_type", "type", *SCALINGS[rope_type].values(), *(name for name, _, _ in names.values())}
     for name, value in rope.items():

@@ -64,13 +64,13 @@ SAME_VALUE = {
     "init_method_std": "initializer_range",
 }
 
-# Other keys that `keys_from` reads.
+# Other keys that `keys_from` reads: in all families, and in some.
 OTHER_KEYS = (
-    *("model_type", "head_dim", "intermediate_size", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+    *("model_type", "head_dim", "intermediate_size", "hidden_act", "tie_word_embeddings", "layer_types"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
 )
-KNOWN_KEYS = frozenset((*SAME_VALUE.values(), *OTHER_KEYS))
+FAMILY_KEYS = ("attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers")
+KNOWN_KEYS = frozenset((*SAME_VALUE.values(), *OTHER_KEYS, *FAMILY_KEYS))
 
 # Keys that do not change the model's output.
 IGNORED_KEYS = ("use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -155,7 +155,11 @@ def keys_from(theirs: Mapping[str, Any], defaults: Mapping[str, Any], source: st
     for name in REJECTED_KEYS:
         if theirs.get(name) is not None:
             raise CheckpointError(f"{source}: {name} is not supported; {theirs['model_type']} models do not have it")
-    values = {**{name: value for name, value in defaults.items() if name in KNOWN_KEYS}, **theirs}
+    values = {name: value for name, value in defaults.items() if name in KNOWN_KEYS}
+    for name, value in theirs.items():
+        ignored = name in FAMILY_KEYS and name not in defaults  # by transformers too
+        if not ignored and (value is not None or name == "sliding_window"):
+            values[name] = value
     for name, default in defaults.items():
         if name not in KNOWN_KEYS and values.get(name, default) != default:
             raise CheckpointError(f"{source}: {name} {values[name]!r} is not supported; only {default!r} is")
@@ -195,14 +199,15 @@ def _window(values: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -
     if window is not None and (not isinstance(window, int) or window < 2):
         raise CheckpointError(f"{source}: sliding_window {window!r} is not supported; it must be at least 2")
     types = theirs.get("layer_types")
-    if types is None:
-        first = values.get("max_window_layers", 0)
-        types = [WINDOWED if window is not None and layer >= first else FULL for layer in range(layers)]
-    kinds = set(types)
-    if len(types) != layers or not kinds <= {WINDOWED, FULL}:
-        raise CheckpointError(f"{source}: layer_types {types!r} is not supported")
+    if types is not None:
+        key, kinds = "layer_types", set(types)
+        if len(types) != layers or not kinds <= {WINDOWED, FULL}:
+            raise CheckpointError(f"{source}: layer_types {types!r} is not supported")
+    else:
+        first = 0 if window is None else values.get("max_window_layers", 0)
+        key = f"max_window_layers {first}"
+        kinds = {FULL} if window is None or first >= layers else {WINDOWED} if first <= 0 else {FULL, WINDOWED}
     if len(kinds) > 1:
-        key = "layer_types" if theirs.get("layer_types") is not None else f"max_window_layers {first}"
         raise CheckpointError(
             f"{source}: {key} gives only some of the layers a sliding window, which is not supported; all or none "
             "must have it"

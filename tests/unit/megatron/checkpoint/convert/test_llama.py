@@ -1,5 +1,6 @@
 """Llama, Mistral, Qwen2 and Qwen3: imported and exported models have the logits of transformers' own."""
 
+import contextlib
 import json
 
 import pytest
@@ -9,11 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
 from megatron.checkpoint.convert.hugging_face_config import config_from
+from megatron.checkpoint.convert.llama import KNOWN_KEYS
 from megatron.checkpoint.storage import CheckpointError
+from megatron.config import Config, UserError
 from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
 from tests.support.families import FAMILIES, family_model
+from tests.support.hostile_files import WRONG_VALUES
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -40,7 +44,7 @@ def test_import_and_export(name, tmp_path):
 
 @torch.no_grad()
 def test_files_of_transformers_4(tmp_path):
-    """rope_theta and rope_scaling at the top level, and defaults left out."""
+    """rope_theta and rope_scaling at the top level, defaults left out, and keys without effect."""
     theirs = family_model(tmp_path / "hf", "llama 3.1")
     path = tmp_path / "hf" / "config.json"
     keys = json.loads(path.read_text())
@@ -48,7 +52,9 @@ def test_files_of_transformers_4(tmp_path):
     keys["rope_theta"] = scaling.pop("rope_theta")
     for name in ("head_dim", "attention_bias", "mlp_bias", "layer_types"):
         keys.pop(name, None)
-    path.write_text(json.dumps({**keys, "rope_scaling": scaling, "some_metadata": [1]}))
+    # Llama ignores the last two.
+    other = {"rope_scaling": scaling, "some_metadata": [1], "sliding_window": 5}
+    path.write_text(json.dumps({**keys, **other}))
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
     tokens = random_tokens(1, LONG)
     assert (load_model(tmp_path / "ours")[0](tokens) - theirs(tokens).logits).abs().max() < 1e-4
@@ -152,6 +158,15 @@ LLAMA = {
 def test_unsupported_settings_are_named(keys, message):
     with pytest.raises(CheckpointError, match=f"config.json: {message}"):
         config_from({**LLAMA, **keys}, "config.json")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_wrong_values_of_every_key(model_type):
+    """A UserError, or a configuration of this project."""
+    for name in sorted(KNOWN_KEYS - {"model_type"}):
+        for value in (*WRONG_VALUES, 10**18):
+            with contextlib.suppress(UserError):
+                Config.from_flat(config_from({**LLAMA, "model_type": model_type, name: value}, "config.json"))
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):
