@@ -3,7 +3,7 @@
     README.md                          claims, main figure and table
     pilot.md                           the runs that selected the settings
     replication/tables.md, *.png       all tables and figures
-    replication/NAME/results.jsonl     the records of the sweep NAME; those of `pilot` are used for pilot.md only
+    replication/NAME/results.jsonl     the records of the sweep NAME; those of `pilot*` are used for pilot.md only
     replication/step_times.json        written by benchmarks/train_step.py --json (optional)
 
 The block between the two markers in the README of the project is replaced too.
@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron.evaluation.records import RESULTS, Record, has_results, read_results
+from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
 from megatron.reporting.checkpoint_figures import effective_length_plot
 from megatron.reporting.claims import PROTOCOL, VERDICTS, claims_table, evaluate_claims
@@ -119,7 +119,7 @@ def texts(pages: Path) -> dict[Path, str]:
     contents = {
         pages / "README.md": _render("results.md.j2", **values),
         pages / RECORDS / "tables.md": "# Tables\n\n" + "\n".join(markdown(table) for table in tables),
-        pages / "pilot.md": _render("pilot.md.j2", **_pilot(pages / RECORDS / PILOT)),
+        pages / "pilot.md": _render("pilot.md.j2", **_pilot(pages)),
     }
     readme = pages.resolve().parents[1] / "README.md"
     if readme.is_file() and START in (text := readme.read_text(encoding="utf-8")):
@@ -208,39 +208,47 @@ def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
     return [Table("modes", title, ("method",), headers, tuple(lines), (DIFFERENCE_NOTE,))] if lines else []
 
 
-def _pilot(folder: Path) -> dict[str, object]:
-    """The settings of the pilot by their losses at the training length, and the differences from the setting of the
-    same method with the shortest name.
+def _pilot(pages: Path) -> dict[str, object]:
+    """The settings of the pilots by their losses at the training length, and the differences from the setting of the
+    same method and training length with the shortest name.
     """
-    if not has_results(folder):
+    records: list[AnyRecord] = []
+    for folder in _folders(pages, pilot=True):
+        found: list[AnyRecord] = [*read_results(folder)]
+        records += [record for record in found if (record["kind"], record["mode"]) == ("extrapolation", "full")]
+    keys = {(setting_of(record), method_of(record), record["length"]): record for record in records}
+    trained = {key: record for key, record in keys.items() if key[2] == record["train_length"]}
+    if not trained:
         return {"table": "", "environments": []}
-    records: list[AnyRecord] = [
-        record
-        for record in read_results(folder)
-        if record["kind"] == "extrapolation" and record["length"] == record["train_length"] and record["loss"]
-    ]
-    if not records:
-        raise UserError(f"{folder}: no losses at the training length")
-    losses = PairedLosses(records)
-    by_key = {(setting_of(record), method_of(record), record["length"]): record for record in records}
+    losses, shortest = PairedLosses(records), min(record["length"] for record in records)
+
+    def cell(record: AnyRecord | None) -> str:
+        return f"{record['loss']:.4f} ± {record['stderr'] or 0:.4f}" if record and record["loss"] else NOT_MEASURED
+
     lines = []
-    for key in sorted(by_key, key=lambda key: by_key[key]["loss"]):
-        name, _, label = key[1].pos_emb.partition(" (")
-        same_method = [other for other in by_key if other[1].pos_emb.partition(" (")[0] == name]
-        base = min(same_method, key=lambda other: len(other[1].pos_emb))
-        record = by_key[key]
-        texts = [f"{record['loss']:.4f} ± {record['stderr'] or 0:.4f}", format_number(record["perplexity"])]
+    for key in sorted(trained, key=lambda key: (key[2], trained[key]["loss"])):
+        setting, method, length = key
+        pos_emb = method.pos_emb.partition(" (")[0]
+        same = [other for other in trained if other[1].pos_emb.partition(" (")[0] == pos_emb and other[2] == length]
+        base = min(same, key=lambda other: len(_run_name(trained[other])))
+        texts = [cell(trained[key]), format_number(trained[key]["perplexity"])]
         texts.append("" if base == key else losses.text(key, base))
-        best = record["loss"] == min(by_key[other]["loss"] for other in same_method)
-        labels = label.removesuffix(")") or name, display_name(Method(name))
-        lines.append(Row(labels, tuple(Cell(text, best=best and text != "") for text in texts)))
-    columns = ("loss", "perplexity", "loss minus that of the method's default setting")
-    table = Table("pilot", "Pilot", ("setting", "method"), columns, tuple(lines))
+        texts.append(cell(keys.get((setting, method, shortest))))
+        best = trained[key]["loss"] == min(trained[other]["loss"] for other in same)
+        labels = _run_name(trained[key]), display_name(Method(pos_emb)), str(length)
+        lines.append(Row(labels, (Cell(texts[0], best=best), *map(Cell, texts[1:]))))
+    columns = ("loss", "perplexity", "loss minus that of the default setting", f"loss at {shortest}")
+    table = Table("pilot", "Pilot", ("setting", "method", "trained at length"), columns, tuple(lines))
     facts = {
         "tokens": max(record["tokens"] for record in records),
         "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in records),
     }
     return {"table": _without_heading(table), "environments": _environments(records), **facts}
+
+
+def _run_name(record: AnyRecord) -> str:
+    """The name of the run's folder, in which a sweep writes `checkpoints`."""
+    return Path((record["checkpoint"] or {}).get("path") or "unknown/checkpoints").parent.name
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -327,9 +335,14 @@ def position_difference_plot(curves: PositionDifferences, length: int, style: St
 
 
 def _read(pages: Path) -> list[AnyRecord]:
-    """The records of all sweeps except the pilot."""
-    folders = sorted(path.parent for path in (pages / RECORDS).glob(f"*/{RESULTS}") if path.parent.name != PILOT)
-    return [*read_results(folders)]
+    """The records of all sweeps except the pilots."""
+    return [*read_results(_folders(pages, pilot=False))]
+
+
+def _folders(pages: Path, *, pilot: bool) -> list[Path]:
+    """The folders of the sweeps whose names start with `pilot`, or of the others."""
+    folders = (path.parent for path in (pages / RECORDS).glob(f"*/{RESULTS}"))
+    return sorted(folder for folder in folders if folder.name.startswith(PILOT) == pilot)
 
 
 def _run(record: AnyRecord) -> str | None:

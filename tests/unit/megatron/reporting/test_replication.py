@@ -27,7 +27,7 @@ def sweep_records(corpus, methods, seeds=(1, 2)):
                 keys |= {"corpus": corpus, "train_length": 128, "mode": mode, "measurement": "cd"}
                 entry = {**record(pos_emb, length, 8.0 + number, seed, **keys), "environment": ENVIRONMENT}
                 entry["checkpoint"] |= {
-                    "path": f"/home/user/{pos_emb}/{seed}",
+                    "path": f"/home/user/{seed}/{pos_emb}/checkpoints",
                     "fingerprint": f"{pos_emb}{seed}{corpus}",
                 }
                 positions = {"edges": [0, 128, length], "losses": [3.123456789, loss], "counts": [9, 9]}
@@ -52,6 +52,10 @@ def pages(tmp_path):
     add_results(prose.parents[1], folder)
     pilot = sweep_records("debian_c", ("kerple_log (log)", "alibi (alibi)", "kerple_log (log-factor10)"), seeds=(1,))
     add_results(write(tmp_path / "runs" / "pilot", pilot), folder)
+    long = sweep_records("debian_c", ("kerple_log",), seeds=(1,))
+    for entry in long:
+        entry["train_length"] = 1024
+    add_results(write(tmp_path / "runs" / "pilot-1024", long), folder)
     (tmp_path / "README.md").write_text(f"before\n{START}\nan earlier block\n{END}\nafter\n")
     return folder
 
@@ -100,9 +104,11 @@ def test_the_pages(pages, tmp_path):
     prose = tables.partition("**Prose, full**")[2].partition("**Prose, window@128**")[0]
     assert "xPos" not in prose
     pilot = contents["docs/results/pilot.md"]
-    rows = [line.split(" | ")[0] for line in pilot.splitlines() if line.startswith("| ")][2:]
-    assert rows == ["| log", "| alibi", "| log-factor10"]
-    assert "+0.2" in pilot.split("| log-factor10")[1]
+    rows = [line.strip("| ").split(" | ") for line in pilot.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == ["kerple_log (log)", "alibi (alibi)", "kerple_log (log-factor10)", "kerple_log"]
+    assert [row[2] for row in rows] == ["128", "128", "128", "1024"]
+    assert rows[2][5].startswith("+0.2")
+    assert rows[3][6].startswith("2.1")  # at length 128
 
 
 def test_the_main_table_has_the_training_length_and_64_times_it(pages):
