@@ -116,8 +116,8 @@ def test_gpt2_tokenizer(tmp_path, archive, run):
         ),
         (
             "preprocess_data",
-            ["--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "SPMTokenizer"],
-            "error: tokenizer-type SPMTokenizer is not supported",
+            ["--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "TiktokenTokenizer"],
+            "error: tokenizer-type TiktokenTokenizer is not supported",
         ),
         (
             "count_subsets",

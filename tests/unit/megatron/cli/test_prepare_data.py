@@ -39,7 +39,10 @@ def test_dataset_from_a_file(tmp_path):
     [
         (["github"], "error: github needs a source: pass --from"),
         (["wikitext"], "error: unknown dataset 'wikitext'"),
-        (["-t", "SPMTokenizer", "--from", "a.jsonl", "pile"], "error: tokenizer-type SPMTokenizer is not supported"),
+        (
+            ["-t", "TiktokenTokenizer", "--from", "a.jsonl", "pile"],
+            "error: tokenizer-type TiktokenTokenizer is not supported",
+        ),
     ],
 )
 def test_errors(arguments, message, capsys):

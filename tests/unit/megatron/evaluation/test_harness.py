@@ -7,7 +7,7 @@ from lm_eval.api.instance import Instance
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.evaluation.harness import HarnessModel, evaluate_tasks
 from megatron.inference import load_model
-from megatron.tokenizer import TokenizerFiles, build_tokenizer
+from megatron.tokenizer import CharLevelTokenizer, TokenizerFiles, build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import quiet
@@ -133,6 +133,29 @@ def test_log_likelihoods_in_chunks_and_batches(models):
         expected = logits.log_softmax(-1).gather(1, continuation[:, None]).sum().item()
         assert value == pytest.approx(expected, abs=1e-4)
         assert greedy == (logits.argmax(-1).equal(continuation))
+
+
+def test_a_tokenizer_that_puts_a_token_before_texts(models):
+    """That token, once, precedes a text whose perplexity is measured, an empty context and a context."""
+
+    class WithBos(CharLevelTokenizer):
+        bos = 7
+
+        def tokenize(self, text):
+            return [self.bos, *super().tokenize(text)]
+
+    model = models["kerple_log"][0]
+    harness = HarnessModel(model, WithBos(), rolling_length=64, report=quiet)
+    text = PYTHON[:40]
+    tokens = torch.tensor([7, *text.encode()])
+    with torch.no_grad():
+        values = model(tokens[None, :-1])[0].double().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    (rolling,) = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in (("", text), (text[:9], text[9:]))]
+    (empty, _), (partial, _) = harness.loglikelihood(requests)
+    assert rolling == pytest.approx(values.sum().item(), abs=1e-4)
+    assert empty == pytest.approx(values.sum().item(), abs=1e-4)
+    assert partial == pytest.approx(values[9:].sum().item(), abs=1e-4)
 
 
 def test_a_stop_sequence_of_several_tokens_ends_the_text(models):
