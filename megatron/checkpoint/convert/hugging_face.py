@@ -35,13 +35,13 @@ from megatron.checkpoint.convert.output import (
 from megatron.checkpoint.convert.sources import load_modeling_file, self_contained_files, unload_package
 from megatron.checkpoint.convert.tokenizer_files import copy_tokenizer, special_ids, write_tokenizer
 from megatron.checkpoint.convert.weights import (
-    POSITIONAL_TARGET,
     SAFETENSORS,
     cast,
     check_tensors,
     fill,
     hugging_face_tensors,
     layers_with_weights,
+    positional_prefixes,
     read_hugging_face,
 )
 from megatron.checkpoint.layers import layer_state, load_layers
@@ -98,10 +98,10 @@ def to_hugging_face(
         tensors = hugging_face_tensors(model, dtype, stock or "kerple")
         if stock is None:
             # The self-contained model keeps all buffers of its positional methods in the file.
-            methods = model.positional_methods()
-            for index, method in methods.items():
-                prefix = POSITIONAL_TARGET.format(method=0 if len(methods) == 1 else index - 2)
-                tensors.update({prefix + name: cast(buffer, dtype) for name, buffer in method.named_buffers()})
+            prefixes = positional_prefixes(model)
+            for index, method in model.positional_methods().items():
+                buffers = method.named_buffers()
+                tensors.update({prefixes[index] + name: cast(buffer, dtype) for name, buffer in buffers})
             for name, text in self_contained_files(method_class(config.model.pos_emb)).items():
                 (folder / name).write_text(text, encoding="utf-8")
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
@@ -155,18 +155,15 @@ def from_hugging_face(
         with torch.device("meta"):
             model = GPT(settings).eval()
         file_dtype = dtype or next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-        # Self-contained models store buffers that our layer files omit, as gpt_neox.positional.METHOD.NAME.
+        # Self-contained models store buffers that our layer files omit.
+        prefixes = positional_prefixes(model)
         computed = {
-            name
-            for method in model.positional_methods().values()
+            prefixes[index] + name
+            for index, method in model.positional_methods().items()
             for name, _ in method.named_buffers()
             if name not in method.state_dict()
         }
-        own_tensors = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if not (name.startswith("gpt_neox.positional.") and name.split(".", 3)[3] in computed)
-        }
+        own_tensors = {name: tensor for name, tensor in tensors.items() if name not in computed}
         check_tensors(model, own_tensors, source, model_type)
         model = GPT(settings).eval()
         fill(model, own_tensors, model_type)

@@ -51,8 +51,9 @@ FINAL_NORM_NAMES = {
 # Layer L+4.
 OUTPUT_NAMES = {"final_linear.weight": "embed_out.weight"}
 
-# Parameters of the positional method, which only self-contained models have. A shared method is stored once.
-POSITIONAL_TARGET = "gpt_neox.positional.{method}."
+# Prefixes of the positional method's parameters, which only self-contained models have: one method for all layers, or one
+# per layer.
+SHARED_POSITIONAL, LAYER_POSITIONAL = "gpt_neox.positional.", "gpt_neox.layers.{block}.attention.positional."
 
 # Other names of the same tensors in some files, and tensors that are computed.
 SYNONYMS = {"lm_head.weight": "embed_out.weight"}
@@ -62,7 +63,7 @@ COMPUTED = re.compile(
 )
 
 # Tensors of positional methods, whose buffers may be integers: `check_tensors` compares their dtypes with the model's.
-POSITIONAL = re.compile(r"gpt_neox\.positional\..*")
+POSITIONAL = re.compile(r"gpt_neox\.(layers\.\d+\.attention\.)?positional\..*")
 
 SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 
@@ -79,20 +80,27 @@ def hugging_face_names(model: GPT) -> dict[tuple[int, str], str]:
     """(layer index, our name) -> Hugging Face's name, for all tensors of the model except tied output weights. Raises
     CheckpointError for a tensor without a Hugging Face name.
     """
-    shared = all(method.shared for method in model.positional_methods().values())
+    prefixes = positional_prefixes(model)
     names = {}
     for index, layer in layers_with_weights(model).items():
         table = layer_names(index, model.settings)
         for name in tensors_of(layer):
             prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)
             if prefix is not None:
-                method = 0 if shared or index == 0 else index - 2
-                names[index, name] = POSITIONAL_TARGET.format(method=method) + name.removeprefix(prefix)
+                names[index, name] = prefixes.get(index, SHARED_POSITIONAL) + name.removeprefix(prefix)
             elif name in table:
                 names[index, name] = table[name]
             else:
                 raise CheckpointError(f"layer {index}: {name} has no counterpart in Hugging Face's model")
     return names
+
+
+def positional_prefixes(model: GPT) -> dict[int, str]:
+    """Layer index -> prefix of its positional method's names; one entry if the layers share the method."""
+    methods = model.positional_methods()
+    if all(method.shared or method.embeds for method in methods.values()):
+        return dict.fromkeys(methods, SHARED_POSITIONAL)
+    return {index: LAYER_POSITIONAL.format(block=index - 2) for index in methods}
 
 
 def layers_with_weights(model: GPT) -> dict[int, nn.Module]:

@@ -1,0 +1,285 @@
+"""Causal attention with a positional method: softmax(weight * q.k / sqrt(d) + bias) v, or with scores from the method.
+
+`attn_implementation` selects how it is computed:
+
+    eager             in PyTorch operations: scores are float32, for a few queries at a time
+    sdpa              PyTorch's scaled_dot_product_attention, with the bias in its mask
+    flex_attention    PyTorch's FlexAttention, with bias and weight in its score_mod
+
+Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, c and l queries and
+keys of a chunk.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Number of queries whose scores or masks are in memory at a time.
+CHUNK = 128
+
+# Name -> whether it can compute a method's attention.
+IMPLEMENTATIONS = {
+    "eager": lambda method: True,
+    "sdpa": lambda method: not (method.modifies_scores or method.scales_qk or method.has_weight),
+    "flex_attention": lambda method: not (method.modifies_scores or method.scales_qk),
+}
+
+
+@dataclass
+class Layout:
+    """Which of the keys are padding, and the positions of the new tokens.
+
+    Padding is before or after a row's text, so distances between a row's tokens are the same as without padding. Only
+    methods that change the embeddings or the scores need the positions.
+
+    Attributes:
+        cached: number of tokens in the cache; a tensor in a compiled graph with a static cache.
+        total: number of keys, t; the size of a static cache in a compiled graph.
+        padded: bool `[b, t]`, True for padding; None if there is none.
+        positions: int64 `[b, s]`; None for cached, cached + 1 ...
+        starts: for each row, the index of its position 0; None if it is 0 in all rows.
+        texts: (row, first, last, layout) of each text in packed sequences.
+    """
+
+    cached: int | Tensor
+    total: int
+    padded: Tensor | None = None
+    positions: Tensor | None = None
+    starts: list[int] | None = None
+    texts: list[tuple[int, int, int, "Layout"]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, method, hidden, attention_mask, position_ids, cache) -> "Layout":
+        """For new tokens `hidden` `[b, s, e]`. Raises ValueError for a mask that is not `[b, t]` or has padding inside a
+        text, and for positions that are not consecutive in a text.
+        """
+        batch, new = hidden.shape[:2]
+        cached = 0 if cache is None else cache.get_seq_length()
+        needs_positions = method.embeds or method.modifies_scores
+        # Graphs without breaks, in which values are unknown, are only possible for methods that need no positions.
+        traced = torch.compiler.is_compiling() and not (needs_positions or method.rotates or method.scales_qk)
+        if isinstance(cached, Tensor) and not traced:
+            cached = int(cached)
+        total = cache.layers[0].max_cache_len if isinstance(cached, Tensor) else cached + new
+        layout = cls(cached, total)
+        if attention_mask is not None:
+            # The mask of a static cache is longer, as its last places are empty.
+            if attention_mask.dim() != 2 or attention_mask.shape[1] < total:
+                raise ValueError(
+                    f"attention_mask must be [batch, {total}] (cached and new tokens), not {[*attention_mask.shape]}"
+                )
+            layout._set_padding(attention_mask[:, :total].bool(), traced)
+        if position_ids is not None or layout.padded is not None:
+            layout._set_positions(position_ids, batch, new, needs_positions)
+        return layout
+
+    def _set_padding(self, text: Tensor, traced: bool) -> None:
+        if not traced:
+            if text.all():
+                return
+            segments = text[:, 0].long() + (text[:, 1:] & ~text[:, :-1]).sum(dim=1)
+            if (segments > 1).any():
+                raise ValueError("attention_mask has padding inside a text; put all padding before the text")
+        self.padded = ~text
+
+    def _set_positions(self, positions: Tensor | None, batch: int, new: int, needed: bool) -> None:
+        text = None if self.padded is None else ~self.padded
+        if positions is None:
+            if not needed:
+                return
+            positions = (text.long().cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
+        else:
+            positions = positions.expand(batch, new)
+            if new > 1:
+                jumps = positions.diff(dim=1) != 1
+                if text is not None:
+                    jumps = jumps & text[:, -new + 1 :] & text[:, -new:-1]
+                if jumps.any():
+                    self._set_texts(positions, jumps)
+        if not needed:
+            return
+        self.positions = positions
+        first = (
+            torch.zeros_like(positions[:, :1]) if text is None else text[:, -new:].long().argmax(dim=1, keepdim=True)
+        )
+        starts = self.cached + first - positions.gather(1, first)
+        self.starts = starts.flatten().tolist() if starts.any() else None
+
+    def _set_texts(self, positions: Tensor, jumps: Tensor) -> None:
+        if self.padded is not None or self.cached:
+            raise ValueError(
+                "position_ids must be consecutive in each text; to pack several texts in a row, give neither "
+                "attention_mask nor cached tokens"
+            )
+        for row, row_jumps in enumerate(jumps):
+            borders = [0, *(row_jumps.nonzero().flatten() + 1).tolist(), positions.shape[1]]
+            for first, last in zip(borders[:-1], borders[1:], strict=True):
+                layout = Layout(0, last - first, starts=[-int(positions[row, first])])
+                self.texts.append((row, first, last, layout))
+
+    def embed(self, method: nn.Module, hidden: Tensor) -> Tensor:
+        """The method's position embeddings added to `hidden` `[b, s, e]`."""
+        if not method.embeds:
+            return hidden
+        if self.positions is None:
+            return method.embed(hidden, torch.arange(self.cached, self.cached + hidden.shape[1]))
+        rows = zip(hidden.split(1), self.positions, strict=True)
+        return torch.cat([method.embed(row, positions) for row, positions in rows])
+
+
+class Tables(NamedTuple):
+    """A method's values for distances 0 ... t-1: float32 `bias` `[h, t]`, or the table for modify_scores; `weight`."""
+
+    bias: Tensor | None
+    weight: Tensor | None
+
+    @classmethod
+    def of(cls, method: nn.Module, layout: Layout, device: torch.device) -> "Tables":
+        distance = torch.arange(layout.total, dtype=torch.float32, device=device)
+        if method.modifies_scores:
+            return cls(method.table(distance), None)
+        return cls(
+            method.bias(distance) if method.has_bias else None,
+            method.weight(distance) if method.has_weight else None,
+        )
+
+
+def attend(query, key, value, method, tables, layout, dropout, implementation, output_attentions):
+    """The context `[b, h, s, d]` and the probabilities `[b, h, s, t]`, or None without `output_attentions`.
+
+    query `[b, h, s, d]` are the new tokens. key and value `[b, h, t, d]` are the cached and new ones; a static cache
+    has unused places after them.
+    """
+    key, value = key[:, :, : layout.total], value[:, :, : layout.total]
+    if layout.texts:
+        return packed_attention(query, key, value, method, tables, layout, dropout, implementation, output_attentions)
+    if implementation == "eager" or output_attentions:
+        return eager_attention(query, key, value, method, tables, layout, dropout, output_attentions)
+    attention = sdpa_attention if implementation == "sdpa" else flex_attention
+    return attention(query, key, value, tables, layout, dropout), None
+
+
+def packed_attention(query, key, value, method, tables, layout, dropout, implementation, output_attentions):
+    """`attend` to each text of packed sequences on its own."""
+    context = torch.empty_like(query)
+    probabilities = query.new_zeros(*query.shape[:3], key.shape[2]) if output_attentions else None
+    options = dropout, implementation, output_attentions
+    for row, first, last, text_layout in layout.texts:
+        part = slice(row, row + 1), slice(None), slice(first, last)
+        attended, attended_probabilities = attend(
+            query[part], key[part], value[part], method, tables, text_layout, *options
+        )
+        context[part] = attended
+        if probabilities is not None:
+            probabilities[(*part, slice(first, last))] = attended_probabilities
+    return context, probabilities
+
+
+def chunks(layout, new, rows, device):
+    """For each chunk of queries: (slice of the queries, number of keys, distances `[c, l]`, mask `[b or 1, 1, c, l]`).
+
+    The mask is True for keys that a query must not see. A padded query sees itself, so that its softmax is not empty.
+    """
+    for first in range(0, new, rows):
+        last = min(first + rows, new)
+        end = layout.total - new + last if isinstance(layout.cached, int) else layout.total
+        queries = torch.arange(first, last, device=device) + layout.cached
+        distance = queries[:, None] - torch.arange(end, device=device)
+        mask = (distance < 0)[None, None]
+        if layout.padded is not None:
+            mask = mask | (layout.padded[:, None, None, :end] & (distance != 0))
+        yield slice(first, last), end, distance.clamp(min=0), mask
+
+
+def eager_attention(query, key, value, method, tables, layout, dropout, output_attentions):
+    """`attend` in float32 (float64 for float64 inputs)."""
+    new, total = query.shape[2], key.shape[2]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    keys, values = key.to(dtype), value.to(dtype)
+    contexts, all_probabilities = [], []
+    rows = min(CHUNK, method.segment) if method.scales_qk else CHUNK
+    for part, end, distance, mask in chunks(layout, new, rows, query.device):
+        query_rows, key_rows = query[:, :, part], keys[:, :, :end]
+        if method.scales_qk or method.modifies_scores:
+            query_positions, key_positions = torch.arange(end - (part.stop - part.start), end), torch.arange(end)
+        if method.scales_qk:
+            query_rows, key_rows = method.scale_qk(query_rows, key_rows, query_positions, key_positions)
+        scores = query_rows.to(dtype) @ key_rows.transpose(-1, -2) * query.shape[3] ** -0.5
+        if method.modifies_scores:
+            scores = modified_scores(
+                method, tables.bias, scores, query_rows, query_positions, key_positions, mask, layout.starts
+            )
+        else:
+            if tables.weight is not None:
+                scores = scores * tables.weight[:, distance]
+            if tables.bias is not None:
+                scores = scores + tables.bias[:, distance]
+        probabilities = F.dropout(scores.masked_fill(mask, float("-inf")).softmax(dim=-1), dropout)
+        contexts.append((probabilities @ values[:, :, :end]).to(query.dtype))
+        if output_attentions:
+            all_probabilities.append(F.pad(probabilities, (0, total - end)).to(query.dtype))
+    return torch.cat(contexts, dim=2), torch.cat(all_probabilities, dim=2) if output_attentions else None
+
+
+def modified_scores(method, table, scores, query, query_positions, key_positions, mask, starts):
+    """The method's final scores `[b, h, c, l]`; row by row if positions are not indices, as they differ by row."""
+    if starts is None:
+        return method.final_scores(scores, query, query_positions, key_positions, mask[0, 0], table)
+    rows = zip(scores.split(1), query.split(1), mask[:, 0].expand(len(starts), -1, -1), starts, strict=True)
+    return torch.cat(
+        [
+            method.final_scores(row_scores, row_query, query_positions - start, key_positions - start, row_mask, table)
+            for row_scores, row_query, row_mask, start in rows
+        ]
+    )
+
+
+def sdpa_attention(query, key, value, tables, layout, dropout):
+    """`attend` for methods with a bias at most. On a GPU, the bias is rounded to the dtype of the query."""
+    new = query.shape[2]
+    if tables.bias is None and layout.padded is None and new == layout.total:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+    dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
+    contexts = []
+    for part, end, distance, mask in chunks(layout, new, CHUNK, query.device):
+        if tables.bias is None:
+            attn_mask = ~mask
+        else:
+            attn_mask = tables.bias[:, distance].masked_fill(mask, float("-inf")).to(dtype)
+        keys, values = key[:, :, :end], value[:, :, :end]
+        contexts.append(
+            F.scaled_dot_product_attention(query[:, :, part], keys, values, attn_mask=attn_mask, dropout_p=dropout)
+        )
+    return torch.cat(contexts, dim=2)
+
+
+def flex_attention(query, key, value, tables, layout, dropout):
+    """`attend` for methods with a bias and a weight at most. On a CPU it is not compiled and has no gradients."""
+    from torch.nn.attention import flex_attention as flex
+    from transformers.integrations.flex_attention import compile_friendly_flex_attention
+
+    if dropout:
+        raise ValueError(
+            "flex_attention has no dropout; set attention_dropout to 0, or use another attn_implementation"
+        )
+    (bias, weight), cached, padded = tables, layout.cached, layout.padded
+
+    def score_mod(score, batch, head, query_index, key_index):
+        distance = (query_index + cached - key_index).clamp(min=0)
+        score = score if weight is None else score * weight[head, distance]
+        return score if bias is None else score + bias[head, distance]
+
+    def visible(batch, head, query_index, key_index):
+        distance = query_index + cached - key_index
+        causal = distance >= 0
+        return causal if padded is None else causal & (~padded[batch, key_index] | (distance == 0))
+
+    batch, _, new, _ = query.shape
+    rows = None if padded is None else batch
+    block_mask = flex.create_block_mask(visible, rows, None, new, key.shape[2], device=query.device)
+    if query.device.type == "cpu":
+        return flex.flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
+    return compile_friendly_flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
