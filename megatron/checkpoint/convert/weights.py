@@ -51,8 +51,8 @@ FINAL_NORM_NAMES = {
 # Layer L+4.
 OUTPUT_NAMES = {"final_linear.weight": "embed_out.weight"}
 
-# Prefixes of the positional method's parameters, which only self-contained models have: one method for all layers, or one
-# per layer.
+# Prefixes of the positional method's parameters, which only self-contained models have: one method for all layers, or
+# one per layer.
 SHARED_POSITIONAL, LAYER_POSITIONAL = "gpt_neox.positional.", "gpt_neox.layers.{block}.attention.positional."
 
 # Other names of the same tensors in some files, and tensors that are computed.

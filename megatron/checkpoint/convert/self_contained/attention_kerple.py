@@ -11,6 +11,7 @@ keys of a chunk.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -53,8 +54,8 @@ class Layout:
 
     @classmethod
     def of(cls, method, hidden, attention_mask, position_ids, cache) -> "Layout":
-        """For new tokens `hidden` `[b, s, e]`. Raises ValueError for a mask that is not `[b, t]` or has padding inside a
-        text, and for positions that are not consecutive in a text.
+        """For new tokens `hidden` `[b, s, e]`. Raises ValueError for a mask that is not `[b, t]` or has padding inside
+        a text, and for positions that are not consecutive in a text.
         """
         batch, new = hidden.shape[:2]
         cached = 0 if cache is None else cache.get_seq_length()
@@ -102,9 +103,9 @@ class Layout:
         if not needed:
             return
         self.positions = positions
-        first = (
-            torch.zeros_like(positions[:, :1]) if text is None else text[:, -new:].long().argmax(dim=1, keepdim=True)
-        )
+        first = torch.zeros_like(positions[:, :1])
+        if text is not None:
+            first = text[:, -new:].long().argmax(dim=1, keepdim=True)
         starts = self.cached + first - positions.gather(1, first)
         self.starts = starts.flatten().tolist() if starts.any() else None
 
@@ -116,7 +117,7 @@ class Layout:
             )
         for row, row_jumps in enumerate(jumps):
             borders = [0, *(row_jumps.nonzero().flatten() + 1).tolist(), positions.shape[1]]
-            for first, last in zip(borders[:-1], borders[1:], strict=True):
+            for first, last in pairwise(borders):
                 layout = Layout(0, last - first, starts=[-int(positions[row, first])])
                 self.texts.append((row, first, last, layout))
 
@@ -262,9 +263,7 @@ def flex_attention(query, key, value, tables, layout, dropout):
     from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
     if dropout:
-        raise ValueError(
-            "flex_attention has no dropout; set attention_dropout to 0, or use another attn_implementation"
-        )
+        raise ValueError("flex_attention has no dropout; set attention_dropout to 0 or use another attn_implementation")
     (bias, weight), cached, padded = tables, layout.cached, layout.padded
 
     def score_mod(score, batch, head, query_index, key_index):

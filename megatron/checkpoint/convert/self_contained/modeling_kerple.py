@@ -200,8 +200,8 @@ class KerpleModel(KerplePreTrainedModel):
     ):
         """Tokens `[b, s]` (or embeddings `[b, s, e]`) that follow those in the cache -> hidden states `[b, s, e]`.
 
-        attention_mask: `[b, t]`, 0 for padding. position_ids: `[b, s]`, consecutive in each text; without attention_mask
-        and cache, every jump starts another text of the row (packed sequences).
+        attention_mask: `[b, t]`, 0 for padding. position_ids: `[b, s]`, consecutive in each text; without
+        attention_mask and cache, every jump starts another text of the row (packed sequences).
         """
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
