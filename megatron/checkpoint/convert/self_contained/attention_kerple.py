@@ -31,50 +31,57 @@ IMPLEMENTATIONS = {
 
 @dataclass
 class Layout:
-    """Which of the keys are padding, and the positions of the new tokens.
+    """Which of the keys are padding, and the positions of the tokens.
 
-    Padding is before or after a row's text, so distances between a row's tokens are the same as without padding. Only
-    methods that change the embeddings or the scores need the positions.
+    The distance of two tokens of a row is the number of tokens between them that are not padding, wherever the padding
+    is. Positions themselves only matter to methods that change the embeddings, queries, keys or scores.
 
     Attributes:
         cached: number of tokens in the cache; a tensor in a compiled graph with a static cache.
         total: number of keys, t; the size of a static cache in a compiled graph.
+        positions: int64 `[b, s]`, or `[1, s]` if all rows have the same, on the CPU; None if the method needs none.
         padded: bool `[b, t]`, True for padding; None if there is none.
-        positions: int64 `[b, s]`; None for cached, cached + 1 ...
+        text_positions: int64 `[b, t]`, positions of all tokens from 0 on; None if distances are those of the indices.
         starts: for each row, the index of its position 0; None if it is 0 in all rows.
-        texts: (row, first, last, layout) of each text in packed sequences.
+        texts: (row, indices among the new tokens, indices among the keys, layout) of texts to attend to one by one.
     """
 
     cached: int | Tensor
     total: int
-    padded: Tensor | None = None
     positions: Tensor | None = None
+    padded: Tensor | None = None
+    text_positions: Tensor | None = None
     starts: list[int] | None = None
-    texts: list[tuple[int, int, int, "Layout"]] = field(default_factory=list)
+    texts: list[tuple[int, Tensor, Tensor, "Layout"]] = field(default_factory=list)
 
     @classmethod
     def of(cls, method, hidden, attention_mask, position_ids, cache) -> "Layout":
-        """For new tokens `hidden` `[b, s, e]`. Raises ValueError for a mask that is not `[b, t]` or has padding inside
-        a text, and for positions that are not consecutive in a text.
+        """For new tokens `hidden` `[b, s, e]`. Raises ValueError for a mask that is not `[b, t]`, and for positions
+        that are not consecutive in a text.
         """
         batch, new = hidden.shape[:2]
-        cached = 0 if cache is None else cache.get_seq_length()
-        needs_positions = method.embeds or method.modifies_scores
+        needs_positions = method.embeds or method.rotates or method.modifies_scores or method.scales_qk
         # Graphs without breaks, in which values are unknown, are only possible for methods that need no positions.
-        traced = torch.compiler.is_compiling() and not (needs_positions or method.rotates or method.scales_qk)
-        if isinstance(cached, Tensor) and not traced:
-            cached = int(cached)
-        total = cache.layers[0].max_cache_len if isinstance(cached, Tensor) else cached + new
-        layout = cls(cached, total)
+        traced = torch.compiler.is_compiling() and not needs_positions
+        cached = 0 if cache is None else cache.get_seq_length()
+        if isinstance(cached, Tensor):
+            # A static cache changes its length in place.
+            cached = cached.clone() if traced else int(cached)
+        layout = cls(cached, cache.layers[0].max_cache_len if isinstance(cached, Tensor) else cached + new)
         if attention_mask is not None:
             # The mask of a static cache is longer, as its last places are empty.
-            if attention_mask.dim() != 2 or attention_mask.shape[1] < total:
+            if attention_mask.dim() != 2 or attention_mask.shape[1] < layout.total:
                 raise ValueError(
-                    f"attention_mask must be [batch, {total}] (cached and new tokens), not {[*attention_mask.shape]}"
+                    f"attention_mask must be [batch, {layout.total}] (cached and new tokens), not "
+                    f"{[*attention_mask.shape]}"
                 )
-            layout._set_padding(attention_mask[:, :total].bool(), traced)
-        if position_ids is not None or layout.padded is not None:
-            layout._set_positions(position_ids, batch, new, needs_positions)
+            layout._set_padding(attention_mask[:, : layout.total].bool(), traced)
+        if position_ids is not None and new > 1:
+            layout._check_positions(position_ids.expand(batch, new))
+        if needs_positions:
+            layout._set_positions(position_ids, batch, new)
+            if layout.text_positions is not None and (method.modifies_scores or method.scales_qk):
+                layout._set_texts()
         return layout
 
     def _set_padding(self, text: Tensor, traced: bool) -> None:
@@ -82,53 +89,67 @@ class Layout:
             if text.all():
                 return
             segments = text[:, 0].long() + (text[:, 1:] & ~text[:, :-1]).sum(dim=1)
-            if (segments > 1).any():
-                raise ValueError("attention_mask has padding inside a text; put all padding before the text")
         self.padded = ~text
+        if traced or (segments > 1).any():
+            self.text_positions = (text.long().cumsum(dim=1) - 1).clamp(min=0)
 
-    def _set_positions(self, positions: Tensor | None, batch: int, new: int, needed: bool) -> None:
-        text = None if self.padded is None else ~self.padded
-        if positions is None:
-            if not needed:
-                return
-            positions = (text.long().cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
-        else:
-            positions = positions.expand(batch, new)
-            if new > 1:
-                jumps = positions.diff(dim=1) != 1
-                if text is not None:
-                    jumps = jumps & text[:, -new + 1 :] & text[:, -new:-1]
-                if jumps.any():
-                    self._set_texts(positions, jumps)
-        if not needed:
+    def _check_positions(self, positions: Tensor) -> None:
+        jumps, new = positions.diff(dim=1) != 1, positions.shape[1]
+        if self.padded is not None:
+            jumps = jumps & ~(self.padded[:, -new + 1 :] | self.padded[:, -new:-1])
+        if not jumps.any():
             return
-        self.positions = positions
-        first = torch.zeros_like(positions[:, :1])
-        if text is not None:
-            first = text[:, -new:].long().argmax(dim=1, keepdim=True)
-        starts = self.cached + first - positions.gather(1, first)
-        self.starts = starts.flatten().tolist() if starts.any() else None
-
-    def _set_texts(self, positions: Tensor, jumps: Tensor) -> None:
         if self.padded is not None or self.cached:
             raise ValueError(
                 "position_ids must be consecutive in each text; to pack several texts in a row, give neither "
                 "attention_mask nor cached tokens"
             )
         for row, row_jumps in enumerate(jumps):
-            borders = [0, *(row_jumps.nonzero().flatten() + 1).tolist(), positions.shape[1]]
+            borders = [0, *(row_jumps.nonzero().flatten() + 1).tolist(), new]
             for first, last in pairwise(borders):
+                indices = torch.arange(first, last, device=positions.device)
                 layout = Layout(0, last - first, starts=[-int(positions[row, first])])
-                self.texts.append((row, first, last, layout))
+                self.texts.append((row, indices, indices, layout))
+
+    def _set_positions(self, positions: Tensor | None, batch: int, new: int) -> None:
+        if positions is None and self.padded is None:
+            self.positions = torch.arange(self.cached, self.cached + new)[None]
+            return
+        if positions is None:
+            positions = ((~self.padded).long().cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
+        # Methods read positions on the CPU.
+        positions = positions.cpu().expand(batch, new)
+        first = torch.zeros(batch, 1, dtype=torch.int64)
+        if self.padded is not None:
+            first = (~self.padded[:, -new:]).long().argmax(dim=1, keepdim=True).cpu()
+        starts = self.cached + first - positions.gather(1, first)
+        self.starts = starts.flatten().tolist() if starts.any() else None
+        self.positions = positions[:1] if (positions == positions[:1]).all() else positions
+
+    def _set_texts(self) -> None:
+        for row, padded in enumerate(self.padded):
+            keys = (~padded).nonzero().flatten()
+            queries = keys[keys >= self.cached] - self.cached
+            if len(queries):
+                cached = len(keys) - len(queries)
+                position = self.positions[row % len(self.positions), int(queries[0])]
+                self.texts.append((row, queries, keys, Layout(cached, len(keys), starts=[cached - int(position)])))
 
     def embed(self, method: nn.Module, hidden: Tensor) -> Tensor:
         """The method's position embeddings added to `hidden` `[b, s, e]`."""
         if not method.embeds:
             return hidden
-        if self.positions is None:
-            return method.embed(hidden, torch.arange(self.cached, self.cached + hidden.shape[1]))
-        rows = zip(hidden.split(1), self.positions, strict=True)
-        return torch.cat([method.embed(row, positions) for row, positions in rows])
+        rows = hidden.split(1) if len(self.positions) > 1 else [hidden]
+        return torch.cat([method.embed(row, positions) for row, positions in zip(rows, self.positions, strict=True)])
+
+    def rotate(self, method: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The method's rotation of query and key, `[b, h, s, d]`."""
+        if not method.rotates:
+            return query, key
+        rows = zip(query.split(1), key.split(1), strict=True) if len(self.positions) > 1 else [(query, key)]
+        rotated = [method.rotate(*row, p, p) for row, p in zip(rows, self.positions, strict=True)]
+        queries, keys = zip(*rotated, strict=True)
+        return torch.cat(queries), torch.cat(keys)
 
 
 class Tables(NamedTuple):
@@ -151,38 +172,40 @@ class Tables(NamedTuple):
 def attend(query, key, value, method, tables, layout, dropout, implementation, output_attentions):
     """The context `[b, h, s, d]` and the probabilities `[b, h, s, t]`, or None without `output_attentions`.
 
-    query `[b, h, s, d]` are the new tokens. key and value `[b, h, t, d]` are the cached and new ones; a static cache
-    has unused places after them.
+    query `[b, h, s, d]` are the new tokens. key and value `[b, h, t, d]` are the cached and new ones. If a static cache
+    has unused places after them, their probabilities are 0.
     """
+    places = key.shape[2]
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
     if layout.texts:
-        return packed_attention(query, key, value, method, tables, layout, dropout, implementation, output_attentions)
+        return attend_to_texts(query, key, value, method, tables, layout, dropout, implementation, output_attentions)
     if implementation == "eager" or output_attentions:
-        return eager_attention(query, key, value, method, tables, layout, dropout, output_attentions)
+        return eager_attention(query, key, value, method, tables, layout, dropout, places if output_attentions else 0)
     attention = sdpa_attention if implementation == "sdpa" else flex_attention
     return attention(query, key, value, tables, layout, dropout), None
 
 
-def packed_attention(query, key, value, method, tables, layout, dropout, implementation, output_attentions):
-    """`attend` to each text of packed sequences on its own."""
-    context = torch.empty_like(query)
+def attend_to_texts(query, key, value, method, tables, layout, dropout, implementation, output_attentions):
+    """`attend` to each text on its own."""
+    context = torch.zeros_like(query)
     probabilities = query.new_zeros(*query.shape[:3], key.shape[2]) if output_attentions else None
     options = dropout, implementation, output_attentions
-    for row, first, last, text_layout in layout.texts:
-        part = slice(row, row + 1), slice(None), slice(first, last)
-        attended, attended_probabilities = attend(
-            query[part], key[part], value[part], method, tables, text_layout, *options
+    for row, queries, keys, text_layout in layout.texts:
+        states = query[row, :, queries], key[row, :, keys], value[row, :, keys]
+        text_context, text_probabilities = attend(
+            *(state[None] for state in states), method, tables, text_layout, *options
         )
-        context[part] = attended
+        context[row, :, queries] = text_context[0]
         if probabilities is not None:
-            probabilities[(*part, slice(first, last))] = attended_probabilities
+            probabilities[row, :, queries[:, None], keys] = text_probabilities[0]
     return context, probabilities
 
 
 def chunks(layout, new, rows, device):
-    """For each chunk of queries: (slice of the queries, number of keys, distances `[c, l]`, mask `[b or 1, 1, c, l]`).
+    """For each chunk of queries: (slice of the queries, number of keys, distances `[b or 1, c, l]`, mask).
 
-    The mask is True for keys that a query must not see. A padded query sees itself, so that its softmax is not empty.
+    The mask `[b or 1, 1, c, l]` is True for keys that a query must not see. A padded query sees itself, so that its
+    softmax is not empty.
     """
     for first in range(0, new, rows):
         last = min(first + rows, new)
@@ -192,12 +215,20 @@ def chunks(layout, new, rows, device):
         mask = (distance < 0)[None, None]
         if layout.padded is not None:
             mask = mask | (layout.padded[:, None, None, :end] & (distance != 0))
+        distance = distance[None]
+        if layout.text_positions is not None:
+            distance = layout.text_positions[:, queries, None] - layout.text_positions[:, None, :end]
         yield slice(first, last), end, distance.clamp(min=0), mask
 
 
-def eager_attention(query, key, value, method, tables, layout, dropout, output_attentions):
-    """`attend` in float32 (float64 for float64 inputs)."""
-    new, total = query.shape[2], key.shape[2]
+def lookup(table, distance):
+    """The values of a table `[h, t]` at distances `[b, c, l]`: `[b, h, c, l]`."""
+    return table[:, distance].transpose(0, 1)
+
+
+def eager_attention(query, key, value, method, tables, layout, dropout, places):
+    """`attend` in float32 (float64 for float64 inputs). places: size of the probabilities' last dimension; 0 for None."""
+    new = query.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys, values = key.to(dtype), value.to(dtype)
     contexts, all_probabilities = [], []
@@ -215,18 +246,18 @@ def eager_attention(query, key, value, method, tables, layout, dropout, output_a
             )
         else:
             if tables.weight is not None:
-                scores = scores * tables.weight[:, distance]
+                scores = scores * lookup(tables.weight, distance)
             if tables.bias is not None:
-                scores = scores + tables.bias[:, distance]
+                scores = scores + lookup(tables.bias, distance)
         probabilities = F.dropout(scores.masked_fill(mask, float("-inf")).softmax(dim=-1), dropout)
         contexts.append((probabilities @ values[:, :, :end]).to(query.dtype))
-        if output_attentions:
-            all_probabilities.append(F.pad(probabilities, (0, total - end)).to(query.dtype))
-    return torch.cat(contexts, dim=2), torch.cat(all_probabilities, dim=2) if output_attentions else None
+        if places:
+            all_probabilities.append(F.pad(probabilities, (0, places - end)).to(query.dtype))
+    return torch.cat(contexts, dim=2), torch.cat(all_probabilities, dim=2) if places else None
 
 
 def modified_scores(method, table, scores, query, query_positions, key_positions, mask, starts):
-    """The method's final scores `[b, h, c, l]`; row by row if positions are not indices, as they differ by row."""
+    """The method's final scores `[b, h, c, l]`; row by row if the rows' positions are not their indices."""
     if starts is None:
         return method.final_scores(scores, query, query_positions, key_positions, mask[0, 0], table)
     rows = zip(scores.split(1), query.split(1), mask[:, 0].expand(len(starts), -1, -1), starts, strict=True)
@@ -249,7 +280,7 @@ def sdpa_attention(query, key, value, tables, layout, dropout):
         if tables.bias is None:
             attn_mask = ~mask
         else:
-            attn_mask = tables.bias[:, distance].masked_fill(mask, float("-inf")).to(dtype)
+            attn_mask = lookup(tables.bias, distance).masked_fill(mask, float("-inf")).to(dtype)
         keys, values = key[:, :, :end], value[:, :, :end]
         contexts.append(
             F.scaled_dot_product_attention(query[:, :, part], keys, values, attn_mask=attn_mask, dropout_p=dropout)
@@ -264,10 +295,13 @@ def flex_attention(query, key, value, tables, layout, dropout):
 
     if dropout:
         raise ValueError("flex_attention has no dropout; set attention_dropout to 0 or use another attn_implementation")
-    (bias, weight), cached, padded = tables, layout.cached, layout.padded
+    (bias, weight), cached, padded, positions = tables, layout.cached, layout.padded, layout.text_positions
 
     def score_mod(score, batch, head, query_index, key_index):
-        distance = (query_index + cached - key_index).clamp(min=0)
+        distance = query_index + cached - key_index
+        if positions is not None:
+            distance = positions[batch, query_index + cached] - positions[batch, key_index]
+        distance = distance.clamp(min=0)
         score = score if weight is None else score * weight[head, distance]
         return score if bias is None else score + bias[head, distance]
 

@@ -75,9 +75,7 @@ class KerpleAttention(nn.Module):
         # The rows of the weight are grouped by head, [heads, 3, d].
         states = self.query_key_value(hidden).view(batch, new, -1, 3, self.head_size).transpose(1, 2)
         query, key, value = states.unbind(dim=3)
-        if method.rotates:
-            positions = torch.arange(layout.cached, layout.cached + new)
-            query, key = method.rotate(query, key, positions, positions)
+        query, key = layout.rotate(method, query, key)
         if past_key_values is not None:
             # transformers 4 needs the places in a static cache.
             places = {"cache_position": torch.arange(new, device=hidden.device) + layout.cached}
