@@ -176,9 +176,9 @@ def attend(query, key, value, method, tables, layout, dropout, implementation, o
     has unused places after them, their probabilities are 0.
     """
     places = key.shape[2]
-    key, value = key[:, :, : layout.total], value[:, :, : layout.total]
     if layout.texts:
         return attend_to_texts(query, key, value, method, tables, layout, dropout, implementation, output_attentions)
+    key, value = key[:, :, : layout.total], value[:, :, : layout.total]
     if implementation == "eager" or output_attentions:
         return eager_attention(query, key, value, method, tables, layout, dropout, places if output_attentions else 0)
     attention = sdpa_attention if implementation == "sdpa" else flex_attention
@@ -227,7 +227,7 @@ def lookup(table, distance):
 
 
 def eager_attention(query, key, value, method, tables, layout, dropout, places):
-    """`attend` in float32 (float64 for float64 inputs). places: size of the probabilities' last dimension; 0 for None."""
+    """`attend` in float32 (float64 for float64 inputs). places: last dimension of the probabilities; 0 for None."""
     new = query.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys, values = key.to(dtype), value.to(dtype)
