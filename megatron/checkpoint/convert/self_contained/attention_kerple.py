@@ -44,6 +44,7 @@ class Layout:
         text_positions: int64 `[b, t]`, positions of all tokens from 0 on; None if distances are those of the indices.
         starts: for each row, the index of its position 0; None if it is 0 in all rows.
         texts: (row, indices among the new tokens, indices among the keys, layout) of texts to attend to one by one.
+        packed: whether a row has several texts.
     """
 
     cached: int | Tensor
@@ -53,6 +54,7 @@ class Layout:
     text_positions: Tensor | None = None
     starts: list[int] | None = None
     texts: list[tuple[int, Tensor, Tensor, "Layout"]] = field(default_factory=list)
+    packed: bool = False
 
     @classmethod
     def of(cls, method, hidden, attention_mask, position_ids, cache) -> "Layout":
@@ -104,6 +106,7 @@ class Layout:
                 "position_ids must be consecutive in each text; to pack several texts in a row, give neither "
                 "attention_mask nor cached tokens"
             )
+        self.packed = True
         for row, row_jumps in enumerate(jumps):
             borders = [0, *(row_jumps.nonzero().flatten() + 1).tolist(), new]
             for first, last in pairwise(borders):
@@ -232,7 +235,8 @@ def eager_attention(query, key, value, method, tables, layout, dropout, places):
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys, values = key.to(dtype), value.to(dtype)
     contexts, all_probabilities = [], []
-    rows = min(CHUNK, method.segment) if method.scales_qk else CHUNK
+    rows = new if places else CHUNK
+    rows = min(rows, method.segment) if method.scales_qk else rows
     for part, end, distance, mask in chunks(layout, new, rows, query.device):
         query_rows, key_rows = query[:, :, part], keys[:, :, :end]
         if method.scales_qk or method.modifies_scores:
@@ -251,9 +255,15 @@ def eager_attention(query, key, value, method, tables, layout, dropout, places):
                 scores = scores + lookup(tables.bias, distance)
         probabilities = F.dropout(scores.masked_fill(mask, float("-inf")).softmax(dim=-1), dropout)
         contexts.append((probabilities @ values[:, :, :end]).to(query.dtype))
-        if places:
-            all_probabilities.append(F.pad(probabilities, (0, places - end)).to(query.dtype))
-    return torch.cat(contexts, dim=2), torch.cat(all_probabilities, dim=2) if places else None
+        if places > end:
+            probabilities = F.pad(probabilities, (0, places - end))
+        all_probabilities.append(probabilities.to(query.dtype) if places else None)
+    if not places:
+        return torch.cat(contexts, dim=2), None
+    # Of one chunk, the tensor itself, so that its gradient can be retained.
+    return torch.cat(contexts, dim=2), all_probabilities[0] if len(contexts) == 1 else torch.cat(
+        all_probabilities, dim=2
+    )
 
 
 def modified_scores(method, table, scores, query, query_positions, key_positions, mask, starts):

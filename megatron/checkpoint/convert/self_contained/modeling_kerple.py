@@ -152,7 +152,7 @@ class KerplePreTrainedModel(PreTrainedModel):
             return "sdpa" if "sdpa" in supported else "eager"
         if requested_attention not in supported:
             raise ValueError(
-                f"attn_implementation {requested_attention!r} cannot compute attention with the positional method "
+                f'Specified `attn_implementation="{requested_attention}"` is not supported with the positional method '
                 f"{self.config.positional_method}; choose from {', '.join(supported)}"
             )
         return requested_attention
@@ -209,10 +209,10 @@ class KerpleModel(KerplePreTrainedModel):
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
         method = self.positional if self.positional is not None else self.layers[0].attention.positional
         layout = Layout.of(method, hidden, attention_mask, position_ids, past_key_values)
-        if layout.texts and (use_cache or past_key_values is not None):
+        if layout.packed and (use_cache or past_key_values is not None):
             raise ValueError("packed sequences (position_ids with jumps) cannot be cached; use use_cache=False")
         if use_cache is None:
-            use_cache = config.use_cache and not self.training and not layout.texts
+            use_cache = config.use_cache and not self.training and not layout.packed
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         hidden = self.emb_dropout(layout.embed(method, hidden))

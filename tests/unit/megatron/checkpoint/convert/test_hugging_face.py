@@ -85,14 +85,6 @@ def test_left_padding_does_not_change_the_result(pos_emb, tmp_path):
         assert generated[index, -row.shape[1] - 8 :].tolist() == greedy(model, row, 8)[0].tolist()
 
 
-def test_padding_inside_a_text_is_rejected(tmp_path):
-    model, config = make_model("kerple_log")
-    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
-    mask = torch.tensor([[1, 1, 0, 1]])
-    with pytest.raises(ValueError, match="padding inside a text"):
-        load(tmp_path / "hf")(random_tokens(1, 4), attention_mask=mask)
-
-
 @pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log"])
 @pytest.mark.parametrize(
     "keys",

@@ -1,0 +1,133 @@
+"""Attention of exported models: implementations, padding, positions, packed sequences and probabilities."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.checkpoints import TRAIN_LENGTH
+from tests.support.conversion import LONG, random_tokens
+from tests.support.exported import export, load
+
+IMPLEMENTATIONS = {
+    "kerple_log": ("eager", "sdpa", "flex_attention"),
+    "kerple_power_ap_ap": ("eager", "flex_attention"),
+    "sinusoidal": ("eager", "sdpa"),
+    "dape_rotary": ("eager",),
+    "xpos": ("eager",),
+    "fire": ("eager",),
+    "dape_v2_kerple": ("eager",),
+}
+ALL = [(pos_emb, name) for pos_emb, names in IMPLEMENTATIONS.items() for name in names]
+# FlexAttention is slow on a CPU.
+FAST = [case for case in ALL if case[1] != "flex_attention"]
+
+
+@pytest.mark.parametrize(("pos_emb", "implementation"), ALL)
+@torch.no_grad()
+def test_every_implementation_with_padding(pos_emb, implementation):
+    model, path = export(pos_emb)
+    theirs = load(path, attn_implementation=implementation)
+    assert theirs.config._attn_implementation == implementation
+    long, short = random_tokens(1, LONG), random_tokens(1, TRAIN_LENGTH, seed=2)
+    tokens = torch.cat((long, F.pad(short, (LONG - TRAIN_LENGTH, 0))))
+    mask = torch.ones_like(tokens)
+    mask[1, : LONG - TRAIN_LENGTH] = 0
+    logits = theirs(tokens, attention_mask=mask).logits
+    assert (logits[:1] - model(long)).abs().max() < 1e-4
+    assert (logits[1:, -TRAIN_LENGTH:] - model(short)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "requested"),
+    [
+        ("fire", "sdpa"),
+        ("xpos", "flex_attention"),
+        ("kerple_power_ap_ap", "sdpa"),
+        ("kerple_log", "flash_attention_2"),
+        ("kerple_log", "paged|eager"),
+    ],
+)
+def test_other_implementations_are_rejected(pos_emb, requested):
+    _, path = export(pos_emb)
+    supported = ", ".join(IMPLEMENTATIONS[pos_emb])
+    message = f"is not supported with the positional method {pos_emb}; choose from {supported}"
+    with pytest.raises(ValueError, match=message):
+        load(path, attn_implementation=requested)
+    model = load(path)
+    assert model.config._attn_implementation == ("sdpa" if "sdpa" in IMPLEMENTATIONS[pos_emb] else "eager")
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation(requested)
+
+
+@pytest.mark.parametrize(("pos_emb", "implementation"), [*FAST, ("kerple_power_ap_ap", "flex_attention")])
+@torch.no_grad()
+def test_padding_between_tokens(pos_emb, implementation):
+    """As generate creates it after prompts that are padded on the right: distances do not count padding."""
+    model, path = export(pos_emb)
+    theirs = load(path, attn_implementation=implementation)
+    rows = [random_tokens(1, length, seed=length) for length in (10, 7)]
+    tokens = torch.cat((rows[0], torch.cat((rows[1][:, :4], torch.zeros(1, 3).long(), rows[1][:, 4:]), dim=1)))
+    mask = torch.ones(2, 10, dtype=torch.int64)
+    mask[1, 4:7] = 0
+    logits = theirs(tokens, attention_mask=mask).logits
+    assert (logits[:1] - model(rows[0])).abs().max() < 1e-4
+    assert (logits[1:, mask[1] == 1] - model(rows[1])).abs().max() < 1e-4
+    # With a cache, which ends with the padding.
+    cache = theirs(tokens[:, :7], attention_mask=mask[:, :7]).past_key_values
+    following = theirs(tokens[:, 7:], attention_mask=mask, past_key_values=cache).logits
+    assert (following - logits[:, 7:]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("pos_emb", "implementation"), FAST)
+@torch.no_grad()
+def test_position_ids(pos_emb, implementation):
+    _, path = export(pos_emb)
+    theirs = load(path, attn_implementation=implementation)
+    tokens = random_tokens(2, TRAIN_LENGTH)
+    logits = theirs(tokens).logits
+    positions = torch.arange(TRAIN_LENGTH)[None]
+    assert torch.equal(theirs(tokens, position_ids=positions).logits, logits)
+    # Only some methods depend on more than differences of positions.
+    difference = (theirs(tokens, position_ids=positions + 600).logits - logits).abs().max()
+    assert difference > 1e-3 if pos_emb in ("sinusoidal", "fire") else difference < 1e-3
+    # Two texts in a row.
+    packed = torch.cat((torch.arange(20), torch.arange(TRAIN_LENGTH - 20)))[None]
+    packed_logits = theirs(tokens, position_ids=packed).logits
+    for part in (slice(0, 20), slice(20, None)):
+        assert (packed_logits[:, part] - theirs(tokens[:, part]).logits).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="cannot be cached"):
+        theirs(tokens, position_ids=packed, use_cache=True)
+    with pytest.raises(ValueError, match="must be consecutive"):
+        theirs(tokens, position_ids=packed, attention_mask=(tokens != tokens[0, 0]).long())
+
+
+@pytest.mark.parametrize(("pos_emb", "implementation"), [("kerple_log", "sdpa"), ("kerple_power_ap_ap", "eager")])
+@torch.no_grad()
+def test_output_attentions(pos_emb, implementation):
+    """The first layer's probabilities, from the formula."""
+    _, path = export(pos_emb)
+    theirs = load(path, attn_implementation=implementation)
+    tokens = random_tokens(2, TRAIN_LENGTH)
+    output = theirs(tokens, output_attentions=True, output_hidden_states=True)
+    layer, method = theirs.gpt_neox.layers[0], theirs.gpt_neox.positional
+    states = layer.attention.query_key_value(layer.input_layernorm(output.hidden_states[0]))
+    query, key, _ = states.view(2, TRAIN_LENGTH, 4, 3, 8).permute(3, 0, 2, 1, 4)
+    distance = (torch.arange(TRAIN_LENGTH)[:, None] - torch.arange(TRAIN_LENGTH)).clamp(min=0).float()
+    p, a = (parameter[None].clamp(min=0.01) for name, parameter in method.named_parameters() if "bias" in name)
+    scores = query @ key.transpose(2, 3) / 8**0.5
+    if pos_emb == "kerple_log":
+        scores = scores - p * torch.log(1 + a * distance)
+        causal = torch.ones(TRAIN_LENGTH, TRAIN_LENGTH).tril().bool()
+        expected = scores.masked_fill(~causal, float("-inf")).softmax(dim=-1)
+        assert (output.attentions[0] - expected).abs().max() < 1e-5
+    assert [part.shape for part in output.attentions] == [(2, 4, TRAIN_LENGTH, TRAIN_LENGTH)] * 2
+    assert (output.attentions[1].sum(dim=-1) - 1).abs().max() < 1e-5
+    assert len(output.hidden_states) == 3
+    assert (theirs.embed_out(output.hidden_states[-1]) - theirs(tokens).logits).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_masks_of_another_shape_are_rejected():
+    _, path = export("kerple_log")
+    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, 8\]"):
+        load(path)(random_tokens(1, 8), attention_mask=torch.ones(1, 1, 8, 8))

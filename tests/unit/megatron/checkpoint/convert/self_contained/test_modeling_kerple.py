@@ -1,0 +1,156 @@
+"""Exported models behave like the models in transformers: training, generation, other heads, devices and LoRA."""
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+from tests.support.checkpoints import TRAIN_LENGTH
+from tests.support.conversion import LONG, greedy, random_tokens
+from tests.support.exported import export, load
+
+
+def gradients(model, tokens) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(tokens, labels=tokens).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_power_ap_ap", "fire", "dape_v2_kerple"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(pos_emb, use_reentrant):
+    _, path = export(pos_emb)
+    model, tokens = load(path).train(), random_tokens(2, TRAIN_LENGTH)
+    expected = gradients(model, tokens)
+    calls = []
+    model.gpt_neox.layers[0].attention.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    for name, gradient in gradients(model, tokens).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    assert len(calls) == 2  # recomputed in the backward pass
+
+
+def test_trainer_with_gradient_checkpointing(tmp_path):
+    _, path = export("kerple_log")
+    model = load(path)
+    before = model.gpt_neox.positional.bias_p.detach().clone()
+    rows = [{"input_ids": row, "labels": row} for row in random_tokens(4, TRAIN_LENGTH)]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=True,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+    )
+    result = Trainer(model, arguments, train_dataset=rows).train()
+    assert result.global_step == 2
+    assert not torch.equal(model.gpt_neox.positional.bias_p, before)
+
+
+@torch.no_grad()
+def test_other_auto_classes():
+    _, path = export("fire")
+    tokens = random_tokens(2, TRAIN_LENGTH)
+    base = load(path, AutoModel)
+    states = base(tokens).last_hidden_state
+    assert (load(path)(tokens, output_hidden_states=True).hidden_states[-1] - states).abs().max() < 1e-5
+    classifier = load(path, AutoModelForSequenceClassification, num_labels=3)
+    padded = F.pad(tokens, (5, 0))  # with the padding token, 0
+    logits = classifier(padded, attention_mask=(padded != 0).long()).logits
+    assert (logits - classifier.score(states[:, -1])).abs().max() < 1e-4
+    assert classifier(tokens, labels=torch.tensor([0, 2])).loss.isfinite()
+
+
+def test_lora(tmp_path):
+    _, path = export("kerple_log")
+    tokens = random_tokens(2, TRAIN_LENGTH)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["query_key_value"], init_lora_weights=False)
+    model = peft.get_peft_model(load(path), config)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.train()(tokens, labels=tokens).loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(trained) == 4
+    assert all("lora" in name for name in trained)
+    model.eval().save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        again = peft.PeftModel.from_pretrained(load(path), str(tmp_path))
+        assert torch.equal(again(tokens).logits, expected)
+        assert (again.merge_and_unload()(tokens).logits - expected).abs().max() < 1e-4
+        assert (load(path)(tokens).logits - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
+@torch.no_grad()
+def test_device_map(device_map):
+    model, path = export("dape_kerple")
+    tokens = random_tokens(1, TRAIN_LENGTH)
+    theirs = load(path, device_map=device_map)
+    assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_compiled_without_graph_breaks():
+    torch.compiler.reset()
+    model, path = export("kerple_log")
+    theirs = load(path)
+    compiled = torch.compile(theirs, backend="eager", fullgraph=True)
+    tokens = random_tokens(2, TRAIN_LENGTH)
+    assert (compiled(tokens).logits - model(tokens)).abs().max() < 1e-4
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    expected = theirs(tokens, attention_mask=mask).logits
+    assert (compiled(tokens, attention_mask=mask).logits - expected).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_compiled_with_graph_breaks():
+    torch.compiler.reset()
+    _, path = export("fire")
+    theirs = load(path)
+    compiled = torch.compile(theirs, backend="eager")
+    tokens = random_tokens(2, TRAIN_LENGTH)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    expected = theirs(tokens, attention_mask=mask).logits
+    assert (compiled(tokens, attention_mask=mask).logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_power_ap_ap", "fire", "dape_v2_kerple", "xpos"])
+@torch.no_grad()
+def test_generation_beyond_the_training_length(pos_emb):
+    model, path = export(pos_emb)
+    theirs = load(path)
+    prompt = random_tokens(1, TRAIN_LENGTH - 4)
+    expected = greedy(model, prompt, 12).tolist()
+
+    def generate(**options):
+        torch.manual_seed(0)
+        return theirs.generate(prompt, max_new_tokens=12, eos_token_id=None, **options).tolist()
+
+    for options in (
+        {},
+        {"prompt_lookup_num_tokens": 2},
+        {"assistant_model": load(path)},
+        {"cache_implementation": "static"},
+    ):
+        assert generate(do_sample=False, **options) == expected
+    for options in ({"do_sample": True, "top_k": 50}, {"num_beams": 3, "do_sample": False}):
+        assert generate(**options) == generate(use_cache=False, **options)
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_rotary"])
+@torch.no_grad()
+def test_generation_with_a_static_cache_and_padding(pos_emb):
+    _, path = export(pos_emb)
+    theirs = load(path)
+    prompt = random_tokens(2, LONG)
+    mask = torch.ones_like(prompt)
+    mask[0, :9] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = theirs.generate(prompt, **options)
+    assert torch.equal(theirs.generate(prompt, cache_implementation="static", **options), expected)
