@@ -107,7 +107,8 @@ def to_hugging_face(
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
-        card = model_card(config, stock=stock is not None, has_tokenizer=tokenizer is not None, name=repository)
+        has_tokenizer = tokenizer is not None
+        card = model_card(model, config, stock=stock is not None, has_tokenizer=has_tokenizer, name=repository)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
         written = load_written(folder, values["architectures"][0] if stock else None)
@@ -276,16 +277,36 @@ prompt = tokenizer(["def main("], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
 SELF_CONTAINED_NOTE = """
-This folder contains the model's code (`modeling_kerple.py`, and the positional method in `positional_*.py`). It needs
-only torch and transformers. Pad batches of prompts on the left.
+This folder contains the model's code (`modeling_kerple.py`, `attention_kerple.py`, and the positional method in
+`positional_*.py`). It needs only torch and transformers (4.57 or later). What works:
+
+- `generate`, also beyond {length} tokens{limit}, with all its strategies, dynamic and static caches, and batches. Pad
+  prompts on the left.
+- Training: `labels`, gradient checkpointing, Trainer, and LoRA with peft (`target_modules=["query_key_value"]`).
+- `AutoModel` and `AutoModelForSequenceClassification`, `device_map`, `torch.compile`{compiled}, `position_ids` (also of
+  packed sequences), `output_attentions`, `output_hidden_states`.
+- `attn_implementation`: {implementations}; others are rejected.
+
+vLLM and TGI have not been tested. According to its documentation, vLLM's Transformers backend supports full and sliding
+window attention, but not positional methods within attention such as this one. According to its documentation, TGI runs
+models it does not know with transformers if `--trust-remote-code` is given, without its own attention kernels.
 """
 
 
-def model_card(config: Config, *, stock: bool, has_tokenizer: bool, name: str | None = None) -> str:
-    """README.md: what the model is, and how to load it. name: on the Hugging Face hub."""
+def model_card(model: GPT, config: Config, *, stock: bool, has_tokenizer: bool, name: str | None = None) -> str:
+    """README.md: what the model is, how to load it, and what works. name: on the Hugging Face hub."""
     trust = "" if stock else ", trust_remote_code=True"
     # AutoTokenizer would ask to run the model's code.
     tokenizer_class = "AutoTokenizer" if stock else "PreTrainedTokenizerFast"
+    method = next(iter(model.positional_methods().values()))
+    only_eager = method.modifies_scores or method.scales_qk
+    compiles = not (only_eager or method.embeds or method.rotates)
+    note = SELF_CONTAINED_NOTE.format(
+        length=config.model.seq_length,
+        limit=f", up to {config.model.max_position_embeddings} tokens" if config.model.pos_emb == "learned" else "",
+        compiled="" if compiles else " (with graph breaks)",
+        implementations="eager" if only_eager else f"eager, {'' if method.has_weight else 'sdpa, '}flex_attention",
+    )
     card = CARD.format(
         layers=config.model.num_layers,
         hidden=config.model.hidden_size,
@@ -295,6 +316,6 @@ def model_card(config: Config, *, stock: bool, has_tokenizer: bool, name: str | 
         tokenizer_class=f", {tokenizer_class}" if has_tokenizer else "",
         trust=trust,
         tokenizer_code=TOKENIZER_CODE.format(tokenizer_class=tokenizer_class) if has_tokenizer else "",
-        note="" if stock else SELF_CONTAINED_NOTE,
+        note="" if stock else note,
     )
     return card.replace("THIS_FOLDER", name or "THIS_FOLDER")
