@@ -62,7 +62,7 @@ WIDE = Style(width=9.5, size=10.0, dpi=160)  # one panel per corpus, side by sid
 
 def add_results(folder: Path, pages: Path) -> None:
     """Copy the records in a sweep's folder (or any other) to replication/NAME/results.jsonl, where NAME is the name of
-    the folder, with losses by document and position rounded to 6 digits. Raises UserError if there are none.
+    the folder, with losses by document and position rounded to 5 digits. Raises UserError if there are none.
     """
     lines = [json.dumps(_compact(record), separators=(",", ":")) for record in read_results(folder)]
     content = "".join(f"{line}\n" for line in lines).encode()
@@ -86,7 +86,7 @@ def _compact(record: Record) -> dict[str, object]:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.6g}") for value in values]
+    return [float(f"{value:.5g}") for value in values]
 
 
 def write_pages(pages: Path) -> list[Path]:
@@ -209,8 +209,8 @@ def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
 
 
 def _pilot(pages: Path) -> dict[str, object]:
-    """The settings of the pilots by their losses at the training length, and the differences from the setting of the
-    same method and training length with the shortest name.
+    """The settings of the pilots by their losses at the training length, and the differences from the setting of log
+    with the shortest name at that length.
     """
     records: list[AnyRecord] = []
     for folder in _folders(pages, pilot=True):
@@ -230,14 +230,15 @@ def _pilot(pages: Path) -> dict[str, object]:
         setting, method, length = key
         pos_emb = method.pos_emb.partition(" (")[0]
         same = [other for other in trained if other[1].pos_emb.partition(" (")[0] == pos_emb and other[2] == length]
-        base = min(same, key=lambda other: len(_run_name(trained[other])))
+        logs = [other for other in trained if other[1].pos_emb.startswith(LOG.pos_emb) and other[2] == length]
+        base = min(logs or same, key=lambda other: len(_run_name(trained[other])))
         texts = [cell(trained[key]), format_number(trained[key]["perplexity"])]
         texts.append("" if base == key else losses.text(key, base))
         texts.append(cell(keys.get((setting, method, shortest))))
         best = trained[key]["loss"] == min(trained[other]["loss"] for other in same)
         labels = _run_name(trained[key]), display_name(Method(pos_emb)), str(length)
         lines.append(Row(labels, (Cell(texts[0], best=best), *map(Cell, texts[1:]))))
-    columns = ("loss", "perplexity", "loss minus that of the default setting", f"loss at {shortest}")
+    columns = ("loss", "perplexity", "loss minus that of log", f"loss at {shortest}")
     table = Table("pilot", "Pilot", ("setting", "method", "trained at length"), columns, tuple(lines))
     facts = {
         "tokens": max(record["tokens"] for record in records),

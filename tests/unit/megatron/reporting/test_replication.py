@@ -64,10 +64,10 @@ def test_records_are_compact_and_complete(pages):
     records = read_results(pages / "replication" / "c")
     assert len(records) == 3 * 2 * (4 + 3 + 1)
     first = next(entry for entry in records if entry["length"] == 1024)
-    assert first["groups"]["losses"] == [2.10370, 2.20370]
+    assert first["groups"]["losses"] == [2.1037, 2.2037]
     assert first["loss"] == 2.0 + 0.01 + 0.01024 + 0.123456789
     assert not first["checkpoint"]["path"].startswith("/")
-    assert next(entry for entry in records if entry["kind"] == "positions")["losses"][0] == 3.12346
+    assert next(entry for entry in records if entry["kind"] == "positions")["losses"][0] == 3.1235
     assert (pages / "replication" / "prose" / "results.jsonl").is_file()
 
 
