@@ -59,6 +59,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (attention.SelfAttention, "context", "attention"),
     (fused_block._RowLinear, "apply", "attention"),
     (fused_block._ActivationLinear, "apply", "MLP"),
+    (fused_block._GatedLinear, "apply", "MLP"),
     (fused_block._NormLinear, "apply", "norms"),
     (fused_block, "run_blocks", "residuals"),
     (gpt.FinalNorm, "forward", "loss"),

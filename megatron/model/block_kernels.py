@@ -112,12 +112,13 @@ def norm_backward_kernel(
 
 @triton.jit
 def activation_kernel(x, bias, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of a row of y = activation(x + bias)."""
+    """BLOCK columns of a row of y = activation(x + bias). The bias may be None."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     offsets = tl.program_id(0).to(tl.int64) * size + column
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     value, _ = activate(value, ACTIVATION)
     tl.store(y + offsets, value.to(y.dtype.element_ty), mask=inside)
 
@@ -131,7 +132,9 @@ def activation_backward_kernel(
     each program's rows: the gradient of the bias.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    b = tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)
+    b = tl.zeros([1, COLUMNS], tl.float32)
+    if bias is not None:
+        b = tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)
     total = tl.zeros([1, COLUMNS], tl.float32)
     for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
@@ -143,6 +146,33 @@ def activation_backward_kernel(
         tl.store(grad + offsets, dx.to(grad.dtype.element_ty), mask=inside)
         total += tl.sum(dx, 0, keep_dims=True)
     tl.store(sums + tl.program_id(1) * size + column, total, mask=column < size)
+
+
+@triton.jit
+def gated_kernel(x, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of a row of y = activation(gate) * up `[n, e]`, for x = [gate, up] `[n, 2 e]`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    value, _ = activate(gate, ACTIVATION)
+    tl.store(y + row * size + column, (value * up).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_backward_kernel(x, grad, y, grad_x, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of a row of the gradient of x, from that of y; recomputes y. For x and y see `gated_kernel`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(grad + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    value, slope = activate(gate, ACTIVATION)
+    tl.store(y + row * size + column, (value * up).to(y.dtype.element_ty), mask=inside)
+    tl.store(grad_x + row * 2 * size + column, (dy * up * slope).to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_x + row * 2 * size + size + column, (dy * value).to(grad_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 Kernels compute everything between two matrix products at once: residual, bias and norm, or bias and activation. Each
 function below ends with a matrix product, whose input it does not save: the backward pass recomputes the output of the
 norm or of the activation with the gradient of its input, in one kernel. So a block saves 10 hidden states `[b, s, e]`
-(with e as unit: two residuals, query, key, value, attention's output, and 4 before the activation) instead of 16. If
-the MLP is gated or has no biases, it and the norm before it are PyTorch operations.
+(with e as unit: two residuals, query, key, value, attention's output, and 4 before the activation) instead of 16. In a
+gated MLP, the two products with the norm's output are one, with the matrices concatenated.
 
 Vectors added to the residual are added by the next norm: blocks are run with `run_blocks`, which passes the last
 update of a block to the next one.
@@ -15,7 +15,7 @@ Legend: b batch, s tokens of a sequence, n tokens, e hidden size, o output featu
 import contextlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kerple.attention import FULL
-from megatron.model.layers import MLP
+from megatron.model.layers import GatedMLP
 from megatron.model.parallel import tensor_parallel_group
 
 if TYPE_CHECKING:
@@ -74,23 +74,31 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     (size,), norm_bias = norm.weight.shape, getattr(norm, "bias", None)
     if not _uses_kernels(device, dtype, size):
         return None
+    mlp: Any = block.mlp
+    rms, epsilon = isinstance(norm, nn.RMSNorm), cast(float, norm.eps)
+    gated = isinstance(block.mlp, GatedMLP)
+    mlp_bias = gated or mlp.dense_h_to_4h.bias is not None
+    rows = 64 if gated else 32
     generator = torch.Generator().manual_seed(0)
-    shapes = [(40, size), (40, size), (size,), (size,), (size,), (32, size), (32,), (16, 32)]
-    values = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
+    shapes = [(40, size), (40, size), (size,), (size,), (size,), (rows, size), (rows,), (16, 32)]
+    randoms = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+    for matrix in (randoms[5], randoms[7]):
+        matrix /= matrix.shape[1] ** 0.5  # float16 would overflow
+    values = [random.to(device, dtype) for random in randoms]
     if type(values[0]) is not Tensor:  # a FakeTensor has no values
         return None
-
-    mlp, rms, epsilon = block.mlp, isinstance(norm, nn.RMSNorm), cast(float, norm.eps)
 
     def fused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
         update_bias, weight, bias, linear, inner_bias, last = vectors
         norm_arguments = (weight, None if norm_bias is None else bias)
         residual, inner = _NormLinear.apply(
-            *(hidden, update, update_bias, *norm_arguments, linear, None, epsilon, rms, None)
+            *(hidden, update, update_bias, *norm_arguments, linear, inner_bias if gated else None, epsilon, rms, None)
         )
-        if not _has_kernels(mlp):
-            return residual, inner
-        return residual, _ActivationLinear.apply(inner, inner_bias, last, mlp.activation_name, None)
+        if gated:
+            return residual, _GatedLinear.apply(inner, last, mlp.activation_name, None)
+        return residual, _ActivationLinear.apply(
+            inner, inner_bias if mlp_bias else None, last, mlp.activation_name, None
+        )
 
     def unfused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
         update_bias, weight, bias, linear, inner_bias, last = vectors
@@ -99,9 +107,11 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
             normed = F.rms_norm(residual, (size,), weight, epsilon)
         else:
             normed = F.layer_norm(residual, (size,), weight, None if norm_bias is None else bias, epsilon)
-        if not _has_kernels(mlp):
-            return residual, normed @ linear.T
-        return residual, mlp.activation(normed @ linear.T + inner_bias) @ last.T
+        inner = normed @ linear.T + (inner_bias if mlp_bias else 0)
+        if gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return residual, (mlp.activation(gate) * up) @ last.T
+        return residual, mlp.activation(inner) @ last.T
 
     try:
         actual = _values_and_gradients(fused, values)
@@ -145,7 +155,8 @@ def _run_block(
     block: "TransformerBlock", hidden: Tensor, update: Update | None, shape: torch.Size, tables: "PositionTables | None"
 ) -> tuple[Tensor, Update]:
     """(the residual `[n, e]`, what remains to be added to it)."""
-    attention, mlp = block.attention, block.mlp
+    attention = block.attention
+    mlp: Any = block.mlp
     group = tensor_parallel_group(attention.tp)
     projection = attention.query_key_value
     hidden, qkv = _norm_linear(hidden, update, block.input_layernorm, projection.weight, projection.bias, group)
@@ -153,19 +164,16 @@ def _run_block(
     attended = _dropped(block, _RowLinear.apply(context, attention.dense.weight, group), attention.dense.bias)
     update = None if block.parallel_residual else attended
     norm = block.post_attention_layernorm
-    if _has_kernels(mlp):
+    if isinstance(block.mlp, GatedMLP):
+        weight = torch.cat((mlp.w1.weight, mlp.w3.weight))
+        bias = None if mlp.w1.bias is None else torch.cat((mlp.w1.bias, mlp.w3.bias))
+        hidden, inner = _norm_linear(hidden, update, norm, weight, bias, group)
+        states, bias = _GatedLinear.apply(inner, mlp.w2.weight, mlp.activation_name, group), mlp.w2.bias
+    else:
         hidden, inner = _norm_linear(hidden, update, norm, mlp.dense_h_to_4h.weight, None, group)
         arguments = (mlp.dense_h_to_4h.bias, mlp.dense_4h_to_h.weight, mlp.activation_name, group)
-        update = _dropped(block, _ActivationLinear.apply(inner, *arguments), mlp.dense_4h_to_h.bias)
-    else:
-        hidden = _added(hidden, update)
-        update = _dropped(block, mlp(norm(hidden)), None)
-    return (_added(hidden, attended) if block.parallel_residual else hidden), update
-
-
-def _has_kernels(mlp: nn.Module) -> TypeGuard[MLP]:
-    """Whether the MLP's activation is computed by the kernels, which add a bias."""
-    return isinstance(mlp, MLP) and mlp.dense_h_to_4h.bias is not None
+        states, bias = _ActivationLinear.apply(inner, *arguments), mlp.dense_4h_to_h.bias
+    return (_added(hidden, attended) if block.parallel_residual else hidden), _dropped(block, states, bias)
 
 
 def _added(hidden: Tensor, update: Update | None) -> Tensor:
@@ -273,7 +281,7 @@ class _ActivationLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor, weight: Tensor, activation: str, group: dist.ProcessGroup | None
+        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, activation: str, group: dist.ProcessGroup | None
     ) -> Tensor:
         kernels = _kernels()
         rows, size = x.shape
@@ -305,7 +313,42 @@ class _ActivationLinear(torch.autograd.Function):
                 COLUMNS=kernels.TILE_COLUMNS,
                 num_warps=4,
             )
-        return grad_x, _sum_rows(sums, bias.dtype), grad_output.T @ activated, None, None
+        grad_bias = None if bias is None else _sum_rows(sums, bias.dtype)
+        return grad_x, grad_bias, grad_output.T @ activated, None, None
+
+
+class _GatedLinear(torch.autograd.Function):
+    """activation(gate) * up and a linear layer without bias, from [gate, up] `[n, 2 f] -> [n, e]`. With a group, the
+    layer is row-parallel: its partial outputs are summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, activation: str, group: dist.ProcessGroup | None) -> Tensor:
+        kernels = _kernels()
+        rows, size = len(x), x.shape[1] // 2
+        gated = x.new_empty(rows, size)
+        with _on_device(x):
+            kernels.gated_kernel[(rows, -(-size // kernels.COLUMNS))](
+                *(x, gated, size), ACTIVATION=activation, BLOCK=kernels.COLUMNS, num_warps=4
+            )
+        ctx.save_for_backward(x, weight)
+        ctx.activation = activation
+        return _summed(F.linear(gated, weight), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        kernels = _kernels()
+        rows, size = len(x), x.shape[1] // 2
+        grad_output = grad_output.contiguous()
+        grad_gated = grad_output @ weight
+        gated, grad_x = torch.empty_like(grad_gated), torch.empty_like(x)
+        with _on_device(x):
+            kernels.gated_backward_kernel[(rows, -(-size // kernels.COLUMNS))](
+                *(x, grad_gated, gated, grad_x, size), ACTIVATION=ctx.activation, BLOCK=kernels.COLUMNS, num_warps=4
+            )
+        return grad_x, grad_output.T @ gated, None, None
 
 
 class _RowLinear(torch.autograd.Function):

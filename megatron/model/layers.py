@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 # The activation of the gate in a gated MLP ("GLU Variants Improve Transformer", arXiv 2002.05202).
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 
 def make_norm(settings: ModelSettings) -> nn.Module:
@@ -81,7 +81,8 @@ class GatedMLP(nn.Module):
         self.w1 = column_linear(hidden, features, bias=bias, tp=tp)
         self.w3 = column_linear(hidden, features, bias=bias, tp=tp)
         self.w2 = row_linear(features, hidden, bias=bias, tp=tp)
-        self.activation = GATES[settings.activation]
+        self.activation_name = GATES[settings.activation]
+        self.activation = ACTIVATIONS[self.activation_name]
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.w2(self.activation(self.w1(hidden)) * self.w3(hidden))

@@ -256,10 +256,18 @@ def test_chunked_loss_on_two_ranks(layout, kernel_devices, ranks, trained, data_
     assert_same_metrics(tmp_path / "two", tmp_path / "one", *names)
 
 
-@pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
-def test_fused_blocks_on_two_ranks(layout, ranks, trained, data_path, tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "block"),
+    [
+        ("tensor", {}),
+        pytest.param("tensor", LLAMA, marks=pytest.mark.slow),
+        pytest.param("pipeline", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_fused_blocks_on_two_ranks(layout, block, ranks, trained, data_path, tmp_path):
     """The Triton kernels of `fused_block.py`, in Triton's interpreter. The norm depends on every gradient."""
     keys = {"train_batch_size": 1, "train_iters": 2, "log_interval": 1, "eval_iters": 0, "save": None, "load": None}
+    keys |= block
     trained(tmp_path / "one", "one", **keys)
     constants = {"megatron.model.fused_block:KERNEL_DEVICES": ["cpu"]}
     ranks.train(training_settings(tmp_path / "two", data_path, **{**LAYOUTS[layout], **keys}), constants)

@@ -57,6 +57,10 @@ def main() -> None:
         cases.append((name, block_kernels.activation_kernel, forward))
         backward = {"ACTIVATION": name, "COLUMNS": columns, **tile}
         cases.append((f"{name} backward", block_kernels.activation_backward_kernel, backward))
+    for name in ("gelu", "silu"):
+        options = {"ACTIVATION": name, "BLOCK": block_kernels.COLUMNS, "num_warps": 4}
+        cases.append((f"gated {name}", block_kernels.gated_kernel, options))
+        cases.append((f"gated {name} backward", block_kernels.gated_backward_kernel, options))
     print(json.dumps({name: usage(kernel, architecture, dtype, **options) for name, kernel, options in cases}))
 
 

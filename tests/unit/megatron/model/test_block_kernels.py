@@ -35,6 +35,22 @@ def test_activations(activation):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_activations(activation):
+    torch.manual_seed(0)
+    rows, size = 7, 150
+    x, grad = torch.randn(rows, 2 * size, device=DEVICE), torch.randn(rows, size, device=DEVICE)
+    leaf = x.double().requires_grad_()
+    expected = ACTIVATIONS[activation](leaf[:, :size]) * leaf[:, size:]
+    (expected_grad,) = torch.autograd.grad(expected, leaf, grad.double())
+    y, again, grad_x = torch.empty_like(grad), torch.empty_like(grad), torch.empty_like(x)
+    block_kernels.gated_kernel[(rows, 3)](x, y, size, ACTIVATION=activation, BLOCK=64)
+    block_kernels.gated_backward_kernel[(rows, 3)](x, grad, again, grad_x, size, ACTIVATION=activation, BLOCK=64)
+    assert torch.equal(y, again)
+    for actual, wanted in ((y, expected), (grad_x, expected_grad)):
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rms", [False, True])
 def test_norms(rms):
     """More rows than programs, so each program adds up several rows."""

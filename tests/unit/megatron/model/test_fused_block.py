@@ -60,6 +60,7 @@ def assert_same_as_pytorch(monkeypatch, dtype: torch.dtype = torch.float32, rtol
         {"norm_bias": False, "attention_bias": False, "mlp_bias": False},
         {"norm": "rmsnorm", "activation": "swiglu", "attention_bias": False, "num_kv_heads": 1},
         {"norm": "rmsnorm", "activation": "geglu", "parallel_residual": True, "qk_norm": True, "window": 3},
+        {"activation": "swiglu", "mlp_bias": False, "intermediate_size": 20},
         {"activation": "relu", "pos_emb": "rotary", "checkpoint_every": 1},
         {"checkpoint_every": 2, "num_layers": 3, "pos_emb": "dape_kerple"},
     ],
