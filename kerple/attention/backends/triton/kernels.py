@@ -280,7 +280,8 @@ def key_value_kernel(
     # matrix product separately.
     end = tl.maximum(end, begin + 1)
     tl.assume(begin < end)
-    for member in range(group):
+    # One flattened loop over heads and queries: nested loops need more registers.
+    for member in tl.range(0, group, flatten=True):
         head = kv_head * group + member
         head_query = query + sample * query_b + head * query_h
         head_bias = bias + head * table_h + MARGIN
