@@ -37,14 +37,22 @@ def test_attention_with_dropout_is_not_traced():
         assert not is_traceable(layer, CUDA)
 
 
-@pytest.mark.parametrize("method", ["none", "kerple_log", "kerple_power_ap_ap", "rotary"])
-def test_flex(method, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("none", ()),
+        ("kerple_power_ap_ap", ()),
+        ("rotary", ()),
+        ("kerple_log", ("num_kv_heads=3", "sliding_window_width=128")),
+    ],
+)
+def test_flex(method, overrides, monkeypatch):
     """FlexAttention's forward and backward operators, which Inductor would replace with its kernels."""
     torch._dynamo.reset()
     flex._block_mask.cache_clear()
     run = torch.compile(flex._flex_module().flex_attention, dynamic=False, backend="aot_eager")
     monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: run)
     with SimulatedCuda() as device:
-        check_training(cuda_model(settings_for(method, "flex")), device)
+        check_training(cuda_model(settings_for(method, "flex", *overrides)), device)
         assert device.kernels["flex_attention"] == device.kernels["flex_attention_backward"] == 2
     flex._block_mask.cache_clear()
