@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kerple.positional import method_class, registered_names
+import torch
+
+from kerple.positional import build, method_class, registered_names
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.yaml_files import read_file
@@ -93,6 +95,22 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
         if values[0] != values[1]:
             differences.append(f"{key} {values[0]} in the checkpoint, {values[1]} here")
     return list(dict.fromkeys(differences))
+
+
+def replaces_positional_method(saved: Config, config: Config) -> bool:
+    """Whether the positional method of `config` is another one than that of the checkpoint, or has other parameters, so
+    that the checkpoint's positional parameters cannot be used.
+    """
+
+    def parameters(settings: ModelSettings) -> tuple[bool, dict[str, torch.Size]]:
+        with torch.device("meta"):
+            method = build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
+        return method.shared, {name: parameter.shape for name, parameter in method.named_parameters()}
+
+    before, after = (ModelSettings.from_config(each, padded_vocab_size=1) for each in (saved, config))
+    if method_class(before.pos_emb) is not method_class(after.pos_emb):
+        return True
+    return before.pos_emb_options != after.pos_emb_options and parameters(before) != parameters(after)
 
 
 def evaluated_method(config: Config) -> str:

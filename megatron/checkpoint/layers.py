@@ -122,25 +122,30 @@ def load_layers(
     states: LayerStates | None = None,
     tensor_size: int = 1,
     tensor_rank: int = 0,
+    positional: bool = True,
 ) -> None:
     """Fill the layers in place from a checkpoint of any tensor-parallel size.
 
-    states: the opened files, from `open_layers`; by default they are opened here. Raises CheckpointError, before a
-    layer is changed, if its names or shapes do not match.
+    states: the opened files, from `open_layers`; by default they are opened here. positional: False neither reads nor
+    changes the tensors of positional methods. Raises CheckpointError, before a layer is changed, if its names or shapes
+    do not match.
     """
     states = open_layers(step, layers) if states is None else states
     for index, layer in layers.items():
-        full = _merge_layer(index, layer, states, step, tensor_size)
+        full = _merge_layer(index, layer, states, step, tensor_size, positional)
         with torch.no_grad():
             for name, tensor in tensors_of(layer).items():
-                tensor.copy_(slice_for_rank(tensor, full[name], tensor_rank))
+                if name in full:
+                    tensor.copy_(slice_for_rank(tensor, full[name], tensor_rank))
 
 
-def check_sizes(step: Path, settings: ModelSettings, states: LayerStates | None = None) -> None:
+def check_sizes(
+    step: Path, settings: ModelSettings, states: LayerStates | None = None, *, positional: bool = True
+) -> None:
     """Compare names, shapes and number of all tensors in a checkpoint with a model of these settings, on one rank.
 
-    Neither reads nor allocates weights. states: the opened files, from `open_layers`. Raises CheckpointError, naming
-    both sides of a difference.
+    Neither reads nor allocates weights. states: the opened files, from `open_layers`. positional: False leaves out the
+    tensors of positional methods. Raises CheckpointError, naming both sides of a difference.
     """
     states = {
         index: [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
@@ -150,7 +155,7 @@ def check_sizes(step: Path, settings: ModelSettings, states: LayerStates | None 
     with torch.device("meta"):
         layers = weight_layers(GPT(settings).layers(), settings)
     for index, layer in layers.items():
-        _merge_layer(index, layer, states, step, tensor_size=1)
+        _merge_layer(index, layer, states, step, tensor_size=1, positional=positional)
 
 
 def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -> None:
@@ -182,9 +187,15 @@ def embedding_rows(states: LayerStates, step: Path) -> int:
     return sum(shard[EMBEDDING].shape[0] for shard in states[0])
 
 
-def _merge_layer(index: int, layer: nn.Module, states: LayerStates, step: Path, tensor_size: int) -> dict[str, Tensor]:
+def _merge_layer(
+    index: int, layer: nn.Module, states: LayerStates, step: Path, tensor_size: int, positional: bool
+) -> dict[str, Tensor]:
     """The layer's full (unsliced) tensors. Raises CheckpointError for a missing, unknown or misshapen tensor."""
-    expected = {name: full_shape(tensor, tensor_size) for name, tensor in tensors_of(layer).items()}
+
+    def included(name: str) -> bool:
+        return positional or not name.startswith(POSITIONAL_PREFIXES)
+
+    expected = {name: full_shape(tensor, tensor_size) for name, tensor in tensors_of(layer).items() if included(name)}
     if not expected:
         return {}
     if index not in states:
@@ -195,7 +206,7 @@ def _merge_layer(index: int, layer: nn.Module, states: LayerStates, step: Path, 
         if isinstance(module, PositionalMethod):
             computed |= {f"{prefix}.{name}" for name in module.computed}
     missing = [name for name in expected if name not in shards[0]]
-    unknown = [name for name in shards[0] if name not in expected and name not in computed]
+    unknown = [name for name in shards[0] if included(name) and name not in expected and name not in computed]
     if missing or unknown:
         parts = [f"lacks {', '.join(missing)}, which the configured model has"] if missing else []
         parts += [f"contains {', '.join(unknown)}, which the configured model does not have"] if unknown else []

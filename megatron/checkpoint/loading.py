@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.configuration import checkpoint_config, model_differences
+from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
 from megatron.checkpoint.directory import (
     STATE_FILE,
     find_damage,
@@ -60,24 +60,44 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
     step = find_valid_step(
         settings.load, settings.iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank
     )
-    check_sizes(step, ModelSettings.from_config(config, padded_vocab_size))
-    # The same weights fit several models; the checkpoint's configuration tells them apart. An external method is
-    # imported only from the module that this run names, never from one that the checkpoint names.
-    overrides = {"pos_emb_module": config.model.pos_emb_module} if config.model.pos_emb_module else {}
+    new_method = _new_positional_method(step, config)
+    check_sizes(step, ModelSettings.from_config(config, padded_vocab_size), positional=not new_method)
+    # The same weights fit several models; the checkpoint's configuration tells them apart.
     try:
-        differences = "; ".join(model_differences(checkpoint_config(step, overrides), config))
+        differences = "; ".join(model_differences(_saved_config(step, config), config))
     except CheckpointError as error:
         report(f"{error}; only its sizes are compared with the configured model")
         return step
     if differences and not settings.finetune:
         raise CheckpointError(
             f"{step}: is a checkpoint of a different model: {differences}. Use the configuration it was trained with, "
-            "or "
-            "set finetune to start a new run from its weights anyway"
+            "or set finetune to start a new run from its weights anyway"
         )
     if differences:
         report(f"finetune: the new model differs from the one it starts from: {differences}")
+    if new_method:
+        report(
+            f"finetune: the checkpoint's positional parameters are not used; those of {config.model.pos_emb} are new"
+        )
     return step
+
+
+def _saved_config(step: Path, config: Config) -> Config:
+    """The checkpoint's configuration. An external method is imported only from the module that this run names, never
+    from one that the checkpoint names. Raises CheckpointError if the configuration is missing or cannot be used.
+    """
+    module = config.model.pos_emb_module
+    return checkpoint_config(step, {"pos_emb_module": module} if module else {})
+
+
+def _new_positional_method(step: Path, config: Config) -> bool:
+    """Whether the run starts from the weights of a model with another positional method."""
+    if not config.checkpoint.finetune:
+        return False
+    try:
+        return replaces_positional_method(_saved_config(step, config), config)
+    except CheckpointError:
+        return False
 
 
 def load_checkpoint(engine: TrainingEngine, config: Config, step: Path | None, report: Report) -> TrainingState:
@@ -86,7 +106,8 @@ def load_checkpoint(engine: TrainingEngine, config: Config, step: Path | None, r
     """
     if step is None:
         return TrainingState()
-    load_weights(engine, step)
+    new_method = _new_positional_method(step, config)
+    load_weights(engine, step, positional=not new_method)
     if config.checkpoint.finetune:
         engine.refresh_masters()
         report(f"finetune: weights from {step}; optimizer, schedule and data start from the beginning")
@@ -94,20 +115,26 @@ def load_checkpoint(engine: TrainingEngine, config: Config, step: Path | None, r
     else:
         state = _resume(engine, config, step, report)
         report(f"loaded {step}: iteration {state.iteration}, {state.consumed_samples} samples read")
-    if config.checkpoint.checkpoint_validation_with_forward_pass:
+    if config.checkpoint.checkpoint_validation_with_forward_pass and not new_method:
         messages = run_on_all_ranks(lambda: compare_forward_pass(engine, step))
         report(next(message for message in messages if message))
     return state
 
 
-def load_weights(engine: TrainingEngine, step: Path) -> None:
-    """Fill the rank's layers from a checkpoint of any parallel layout. Raises CheckpointError before changing a layer
-    whose file does not fit.
+def load_weights(engine: TrainingEngine, step: Path, *, positional: bool = True) -> None:
+    """Fill the rank's layers from a checkpoint of any parallel layout. positional: False leaves the positional method's
+    parameters as they are. Raises CheckpointError before changing a layer whose file does not fit.
     """
     layout = engine.layout
     for index, layer in weight_layers(engine.layers(), engine.settings).items():
         with gathered(engine, layer, modifier_rank=0):
-            load_layers({index: layer}, step, tensor_size=layout.tensor_size, tensor_rank=layout.tensor_rank)
+            load_layers(
+                {index: layer},
+                step,
+                tensor_size=layout.tensor_size,
+                tensor_rank=layout.tensor_rank,
+                positional=positional,
+            )
     if layout.pipeline_size > 1:
         engine.model.synchronize_shared()
 

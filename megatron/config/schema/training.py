@@ -398,7 +398,9 @@ class CheckpointConfig(Group):
     extra_save_iters: Steps = key((), "Additional steps at which to save a checkpoint. 0: before the first step.")
     keep_last_n_checkpoints: Int | None = key(None, "Delete all but this many checkpoints. Default: keep all.", ge=1)
     finetune: bool = key(
-        False, "Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist."
+        False,
+        """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist. If it has
+        another positional method, the parameters of the new one are initialized.""",
     )
     no_load_optim: bool = key(False, "Do not load the optimizer state.")
     no_load_rng: bool = key(False, "Do not load the states of the random number generators.")

@@ -1,6 +1,8 @@
 """Comparison of a checkpoint's configuration with another one."""
 
-from megatron.checkpoint.configuration import model_differences
+import pytest
+
+from megatron.checkpoint.configuration import model_differences, replaces_positional_method
 from megatron.config import Config
 from tests.support.checkpoints import settings_of
 
@@ -33,3 +35,22 @@ def test_shapes_of_blocks_that_change_the_output():
     ):
         (difference,) = model_differences(saved, saved.updated(**keys))
         assert difference.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (("rotary", {}), ("rotary", {}), False),
+        (("rotary", {}), ("rotary", {"scaling": "linear", "factor": 4}), False),
+        (("rotary", {}), ("kerple_log", {}), True),
+        (("kerple_log", {}), ("kerple_log", {"parameters": "per-layer"}), True),
+        (("rpe", {}), ("rpe", {"max_distance": 64}), False),
+        (("rpe", {}), ("rpe", {"num_buckets": 8}), True),
+    ],
+)
+def test_another_positional_method_or_other_parameters(before, after, expected):
+    saved, config = (
+        Config.from_flat(settings_of(pos_emb, "nowhere", pos_emb_options=options))
+        for pos_emb, options in (before, after)
+    )
+    assert replaces_positional_method(saved, config) == expected

@@ -237,7 +237,7 @@ def test_a_checkpoint_of_another_size_is_an_error(tmp_path, data_path):
     with pytest.raises(CheckpointError, match="num-layers"):
         trained(tmp_path, data_path, num_layers=3, finetune=True)
     with pytest.raises(CheckpointError, match=r"attention\.rpe\.bias_p"):
-        trained(tmp_path, data_path, pos_emb="alibi", finetune=True)
+        trained(tmp_path, data_path, pos_emb="alibi")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path, 6).items())
 
 
@@ -255,9 +255,47 @@ def test_a_checkpoint_of_another_model_with_the_same_sizes_is_an_error(tmp_path,
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"pos_emb": "learned"}, {"pos_emb": "kerple_log", "precision": "bfloat16"}),
+        ({"pos_emb": "kerple_log"}, {"pos_emb": "rotary"}),
+        ({"pos_emb": "kerple", "pos_emb_options": {"bias": "log"}}, {"pos_emb_options": {"bias": "log + power"}}),
+    ],
+)
+def test_finetuning_with_another_positional_method(before, after, tmp_path, data_path, capsys):
+    """At a learning rate of 0: the parameters of the method are those of a new model, all other weights are unchanged."""
+    trained(tmp_path / "before", data_path, **before, eval_iters=0)
+    frozen = {"optimizer": {"type": "Adam", "params": {"lr": 0.0}}, "train_iters": 1, "eval_iters": 0}
+    new = {**before, **after, **frozen, "seed": 3}
+    trained(tmp_path / "new", data_path, **new)
+    capsys.readouterr()
+    load = str(tmp_path / "before/checkpoints")
+    trained(
+        tmp_path / "after", data_path, **new, load=load, finetune=True, checkpoint_validation_with_forward_pass=True
+    )
+    log = capsys.readouterr().out
+    name = new["pos_emb"]
+    assert log.count(f"the checkpoint's positional parameters are not used; those of {name} are new") == 1
+    assert log.count("the new model differs from the one it starts from: ") == 1
+    old, started, expected = (
+        weights(tmp_path / "before", 6),
+        weights(tmp_path / "after", 1),
+        weights(tmp_path / "new", 1),
+    )
+    assert started.keys() == expected.keys()
+    for key, tensor in started.items():
+        source = expected if "/attention.rpe." in key or "/position_embeddings." in key else old
+        assert torch.equal(tensor, source[key].to(tensor.dtype)), key
+    # Resuming the new run is not finetuning: its own method is loaded.
+    resumed = {**new, "train_iters": 2, "load": str(tmp_path / "after/checkpoints")}
+    trained(tmp_path / "after", data_path, **resumed)
+    assert "the checkpoint's positional" not in capsys.readouterr().out
+
+
 def test_finetuning_another_model_is_reported(tmp_path, data_path, capsys):
-    trained(tmp_path, data_path, pos_emb="none")
-    trained(tmp_path, data_path, pos_emb="alibi", finetune=True, save=None)
+    trained(tmp_path, data_path, pos_emb="none", eval_iters=0)
+    trained(tmp_path, data_path, pos_emb="alibi", finetune=True, save=None, eval_iters=0)
     assert "differs from the one it starts from: pos_emb none in the checkpoint, alibi here" in capsys.readouterr().out
 
 
