@@ -96,6 +96,7 @@ def find_contradictions(config: "Config") -> Iterator[str]:
         )
     for key in _keys_against_cuda_graphs(config) if config.training.enable_cuda_graph else ():
         yield f"enable_cuda_graph with {key} is not supported; remove one of the two keys"
+    yield from _check_curriculum(config)
     yield from _check_extrapolation(config)
     yield from _check_data(config)
     if config.schedule.min_lr > config.optimizer.lr:
@@ -224,6 +225,20 @@ def _keys_against_cuda_graphs(config: "Config") -> list[str]:
         "random positions": model.positional_options.get("scaling") == "random",
     }
     return _keys_that_split_the_model(config) + [key for key, conflicts in keys.items() if conflicts]
+
+
+def _check_curriculum(config: "Config") -> Iterator[str]:
+    curriculum, length = config.curriculum, config.model.seq_length
+    if not curriculum.enabled:
+        return
+    if curriculum.max_difficulty != length:
+        yield (
+            f"curriculum_learning.max_difficulty {curriculum.max_difficulty} is not seq_length {length}, the length of "
+            "the sequences in the data; set both to the last length of the schedule"
+        )
+    for name in ("torch_compile", "enable_cuda_graph"):
+        if getattr(config.training, name):
+            yield f"{name} with curriculum_learning is not supported: it needs a constant length; remove one of the two"
 
 
 def _check_extrapolation(config: "Config") -> Iterator[str]:

@@ -64,6 +64,7 @@ class Config(BaseModel):
     batch: schema.BatchConfig
     optimizer: schema.OptimizerConfig
     schedule: schema.ScheduleConfig
+    curriculum: schema.CurriculumConfig
     precision: schema.PrecisionConfig
     data: schema.DataConfig
     tokenizer: schema.TokenizerConfig

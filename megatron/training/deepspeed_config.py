@@ -41,7 +41,7 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         settings["bf16"] = {"enabled": True}
     if config.parallel.fp32_allreduce:
         settings["communication_data_type"] = "fp32"
-    reserved = {*settings, "optimizer", "scheduler", "fp16", "bf16", "communication_data_type"}
+    reserved = {*settings, "optimizer", "scheduler", "fp16", "bf16", "communication_data_type", "curriculum_learning"}
     for key, value in config.training.deepspeed_extra_args.items():
         if key in reserved:
             raise UserError(f'"deepspeed_extra_args.{key}": remove it; DeepSpeed\'s {key} is set from other keys')
@@ -53,3 +53,15 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
     # DeepSpeed's throughput timer would wait for the device before and after every micro-batch. Our log has its own.
     settings.setdefault("timers", {"throughput": {"enabled": False}})
     return settings
+
+
+def deepspeed_curriculum(config: Config) -> dict[str, Any]:
+    """The configuration of DeepSpeed's CurriculumScheduler, which counts steps from 1."""
+    curriculum = config.curriculum
+    names = ("difficulty", "max_step", "total_curriculum_step", "difficulty_step", "root_degree")
+    return {
+        "min_difficulty": curriculum.min_difficulty,
+        "max_difficulty": curriculum.max_difficulty,
+        "schedule_type": curriculum.schedule_type,
+        "schedule_config": {name: value for name in names if (value := getattr(curriculum, name)) is not None},
+    }

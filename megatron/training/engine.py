@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -31,7 +32,7 @@ from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
 from megatron.optimizers import OPTIMIZERS
 from megatron.training.cuda_graphs import capture
-from megatron.training.deepspeed_config import deepspeed_dict
+from megatron.training.deepspeed_config import deepspeed_curriculum, deepspeed_dict
 from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import configure_optimizer, project_masters
@@ -104,6 +105,7 @@ class Engine:
                 raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
             report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
 
+        self._curriculum = CurriculumScheduler(deepspeed_curriculum(config)) if config.curriculum.enabled else None
         self._needs_capture = training.enable_cuda_graph
         if training.enable_cuda_graph and layout.device.type != "cuda":
             raise UserError(f"enable_cuda_graph needs a GPU, but training runs on {layout.device.type}; remove the key")
@@ -149,16 +151,27 @@ class Engine:
         )
         return iter(loader)
 
+    def length_at(self, iteration: int) -> int:
+        """Sequence length of the step after `iteration` earlier steps: seq_length, or that of curriculum_learning."""
+        if self._curriculum is None:
+            return self.seq_length
+        return int(self._curriculum.get_difficulty(iteration + 1))
+
     def train_step(self, batches: Iterator[Batch], learning_rate: float, iteration: int) -> Tensor:
-        """One optimizer step over `accumulation` micro-batches, after `iteration` earlier steps.
+        """One optimizer step over `accumulation` micro-batches, after `iteration` earlier steps. Uses the first
+        `length_at(iteration)` tokens of each sequence.
 
         Returns the mean loss over the global batch as a scalar on the device, without waiting for it.
         """
+        if self._curriculum is not None:
+            batches = _shortened(batches, self.length_at(iteration))
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_factor", 1.0)
         for method in positional_methods(self.model.layers()).values():
             method.begin_step(iteration, self.config.training.seed)
         if self.is_pipeline:
+            if self._curriculum is not None:
+                self.deepspeed.reset_activation_shape()
             return self.deepspeed.train_batch(_pipeline_batches(batches)).detach()
         self.deepspeed.train()
         total = torch.zeros((), device=self.layout.device)
@@ -293,6 +306,12 @@ def _checked_by_deepspeed(settings: dict[str, Any], grid: PipelineParallelGrid |
     except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
         problem = shortened(" ".join(str(error).split()), 500)
         raise UserError(f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}") from error
+
+
+def _shortened(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
+    """The first `length` tokens of every sequence, int64 [b, length]."""
+    for batch in batches:
+        yield {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}
 
 
 def _pipeline_batches(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:

@@ -5,7 +5,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -130,9 +130,17 @@ class StepLog:
     Losses stay on the device until the next line or check, so that no step waits for one.
     """
 
-    def __init__(self, config: Config, engine: "Engine", logger: Logger, flops_per_token: float):
+    def __init__(
+        self,
+        config: Config,
+        engine: "Engine",
+        logger: Logger,
+        flops_per_token: Callable[[int], float],
+        tokens: int,
+    ):
+        """flops_per_token: of a sequence length. tokens: that were read before the first step."""
         self._config, self._engine, self._logger = config, engine, logger
-        self._flops_per_token = flops_per_token
+        self._flops_per_token, self._tokens = flops_per_token, tokens
         self._losses: list[torch.Tensor] = []
         # For each step that is not checked yet: the gradient norm, and the loss scale after the step.
         self._norms: list[torch.Tensor | float] = []
@@ -199,7 +207,8 @@ class StepLog:
             losses = torch.stack(self._losses).float().cpu()
             loss = float(losses[torch.isfinite(losses)].mean())
             samples_per_second = steps * engine.global_batch / max(self.seconds, 1e-9)
-            tokens_per_second = samples_per_second * engine.seq_length
+            length = (state.tokens - self._tokens) / (steps * engine.global_batch)  # mean over the steps
+            tokens_per_second = samples_per_second * length
             memory = peak_memory(layout.device)
             values = {
                 "train/loss": loss,
@@ -227,7 +236,8 @@ class StepLog:
                 texts.append(f"skipped steps {self.skipped_steps:,}")
             texts += [f"{samples_per_second:,.1f} samples/s", f"{tokens_per_second:,.0f} tokens/s"]
             if device_peak is not None:
-                values["train/mfu"] = tokens_per_second * self._flops_per_token / (device_peak * layout.world_size)
+                flops_per_second = tokens_per_second * self._flops_per_token(round(length))
+                values["train/mfu"] = flops_per_second / (device_peak * layout.world_size)
                 texts.append(f"MFU {100 * values['train/mfu']:.1f} %")
             seconds_left = (last_iteration - state.iteration) * self.seconds / max(steps, 1)
             texts += [f"{memory / 2**30:.2f} GiB", f"{readable_time(seconds_left)} left"]
@@ -237,7 +247,7 @@ class StepLog:
                 values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
                 self._logger.info(f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads")
             self._logger.metrics(values, state.iteration)
-        self._losses, self.seconds = [], 0.0
+        self._losses, self.seconds, self._tokens = [], 0.0, state.tokens
 
 
 def non_finite_loss(config: Config, when: str) -> UserError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 
 import torch
 
@@ -135,9 +136,7 @@ class Trainer:
         )
         if self.state.iteration < self.last_iteration:
             logger.info(self.schedule.describe())
-        self.flops_per_token = flops_per_token(
-            parameters["outside_embedding"], self.engine.settings, self.engine.seq_length
-        )
+        self.outside_embedding = parameters["outside_embedding"]
         # Random tokens int64 [micro-batch, s + 1], on which the weights are checked before they are saved.
         self.probe = torch.randint(
             tokenizer.vocab_size,
@@ -170,15 +169,21 @@ class Trainer:
     def train(self, signals: distributed.DistributedSignalHandler) -> bool:
         """Train to the last iteration. Returns False if a signal or `exit-interval` ended the run before it."""
         training, saves = self.config.training, self.config.checkpoint.saves
-        state, log = self.state, StepLog(self.config, self.engine, self.logger, self.flops_per_token)
+        state, length = self.state, 0
+        flops = partial(flops_per_token, self.outside_embedding, self.engine.settings)
+        log = StepLog(self.config, self.engine, self.logger, flops, state.tokens)
         if self.checkpointer is not None and state.iteration == 0 and self.last_iteration > 0 and saves(0):
             self._save()
         while state.iteration < self.last_iteration:
             learning_rate = self.schedule(state.iteration)
+            if length != self.engine.length_at(state.iteration):
+                length = self.engine.length_at(state.iteration)
+                if self.config.curriculum.enabled:
+                    self.logger.info(f"curriculum_learning: length {length:,} from iteration {state.iteration + 1:,}")
             loss = self.engine.train_step(self.train_batches, learning_rate, state.iteration)
             state.iteration += 1
             state.consumed_samples += self.engine.global_batch
-            state.tokens += self.engine.global_batch * self.engine.seq_length
+            state.tokens += self.engine.global_batch * length
             log.add(loss)
 
             is_last = state.iteration == self.last_iteration

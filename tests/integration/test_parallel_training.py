@@ -332,6 +332,21 @@ def test_other_optimizers_in_every_layout(name, source, target, precision, train
     )
 
 
+@pytest.mark.parametrize(("layout", "resumed_in"), [("data", "pipeline"), ("pipeline", "data")])
+def test_a_sequence_length_schedule_on_two_ranks(layout, resumed_in, trained, tmp_path):
+    """Like on one rank, with validation at another length between two lengths; also resumed in another layout."""
+    schedule = {"difficulty": [8, 16, 32], "max_step": [2, 4]}
+    lengths = {"enabled": True, "min_difficulty": 8, "max_difficulty": 32, "schedule_type": "fixed_discrete"}
+    keys = {"curriculum_learning": {**lengths, "schedule_config": schedule}, "seq_length_val": 24}
+    trained(tmp_path / "one", "one", **keys)
+    trained(tmp_path / "two", layout, **keys)
+    names = ("train/loss", "train/grad_norm", "train/tokens", "validation/loss")
+    assert_same_metrics(tmp_path / "two", tmp_path / "one", *names)
+    copy_checkpoint(tmp_path / "two", tmp_path / "resumed", 3)
+    trained(tmp_path / "resumed", resumed_in, **keys)
+    assert_same_metrics(tmp_path / "resumed", tmp_path / "one", *names, after=3)
+
+
 def test_zero_3_gathers_small_parameters(trained, run_in, tmp_path):
     """By default ZeRO 3 does not partition parameters of a few elements. With a threshold of 0 it does."""
     trained(tmp_path, "zero-3", zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})

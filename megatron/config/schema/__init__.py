@@ -1,5 +1,6 @@
 """The groups of keys: every supported key is declared once, as a field of a group."""
 
+from megatron.config.schema.curriculum import CurriculumConfig
 from megatron.config.schema.evaluation import EvaluationConfig, GenerationConfig
 from megatron.config.schema.model import ModelConfig
 from megatron.config.schema.parallel import BatchConfig, BatchSizes, LauncherConfig, ParallelConfig
@@ -19,6 +20,7 @@ __all__ = [
     "BatchConfig",
     "BatchSizes",
     "CheckpointConfig",
+    "CurriculumConfig",
     "DataConfig",
     "EvaluationConfig",
     "GenerationConfig",

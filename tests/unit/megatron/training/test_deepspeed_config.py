@@ -1,9 +1,10 @@
 """DeepSpeed's configuration: what it contains, and that DeepSpeed accepts it."""
 
 import pytest
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
 from megatron.config import Config, UserError
-from megatron.training.deepspeed_config import deepspeed_dict
+from megatron.training.deepspeed_config import deepspeed_curriculum, deepspeed_dict
 
 SMALL = {
     "num-layers": 2,
@@ -83,3 +84,17 @@ def test_deepspeed_accepts_it(monkeypatch):
     assert accepted.float16_config.enabled
     assert accepted.zero_config.stage == 1
     assert accepted.gradient_clipping == 1.0
+
+
+def test_the_curriculum_is_that_of_gpt_neox():
+    """The lengths of the first steps, which GPT-NeoX counts from 1, of each type of schedule."""
+    for schedule_type, schedule, expected in (
+        ("fixed_discrete", {"difficulty": [8, 16, 32], "max_step": [2, 4]}, [8, 8, 16, 16, 32, 32]),
+        ("fixed_linear", {"total_curriculum_step": 4, "difficulty_step": 8}, [8, 16, 24, 32, 32, 32]),
+        ("fixed_root", {"total_curriculum_step": 4, "difficulty_step": 4, "root_degree": 2}, [20, 24, 28, 32, 32, 32]),
+    ):
+        keys = {"enabled": True, "min_difficulty": 8, "max_difficulty": 32}
+        keys |= {"schedule_type": schedule_type, "schedule_config": schedule}
+        config = Config.from_flat({**SMALL, "seq-length": 32, "curriculum_learning": keys})
+        scheduler = CurriculumScheduler(deepspeed_curriculum(config))
+        assert [scheduler.get_difficulty(step) for step in range(1, 7)] == expected

@@ -62,7 +62,7 @@ def test_the_mfu_uses_the_configured_peak(tmp_path, data_path):
 def test_pauses_are_not_counted_as_training(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("megatron.training.logging.time.perf_counter", lambda: now[0])
-    log = StepLog(None, SimpleNamespace(deepspeed=SimpleNamespace(skipped_steps=0)), None, 0.0)
+    log = StepLog(None, SimpleNamespace(deepspeed=SimpleNamespace(skipped_steps=0)), None, lambda _: 0.0, 0)
     now[0] = 3.0
     with log.paused():
         now[0] = 100.0
@@ -99,7 +99,7 @@ def step_log(train_iters=1000, **precision):
     settings = {"pos_emb": "alibi", "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
     settings |= {"max_position_embeddings": 8, "train_iters": train_iters, "train_micro_batch_size_per_gpu": 1}
     config = Config.from_flat({**settings, **precision})
-    return StepLog(config, engine, None, 0.0), engine
+    return StepLog(config, engine, None, lambda _: 0.0, 0), engine
 
 
 def run(log, engine, steps, start=0):

@@ -9,6 +9,7 @@ from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
+from megatron.training.engine import TrainableGPT
 from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
@@ -32,6 +33,14 @@ def assert_same_end(resumed, uninterrupted):
     for name, tensor in expected_tensors.items():
         assert torch.equal(tensors[name], tensor), name
 
+
+CURRICULUM = {
+    "enabled": True,
+    "min_difficulty": 8,
+    "max_difficulty": 32,
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": [8, 16, 32], "max_step": [2, 4]},
+}
 
 # -- training and resuming --------------------------------------------------------------------------------------------
 
@@ -255,6 +264,39 @@ def test_a_checkpoint_of_another_model_with_the_same_sizes_is_an_error(tmp_path,
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
 
 
+def test_a_sequence_length_schedule(tmp_path, data_path, capsys):
+    """Each step sees the first tokens of the samples it would see without a schedule. Resuming is exact, also where the
+    length changes. Validation has seq-length.
+    """
+    seen: list[torch.Tensor] = []
+
+    def recorded(model, tokens, labels, mask=None):
+        seen.append(tokens)
+        return forward(model, tokens, labels, mask)
+
+    forward = TrainableGPT.forward
+    keys = {"save_interval": 1, "pos_emb": "rotary", "hidden_dropout": 0.1, "gradient_accumulation_steps": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainableGPT, "forward", recorded)
+        trained(tmp_path / "constant", data_path, **keys, eval_iters=0, save=None)
+        trained(tmp_path / "whole", data_path, **keys, curriculum_learning=CURRICULUM)
+    for full, short, length in zip(seen[:12], seen[12:], [8] * 4 + [16] * 4 + [32] * 4, strict=True):
+        assert torch.equal(full[:, :length], short)
+    log = capsys.readouterr().out
+    assert [line for line in log.splitlines() if line.startswith("curriculum_learning: ")] == [
+        f"curriculum_learning: length {length} from iteration {first}" for length, first in ((8, 1), (16, 3), (32, 5))
+    ]
+    assert log.count("| length 32 |") == 3, "two validations and a test"
+    tokens = {1: 64, 2: 128, 3: 256, 4: 384, 5: 640, 6: 896}
+    assert metrics(tmp_path / "whole", "train/tokens") == tokens
+    for start in (3, 4):
+        copy_checkpoint(tmp_path / "whole", tmp_path / str(start), start)
+        trained(tmp_path / str(start), data_path, **keys, curriculum_learning=CURRICULUM)
+        assert metrics(tmp_path / str(start), "train/tokens") == {step: n for step, n in tokens.items() if step > start}
+        expected, resumed = weights(tmp_path / "whole", 6), weights(tmp_path / str(start), 6)
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -264,7 +306,7 @@ def test_a_checkpoint_of_another_model_with_the_same_sizes_is_an_error(tmp_path,
     ],
 )
 def test_finetuning_with_another_positional_method(before, after, tmp_path, data_path, capsys):
-    """At a learning rate of 0: the parameters of the method are those of a new model, all other weights are unchanged."""
+    """At a learning rate of 0: the method's parameters are those of a new model, all other weights are unchanged."""
     trained(tmp_path / "before", data_path, **before, eval_iters=0)
     frozen = {"optimizer": {"type": "Adam", "params": {"lr": 0.0}}, "train_iters": 1, "eval_iters": 0}
     new = {**before, **after, **frozen, "seed": 3}

@@ -1,0 +1,59 @@
+"""The keys of curriculum_learning."""
+
+import pytest
+
+from megatron.config import Config, UserError
+
+DISCRETE = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 4,
+    "max_difficulty": 8,
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": [4, 8], "max_step": [10]},
+}
+LINEAR = {
+    **DISCRETE,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 2},
+}
+
+
+@pytest.mark.parametrize("keys", [DISCRETE, LINEAR, {"enabled": False}, {**LINEAR, "min_difficulty": 8}])
+def test_complete_schedules(flat, keys):
+    config = Config.from_flat({**flat, "seq-length": 8, "curriculum-learning": keys})
+    assert config.curriculum.enabled == keys["enabled"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"min_difficulty": None}, "curriculum_learning.min_difficulty is not set, but schedule_type fixed_discrete"),
+        (
+            {"schedule_type": "fixed_root"},
+            "schedule_config.total_curriculum_step is not set, but .* fixed_root needs it",
+        ),
+        ({"curriculum_type": "voc"}, "must be 'seqlen'"),
+        ({"schedule_config": {"difficulty": [4, 8], "max_step": [5, 10]}}, "max_step has 2 steps for 2 lengths"),
+        (
+            {"schedule_config": {"difficulty": [4, 8, 8], "max_step": [5, 10]}},
+            "difficulty .* must be in increasing order",
+        ),
+        ({"schedule_config": {"difficulty": [4, 6, 8], "max_step": [5, 5]}}, "max_step .* must be in increasing order"),
+        ({"schedule_config": {"difficulty": [2, 8], "max_step": [5]}}, "must start with min_difficulty 4 and end with"),
+        ({"schedule_config": {"difficulty": [4, 6], "max_step": [5]}}, "must start with min_difficulty 4 and end with"),
+        ({**LINEAR, "min_difficulty": 9}, "min_difficulty 9 is more than max_difficulty 8; lower it"),
+        ({**LINEAR, "max_difficulty": 16}, "max_difficulty 16 is not seq_length 8"),
+        ({"metric": "seqlen"}, '"curriculum_learning.metric" is not a known key'),
+    ],
+)
+def test_wrong_schedules(flat, keys, message):
+    with pytest.raises(UserError, match=message):
+        Config.from_flat({**flat, "seq_length": 8, "curriculum_learning": {**DISCRETE, **keys}})
+
+
+@pytest.mark.parametrize("key", ["torch_compile", "enable_cuda_graph"])
+def test_keys_that_need_a_constant_length(flat, key):
+    keys = {key: True, "precision": "bfloat16", "curriculum_learning": LINEAR, "seq_length": 8}
+    with pytest.raises(UserError, match=f"{key} with curriculum_learning is not supported: it needs a constant length"):
+        Config.from_flat({**flat, **keys})
