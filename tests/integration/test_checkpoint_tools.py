@@ -18,7 +18,7 @@ from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.checkpoint.storage import CheckpointError
 from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
-from megatron.config import Config, UserError
+from megatron.config import Config, UserError, load_config
 from megatron.inference import load_model
 from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
@@ -29,6 +29,7 @@ from tests.support.release import checkpoints
 from tests.support.runs import ROOT, environment, training_settings
 from tests.support.texts import KINDS, PYTHON
 from tools.ckpts import convert, import_release, inspect
+from tools.datasets import preprocess_data
 
 TOOLS = ROOT / "tools" / "ckpts"
 
@@ -106,6 +107,35 @@ def test_import_finetune_and_export(tmp_path, capsys):
     tokens = random_tokens(1, LONG)
     with torch.no_grad():
         assert (back(tokens).logits - theirs(tokens).logits).abs().max() < 1e-4
+
+
+def test_continued_pretraining_with_another_method(tmp_path, capsys):
+    """The commands in docs/huggingface.md, with a small model and corpus: import, tokenize, train, evaluate."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    theirs = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=128, max_position_embeddings=32))
+    theirs.save_pretrained(tmp_path / "pythia")
+    train_bpe(KINDS.values(), 400).save(str(tmp_path / "pythia" / "tokenizer.json"))
+    documents = [PYTHON[start : start + 1000] for start in range(0, 12_000, 1000)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    ours, run = str(tmp_path / "ours"), str(tmp_path / "run")
+
+    convert.main(["from-hf", str(tmp_path / "pythia"), ours])
+    tokenizer = ["--tokenizer-type", "HFTokenizer", "--vocab-file", f"{ours}/tokenizer.json", "--append-eod"]
+    data = ["--input", str(tmp_path / "corpus.jsonl"), "--output-prefix", str(tmp_path / "data")]
+    assert preprocess_data.main([*data, *tokenizer]) in (None, 0)
+    overrides = [f"load={ours}", f"save={run}", f"data_path={tmp_path}/data_text_document", "split=2,1,0"]
+    overrides += ["train_micro_batch_size_per_gpu=2", "train_batch_size=2", "train_iters=3", "eval_iters=1"]
+    overrides += ["seq_length=32", "curriculum_learning.min_difficulty=8", "curriculum_learning.max_difficulty=32"]
+    overrides += [f"curriculum_learning.schedule_config.{name}" for name in ("difficulty=[8, 32]", "max_step=[1]")]
+    files = [f"{ours}/global_step0/configs/config.yml", ROOT / "configs" / "continued_pretraining.yml"]
+    capsys.readouterr()
+    assert train(load_config(files, overrides=[*overrides, "num_workers=0"])).tokens == 2 * (8 + 32 + 32)
+    log = capsys.readouterr().out
+    assert "the checkpoint's positional parameters are not used; those of kerple_log are new" in log
+    assert "curriculum_learning: length 32 from iteration 2" in log
+    evaluate_main(["--checkpoint", run, "--lengths", "32", "256", "--tokens", "512"])
+    assert "kerple_log full non-overlapping at 256: perplexity" in capsys.readouterr().err
 
 
 def test_an_imported_folder_is_evaluated_and_generates(tmp_path):
