@@ -57,7 +57,6 @@ MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
 POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
 VERDICT_TEXTS = {"holds": "hold", "does not hold": "do not hold"}  # of several claims
-WIDE = Style(width=9.5, size=10.0, dpi=160)  # one panel per corpus, side by side
 
 
 def add_results(folder: Path, pages: Path) -> None:
@@ -138,7 +137,7 @@ def figures(pages: Path) -> dict[Path, bytes]:
         full = [record for record in records if record["mode"] == "full"]
         perplexities, errors = perplexity_measurements(sorted(full, key=lambda record: _rank(setting_of(record))))
         main = perplexities.select(settings, MAIN_METHODS)
-        drawings["main"] = partial(main_plot, main), WIDE
+        drawings["main"] = partial(main_plot, main), _wide(len(main.settings))
         others = [method for method in perplexities.methods if method not in MAIN_METHODS]
         with_others = [setting for setting, method in perplexities.lines if method in others]
         for name, group in (("perplexity", main), ("other-methods", perplexities.select(with_others, [LOG, *others]))):
@@ -147,7 +146,7 @@ def figures(pages: Path) -> dict[Path, bytes]:
                 drawings[name] = draw, SCREEN
     for length in sorted({record["length"] for record in records if record["kind"] == "positions"}):
         if curves := position_differences(records, length):
-            drawings[f"positions-{length}"] = partial(position_difference_plot, curves, length), WIDE
+            drawings[f"positions-{length}"] = partial(position_difference_plot, curves, length), _wide(len(curves))
     for setting in settings:
         lengths: dict[str, list[int]] = {}
         for record in records:
@@ -252,6 +251,11 @@ def _run_name(record: AnyRecord) -> str:
     return Path((record["checkpoint"] or {}).get("path") or "unknown/checkpoints").parent.name
 
 
+def _wide(panels: int) -> Style:
+    """The style of figures with one panel per corpus, side by side."""
+    return Style(width=min(9.5, 2.3 + 2.4 * panels), size=10.0, dpi=160)
+
+
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +264,7 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
     columns = style.columns(len(perplexities.settings))
     figure, panels = new_figure(style, len(perplexities.settings), columns, sharex=True)
     handles: dict[str, Any] = {}
-    for index, (axes, setting) in enumerate(zip(panels, perplexities.settings, strict=True)):
+    for axes, setting in zip(panels, perplexities.settings, strict=True):
         curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
         curves = {method: curve for method, curve in curves.items() if len(curve)}
         low = min(curve["mean"].min() for curve in curves.values())
@@ -268,7 +272,7 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
         axes.set_ylim(low - 0.1 * (high - low) - 0.01 * low, high + 0.15 * (high - low) + 0.01 * low)
         length_ticks(axes, style, perplexities.lengths, columns)
         if setting.train_length is not None:
-            mark_train_length(axes, style, setting.train_length, label=index == 0)
+            mark_train_length(axes, style, setting.train_length, label=False)  # lines would cross the label
         for method, curve in curves.items():
             looks, label = line_style(style, MAIN_METHODS.index(method)), display_name(method)
             x, mean = curve.index.tolist(), curve["mean"].tolist()
@@ -276,7 +280,7 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
             if curve["std"].any():
                 band(axes, x, mean, curve["std"].fillna(0.0).tolist(), looks["color"])
         panel_title(axes, style, columns, corpus_name(setting.corpus))
-    figure.supxlabel("sequence length (tokens)")
+    figure.supxlabel("sequence length (tokens); dashed: training length")
     figure.supylabel("perplexity")
     names = [name for method in MAIN_METHODS if (name := display_name(method)) in handles]
     legend_above(figure, style, [handles[name] for name in names])
