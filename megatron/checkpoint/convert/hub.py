@@ -25,6 +25,7 @@ PATTERNS = (
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
 )
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def is_hub_name(checkpoint: str | Path) -> bool:
@@ -54,8 +55,10 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
         ) from error
     with FileLock(f"{output}.lock"):  # several ranks, or several evaluations
         if not has_checkpoint(output):
-            report(f"converting {checkpoint} ({snapshot.name[:8]}) to {output}")
-            from_hugging_face(snapshot, output, with_tokenizer=_has_tokenizer(snapshot), report=report)
+            has_tokenizer = any((snapshot / name).exists() for name in TOKENIZERS)
+            without = "" if has_tokenizer else ", without a tokenizer because there is none"
+            report(f"converting {checkpoint} ({snapshot.name[:8]}) to {output}{without}")
+            from_hugging_face(snapshot, output, with_tokenizer=has_tokenizer, report=report)
     return output
 
 
@@ -124,7 +127,3 @@ def _call(problem: str, advice: str, function: Callable[..., Any], *words: Any, 
         return function(*words, **options)
     except Exception as error:  # the library raises errors of requests, httpx, the file system, and its own
         raise UserError(f"{problem}: {first_line(error)}; {advice}") from error
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))

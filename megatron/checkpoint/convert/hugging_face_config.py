@@ -115,17 +115,10 @@ def stock_type(config: Config) -> str | None:
     if model.pos_emb != "rotary" or not (scaling is None or scaling in SCALINGS):
         return None
     settings = ModelSettings.from_config(config, padded_vocab_size=1)
-    is_gpt_neox = model.norm == "layernorm" and not (
-        model.gated
-        or model.use_qk_layernorm
-        or not model.use_bias_in_norms
-        or not model.use_bias_in_mlp
-        or settings.attention_bias != settings.attention_output_bias
-        or settings.window is not None
-        or settings.num_kv_heads != settings.num_heads
-        or settings.head_size * settings.num_heads != settings.hidden_size
-    )
-    return "gpt_neox" if is_gpt_neox else llama.family_of(config)
+    other = set(options_beyond_2022(config, settings)) - {"intermediate_size"}
+    if settings.attention_bias == settings.attention_output_bias:
+        other -= {"use_bias_in_attn_linear"}
+    return "gpt_neox" if model.norm == "layernorm" and not other else llama.family_of(config)
 
 
 def stock_config(config: Config, settings: ModelSettings, model_type: str) -> dict[str, Any]:
@@ -159,22 +152,10 @@ def stock_config(config: Config, settings: ModelSettings, model_type: str) -> di
 
 def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
     """config.json of a self-contained model. Raises CheckpointError for options of blocks that its code lacks."""
-    lacking = {
-        "activation (gated MLP)": config.model.gated,
-        "intermediate_size": not config.model.gated and settings.intermediate_size != 4 * settings.hidden_size,
-        "num_kv_heads": settings.num_kv_heads != settings.num_heads,
-        "head_size": settings.head_size * settings.num_heads != settings.hidden_size,
-        "use_bias_in_norms": settings.norm == "layernorm" and not settings.norm_bias,
-        "use_bias_in_attn_linear": not (settings.attention_bias and settings.attention_output_bias),
-        "use_bias_in_mlp": not settings.mlp_bias,
-        "use_qk_layernorm": settings.qk_norm,
-        "sliding_window_width": settings.window is not None,
-    }
-    if any(lacking.values()):
-        names = ", ".join(name for name, given in lacking.items() if given)
+    if names := options_beyond_2022(config, settings):
         raise CheckpointError(
             f"pos_emb {config.model.pos_emb}: transformers has no model with this structure, and the code that is "
-            f"exported with a model does not support {names}"
+            f"exported with a model does not support {', '.join(names)}"
         )
     return {
         "architectures": ["KerpleForCausalLM"],
@@ -190,6 +171,23 @@ def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, 
         "positional_method": config.model.pos_emb,
         "positional_options": dict(settings.pos_emb_options),
     }
+
+
+def options_beyond_2022(config: Config, settings: ModelSettings) -> list[str]:
+    """The keys that give blocks another structure than those of the KERPLE release (GPT-NeoX, 2022)."""
+    changed = {
+        "activation (gated MLP)": config.model.gated,
+        "intermediate_size": not config.model.gated and settings.intermediate_size != 4 * settings.hidden_size,
+        "num_kv_heads": settings.num_kv_heads != settings.num_heads,
+        "head_size": settings.head_size * settings.num_heads != settings.hidden_size,
+        "use_bias_in_norms": settings.norm == "layernorm" and not settings.norm_bias,
+        "use_bias_in_attn_linear": not settings.attention_bias,
+        "use_bias_in_attn_output": not settings.attention_output_bias and settings.attention_bias,
+        "use_bias_in_mlp": not settings.mlp_bias,
+        "use_qk_layernorm": settings.qk_norm,
+        "sliding_window_width": settings.window is not None,
+    }
+    return [name for name, is_changed in changed.items() if is_changed]
 
 
 def _common_config(config: Config, settings: ModelSettings) -> dict[str, Any]:

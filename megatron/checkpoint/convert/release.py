@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional import method_class
+from megatron.checkpoint.convert.hugging_face_config import options_beyond_2022
 from megatron.checkpoint.convert.output import Report, check_same_logits, new_folder, rounded, write_checkpoint
 from megatron.checkpoint.convert.weights import cast, layers_with_weights
 from megatron.checkpoint.layers import layer_state, load_layers
@@ -93,6 +94,10 @@ def to_release(
     """
     settings = model.settings
     config_values = release_config(config, settings, tensor_parallel)
+    if names := options_beyond_2022(config, settings):
+        raise CheckpointError(
+            f"the release's blocks do not support {', '.join(names)}; its format cannot store this model"
+        )
     for name, size in (("heads", settings.num_heads), ("rows of the vocabulary", settings.padded_vocab_size)):
         if size % tensor_parallel:
             raise CheckpointError(f"tensor-parallel size {tensor_parallel} does not divide the {size} {name}")

@@ -88,3 +88,20 @@ def test_unsupported_models(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="pos_emb alibi: not supported by the release"):
         to_release(model, config, tmp_path / "out", report=quiet)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"activation": "swiglu"}, r"activation \(gated MLP\)"),
+        ({"num_kv_heads": 2, "head_size": 16}, "num_kv_heads, head_size"),
+        (
+            {"use_bias_in_attn_output": False, "sliding_window_width": 5},
+            "use_bias_in_attn_output, sliding_window_width",
+        ),
+    ],
+)
+def test_blocks_that_the_release_lacks(keys, name, tmp_path):
+    model, config = make_model("rotary", **keys)
+    with pytest.raises(CheckpointError, match=f"the release's blocks do not support {name};"):
+        to_release(model, config, tmp_path / "release", report=quiet)
