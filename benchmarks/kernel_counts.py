@@ -92,7 +92,7 @@ class Case:
 
     @property
     def tiles(self) -> Tiles:
-        return tiles_for(self.gpu, DTYPES[self.dtype], self.size, weight=self.weight)
+        return tiles_for(self.gpu, DTYPES[self.dtype], self.size, weight=self.weight, grouped=self.grouped)
 
 
 def compiled(kernel, tile: Tile, case: Case):

@@ -63,9 +63,10 @@ def test_kernels_for_grouped_queries(tmp_path):
         ["--sizes", "64", "128", "--window"],
         ["--sizes", "64", "128", "--dtypes", "fp16", "fp32"],
         ["--sizes", "16", "64", "80", "128", "--grouped"],
+        ["--sizes", "64", "128", "--grouped", "--dtypes", "fp16", "fp32"],
         ["--sizes", "64", "128", "--grouped", "--window"],
     ],
-    ids=["sizes", "window", "dtypes", "grouped", "grouped window"],
+    ids=["sizes", "window", "dtypes", "grouped", "grouped dtypes", "grouped window"],
 )
 @pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100", "120"])
 def test_every_kernel_for_every_gpu(arch, options, tmp_path):

@@ -18,7 +18,7 @@ The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691),
   in registers. Only the result is summed along diagonals. T5's buckets need it only for distances before the last
   bucket.
 - **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only on the GPU, the
-  dtype, the head size and the presence of a weight (`tiles.py`), never on timing.
+  dtype, the head size and the presence of a weight and of grouped queries (`tiles.py`), never on timing.
 
 As in FlashAttention, the gradient through the softmax uses the rounded result for each row's sum. In half precision,
 this rounding limits the accuracy of the tables' gradients, which are summed in float32.
@@ -104,7 +104,8 @@ class Launcher:
         self.max_kv_len = Span(window).max_kv_len(self.t)
         self.bias_table, self.weight_table = bias_table, weight_table
         has_weight = weight_table is not None
-        self.tiles = tiles_for(Gpu.of(query.device), query.dtype, self.head_size, weight=has_weight)
+        gpu, grouped = Gpu.of(query.device), self.group > 1
+        self.tiles = tiles_for(gpu, query.dtype, self.head_size, weight=has_weight, grouped=grouped)
         # Without a table, the mask is added before the scale; a scale that is not positive would not keep its -inf.
         has_table = bias_table is not None or has_weight or self.scale <= 0.0 or not self.tiles.skip_mask
         bias = bias_table

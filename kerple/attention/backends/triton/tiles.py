@@ -19,7 +19,8 @@ bfloat16. The GPUs differ most in their matrix instructions:
   larger tiles. The products of the forward kernel take 256 cycles at head size 64, so instructions are the limit. At
   head size 128, the kernel for keys and values issues 30 % fewer with 64 x 128 than with Hopper's 32 x 128.
 
-float32 is computed without tensor cores and is the same everywhere.
+float32 is computed without tensor cores and is the same everywhere. With grouped queries, the key and value kernel
+needs eight warps: four would spill 352 bytes per thread.
 """
 
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def no_tiles_reason(gpu: Gpu, dtype: torch.dtype | None, head_size: int | None) 
     return None
 
 
-def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool) -> Tiles:
+def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool, grouped: bool = False) -> Tiles:
     """The tiles for a GPU. An unknown architecture gets those of mma.sync, which need the least shared memory.
 
     Tiles depend only on the arguments, so that the order of sums is fixed. They may not fit: see `no_tiles_reason`.
@@ -107,7 +108,8 @@ def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool) -> 
     if dtype == torch.float32:
         square = Tile(32, 32, 4 if small else 8, 1)
         forward = Tile(64, 32, 8, 1) if small else square
-        return Tiles(forward, square, square, square, kib=36 if small else 68, skip_mask=False)
+        key_value = Tile(32, 32, 8, 1) if grouped else square
+        return Tiles(forward, key_value, square, square, kib=36 if small else 68, skip_mask=False)
     if major == 9 and small:
         forward = Tile(128, 64, 8 if weight else 4, 3)
         return Tiles(forward, Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), kib=64)
