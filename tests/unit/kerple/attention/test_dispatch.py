@@ -237,7 +237,7 @@ def test_grouped_queries_of_every_method(name):
     for parameter in method.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter)
-    for s, t, span in SPANS:
+    for s, t, span in (*SPANS[1:4], SPANS[-1]):
         query, key, value = leaves = float64_states(4, 4, t, kv_heads=2)
         leaves = [*leaves, *method.parameters()]
         repeated = [states.repeat_interleave(2, dim=1) for states in (key, value)]
