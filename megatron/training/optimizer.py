@@ -94,7 +94,7 @@ class Schedule:
     """GPT-NeoX's learning-rate schedules.
 
     For optimizer step t (the first step has t = 0), W warmup steps and T decay steps, the warmup up to t = W is linear:
-    lr * max(t, 1) / W. After it, with u = (t - W) / (T - W):
+    lr * max(t, 1) / W, at most lr. After it, with u = (t - W) / (T - W):
 
         cosine       min_lr + (lr - min_lr)/2 (1 + cos(pi u))
         linear       lr (1 - u)
@@ -120,7 +120,7 @@ class Schedule:
         is_2022 = self.version == "neox-2022"
         position = min(step, after_warmup) if is_2022 else step
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.lr * (position if is_2022 else max(position, 1)) / self.warmup_steps
+            return self.lr * min((position if is_2022 else max(position, 1)) / self.warmup_steps, 1.0)
         period = self.decay_steps if is_2022 else after_warmup
         progress = (position - self.warmup_steps) / period if period else 1.0
         floor = 0.0 if is_2022 else self.min_lr

@@ -51,6 +51,11 @@ def test_after_the_decay():
     assert values == pytest.approx({"cosine": MIN_LR, "linear": MIN_LR, "exponential": 0.0002899370762}, rel=1e-8)
 
 
+def test_a_warmup_of_less_than_one_step():
+    """GPT-NeoX would begin with 20 times the learning rate."""
+    assert Schedule(1.0, "constant", 5, 0.05)(0) == 1.0
+
+
 def test_without_warmup_and_with_nothing_else():
     assert Schedule(1.0, "linear", 100, 0.0)(0) == 1.0
     assert Schedule(1.0, "linear", 100, 0.0)(25) == 0.75
