@@ -74,7 +74,11 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "dynamic_loss_scale",
     ),
     **_unsupported("derived by GPT-NeoX; set fp16: {min_loss_scale: ...}", "min_scale"),
-    **_unsupported("bitsandbytes optimizers are not supported; use Adam or AdamW", "use_bnb_optimizer", off=(False,)),
+    **_unsupported(
+        "bitsandbytes optimizers are not supported; for less optimizer state than Adam, use Lion, Muon or Adafactor",
+        "use_bnb_optimizer",
+        off=(False,),
+    ),
     **_unsupported(
         "for 1-bit Adam, which is not supported",
         "optimizer.params.freeze_step",
