@@ -24,6 +24,20 @@ SAME_VALUE = {
     "init_method_std": "initializer_range",
 }
 
+# Settings of blocks -> config.json of a self-contained model, with the same value.
+BLOCK_SETTINGS = {
+    "num_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "norm": "norm",
+    "norm_bias": "norm_bias",
+    "attention_bias": "attention_bias",
+    "attention_output_bias": "attention_output_bias",
+    "mlp_bias": "mlp_bias",
+    "qk_norm": "qk_norm",
+    "window": "attention_window",
+}
+
 # Rotary: ours -> (name in rope_parameters, top-level name in files of transformers 4, default).
 ROTARY = {
     "rotary_pct": ("partial_rotary_factor", "rotary_pct", 0.25),
@@ -63,6 +77,8 @@ ACTIVATIONS = {
     ("gelu", True): ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
     ("relu", False): ("relu",),
     ("silu", False): ("silu", "swish"),
+    ("swiglu", False): ("swiglu",),
+    ("geglu", False): ("geglu",),
 }
 
 
@@ -100,6 +116,10 @@ class HuggingFaceConfig(BaseModel):
     rotary_pct: float = 0.25
     rotary_emb_base: float = 10_000
     norm: str = "layernorm"
+    norm_bias: bool = True
+    attention_output_bias: bool = True
+    qk_norm: bool = False
+    attention_window: PositiveInt | None = None
     positional_method: str = ""
     positional_options: dict[str, Any] | None = None
 
@@ -151,11 +171,11 @@ def stock_config(config: Config, settings: ModelSettings, model_type: str) -> di
 
 
 def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
-    """config.json of a self-contained model. Raises CheckpointError for options of blocks that its code lacks."""
-    if names := options_beyond_2022(config, settings):
+    """config.json of a self-contained model. Raises CheckpointError if its positional method cannot cache keys."""
+    if dict(settings.pos_emb_options).get("scaling") == "dynamic":
         raise CheckpointError(
-            f"pos_emb {config.model.pos_emb}: transformers has no model with this structure, and the code that is "
-            f"exported with a model does not support {', '.join(names)}"
+            "pos_emb rotary with scaling dynamic: transformers has no model with this structure, and the exported code "
+            "cannot cache keys whose angles depend on the length; export the model without the scaling"
         )
     return {
         "architectures": ["KerpleForCausalLM"],
@@ -167,7 +187,7 @@ def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, 
         },
         "model_type": "kerple",
         **_common_config(config, settings),
-        "norm": settings.norm,
+        **{theirs: getattr(settings, ours) for ours, theirs in BLOCK_SETTINGS.items()},
         "positional_method": config.model.pos_emb,
         "positional_options": dict(settings.pos_emb_options),
     }
@@ -229,7 +249,7 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
     theirs = {name: value for name, value in given.model_dump().items() if value is not None}
     hidden_act = theirs["hidden_act"]
     activation, fused = next((key for key, names in ACTIVATIONS.items() if hidden_act in names), (None, False))
-    if activation is None:
+    if activation is None or (model_type == "gpt_neox" and activation in ("swiglu", "geglu")):
         supported = ", ".join(name for names in ACTIVATIONS.values() for name in names)
         raise CheckpointError(f"{source}: hidden_act {hidden_act!r} is not supported; supported: {supported}")
     if model_type == "gpt_neox":
@@ -249,6 +269,7 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
             "pos_emb_options": theirs.get("positional_options") or {},
             "norm": norm,
             "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon": theirs["layer_norm_eps"],
+            **_block_keys(theirs, gated=activation in ("swiglu", "geglu")),
         }
     return {
         **{ours: theirs[name] for ours, name in SAME_VALUE.items()},
@@ -257,6 +278,24 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
         "seq_length": theirs["max_position_embeddings"],
         "no_weight_tying": not theirs["tie_word_embeddings"],
         **own,
+    }
+
+
+def _block_keys(theirs: Mapping[str, Any], gated: bool) -> dict[str, Any]:
+    """Our keys for the blocks of a self-contained model. `theirs` has no keys whose value is None."""
+    sizes = {"num_kv_heads": "num_key_value_heads", "head_size": "head_dim", "intermediate_size": "intermediate_size"}
+    keys = {ours: theirs[name] for ours, name in sizes.items() if name in theirs}
+    if gated and "intermediate_size" in keys:  # GPT-NeoX divides it by three
+        keys["intermediate_size"] *= 3
+    if "attention_window" in theirs:
+        keys["sliding_window_width"] = theirs["attention_window"] - 1
+    return {
+        **keys,
+        "use_bias_in_norms": theirs["norm_bias"],
+        "use_bias_in_attn_linear": theirs["attention_bias"],
+        "use_bias_in_attn_output": theirs["attention_output_bias"],
+        "use_bias_in_mlp": theirs["mlp_bias"],
+        "use_qk_layernorm": theirs["qk_norm"],
     }
 
 

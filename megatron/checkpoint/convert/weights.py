@@ -25,8 +25,11 @@ BLOCK_NAMES = {
     "input_layernorm.bias": "gpt_neox.layers.{block}.input_layernorm.bias",
     "attention.query_key_value.weight": "gpt_neox.layers.{block}.attention.query_key_value.weight",
     "attention.query_key_value.bias": "gpt_neox.layers.{block}.attention.query_key_value.bias",
-    "attention.query_norm.weight": "gpt_neox.layers.{block}.attention.query_norm.weight",
-    "attention.key_norm.weight": "gpt_neox.layers.{block}.attention.key_norm.weight",
+    **{
+        f"attention.{name}.{kind}": f"gpt_neox.layers.{{block}}.attention.{name}.{kind}"
+        for name in ("query_norm", "key_norm")
+        for kind in ("weight", "bias")
+    },
     "attention.dense.weight": "gpt_neox.layers.{block}.attention.dense.weight",
     "attention.dense.bias": "gpt_neox.layers.{block}.attention.dense.bias",
     "post_attention_layernorm.weight": "gpt_neox.layers.{block}.post_attention_layernorm.weight",

@@ -6,8 +6,8 @@
     sdpa              PyTorch's scaled_dot_product_attention, with the bias in its mask
     flex_attention    PyTorch's FlexAttention, with bias and weight in its score_mod
 
-Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, c and l queries and
-keys of a chunk.
+Legend: b batch, s new tokens, t all tokens (cached and new), h heads (there may be fewer of keys and values), d head
+size, e hidden size, c and l queries and keys of a chunk.
 """
 
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import repeat_kv
 
 # Number of queries whose scores or masks are in memory at a time.
 CHUNK = 128
@@ -39,6 +40,7 @@ class Layout:
     Attributes:
         cached: number of tokens in the cache; a tensor in a compiled graph with a static cache.
         total: number of keys, t; the size of a static cache in a compiled graph.
+        window: number of keys that a query sees, including its own; None: all.
         positions: int64 `[b, s]`, or `[1, s]` if all rows have the same, on the CPU; None if the method needs none.
         padded: bool `[b, t]`, True for padding; None if there is none.
         text_positions: int64 `[b, t]`, positions of all tokens from 0 on; None if distances are those of the indices.
@@ -49,6 +51,7 @@ class Layout:
 
     cached: int | Tensor
     total: int
+    window: int | None = None
     positions: Tensor | None = None
     padded: Tensor | None = None
     text_positions: Tensor | None = None
@@ -57,7 +60,7 @@ class Layout:
     packed: bool = False
 
     @classmethod
-    def of(cls, method, hidden, attention_mask, position_ids, cache) -> "Layout":
+    def of(cls, method, hidden, attention_mask, position_ids, cache, window) -> "Layout":
         """For new tokens `hidden` `[b, s, e]`. Raises ValueError for a mask that is not `[b, t]`, and for positions
         that are not consecutive in a text.
         """
@@ -69,7 +72,7 @@ class Layout:
         if isinstance(cached, Tensor):
             # A static cache changes its length in place.
             cached = cached.clone() if traced else int(cached)
-        layout = cls(cached, cache.layers[0].max_cache_len if isinstance(cached, Tensor) else cached + new)
+        layout = cls(cached, cache.layers[0].max_cache_len if isinstance(cached, Tensor) else cached + new, window)
         if attention_mask is not None:
             # The mask of a static cache is longer, as its last places are empty.
             if attention_mask.dim() != 2 or attention_mask.shape[1] < layout.total:
@@ -111,7 +114,7 @@ class Layout:
             borders = [0, *(row_jumps.nonzero().flatten() + 1).tolist(), new]
             for first, last in pairwise(borders):
                 indices = torch.arange(first, last, device=positions.device)
-                layout = Layout(0, last - first, starts=[-int(positions[row, first])])
+                layout = Layout(0, last - first, self.window, starts=[-int(positions[row, first])])
                 self.texts.append((row, indices, indices, layout))
 
     def _set_positions(self, positions: Tensor | None, batch: int, new: int) -> None:
@@ -136,7 +139,8 @@ class Layout:
             if len(queries):
                 cached = len(keys) - len(queries)
                 position = self.positions[row % len(self.positions), int(queries[0])]
-                self.texts.append((row, queries, keys, Layout(cached, len(keys), starts=[cached - int(position)])))
+                layout = Layout(cached, len(keys), self.window, starts=[cached - int(position)])
+                self.texts.append((row, queries, keys, layout))
 
     def embed(self, method: nn.Module, hidden: Tensor) -> Tensor:
         """The method's position embeddings added to `hidden` `[b, s, e]`."""
@@ -215,12 +219,12 @@ def chunks(layout, new, rows, device):
         end = layout.total - new + last if isinstance(layout.cached, int) else layout.total
         queries = torch.arange(first, last, device=device) + layout.cached
         distance = queries[:, None] - torch.arange(end, device=device)
-        mask = (distance < 0)[None, None]
-        if layout.padded is not None:
-            mask = mask | (layout.padded[:, None, None, :end] & (distance != 0))
-        distance = distance[None]
+        later, other, distance = distance < 0, distance != 0, distance[None]
         if layout.text_positions is not None:
             distance = layout.text_positions[:, queries, None] - layout.text_positions[:, None, :end]
+        mask = later[None, None] if layout.window is None else (later | (distance >= layout.window))[:, None]
+        if layout.padded is not None:
+            mask = mask | (layout.padded[:, None, None, :end] & other)
         yield slice(first, last), end, distance.clamp(min=0), mask
 
 
@@ -233,7 +237,7 @@ def eager_attention(query, key, value, method, tables, layout, dropout, places):
     """`attend` in float32 (float64 for float64 inputs). places: last dimension of the probabilities; 0 for None."""
     new = query.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
-    keys, values = key.to(dtype), value.to(dtype)
+    keys, values = (repeat_kv(states, query.shape[1] // key.shape[1]).to(dtype) for states in (key, value))
     contexts, all_probabilities = [], []
     rows = new if places else CHUNK
     rows = min(rows, method.segment) if method.scales_qk else rows
@@ -282,8 +286,9 @@ def modified_scores(method, table, scores, query, query_positions, key_positions
 def sdpa_attention(query, key, value, tables, layout, dropout):
     """`attend` for methods with a bias at most. On a GPU, the bias is rounded to the dtype of the query."""
     new = query.shape[2]
-    if tables.bias is None and layout.padded is None and new == layout.total:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+    options = {"dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    if tables.bias is None and layout.padded is None and layout.window is None and new == layout.total:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
     contexts = []
     for part, end, distance, mask in chunks(layout, new, CHUNK, query.device):
@@ -292,9 +297,7 @@ def sdpa_attention(query, key, value, tables, layout, dropout):
         else:
             attn_mask = lookup(tables.bias, distance).masked_fill(mask, float("-inf")).to(dtype)
         keys, values = key[:, :, :end], value[:, :, :end]
-        contexts.append(
-            F.scaled_dot_product_attention(query[:, :, part], keys, values, attn_mask=attn_mask, dropout_p=dropout)
-        )
+        contexts.append(F.scaled_dot_product_attention(query[:, :, part], keys, values, attn_mask=attn_mask, **options))
     return torch.cat(contexts, dim=2)
 
 
@@ -307,22 +310,26 @@ def flex_attention(query, key, value, tables, layout, dropout):
         raise ValueError("flex_attention has no dropout; set attention_dropout to 0 or use another attn_implementation")
     (bias, weight), cached, padded, positions = tables, layout.cached, layout.padded, layout.text_positions
 
+    def distance_of(batch, query_index, key_index):
+        if positions is None:
+            return query_index + cached - key_index
+        return positions[batch, query_index + cached] - positions[batch, key_index]
+
     def score_mod(score, batch, head, query_index, key_index):
-        distance = query_index + cached - key_index
-        if positions is not None:
-            distance = positions[batch, query_index + cached] - positions[batch, key_index]
-        distance = distance.clamp(min=0)
+        distance = distance_of(batch, query_index, key_index).clamp(min=0)
         score = score if weight is None else score * weight[head, distance]
         return score if bias is None else score + bias[head, distance]
 
     def visible(batch, head, query_index, key_index):
-        distance = query_index + cached - key_index
-        causal = distance >= 0
-        return causal if padded is None else causal & (~padded[batch, key_index] | (distance == 0))
+        seen = query_index + cached >= key_index
+        if layout.window is not None:
+            seen = seen & (distance_of(batch, query_index, key_index) < layout.window)
+        return seen if padded is None else seen & (~padded[batch, key_index] | (query_index + cached == key_index))
 
     batch, _, new, _ = query.shape
     rows = None if padded is None else batch
     block_mask = flex.create_block_mask(visible, rows, None, new, key.shape[2], device=query.device)
+    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.device.type == "cpu":
-        return flex.flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
-    return compile_friendly_flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
+        return flex.flex_attention(query, key, value, **options)
+    return compile_friendly_flex_attention(query, key, value, **options)

@@ -8,8 +8,13 @@ class KerpleConfig(PretrainedConfig):
 
     Args:
         positional_options: options of the positional method in this folder.
-        hidden_act: gelu, gelu_pytorch_tanh, relu or silu.
+        hidden_act: gelu, gelu_pytorch_tanh, relu or silu; swiglu and geglu: a gated MLP.
+        intermediate_size: features of the MLP; default: 4 * hidden_size.
+        num_key_value_heads: heads of keys and values; default: num_attention_heads.
+        head_dim: default: hidden_size / num_attention_heads.
         norm: layernorm or rmsnorm.
+        qk_norm: normalize each head of queries and keys.
+        attention_window: number of keys that a query attends to, including its own; None: all.
         max_position_embeddings: the training length, or the number of learned positions. Other methods have no limit.
     """
 
@@ -25,6 +30,15 @@ class KerpleConfig(PretrainedConfig):
         max_position_embeddings=512,
         positional_method="kerple_log",
         positional_options=None,
+        num_key_value_heads=None,
+        head_dim=None,
+        intermediate_size=None,
+        qk_norm=False,
+        attention_window=None,
+        norm_bias=True,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
         hidden_act="gelu",
         norm="layernorm",
         layer_norm_eps=1e-5,
@@ -46,6 +60,15 @@ class KerpleConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.positional_method = positional_method
         self.positional_options = positional_options or {}
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.intermediate_size = intermediate_size or 4 * hidden_size
+        self.qk_norm = qk_norm
+        self.attention_window = attention_window
+        self.norm_bias = norm_bias
+        self.attention_bias = attention_bias
+        self.attention_output_bias = attention_output_bias
+        self.mlp_bias = mlp_bias
         self.hidden_act = hidden_act
         self.norm = norm
         self.layer_norm_eps = layer_norm_eps

@@ -25,19 +25,23 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
+# The activation of the gate in a gated MLP.
+GATES = {"swiglu": F.silu, "geglu": F.gelu}
 
 
-def make_norm(config):
-    """The norm named in the configuration, over the hidden size."""
-    norms = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
-    return norms[config.norm](config.hidden_size, eps=config.layer_norm_eps)
+def make_norm(config, size=None):
+    """The norm named in the configuration, over the hidden size or another one."""
+    size = config.hidden_size if size is None else size
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(size, eps=config.layer_norm_eps)
+    return nn.LayerNorm(size, eps=config.layer_norm_eps, bias=config.norm_bias)
 
 
 def make_positional(config):
     """The positional method of the configuration."""
     shape = ModelShape(
         num_heads=config.num_attention_heads,
-        head_size=config.hidden_size // config.num_attention_heads,
+        head_size=config.head_dim,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         max_positions=config.max_position_embeddings,
@@ -55,15 +59,18 @@ def is_shared(method):
 
 
 class KerpleAttention(nn.Module):
-    """Causal self-attention, `[b, s, e] -> [b, s, e]`."""
+    """Causal self-attention, `[b, s, e] -> [b, s, e]`. Consecutive query heads can share a head of keys and values."""
 
     def __init__(self, config, layer_idx):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_size = config.hidden_size // config.num_attention_heads
-        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
+        self.query_key_value = nn.Linear(config.hidden_size, queries + 2 * keys, bias=config.attention_bias)
+        if config.qk_norm:
+            self.query_norm, self.key_norm = make_norm(config, config.head_dim), make_norm(config, config.head_dim)
+        self.dense = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
         method = make_positional(config)
         self.positional = None if is_shared(method) else method
 
@@ -72,9 +79,13 @@ class KerpleAttention(nn.Module):
         method = shared if self.positional is None else self.positional
         tables = Tables.of(method, layout, hidden.device) if self.positional is not None else tables
         batch, new, _ = hidden.shape
-        # The rows of the weight are grouped by head, [heads, 3, d].
-        states = self.query_key_value(hidden).view(batch, new, -1, 3, self.head_size).transpose(1, 2)
-        query, key, value = states.unbind(dim=3)
+        # The rows of the weight are grouped by key head: the queries that share a key, the key, and its value.
+        shape = batch, new, -1, self.queries_per_key + 2, self.config.head_dim
+        states = self.query_key_value(hidden).view(shape).transpose(1, 2)
+        query, key, value = states.split((self.queries_per_key, 1, 1), dim=3)
+        query, key, value = query.transpose(2, 3).flatten(1, 2), key.squeeze(3), value.squeeze(3)
+        if self.config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
         query, key = layout.rotate(method, query, key)
         if past_key_values is not None:
             # transformers 4 needs the places in a static cache.
@@ -87,16 +98,30 @@ class KerpleAttention(nn.Module):
 
 
 class KerpleMLP(nn.Module):
-    """`[b, s, e] -> [b, s, 4e] -> [b, s, e]`."""
+    """`[b, s, e] -> [b, s, intermediate_size] -> [b, s, e]`."""
 
     def __init__(self, config):
         super().__init__()
-        self.dense_h_to_4h = nn.Linear(config.hidden_size, 4 * config.hidden_size)
-        self.dense_4h_to_h = nn.Linear(4 * config.hidden_size, config.hidden_size)
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.dense_4h_to_h = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, hidden):
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
+
+
+class KerpleGatedMLP(nn.Module):
+    """w2(activation(w1(x)) * w3(x)), `[b, s, e] -> [b, s, intermediate_size] -> [b, s, e]`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = GATES[config.hidden_act]
+
+    def forward(self, hidden):
+        return self.w2(self.activation(self.w1(hidden)) * self.w3(hidden))
 
 
 class KerpleLayer(GradientCheckpointingLayer):
@@ -107,7 +132,7 @@ class KerpleLayer(GradientCheckpointingLayer):
         self.input_layernorm = make_norm(config)
         self.attention = KerpleAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config)
-        self.mlp = KerpleMLP(config)
+        self.mlp = KerpleGatedMLP(config) if config.hidden_act in GATES else KerpleMLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.parallel_residual = config.use_parallel_residual
 
@@ -208,7 +233,9 @@ class KerpleModel(KerplePreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
         method = self.positional if self.positional is not None else self.layers[0].attention.positional
-        layout = Layout.of(method, hidden, attention_mask, position_ids, past_key_values)
+        layout = Layout.of(
+            method, hidden, attention_mask, position_ids, past_key_values, window=config.attention_window
+        )
         if layout.packed and (use_cache or past_key_values is not None):
             raise ValueError("packed sequences (position_ids with jumps) cannot be cached; use use_cache=False")
         if use_cache is None:

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.checkpoint.convert import from_hugging_face
+from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
-from tests.support.conversion import LONG, random_tokens
+from tests.support.conversion import LONG, quiet, random_tokens
 from tests.support.exported import export, load
 
 IMPLEMENTATIONS = {
@@ -35,6 +37,44 @@ def test_every_implementation_with_padding(pos_emb, implementation):
     logits = theirs(tokens, attention_mask=mask).logits
     assert (logits[:1] - model(long)).abs().max() < 1e-4
     assert (logits[1:, -TRAIN_LENGTH:] - model(short)).abs().max() < 1e-4
+
+
+# The logits are compared before the model is written, too, but only without a cache.
+LLAMA = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "num_kv_heads": 2,
+    "head_size": 12,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "use_qk_layernorm": True,
+    "sliding_window_width": 20,
+}
+
+
+@pytest.mark.parametrize(("pos_emb", "implementation"), [*FAST, ("kerple_power_ap_ap", "flex_attention")])
+@torch.no_grad()
+def test_llama_style_blocks(pos_emb, implementation):
+    model, path = export(pos_emb, **LLAMA)
+    theirs = load(path, attn_implementation=implementation)
+    tokens = random_tokens(1, TRAIN_LENGTH + 8)
+    logits = model(tokens)
+    padded, mask = F.pad(tokens, (3, 0)), torch.tensor([[0] * 3 + [1] * (TRAIN_LENGTH + 8)])
+    assert (theirs(padded, attention_mask=mask).logits[:, 3:] - logits).abs().max() < 1e-4
+    cache = theirs(tokens[:, :-4]).past_key_values
+    assert (theirs(tokens[:, -4:], past_key_values=cache).logits - logits[:, -4:]).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_other_blocks(tmp_path):
+    """LayerNorm without biases, geglu, another width, all keys shared; imported again."""
+    keys = {"use_bias_in_norms": False, "activation": "geglu", "intermediate_size": 60, "num_kv_heads": 1}
+    model, path = export("alibi", **keys)
+    tokens = random_tokens(1, LONG)
+    assert (load(path)(tokens).logits - model(tokens)).abs().max() < 1e-4
+    for name, exported in (("alibi", (model, path)), ("kerple_log", export("kerple_log", **LLAMA))):
+        from_hugging_face(exported[1], tmp_path / name, with_tokenizer=False, report=quiet)
+        assert torch.equal(load_model(tmp_path / name)[0](tokens), exported[0](tokens))
 
 
 @pytest.mark.parametrize(
