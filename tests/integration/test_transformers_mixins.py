@@ -48,6 +48,7 @@ def test_mixins(pos_emb, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     # -m adds the folder to the path, before our own tests.
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    print(pos_emb, result.stdout.strip().splitlines()[-1])  # the counts, with -s
     failed = set(re.findall(r"^(?:SUB)?FAILED.*::(\w+)", result.stdout, flags=re.MULTILINE))
     assert re.search(r"\d+ passed", result.stdout), result.stdout[-3000:] + result.stderr[-3000:]
     assert failed == FAILURES[pos_emb], result.stdout[-3000:]
