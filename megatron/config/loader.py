@@ -420,15 +420,23 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
 
 
 def _describe(error: ValidationError, group: str, keys: MergedKeys) -> Iterator[str]:
-    """The problems that pydantic reports, each as `FILE:LINE: "key": PROBLEM`."""
+    """The problems that pydantic reports, each as `FILE:LINE: "key": PROBLEM`.
+
+    A default that was computed from a wrong value may be wrong too; only the value itself is reported.
+    """
     for problem in error.errors():
-        yield _describe_problem(problem, group, keys)
+        if problem["type"] == "missing" or _path_of(problem, group)[0] in keys:
+            yield _describe_problem(problem, group, keys)
+
+
+def _path_of(problem: ErrorDetails, group: str) -> KeyPath:
+    path = next(path for path, place in FIELDS.items() if place == (group, problem["loc"][0]))
+    return tuple(part for part in path if part != REST)
 
 
 def _describe_problem(problem: ErrorDetails, group: str, keys: MergedKeys) -> str:
     field, *inside = problem["loc"]
-    path = next(path for path, place in FIELDS.items() if place == (group, field))
-    path = tuple(part for part in path if part != REST)
+    path = _path_of(problem, group)
     if problem["type"] == "missing" and not inside:
         sources = ", ".join(dict.fromkeys(entry.source for entry in keys.values())) or "configuration"
         description = GROUPS[group].model_fields[str(field)].description

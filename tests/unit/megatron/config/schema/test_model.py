@@ -15,6 +15,15 @@ def test_derived_sizes(flat):
     assert config.updated(norm="rmsnorm").model.norm_epsilon == 1e-8
 
 
+def test_only_the_wrong_size_is_reported_not_those_derived_from_it(flat):
+    with pytest.raises(UserError, match='"hidden-size": must be less than or equal to') as error:
+        Config.from_flat({**flat, "hidden-size": 10**12})
+    assert "head_size" not in str(error.value)
+    with pytest.raises(UserError, match='"num-attention-heads": must be a') as error:
+        Config.from_flat({**flat, "num-attention-heads": "four"})
+    assert "num_kv_heads" not in str(error.value)
+
+
 def test_sizes_of_attention(flat):
     model = Config.from_flat(flat).model
     assert (model.num_kv_heads, model.head_size, model.window) == (4, 8, None)
