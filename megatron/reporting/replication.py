@@ -1,10 +1,10 @@
 """The pages in docs/results, which `tools/report.py --replication docs/results` generates from the records there.
 
-    README.md                          claims, main figure and table
-    pilot.md                           the runs that selected the settings
-    replication/tables.md, *.png       all tables and figures
-    replication/NAME/results.jsonl     the records of the sweep NAME; those of `pilot*` are used for pilot.md only
-    replication/step_times.json        written by benchmarks/train_step.py --json (optional)
+    README.md                            claims, main figure and table
+    pilot.md                             the runs that selected the settings
+    replication/tables.md, *.png         all tables and figures
+    replication/NAME/SEED/results.jsonl  the records of the sweep NAME; those of `pilot*` are used for pilot.md only
+    replication/step_times.json          written by benchmarks/train_step.py --json (optional)
 
 The block between the two markers in the README of the project is replaced too.
 """
@@ -60,16 +60,20 @@ VERDICT_TEXTS = {"holds": "hold", "does not hold": "do not hold"}  # of several 
 
 
 def add_results(folder: Path, pages: Path) -> None:
-    """Copy the records in a sweep's folder (or any other) to replication/NAME/results.jsonl, where NAME is the name of
-    the folder, with losses by document and position rounded to 5 digits. Raises UserError if there are none.
+    """Copy the records in a sweep's folder (or any other) to replication/NAME/SEED/results.jsonl, where NAME is the
+    name of the folder, with losses by document and position rounded to 5 digits. Raises UserError if there are none.
     """
-    lines = [json.dumps(_compact(record), separators=(",", ":")) for record in read_results(folder)]
-    content = "".join(f"{line}\n" for line in lines).encode()
-    path = pages / RECORDS / folder.resolve().name / RESULTS
-    if len(content) > MAX_BYTES:
-        raise UserError(f"{path}: {len(content):,} bytes are more than {MAX_BYTES:,}; split the sweep")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content)
+    contents: dict[Path, bytes] = {}
+    for record in read_results(folder):
+        path = pages / RECORDS / folder.resolve().name / str(record["seed"]) / RESULTS
+        line = json.dumps(_compact(record), separators=(",", ":"))
+        contents[path] = contents.get(path, b"") + f"{line}\n".encode()
+    for path, content in contents.items():
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{path}: {len(content):,} bytes are more than {MAX_BYTES:,}; split the sweep")
+    for path, content in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
 
 
 def _compact(record: Record) -> dict[str, object]:
@@ -346,7 +350,7 @@ def _read(pages: Path) -> list[AnyRecord]:
 
 def _folders(pages: Path, *, pilot: bool) -> list[Path]:
     """The folders of the sweeps whose names start with `pilot`, or of the others."""
-    folders = (path.parent for path in (pages / RECORDS).glob(f"*/{RESULTS}"))
+    folders = {path.parents[1] for path in (pages / RECORDS).glob(f"*/*/{RESULTS}")}
     return sorted(folder for folder in folders if folder.name.startswith(PILOT) == pilot)
 
 

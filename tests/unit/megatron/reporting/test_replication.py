@@ -68,14 +68,16 @@ def test_records_are_compact_and_complete(pages):
     assert first["loss"] == 2.0 + 0.01 + 0.01024 + 0.123456789
     assert not first["checkpoint"]["path"].startswith("/")
     assert next(entry for entry in records if entry["kind"] == "positions")["losses"][0] == 3.1235
-    assert (pages / "replication" / "prose" / "results.jsonl").is_file()
+    written = sorted(path.parent.name for path in (pages / "replication" / "prose").glob("*/results.jsonl"))
+    assert written == ["1", "2"]  # a file for each seed
 
 
 def test_files_are_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(replication, "MAX_BYTES", 1000)
     folder = write(tmp_path / "c", sweep_records("debian_c", ("kerple_log",)))
-    with pytest.raises(UserError, match=r"c/results\.jsonl: [0-9,]+ bytes are more than 1,000"):
+    with pytest.raises(UserError, match=r"c/1/results\.jsonl: [0-9,]+ bytes are more than 1,000"):
         add_results(folder, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
 
 
 def test_the_pages(pages, tmp_path):
@@ -88,7 +90,7 @@ def test_the_pages(pages, tmp_path):
     ]
     claims = contents["docs/results/README.md"]
     assert "| Log has a lower loss than ALiBi beyond the training length | Table 3 (GitHub" in claims
-    assert "10 runs; 2 hold, 1 do not hold, 4 inconclusive, " in claims
+    assert "10 runs; 2 hold, 1 do not hold, 2 inconclusive, " in claims
     assert "- Measured with commit ab12, EPYC, 2 cores, Python 3.11, torch 2.13." in claims
     assert "| C | 3 | 2 | 12 layers of 768 | 128 | 10 | 8,192 | 1,000 (2) | 0.100 |" in claims
     readme = contents["README.md"]
