@@ -71,7 +71,8 @@ def test_every_run_has_its_own_folder():
 
 
 def test_no_other_files():
-    known = {"small_bf16", "modern_162M", "1-3B", "demo", "local_setup", "replication", "text_generation", *NEOX_SIZES}
+    known = {"small_bf16", "modern_162M", "1-3B", "demo", "local_setup", "replication", "text_generation"}
+    known |= {"continued_pretraining", *NEOX_SIZES}
     assert {path.stem for path in CONFIGS.glob("*.yml")} == known
     assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == {"pos_emb", "datasets", "seeds", "sweeps"}
 
@@ -103,6 +104,16 @@ def test_modern_model_differs_from_the_paper_s_only_in_its_blocks():
     assert after.keys() - before.keys() == sizes | {f"use_bias_in_{part}" for part in ("norms", "attn_linear", "mlp")}
     assert (modern.model.mlp_features, modern.model.num_kv_heads) == (2368, 4)
     assert len(modern.notices) == 1
+
+
+def test_continued_pretraining_removes_the_options_of_the_checkpoint_s_method(tmp_path):
+    """Such as the rotary scaling of Llama 3."""
+    before = tmp_path / "config.yml"
+    scaling = '{"scaling": "llama3", "factor": 8.0, "trained_length": 8192}'
+    before.write_text(f'{{"pos_emb": "rotary", "pos_emb_options": {scaling}}}')
+    overrides = ["load=x", "data_path=y", "train_micro_batch_size_per_gpu=8"]
+    config = load_config(["small_bf16", before, "continued_pretraining"], CONFIGS, overrides)
+    assert (config.model.pos_emb, config.model.positional_options) == ("kerple_log", {})
 
 
 def test_large_model_of_the_paper():
