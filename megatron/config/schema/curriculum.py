@@ -67,6 +67,10 @@ class CurriculumConfig(Group):
         for name, path in needed.items():
             if getattr(self, name) is None:
                 raise UserError(f"{path} is not set, but schedule_type {self.schedule_type} needs it; set it")
+        others = {name for names in _NEEDED.values() for name in names}.difference(needed)
+        for name in sorted(others):
+            if getattr(self, name) is not None:
+                raise UserError(f"{_CONFIG}.{name} is not a key of schedule_type {self.schedule_type}; remove it")
         if self.schedule_type == "fixed_discrete":
             self._check_discrete()
         elif self.min_difficulty > self.max_difficulty:  # type: ignore[operator]  # neither is None

@@ -42,6 +42,10 @@ def test_complete_schedules(flat, keys):
         ({"schedule_config": {"difficulty": [4, 6, 8], "max_step": [5, 5]}}, "max_step .* must be in increasing order"),
         ({"schedule_config": {"difficulty": [2, 8], "max_step": [5]}}, "must start with min_difficulty 4 and end with"),
         ({"schedule_config": {"difficulty": [4, 6], "max_step": [5]}}, "must start with min_difficulty 4 and end with"),
+        (
+            {"schedule_config": {**DISCRETE["schedule_config"], "root_degree": 2}},
+            "schedule_config.root_degree is not a key of schedule_type fixed_discrete; remove it",
+        ),
         ({**LINEAR, "min_difficulty": 9}, "min_difficulty 9 is more than max_difficulty 8; lower it"),
         ({**LINEAR, "max_difficulty": 16}, "max_difficulty 16 is not seq_length 8"),
         ({"metric": "seqlen"}, '"curriculum_learning.metric" is not a known key'),
