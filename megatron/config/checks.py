@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 def find_contradictions(config: "Config") -> Iterator[str]:
     """One message for each contradiction between keys."""
     model, parallel = config.model, config.parallel
-    if model.hidden_size // model.num_attention_heads == model.head_size and (
-        model.hidden_size % model.num_attention_heads
-    ):
+    if config.to_flat().get("head_size") is None and model.hidden_size % model.num_attention_heads:
         yield (
             f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}; "
             "change one of them, or set head_size"
@@ -48,6 +46,11 @@ def find_contradictions(config: "Config") -> Iterator[str]:
         yield (
             f"attention_type {model.attention_type}, but num_kv_heads {model.num_kv_heads} with num_attention_heads "
             f"{model.num_attention_heads} is {actual_type}; change one of them"
+        )
+    if model.mlp_features < 1:
+        yield (
+            f"intermediate_size {model.intermediate_size} with activation {model.activation}: a gated MLP has a third "
+            "of it, here 0 features; set at least 2"
         )
     if model.mlp_features % parallel.model_parallel_size:
         yield (

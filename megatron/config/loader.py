@@ -179,6 +179,7 @@ def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool
     config = None
     if len(groups) == len(GROUPS):
         config = Config(**groups)
+        config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
         messages.problems += find_contradictions(config)
     if config is None or messages.problems:
         problems = messages.problems[:_MAX_PROBLEMS]
@@ -187,7 +188,6 @@ def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool
         if len(problems) > 1:
             problems = [f"{len(messages.problems)} problems in the configuration:", *problems]
         raise UserError("\n  ".join(problems))
-    config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
     config._notices = (*messages.notices, *find_notices(config))
     return config
 

@@ -17,6 +17,7 @@ from megatron.config import Config, UserError
             {"num-kv-heads": 1, "model-parallel-size": 2},
             "num_kv_heads 1 is not divisible by model_parallel_size 2; tensor parallelism does not split or copy",
         ),
+        ({"activation": "swiglu", "intermediate-size": 1}, "a gated MLP has a third of it, here 0 features"),
         ({"attention-type": "groupedquery"}, "attention_type groupedquery, but num_kv_heads 4 .* is multihead"),
         (
             {"intermediate-size": 129, "model-parallel-size": 2},

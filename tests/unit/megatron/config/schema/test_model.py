@@ -29,6 +29,8 @@ def test_sizes_of_attention(flat):
     assert (model.num_kv_heads, model.head_size, model.window) == (4, 8, None)
     model = Config.from_flat({**flat, "num-kv-heads": 2, "head-size": 16, "sliding-window-width": 7}).model
     assert (model.num_kv_heads, model.head_size, model.window) == (2, 16, 8)
+    # The residual stream needs no multiple of the heads.
+    assert Config.from_flat({**flat, "hidden-size": 33, "head-size": 8}).model.head_size == 8
 
 
 def test_the_bias_of_the_output_projection_follows_that_of_the_others(flat):
