@@ -157,7 +157,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_type: str = "gpt_neox") -> None:
     """Compare tensors under the names of a model_type with those of a model on the meta device. Raises CheckpointError,
-    naming `source`, for a tensor that is missing, unknown, or has another shape or kind of dtype.
+    naming `source`, for a tensor that is missing, unknown, not finite, or has another shape or kind of dtype, and for
+    output weights that differ from the embedding to which they are tied.
     """
     layers = layers_with_weights(model)
     expected = {theirs: tensors_of(layers[index])[ours] for (index, ours), theirs in hugging_face_names(model).items()}
@@ -179,6 +180,16 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_ty
             )
         if target.is_floating_point() != value.is_floating_point():
             raise CheckpointError(f"{source}: {theirs} has dtype {value.dtype}, but the model needs {target.dtype}")
+        if not torch.isfinite(value).all():
+            raise CheckpointError(f"{source}: {theirs} contains values that are not finite (NaN or infinite)")
+    if model.settings.tied_embeddings and output in tensors:
+        embedding = EMBEDDING_NAMES["word_embeddings.weight"]
+        embedding = llama.TOP_NAMES[embedding] if model_type in llama.ARCHITECTURES else embedding
+        if not torch.equal(tensors[embedding], tensors[output]):
+            raise CheckpointError(
+                f"{source}: {output} differs from {embedding}, but tie_word_embeddings is true; set it to false in "
+                "config.json if the model has both"
+            )
 
 
 @torch.no_grad()

@@ -186,7 +186,16 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
             r"k_proj.weight has shape \(3, 32\), but config.json implies \(32, 32\)",
         ),
         ({other: tensor for other, tensor in tensors.items() if other != name}, rf"lacks {name}$"),
+        ({**tensors, name: tensors[name] / 0}, r"k_proj.weight contains values that are not finite"),
     ):
         save_file(changed, path, metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=message):
             from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
+
+
+def test_tied_weights_must_be_equal(tmp_path):
+    family_model(tmp_path / "hf", "llama")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight, but tie_word"):
+        from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)

@@ -65,7 +65,10 @@ def test_tied_output_weights_may_be_in_the_file():
     model, _ = make_model("none", no_weight_tying=False)
     tensors = hugging_face_tensors(model, torch.float32)
     assert "embed_out.weight" not in tensors
-    check_tensors(model, {**tensors, "embed_out.weight": torch.ones(1)}, SOURCE)
+    embedding = tensors["gpt_neox.embed_in.weight"]
+    check_tensors(model, {**tensors, "embed_out.weight": embedding.clone()}, SOURCE)
+    with pytest.raises(CheckpointError, match=r"embed_out.weight differs from gpt_neox.embed_in.weight"):
+        check_tensors(model, {**tensors, "embed_out.weight": embedding + 1}, SOURCE)
 
 
 def test_aliases_and_computed_tensors(tmp_path):
