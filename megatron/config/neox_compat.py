@@ -40,7 +40,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     **_unsupported("only dense attention is supported", "sparsity_config", "sparse_attention"),
     **_unsupported("blocks do not share weights, except positional parameters", "num_unique_layers"),
     **_unsupported("the parallel residual always has two separate norms", "gpt_j_tied", off=(False,)),
-    **_unsupported("activation: swiglu or geglu selects a gated MLP", "mlp_type", off=("regular",)),
+    **_unsupported("remove the key; activation: swiglu or geglu selects a gated MLP", "mlp_type", off=("regular",)),
     **_unsupported("set intermediate_size", "expansion_factor", off=(4, 4.0)),
     **_unsupported("soft prompts are not supported", "soft_prompt_tuning"),
     **_unsupported("RWKV and Mamba are not supported", "dim_att", "ffn_dim"),

@@ -185,7 +185,7 @@ def run_eval_tasks(
             if isinstance(decoder, NativeDecoder):
                 raise UserError(
                     f"inference mode {task.mode.name} is not supported for models with sliding_window_width: a query "
-                    "would attend to the keys of its window and of its blocks; use full or window@W"
+                    "attends to no keys outside of the model's window; use full, or window@W with a smaller W"
                 )
             argument = "window" if task.mode.span.block is None else "block"
             raise UserError(

@@ -72,10 +72,11 @@ class NativeDecoder:
         settings = getattr(model, "settings", None)
         self.vocab_size: int | None = None if settings is None else settings.padded_vocab_size
         self.pos_emb = None if settings is None else describe_method(settings.pos_emb, dict(settings.pos_emb_options))
-        self._has_window = settings is not None and settings.window is not None
+        self._window = None if settings is None else settings.window
 
     def supports(self, span: Span) -> bool:
-        return span.block is None or not self._has_window
+        """A model with a sliding window supports no blocks and no wider window."""
+        return self._window is None or (span.block is None and (span.window or 0) <= self._window)
 
 
 class CallableDecoder:

@@ -80,8 +80,6 @@ def _build_sgd(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, st
     import torch
 
     momentum, nesterov = params["momentum"], params["nesterov"]
-    if nesterov and not momentum:
-        raise UserError("optimizer.params.nesterov: Nesterov momentum needs optimizer.params.momentum above 0; set it")
     # Not fused: if the first step is skipped, the fused implementation leaves the momentum uninitialized.
     optimizer = torch.optim.SGD(groups, lr=params["lr"], momentum=momentum, nesterov=nesterov)
     return optimizer, f"torch SGD, momentum {momentum:g}{' (Nesterov)' if nesterov else ''}"

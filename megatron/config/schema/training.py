@@ -213,6 +213,10 @@ class OptimizerConfig(Group):
                     f'"optimizer.params.{name}": optimizer.type {self.type} does not have this parameter; remove it '
                     f"({self.type} has {accepted})"
                 )
+        if self.all_params.get("nesterov") and not self.all_params["momentum"]:
+            raise UserError(
+                '"optimizer.params.nesterov": Nesterov momentum needs optimizer.params.momentum above 0; set it'
+            )
         return self
 
     @model_validator(mode="after")

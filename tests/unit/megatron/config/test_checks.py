@@ -107,6 +107,10 @@ from megatron.config import Config, UserError
             {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}},
             r'"optimizer.params.betas": .* sgd does not have .* \(sgd has lr, momentum, nesterov, weight_decay\)',
         ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
+            r'"optimizer.params.nesterov": .* needs optimizer.params.momentum above 0',
+        ),
         ({"min_lr": 1.0}, "min_lr 1.0 exceeds optimizer.params.lr 0.001"),
         ({"extrapolation-tokens": 64}, "extrapolation_tokens is set, but extrapolation_lengths is not"),
         (

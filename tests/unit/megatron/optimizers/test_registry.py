@@ -75,11 +75,6 @@ def test_a_restored_state_continues_like_an_uninterrupted_run(name, params):
         assert get_step(fresh, {}, copy) == get_step(optimizer, {}, parameter)
 
 
-def test_nesterov_needs_momentum():
-    with pytest.raises(UserError, match=r"optimizer\.params\.nesterov: .* needs optimizer\.params\.momentum above 0"):
-        new_optimizer("sgd", nesterov=True)
-
-
 def test_adam_w_mode_selects_decoupled_weight_decay():
     def updated(decoupled):
         weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
