@@ -18,6 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron.utils.environment import processor
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -98,7 +100,7 @@ def show(title: str, timings: list[Timing], console: Console | None = None) -> N
 def hardware() -> dict[str, object]:
     """The hardware and software that the times depend on."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -119,16 +121,6 @@ def apply_options(options: argparse.Namespace) -> Callable[[], float]:
     """Set the number of threads, and return the clock to measure with."""
     torch.set_num_threads(1 if options.busy else options.threads)
     return time.process_time if options.busy else time.perf_counter
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def write_json(path: Path, tables: dict[str, list[Timing]]) -> None:

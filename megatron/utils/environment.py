@@ -30,7 +30,7 @@ def machine() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{_processor()}, {cores} core{'s' if cores > 1 else ''}"
+    return f"{processor()}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def versions() -> str:
@@ -38,7 +38,8 @@ def versions() -> str:
     return f"Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The model name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -39,7 +39,7 @@ def test_without_git_there_is_no_commit(monkeypatch):
 
 def test_the_machine_is_the_gpu_or_the_processor(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(environment, "_processor", lambda: "EPYC")
+    monkeypatch.setattr(environment, "processor", lambda: "EPYC")
     monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: {0, 3}, raising=False)
     assert environment.machine() == "EPYC, 2 cores"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
