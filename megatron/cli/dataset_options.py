@@ -56,5 +56,8 @@ def add_bad_documents_argument(parser: argparse.ArgumentParser | argparse._Argum
 
 def add_limit_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
-        "--limit-mb", type=number(0, above=True), metavar="MB", help="use only the first MB of text (default: all)"
+        "--limit-mb",
+        type=number(0, above=True),
+        metavar="MB",
+        help="use only the first MB of text (default: all; for prepare_data.py debian_c: 200)",
     )
