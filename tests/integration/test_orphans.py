@@ -61,7 +61,7 @@ def kill_and_wait(process: subprocess.Popen, seconds: float = 20) -> None:
     [
         (0, "save", "ready", True),
         (0, "signal.SIG_IGN", "ready", False),  # as in a collective that never returns
-        (1, "save", "started", False),  # while the ranks import modules
+        (4, "save", "started", False),  # while the ranks import modules
     ],
     ids=["saves", "hangs", "starts"],
 )
