@@ -11,8 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
-# More than the cores of a small machine, because tests that start processes often wait.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-unit test-hosts lint bench bench-gpu pictures clean
