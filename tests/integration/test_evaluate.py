@@ -97,6 +97,7 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     run_ranks(tmp_path, [*words, str(tmp_path / "file" / "x")], expected_error="cannot write to")
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_loses_nothing(tmp_path):
     """Four kills at different records; each run continues where the last one was killed."""
     data = write_corpus(tmp_path)
