@@ -5,8 +5,9 @@ with the same seed, so the unit of the pairing is a pair of runs and, for losses
 standard error of the mean difference is the sum of that over runs (seeds) and that over documents, as in Clark's min F'
 (1973), which generalizes to new seeds and to new documents. The degrees of freedom are those of the runs alone: with
 three seeds, those of the sum would make errors of the first kind several times too frequent. Corpora are fixed: their
-differences are averaged with equal weights, and their errors add up (degrees of freedom: Satterthwaite). p values are
-two-sided and corrected with Holm's method over the claims of a paper that have a p value.
+differences are averaged with equal weights, and their errors add up (degrees of freedom: Satterthwaite). The rank
+correlation is over methods, so its p value comes from permutations of the methods. p values are two-sided and corrected
+with Holm's method over the claims of a paper that have a p value.
 """
 
 import itertools
@@ -16,11 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import yaml
-from scipy.stats import spearmanr
+from scipy.stats import permutation_test, rankdata
 from scipy.stats import t as t_distribution
 
 from megatron.evaluation.scoring import standard_error
@@ -76,6 +77,7 @@ class Estimate:
         variances: (squared standard error over runs, degrees of freedom) for each corpus; they add up. None if there
             are fewer than two seeds.
         documents: the squared standard error over documents.
+        permutation_p: the p value of a test that needs no variances.
     """
 
     mean: float
@@ -83,6 +85,7 @@ class Estimate:
     by_run: tuple[float, ...]
     variances: tuple[tuple[float, int], ...] | None
     documents: float = 0.0
+    permutation_p: float | None = None
 
     @property
     def error(self) -> tuple[float, float] | None:
@@ -105,8 +108,8 @@ class Estimate:
 
     def p_value(self, limit: float) -> float | None:
         """Two-sided, of the hypothesis that the difference is `limit`."""
-        if self.error is None:
-            return None
+        if self.permutation_p is not None or self.error is None:
+            return self.permutation_p
         stderr, df = self.error
         return float(2 * t_distribution.sf(abs(self.mean - limit) / stderr, df))
 
@@ -205,12 +208,13 @@ class Data:
         """The difference of a claim, from all corpora on which both terms were measured; with at least two common seeds
         if there are any. None if there are none.
         """
+        if claim.kind == "rank":
+            return self._rank_correlation(claim)
         function: Callable[[Claim, Setting], _Differences | None]
         function = {
             "loss": self._losses,
             "resolution": self._resolutions,
             "effective-length": self._effective_lengths,
-            "rank": self._ranks,
         }[claim.kind]
         settings = dict.fromkeys(setting for by_method in self._records.values() for setting, _ in by_method)
         found = {setting: value for setting in settings if (value := function(claim, setting)) is not None}
@@ -283,21 +287,42 @@ class Data:
         common = sorted(cells[0].keys() & cells[1].keys(), key=str)
         return _Differences.of_runs(mean(cells[0][seed]) - mean(cells[1][seed]) for seed in common)
 
-    def _ranks(self, claim: Claim, setting: Setting) -> "_Differences | None":
+    def _rank_correlation(self, claim: Claim) -> Estimate | None:
+        """Spearman's correlation between attention resolution and loss over the methods, mean over the seeds, from the
+        corpus with most methods. p: the proportion of permutations of the methods with a correlation as far from 0.
+        """
         assert claim.less.at is not None
-        length = claim.less.at[0] * (setting.train_length or 0)
-        values: dict[int | None, list[tuple[float, float]]] = {}
-        for (other, method), lengths in self._records.get("resolution", {}).items():
-            losses = self._records.get("extrapolation", {}).get((other, method), {}).get(length, {})
-            if other == setting and method.mode == "full":
-                for seed, record in lengths.get(length, {}).items():
-                    if seed in losses:
-                        values.setdefault(seed, []).append((record["resolution"], losses[seed]["loss"]))
-        return _Differences.of_runs(
-            float(spearmanr(*zip(*pairs, strict=True)).statistic)
-            for pairs in values.values()
-            if len(pairs) >= MIN_METHODS
-        )
+        found: dict[Setting, Any] = {}  # [2, seeds, methods]
+        for setting in dict.fromkeys(setting for setting, _ in self._records.get("resolution", {})):
+            length = claim.less.at[0] * (setting.train_length or 0)
+            values: dict[Method, dict[int | None, tuple[float, float]]] = {}
+            for (other, method), lengths in self._records["resolution"].items():
+                losses = self._records.get("extrapolation", {}).get((other, method), {}).get(length, {})
+                if other == setting and method.mode == "full" and " (" not in method.pos_emb:  # each method once
+                    resolutions = lengths.get(length, {})
+                    values[method] = {
+                        seed: (resolutions[seed]["resolution"], losses[seed]["loss"])
+                        for seed in sorted(resolutions.keys() & losses.keys(), key=str)
+                    }
+            most = max(values.values(), key=len, default={})
+            complete = [by_seed for by_seed in values.values() if most and by_seed.keys() == most.keys()]
+            if len(complete) >= MIN_METHODS:
+                found[setting] = np.array([list(by_seed.values()) for by_seed in complete]).transpose(2, 1, 0)
+        if not found:
+            return None
+        setting = max(found, key=lambda setting: found[setting].shape[2])
+        ranks = rankdata(found[setting], axis=2)
+        ranks -= ranks.mean(axis=2, keepdims=True)
+        resolutions, losses = ranks / np.linalg.norm(ranks, axis=2, keepdims=True)
+
+        def correlation(order: IntArray) -> float:
+            return float((resolutions[:, order] * losses).sum(axis=1).mean())
+
+        methods = np.arange(ranks.shape[2])
+        test = permutation_test((methods,), correlation, permutation_type="pairings", vectorized=False, rng=0)
+        by_run = tuple((resolutions * losses).sum(axis=1).tolist())
+        mean = correlation(methods)
+        return Estimate(mean, {setting.corpus: mean}, by_run, None, permutation_p=float(test.pvalue))
 
 
 @dataclass(frozen=True)

@@ -381,7 +381,7 @@ def _settings(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
                 "model": setting.model,
                 "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in own),
                 "seeds": len({record["seed"] for record in own}),
-                "methods": len({record["pos_emb"] for record in own}),
+                "methods": len({record["pos_emb"].partition(" (")[0] for record in own}),
                 "tokens": max(record["tokens"] for record in own),
                 "documents": max(record["documents"] or 0 for record in own),
                 "stderr": max(errors, default=0.0),

@@ -1,11 +1,13 @@
 """Claims of the papers: estimates, corrected p values and verdicts."""
 
+import itertools
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.stats import f as f_distribution
+from scipy.stats import spearmanr
 
 from kerple.positional.registry import canonical_name
 from megatron.reporting.aggregate import Method
@@ -116,12 +118,30 @@ def test_other_measures():
     assert result_of(records, claim("rotary", kind="effective-length")).verdict == "not measured"
     tested = claim("alibi", "kerple_log", kind="effective-length")
     assert result_of(records, tested).estimate.mean == pytest.approx(-4)
-    ranked = []
-    for rank, pos_emb in enumerate(("alibi", "kerple_log", "rpe", "rotary")):
-        ranked += measured("resolution", pos_emb, [{"resolution": 1 - rank / 10}] * 2)
-        ranked += measured("extrapolation", pos_emb, [{"loss": 2.0 + rank, "protocol": "non-overlapping"}] * 2)
-    assert result_of(ranked, claim("", "", (8,), kind="rank")).estimate.mean == pytest.approx(-1)
-    assert result_of(ranked[:6], claim("", "", (8,), kind="rank")).estimate is None
+
+
+def test_rank_correlation():
+    """Spearman's coefficient of scipy; p is the exact proportion of the permutations of the methods."""
+
+    def estimate(resolutions, losses):
+        records = []
+        methods = ("alibi", "kerple_log", "rpe", "rotary", "xpos")[: len(resolutions)]
+        for pos_emb, resolution, loss in zip(methods, resolutions, losses, strict=True):
+            for seed in range(2):
+                keys = {**record(pos_emb, 1024, 9.0, seed), "train_length": 128}
+                records.append({**keys, "kind": "resolution", "resolution": resolution + seed})
+                records.append({**keys, "loss": loss + seed})
+        (result,) = evaluate_claims(records, {}, [claim("", "", (8,), kind="rank")])
+        return result.estimate
+
+    resolutions, losses = (0.9, 0.5, 0.7, 0.1, 0.3), (2.0, 3.5, 3.0, 5.0, 9.0)
+    found = estimate(resolutions, losses)
+    assert found.mean == pytest.approx(spearmanr(resolutions, losses).statistic) == pytest.approx(-0.9)
+    assert found.interval() is None
+    orders = itertools.permutations(losses)
+    as_far = [abs(spearmanr(resolutions, order).statistic) > 0.9 - 1e-9 for order in orders]
+    assert found.p_value(0.0) == pytest.approx(sum(as_far) / len(as_far))
+    assert estimate(resolutions[:3], losses[:3]) is None
 
 
 def test_step_times():
