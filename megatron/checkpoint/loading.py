@@ -30,7 +30,7 @@ from megatron.checkpoint.state_dict import (
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.model.settings import ModelSettings
-from megatron.optimizers import OPTIMIZERS
+from megatron.optimizers import OPTIMIZERS, optimizer_setting
 from megatron.utils.ranks import run_on_all_ranks
 
 Report = Callable[[str], None]
@@ -164,11 +164,11 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         report(f"{step}: saved with {before}; resharding its state for {after}")
     load_optimizer_state = not settings.no_load_optim and not saved["optimizer_left_out"]
     if load_optimizer_state:
-        before, now = saved.get("optimizer", "adam"), config.optimizer.type
+        before, now = saved.get("optimizer", "adam"), config.optimizer.name
         if OPTIMIZERS[before].state_tensors != OPTIMIZERS[now].state_tensors:
             raise CheckpointError(
-                f"{step}: has the state of optimizer.type {before}, which {now} cannot use; set optimizer.type to "
-                f"{before}, or no_load_optim to continue with a new optimizer state"
+                f"{step}: has the state of {optimizer_setting(before)}, which {now} cannot use; use the optimizer that "
+                "saved it, or set no_load_optim to continue with a new optimizer state"
             )
         load_optimizer(engine, SavedOptimizer(step), step)
     else:
@@ -197,10 +197,10 @@ def _resume_released(
     samples: int = saved.get("global_samples") or iteration * engine.global_batch
     if config.checkpoint.no_load_optim:
         reason: str | None = "no-load-optim"
-    elif OPTIMIZERS[config.optimizer.type] is not OPTIMIZERS["adam"]:
-        reason = f"it is Adam's, but optimizer.type is {config.optimizer.type}"
+    elif config.optimizer.spec is not OPTIMIZERS["adam"]:
+        reason = f"it is Adam's, but the optimizer is {config.optimizer.name}"
     else:
-        state_tensors = OPTIMIZERS[config.optimizer.type].state_tensors
+        state_tensors = config.optimizer.spec.state_tensors
         optimizer, reason = read_released_optimizer(saved, step, tied_output(engine.settings), state_tensors)
         if reason is None:
             load_optimizer(engine, optimizer, step)

@@ -6,11 +6,12 @@ Each rank writes the state it owns to `optimizer_rank_NNNNN.pt`:
                                              "master": [n]}}}
 
 NAME is the layer index and the name in the layer's file ("2.attention.dense.weight"). A parameter that layers share has
-one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice T. The float32 tensors contain elements S
-... S+n-1 of the flattened slice: all of them, or the fragment that ZeRO assigned to this rank. `megatron.optimizers`
+one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice T. The tensors contain elements S ...
+S+n-1 of the flattened slice: all of them, or the fragment that ZeRO assigned to this rank. `megatron.optimizers`
 defines which tensors an optimizer has ("exp_avg" and "exp_avg_sq" are Adam's), and the shape of those that do not have
-the parameter's (Adafactor's); "master", the float32 weights, is added if the model's weights have another precision.
-Loading joins the fragments of a parameter and cuts them for the current layout.
+the parameter's (Adafactor's, and the scales "absmax1" and "absmax2" of 8-bit Adam); "master", the float32 weights, is
+added if the model's weights have another precision. All are float32 except the uint8 codes "state1" and "state2" of
+8-bit Adam. Loading joins the fragments of a parameter and cuts them for the current layout.
 
 Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number,
 under "optimizer" in `mp_rank_00_model_states.pt`. `read_released_optimizer` maps it to these names.
@@ -40,7 +41,7 @@ from megatron.checkpoint.layers import (
 )
 from megatron.checkpoint.state_dict import TrainingEngine
 from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
-from megatron.optimizers import OPTIMIZERS, get_step, initialize_state, set_step, state_shape
+from megatron.optimizers import get_step, initialize_state, set_step, state_shape
 from megatron.utils.errors import first_line
 
 
@@ -150,7 +151,6 @@ def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
     parameters = parameter_names(engine.layers(), tied_output(engine.settings))
     fragments = optimizer_fragments(engine.deepspeed, parameters)
     optimizer = getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer)
-    spec = OPTIMIZERS[engine.config.optimizer.type]
     entries = {}
     for name, fragment in fragments.items():
         state = optimizer.state.get(fragment.key, {})
@@ -158,7 +158,7 @@ def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
             "shape": tuple(fragment.shape),
             "start": fragment.start,
             "step": get_step(optimizer, fragment.group, fragment.key),
-            **{kind: fragment.of(state[kind]) for kind in spec.state_tensors if kind in state},
+            **{kind: fragment.of(state[kind]) for kind in engine.config.optimizer.spec.state_tensors if kind in state},
         }
         if engine.config.precision.dtype != "fp32":
             entries[name]["master"] = fragment.master
@@ -187,7 +187,7 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
     parameters = parameter_names(engine.layers(), tied_output(engine.settings))
     fragments = optimizer_fragments(engine.deepspeed, parameters)
     optimizer = getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer)
-    state_tensors = OPTIMIZERS[engine.config.optimizer.type].state_tensors
+    state_tensors = engine.config.optimizer.spec.state_tensors
     engine.refresh_masters()
     missing = [name for name in parameters if not source.has(name, "step")]
     if missing:
@@ -204,6 +204,11 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
         for kind in saved_tensors:
             kind_shape = torch.Size(state_shape(kind, shape))
             saved = source.tensor(name, kind, kind_shape)
+            if saved.is_floating_point() != state[kind].is_floating_point():
+                raise CheckpointError(
+                    f"{step}: {kind} of {name} is {saved.dtype} in the optimizer files, but {state[kind].dtype} in the "
+                    "optimizer; the files are damaged"
+                )
             fragment.of(state[kind]).copy_(local_fragment(name, saved) if kind_shape == shape else saved.view(-1))
             set_step(optimizer, fragment.group, fragment.key, source.step(name))
         if source.has(name, "master"):

@@ -49,7 +49,6 @@ from megatron.checkpoint.state_dict import (
 )
 from megatron.checkpoint.storage import CheckpointError, FileRecord, file_record, save_file
 from megatron.config import Config
-from megatron.optimizers import OPTIMIZERS
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import sync_folder, write_atomically
 from megatron.utils.ranks import run_on_rank_0
@@ -165,7 +164,7 @@ def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> 
             if layout.data_rank == 0:
                 yield layer_file(Path(), index, layout.tensor_rank).name, layer_state(layer)
     # Replicas have the same state, unless DeepSpeed splits it among them.
-    is_split = engine.deepspeed.zero_optimization() and not OPTIMIZERS[config.optimizer.type].whole_parameters
+    is_split = engine.deepspeed.zero_optimization() and not config.optimizer.spec.whole_parameters
     if not settings.no_save_optim and (layout.data_rank == 0 or is_split):
         yield optimizer_file(layout.rank), optimizer_state(engine)
     if not settings.no_save_rng:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.config import Config
 from megatron.model.settings import ModelSettings
-from megatron.optimizers import OptimizerType
+from megatron.optimizers import OptimizerName
 from megatron.utils.errors import first_line, first_problem
 
 FORWARD_PASS_FILE = "forward_pass.pt"
@@ -122,7 +122,7 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
         "shape": engine.shape(),
         "global_batch": engine.global_batch,
         "precision": config.precision.dtype,
-        "optimizer": config.optimizer.type,
+        "optimizer": config.optimizer.name,
         "optimizer_left_out": config.checkpoint.no_save_optim,
         "counters": {name: int(getattr(engine.deepspeed, name)) for name in COUNTERS},
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)},
@@ -149,7 +149,7 @@ class _RunState(BaseModel):
     training: TrainingState
     shape: dict[str, Count]
     global_batch: Annotated[Count, Field(gt=0)]
-    optimizer: OptimizerType = "adam"
+    optimizer: OptimizerName = "adam"
     optimizer_left_out: StrictBool
     counters: _Counters
     loss_scaler: _LossScaler

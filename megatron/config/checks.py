@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.schema import split_shares
-from megatron.optimizers import OPTIMIZERS
+from megatron.optimizers import optimizer_setting
 from megatron.utils.errors import UserError, first_line, shortened
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
             "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
         )
-    if OPTIMIZERS[config.optimizer.type].whole_parameters:
+    if config.optimizer.spec.whole_parameters:
         yield from _check_whole_parameters(config)
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
         yield (
@@ -128,6 +128,11 @@ def find_notices(config: "Config") -> Iterator[str]:
             f"intermediate_size {model.intermediate_size}: the gated MLP has {model.mlp_features:,} features, a third "
             f"of it as in GPT-NeoX; for {model.intermediate_size:,} features, set {3 * model.intermediate_size}"
         )
+    if config.optimizer.use_bnb_optimizer and model.pos_emb == "learned":
+        yield (
+            "use_bnb_optimizer with pos_emb learned: the position embeddings have no layer norm, unlike those of "
+            "GPT-NeoX with this key (bitsandbytes' StableEmbedding)"
+        )
     if model.use_qk_layernorm:
         yield (
             "use_qk_layernorm: each head is normalized, with separate weights for queries and keys; GPT-NeoX "
@@ -136,23 +141,27 @@ def find_notices(config: "Config") -> Iterator[str]:
 
 
 def _check_whole_parameters(config: "Config") -> Iterator[str]:
-    """Optimizers whose update of a matrix is not one number per element need all of it on one rank."""
-    name, stage, parallel = config.optimizer.type, config.optimizer.zero_stage, config.parallel
+    """Optimizers whose update or state is not one number per element of a matrix need all of it on one rank."""
+    setting, stage, parallel = optimizer_setting(config.optimizer.name), config.optimizer.zero_stage, config.parallel
+    if config.optimizer.use_bnb_optimizer:
+        reason, others = "its state has one scale per 256 elements of a matrix", "remove use_bnb_optimizer"
+    else:
+        reason, others = "it updates whole matrices", "use the optimizer adam, lion or sgd"
     if stage > 0:
         yield (
-            f"optimizer.type {name} with zero_optimization.stage {stage} is not supported: {name} updates whole "
-            "matrices, and ZeRO splits them over ranks; use stage 0, or the optimizer adam, lion or sgd"
+            f"{setting} with zero_optimization.stage {stage} is not supported: {reason}, and ZeRO splits matrices over "
+            f"ranks; use stage 0, or {others}"
         )
     if parallel.model_parallel_size > 1:
         yield (
-            f"optimizer.type {name} with model_parallel_size {parallel.model_parallel_size} is not supported: {name} "
-            "updates whole matrices, and tensor parallelism splits them over ranks; use model_parallel_size 1 (data "
-            "and pipeline parallelism are supported), or the optimizer adam, lion or sgd"
+            f"{setting} with model_parallel_size {parallel.model_parallel_size} is not supported: {reason}, and tensor "
+            "parallelism splits matrices over ranks; use model_parallel_size 1 (data and pipeline parallelism are "
+            f"supported), or {others}"
         )
     if config.precision.dtype == "fp16":
         yield (
-            f"optimizer.type {name} with fp16 is not supported: {name} updates whole matrices, and DeepSpeed's fp16 "
-            "optimizer splits them; use bfloat16 or fp32, or the optimizer adam, lion or sgd"
+            f"{setting} with fp16 is not supported: {reason}, and DeepSpeed's fp16 optimizer splits matrices; use "
+            f"bfloat16 or fp32, or {others}"
         )
 
 

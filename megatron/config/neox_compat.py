@@ -75,11 +75,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     **_unsupported("derived by GPT-NeoX; set fp16: {min_loss_scale: ...}", "min_scale"),
     **_unsupported(
-        "bitsandbytes optimizers are not supported; for less optimizer state than Adam, use Lion, Muon or Adafactor",
-        "use_bnb_optimizer",
-        off=(False,),
-    ),
-    **_unsupported(
         "for 1-bit Adam, which is not supported",
         "optimizer.params.freeze_step",
         "optimizer.params.cuda_aware",

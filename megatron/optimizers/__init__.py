@@ -2,22 +2,26 @@
 
 from megatron.optimizers.registry import (
     OPTIMIZERS,
+    OptimizerName,
     OptimizerSpec,
     OptimizerType,
     build_optimizer,
     get_step,
     initialize_state,
+    optimizer_setting,
     set_step,
     state_shape,
 )
 
 __all__ = [
     "OPTIMIZERS",
+    "OptimizerName",
     "OptimizerSpec",
     "OptimizerType",
     "build_optimizer",
     "get_step",
     "initialize_state",
+    "optimizer_setting",
     "set_step",
     "state_shape",
 ]

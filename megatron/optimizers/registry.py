@@ -1,4 +1,4 @@
-"""Registry of optimizers: which ones `optimizer.type` accepts, and how they are built and checkpointed.
+"""Registry of optimizers: which ones the configuration accepts, and how they are built and checkpointed.
 
 To add an optimizer, add its name to `OptimizerType`, an entry to `OPTIMIZERS`, and new parameters to the configuration
 schema. The config schema, training and checkpoints read this module. It imports torch only when an optimizer is built,
@@ -10,6 +10,8 @@ the parameter. The step count is stored separately, see `get_step`.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 # Values of GPT-NeoX's `optimizer.type`, in lower case, and two that it does not have: muon and adafactor.
 OptimizerType = Literal["adam", "adamw", "lion", "sgd", "muon", "adafactor"]
+# adam8bit is Adam with `use_bnb_optimizer`.
+OptimizerName = OptimizerType | Literal["adam8bit"]
 
 Groups = list[dict[str, Any]]  # PyTorch's parameter groups
 
@@ -34,8 +38,8 @@ class OptimizerSpec:
     raises UserError if a required package is not installed.
     defaults: the values of the parameters that the YAML file does not set; other parameters are not accepted.
     state_tensors: names of the per-parameter state tensors, which start at zero. A parameter need not have all of them.
-    state_per_element: elements of the state per element of the parameters, at most; without rows and columns.
-    whole_parameters: the update needs each parameter in one piece, with its shape.
+    state_per_element: float32 numbers of the state per element of the parameters, at most; without rows and columns.
+    whole_parameters: the update or its state needs each parameter in one piece, with its shape.
     separates_matrices: the groups must have the weight matrices of transformer blocks apart from other parameters, with
         the key "matrices".
     """
@@ -43,7 +47,7 @@ class OptimizerSpec:
     build: Callable[[Groups, Mapping[str, Any]], tuple[Optimizer, str]]
     defaults: Mapping[str, Any]
     state_tensors: tuple[str, ...]
-    state_per_element: int
+    state_per_element: float
     whole_parameters: bool = False
     separates_matrices: bool = False
 
@@ -101,6 +105,22 @@ def _build_adafactor(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimiz
     return torch.optim.Adafactor(groups, lr=params["lr"]), "torch Adafactor"
 
 
+def _build_adam8bit(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
+    """8-bit Adam (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861), with decoupled weight decay."""
+    # Without a kernel for 4-bit matrices, which we do not use, importing the library prints a warning.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    try:
+        from bitsandbytes.optim import Adam8bit
+    except ImportError as error:
+        raise UserError(
+            "use_bnb_optimizer: the package bitsandbytes is not installed. Install it (pip install "
+            "'bitsandbytes>=0.50,<0.51'), or remove this key to use PyTorch's Adam"
+        ) from error
+    optimizer = Adam8bit(groups, lr=params["lr"], betas=params["betas"], eps=params["eps"])
+    return optimizer, "bitsandbytes Adam8bit; the state of parameters with fewer than 4,096 elements is float32"
+
+
+_BLOCK = 256  # elements of a parameter with one scale in bitsandbytes' 8-bit state
 _ADAM_DEFAULTS = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8}
 _ADAM = OptimizerSpec(
     build=_build_adam,
@@ -109,9 +129,16 @@ _ADAM = OptimizerSpec(
     state_per_element=2,
 )
 
-OPTIMIZERS: dict[OptimizerType, OptimizerSpec] = {
+OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
     "adam": _ADAM,
     "adamw": _ADAM,
+    "adam8bit": OptimizerSpec(
+        build=_build_adam8bit,
+        defaults=_ADAM_DEFAULTS,
+        state_tensors=("state1", "state2", "absmax1", "absmax2"),
+        state_per_element=2 * (1 / 4 + 1 / _BLOCK),
+        whole_parameters=True,
+    ),
     "lion": OptimizerSpec(
         build=_build_lion,
         defaults={"lr": 0.001, "betas": (0.9, 0.99)},
@@ -142,7 +169,12 @@ OPTIMIZERS: dict[OptimizerType, OptimizerSpec] = {
 }
 
 
-def build_optimizer(name: OptimizerType, groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
+def optimizer_setting(name: OptimizerName) -> str:
+    """The key and value that select an optimizer, for messages."""
+    return "use_bnb_optimizer" if name == "adam8bit" else f"optimizer.type {name}"
+
+
+def build_optimizer(name: OptimizerName, groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
     """Build the optimizer `name` with `params` over its defaults; returns it and a description for the log."""
     spec = OPTIMIZERS[name]
     return spec.build(groups, {**spec.defaults, **params})
@@ -152,7 +184,8 @@ def get_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) 
     """Steps that `parameter` of parameter group `group` has received; 0 before the first step, and for optimizers that
     do not count them (Lion, SGD, Muon).
 
-    torch counts per parameter, in `optimizer.state[parameter]["step"]`; apex counts per group, in `group["step"]`.
+    torch and bitsandbytes count per parameter, in `optimizer.state[parameter]["step"]`; apex counts per group, in
+    `group["step"]`.
     """
     return int(optimizer.state.get(parameter, {}).get("step", group.get("step", 0)))
 
@@ -165,6 +198,8 @@ def set_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, ste
         return
     if type(optimizer).__module__.startswith("apex."):
         group["step"] = step
+    elif isinstance(optimizer.state[parameter].get("step"), int):  # bitsandbytes
+        optimizer.state[parameter]["step"] = step
     else:
         # torch's fused implementation requires it on the parameter's device.
         optimizer.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)
@@ -173,9 +208,18 @@ def set_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, ste
 def initialize_state(optimizer: Optimizer, parameter: Tensor, state_tensors: Sequence[str]) -> dict[str, Any]:
     """The state of `parameter`, with those of `state_tensors` that it lacks created as zeros.
 
-    The libraries create the state at the first step, which is after a checkpoint is loaded.
+    The libraries create the state at the first step, which is after a checkpoint is loaded. bitsandbytes creates it
+    here too: its dtype depends on the size of the parameter, and it has the table from codes to numbers.
     """
     state = optimizer.state[parameter]
+    if not state and hasattr(optimizer, "init_state"):
+        index = next(
+            (number, position)
+            for number, group in enumerate(optimizer.param_groups)
+            for position, member in enumerate(group["params"])
+            if member is parameter
+        )
+        optimizer.init_state(optimizer.param_groups[index[0]], parameter, *index)
     for name in state_tensors:
         if name not in state:
             state[name] = parameter.detach().new_zeros(state_shape(name, parameter.shape))
@@ -184,8 +228,11 @@ def initialize_state(optimizer: Optimizer, parameter: Tensor, state_tensors: Seq
 
 def state_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of the state tensor `name` of a parameter of this shape. Adafactor stores the mean squares of the rows and
-    columns of a matrix; all other tensors have the parameter's shape.
+    columns of a matrix, and bitsandbytes one scale per block of the flattened parameter; all other tensors have the
+    parameter's shape.
     """
+    if name in ("absmax1", "absmax2"):
+        return (-(-math.prod(shape) // _BLOCK),)
     if name == "row_var":
         return (*shape[:-1], 1)
     if name == "col_var":

@@ -30,7 +30,6 @@ from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
-from megatron.optimizers import OPTIMIZERS
 from megatron.training.cuda_graphs import capture
 from megatron.training.deepspeed_config import deepspeed_curriculum, deepspeed_dict
 from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine
@@ -130,7 +129,7 @@ class Engine:
             config=deepspeed_settings,
             config_class=_checked_by_deepspeed(deepspeed_settings, grid),
             dist_init_required=False,
-            whole_parameters=OPTIMIZERS[config.optimizer.type].whole_parameters,
+            whole_parameters=config.optimizer.spec.whole_parameters,
         )
         if hasattr(self.deepspeed.optimizer, "loss_scaler"):
             # Instead of a bare Exception, `StepLog` raises a UserError that says what to change.

@@ -13,7 +13,7 @@ from torch import nn
 from kerple.positional import PositionalMethod
 from megatron.config import Config
 from megatron.model.gpt import TransformerBlock
-from megatron.optimizers import OPTIMIZERS, build_optimizer
+from megatron.optimizers import build_optimizer
 
 
 def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.Optimizer, str]:
@@ -23,9 +23,9 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
     """
     settings = config.optimizer
     factor = settings.positional_lr_factor
-    separates_matrices = OPTIMIZERS[settings.type].separates_matrices
+    separates_matrices = settings.spec.separates_matrices
     groups = parameter_groups(model, settings.weight_decay, factor, separates_matrices=separates_matrices)
-    optimizer, description = build_optimizer(settings.type, groups, settings.all_params)
+    optimizer, description = build_optimizer(settings.name, groups, settings.all_params)
     if factor != 1:
         description += f"; learning rate of the positional parameters: {factor:g} times that of the other parameters"
     optimizer.register_step_post_hook(lambda stepped, *_: project_masters(stepped))

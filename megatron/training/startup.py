@@ -15,7 +15,6 @@ from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
-from megatron.optimizers import OPTIMIZERS
 from megatron.training.flops import count_parameters
 from megatron.utils.files import check_writable
 from megatron.utils.locks import Lock
@@ -154,8 +153,8 @@ def checkpoint_bytes(config: Config, padded_vocab_size: int) -> tuple[int, str]:
     dtype = DTYPES[config.precision.dtype]
     weights, optimizer = parameters * dtype.itemsize, 0
     if not config.checkpoint.no_save_optim:
-        tensors = OPTIMIZERS[config.optimizer.type].state_per_element + (dtype != torch.float32)  # master weights
-        optimizer = parameters * tensors * torch.float32.itemsize
+        tensors = config.optimizer.spec.state_per_element + (dtype != torch.float32)  # master weights
+        optimizer = int(parameters * tensors * torch.float32.itemsize)
     description = f"{parameters:,} parameters: weights {_readable(weights)}, optimizer {_readable(optimizer)}"
     return weights + optimizer, description
 

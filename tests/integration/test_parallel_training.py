@@ -314,12 +314,14 @@ def test_resuming_every_layout_in_every_other(source, target, run_in, trained, t
         ("muon", "data", "pipeline", "fp32"),
         ("muon", "pipeline", "data", "bfloat16"),
         ("adafactor", "data", "pipeline", "fp32"),
+        ("adam", "data", "pipeline", "bfloat16"),
     ],
 )
 def test_other_optimizers_in_every_layout(name, source, target, precision, trained, tmp_path):
-    """Two ranks train like one, and resume in another layout."""
+    """Two ranks train like one, and resume in another layout. Adam is that of bitsandbytes."""
     params = {"lr": 0.001, **({"momentum": 0.9} if name == "sgd" else {})}
     keys = {"optimizer": {"type": name, "params": params}, "eval_iters": 0, "precision": precision}
+    keys["use_bnb_optimizer"] = name == "adam"
     trained(tmp_path / "one", "one", **keys)
     trained(tmp_path / "two", source, **keys)
     copy_checkpoint(tmp_path / "two", tmp_path / "resumed", 3)

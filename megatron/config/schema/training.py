@@ -18,7 +18,7 @@ from megatron.config.schema.base import (
     Weights,
     key,
 )
-from megatron.optimizers import OPTIMIZERS, OptimizerType
+from megatron.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec, OptimizerType, optimizer_setting
 from megatron.utils.errors import UserError, shortened
 
 EXTRAPOLATION_TOKENS = 65_536
@@ -145,6 +145,11 @@ class OptimizerConfig(Group):
         adafactor need ZeRO stage 0, no tensor parallelism, and fp32 or bfloat16.""",
         path="optimizer.type",
     )
+    use_bnb_optimizer: bool = key(
+        False,
+        """With optimizer.type adam: 8-bit Adam of bitsandbytes, which must be installed. Like muon, it needs ZeRO stage
+        0, no tensor parallelism, and fp32 or bfloat16.""",
+    )
     lr: float = key(
         OPTIMIZERS["adam"].defaults["lr"],
         "Peak learning rate, reached after the warmup.",
@@ -201,17 +206,31 @@ class OptimizerConfig(Group):
         named = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "momentum": self.momentum}
         given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         given.update(self.params.items())
-        return {**OPTIMIZERS[self.type].defaults, **given}
+        return {**self.spec.defaults, **given}
+
+    @property
+    def name(self) -> OptimizerName:
+        """The optimizer's name in the registry."""
+        return "adam8bit" if self.use_bnb_optimizer else self.type
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        return OPTIMIZERS[self.name]
 
     @model_validator(mode="after")
     def _check_params(self) -> "OptimizerConfig":
-        known = OPTIMIZERS[self.type].defaults
+        if self.use_bnb_optimizer and OPTIMIZERS[self.type] is not OPTIMIZERS["adam"]:
+            raise UserError(
+                f'"use_bnb_optimizer": bitsandbytes is used only for Adam, but optimizer.type is {self.type}; remove '
+                "use_bnb_optimizer, or set optimizer.type to Adam"
+            )
+        known = self.spec.defaults
         for name in self.all_params:
             if name not in known:
                 accepted = ", ".join(sorted({*known, "weight_decay"}))
                 raise UserError(
-                    f'"optimizer.params.{name}": optimizer.type {self.type} does not have this parameter; remove it '
-                    f"({self.type} has {accepted})"
+                    f'"optimizer.params.{name}": {optimizer_setting(self.name)} does not have this parameter; remove '
+                    f"it ({self.name} has {accepted})"
                 )
         if self.all_params.get("nesterov") and not self.all_params["momentum"]:
             raise UserError(

@@ -111,8 +111,9 @@ def test_another_model_of_the_same_sizes(trained_run, resume, tmp_path):
 def test_the_state_of_another_optimizer(trained_run, resume, tmp_path, capsys):
     shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
     lion = {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}
-    with pytest.raises(CheckpointError, match=r"has the state of optimizer\.type adam, which lion cannot use"):
-        resume(**lion)
+    for keys, name in ((lion, "lion"), ({"use_bnb_optimizer": True}, "adam8bit")):
+        with pytest.raises(CheckpointError, match=rf"has the state of optimizer\.type adam, which {name} cannot use"):
+            resume(**keys)
     assert resume(**lion, no_load_optim=True).iteration == 3
     assert "optimizer state not loaded: no-load-optim" in capsys.readouterr().out
 

@@ -21,7 +21,8 @@ from megatron.utils.errors import UserError
 def new_optimizer(name, **params):
     """A parameter of each shape that optimizers treat differently, and the optimizer; the matrix has weight decay."""
     torch.manual_seed(0)
-    matrix, vector = (torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 2), (4,)))
+    shapes = ((65, 64), (4,)) if name == "adam8bit" else ((3, 2), (4,))  # 8-bit from 4,096 elements
+    matrix, vector = (torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
     matrices = {"matrices": True} if OPTIMIZERS[name].separates_matrices else {}
     groups = [{"params": [matrix], "weight_decay": 0.1, **matrices}, {"params": [vector], "weight_decay": 0.0}]
     return build_optimizer(name, groups, {"lr": 0.1, **params})[0], [matrix, vector]
@@ -33,12 +34,18 @@ def step(optimizer, parameters):
     optimizer.step()
 
 
+def state_tensors(optimizer, parameter):
+    """Without the step count, and bitsandbytes' tables from codes to numbers."""
+    constant = ("step", "qmap1", "qmap2")
+    return {kind: tensor for kind, tensor in optimizer.state[parameter].items() if kind not in constant}
+
+
 PARAMS = [(name, {}) for name in OPTIMIZERS]
 PARAMS += [("adam", {"adam_w_mode": False}), ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "nesterov": True})]
 
 
 def test_the_registry_defines_every_optimizer_type():
-    assert set(get_args(OptimizerType)) == set(OPTIMIZERS)
+    assert {*get_args(OptimizerType), "adam8bit"} == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize(("name", "params"), PARAMS)
@@ -47,10 +54,9 @@ def test_the_registry_lists_the_state_tensors_and_their_shape(name, params):
     step(optimizer, parameters)
     found = set()
     for parameter in parameters:
-        for kind, tensor in optimizer.state[parameter].items():
-            if kind != "step":
-                found.add(kind)
-                assert tensor.shape == state_shape(kind, parameter.shape)
+        for kind, tensor in state_tensors(optimizer, parameter).items():
+            found.add(kind)
+            assert tensor.shape == state_shape(kind, parameter.shape)
     expected = set(OPTIMIZERS[name].state_tensors)
     assert found == (expected if params or name != "sgd" else set()), "SGD without momentum has no state"
 
@@ -62,9 +68,10 @@ def test_a_restored_state_continues_like_an_uninterrupted_run(name, params):
     fresh, resumed = new_optimizer(name, **params)
     for parameter, copy in zip(parameters, resumed, strict=True):
         copy.data.copy_(parameter.data)
-        tensors = {kind: value for kind, value in optimizer.state[parameter].items() if kind != "step"}
+        tensors = state_tensors(optimizer, parameter)
         state = initialize_state(fresh, copy, list(tensors)) if tensors else {}
         for kind, tensor in tensors.items():
+            assert state[kind].dtype == tensor.dtype
             state[kind].copy_(tensor)
         assert get_step(fresh, {}, copy) == 0
         set_step(fresh, {}, copy, get_step(optimizer, {}, parameter))
@@ -95,3 +102,10 @@ def test_apex_must_be_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex.optimizers", None)
     with pytest.raises(UserError, match=r"optimizer\.params\.apex: NVIDIA apex is not installed"):
         build_optimizer("adam", [{"params": [torch.nn.Parameter(torch.ones(1))]}], {"apex": True})
+
+
+def test_bitsandbytes_must_be_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(UserError, match=r"use_bnb_optimizer: the package bitsandbytes is not installed. .*pip install"):
+        build_optimizer("adam8bit", [{"params": [torch.nn.Parameter(torch.ones(1))]}], {})

@@ -165,6 +165,12 @@ def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stag
 LEARNING_RATE, FACTOR, DECAY, STEPS_COMPARED = 0.003, 5.0, 0.1, 20
 
 
+def optimizer_keys(name, params):
+    if name == "adam8bit":
+        return {"optimizer": {"type": "Adam", "params": params}, "use_bnb_optimizer": True}
+    return {"optimizer": {"type": name, "params": params}}
+
+
 def library_optimizers(name, parameters):
     """The library's own optimizers for named parameters, built by name instead of by module."""
     kernel = [p for n, p in parameters.items() if ".rpe." in n]
@@ -183,6 +189,10 @@ def library_optimizers(name, parameters):
         return [torch.optim.SGD(others, lr=LEARNING_RATE, momentum=0.9, nesterov=True)]
     if name == "adafactor":
         return [torch.optim.Adafactor(others, lr=LEARNING_RATE)]
+    if name == "adam8bit":
+        from bitsandbytes.optim import Adam8bit  # not at the top: it imports torch's compiler, which is slow
+
+        return [Adam8bit(others, lr=LEARNING_RATE)]
     adam = torch.optim.AdamW(others, lr=LEARNING_RATE, fused=name == "muon")
     if name != "muon":
         return [adam]
@@ -197,7 +207,7 @@ def test_updates_are_those_of_the_library(name, tmp_path, data_path):
     """
     clipping = 0.0 if name == "muon" else 1.0
     params = {"lr": LEARNING_RATE, **({"momentum": 0.9, "nesterov": True} if name == "sgd" else {})}
-    keys = {"optimizer": {"type": name, "params": params}, "weight_decay": DECAY, "positional_lr_factor": FACTOR}
+    keys = {**optimizer_keys(name, params), "weight_decay": DECAY, "positional_lr_factor": FACTOR}
     keys |= {"warmup": 0.0, "lr_decay_style": "constant", "train_iters": STEPS_COMPARED}
     keys |= {"save_interval": STEPS_COMPARED, "extra_save_iters": [0], "eval_iters": 0, "train_batch_size": 4}
     keys |= {"gradient_clipping": clipping}
@@ -237,12 +247,21 @@ def test_updates_are_those_of_the_library(name, tmp_path, data_path):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("lion", "fp16"), ("sgd", "bfloat16"), ("muon", "bfloat16"), ("adafactor", "fp32"), ("adafactor", "bfloat16")],
+    [
+        *[
+            ("lion", "fp16"),
+            ("sgd", "bfloat16"),
+            ("muon", "bfloat16"),
+            ("adafactor", "fp32"),
+            ("adafactor", "bfloat16"),
+        ],
+        ("adam8bit", "bfloat16"),
+    ],
 )
 def test_resuming_is_exact(name, precision, tmp_path, data_path):
     """Weights, optimizer state and float32 weights. In bfloat16, the losses are close to those in fp32."""
     params = {"lr": 0.002, **({"momentum": 0.9} if name == "sgd" else {})}
-    keys = {"optimizer": {"type": name, "params": params}, "precision": precision, "eval_iters": 0}
+    keys = {**optimizer_keys(name, params), "precision": precision, "eval_iters": 0}
     keys |= {"train_iters": 4, "save_interval": 2, "lr_decay_iters": 4}
     train(Config.from_flat(training_settings(tmp_path / "whole", data_path, **keys)))
     copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
@@ -253,8 +272,12 @@ def test_resuming_is_exact(name, precision, tmp_path, data_path):
         torch.load(tmp_path / run / "checkpoints/global_step4/optimizer_rank_00000.pt", weights_only=True)["parameters"]
         for run in ("whole", "resumed")
     ]
-    entry = states[0]["2.attention.dense.weight"]
+    entry = states[0]["2.attention.dense.weight" if name != "adam8bit" else "0.word_embeddings.weight"]
+    if name == "adam8bit":
+        assert entry["state1"].dtype == entry["state2"].dtype == torch.uint8
+        assert entry["absmax1"].shape == entry["absmax2"].shape == (entry["state1"].numel() // 256,)
     kinds = {"row_var", "col_var"} if name == "adafactor" else {OPTIMIZERS[name].state_tensors[0]}
+    kinds = set(OPTIMIZERS[name].state_tensors) if name == "adam8bit" else kinds
     kinds |= {"master"} if precision != "fp32" else set()
     assert {kind for kind, value in entry.items() if torch.is_tensor(value)} == kinds
     for key, entry in states[0].items():
