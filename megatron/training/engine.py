@@ -108,7 +108,7 @@ class Engine:
         self._needs_capture = training.enable_cuda_graph
         if training.enable_cuda_graph and layout.device.type != "cuda":
             raise UserError(f"enable_cuda_graph needs a GPU, but training runs on {layout.device.type}; remove the key")
-        if self.zero_stage != config.optimizer.zero_stage:
+        if self.zero_stage != config.optimizer.zero_stage and not config.optimizer.spec.whole_parameters:
             report(
                 f"zero_optimization.stage: 0 with {config.precision.dtype} runs as stage 1 "
                 "(same arithmetic; the optimizer state is partitioned among replicas)"
