@@ -3,7 +3,8 @@
 # make test        all tests
 # make test-unit   unit tests only; they start no processes
 # make test-hosts  training on two hosts emulated on this machine; as root, this installs the Debian packages it needs
-# make lint        ruff and mypy
+# make lint        ruff, mypy and the documentation without warnings
+# make docs        build the documentation site in site/
 # make bench       benchmarks on this CPU: ratios measured in one run
 # make bench-gpu   benchmarks that need an NVIDIA GPU (PYTHON=... must have PyTorch with CUDA)
 # make pictures    train every trainable method with the demo's settings (if missing) and redraw docs/pictures
@@ -14,11 +15,11 @@ TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-unit test-hosts lint bench bench-gpu pictures clean
+.PHONY: setup demo test test-unit test-hosts lint docs bench bench-gpu pictures clean
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: requirements/core.txt requirements/dev.txt
+$(VENV)/.installed: requirements/core.txt requirements/dev.txt requirements/docs.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/pip install --quiet "$(TORCH)"
@@ -43,10 +44,14 @@ test-hosts: setup
 	fi
 	$(BIN)/python -m pytest -q -m slow tests/integration/test_multi_host.py
 
-lint: setup
+lint: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A broken link or an invalid docstring is an error.
+docs: setup
+	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -q . site
 
 # These methods have no trainable parameters, or training does not change their plot.
 UNTRAINED := learned none sinusoidal cope dape dape_rotary alibi kerple_power_original rotary sandwich xpos
@@ -63,4 +68,4 @@ bench-gpu:
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv runs site .pytest_cache .ruff_cache .mypy_cache

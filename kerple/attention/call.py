@@ -26,11 +26,12 @@ Position = TypeVar("Position", int, Tensor)
 class Span:
     """The keys that a causal query attends to: all keys up to its own position, unless `window` or `block` limits them.
 
-    window: the last `window` keys, including its own position.
-    block: positions are divided into blocks of this size, starting at position 0. A query attends to its own block and
-        to the previous one (blockwise causal attention of LEX, arXiv 2212.10554).
-
     Raises ValueError if both are set, or if a size is below 1.
+
+    Attributes:
+        window: the last `window` keys, including its own position.
+        block: positions are divided into blocks of this size, starting at position 0. A query attends to its own block
+            and to the previous one (blockwise causal attention of LEX, arXiv 2212.10554).
     """
 
     window: int | None = None

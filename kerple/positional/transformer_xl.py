@@ -25,7 +25,7 @@ class Projection(nn.Linear):
 @register("transformer_xl", "xl_bias")
 class TransformerXL(PositionalMethod):
     """Parameters per layer: `content_bias` (u) and `position_bias` (v) `[h, 1, d]`, and `relative.weight` (W)
-    `[h d, e]`, all drawn from N(0, `init_std`^2).
+    `[h d, e]`, all drawn from N(0, init_std²).
     """
 
     shared = False
