@@ -20,8 +20,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.attention_inputs import attend_with_method, random_states
-from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
+from benchmarks.support.attention_inputs import attend_with_method, random_states
+from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import attend, tables
 from kerple.positional import KerpleBiasWeight, KerpleLog, ModelShape, PositionalMethod, Rotary, build
 from megatron.config.command_line import run_main

@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.attention_inputs import attend_with_method, random_states
-from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialized import MATERIALIZED
+from benchmarks.support.attention_inputs import attend_with_method, random_states
+from benchmarks.support.gpu import Bench, close_enough
+from benchmarks.support.materialized import MATERIALIZED
 from kerple.attention import attend, dispatch, tables
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile

@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from timing import Timing, add_options, apply_options, compare, show, write_json
 
+from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from megatron.checkpoint.directory import find_valid_step
 from megatron.checkpoint.layers import layer_state, weight_layers
 from megatron.checkpoint.loading import load_weights

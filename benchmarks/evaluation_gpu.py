@@ -15,9 +15,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialized import MATERIALIZED
-from benchmarks.models import initialized_gpt
+from benchmarks.support.gpu import Bench, close_enough
+from benchmarks.support.materialized import MATERIALIZED
+from benchmarks.support.models import initialized_gpt
 from benchmarks.train_step_gpu import model_settings
 from kerple.attention import dispatch
 from megatron.config.command_line import run_main

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.materialized import MATERIALIZED, use_materialized_logits, use_original_attention
-from benchmarks.models import PlainDecoder, initialized_gpt
-from benchmarks.timing import Timing, add_options, apply_options, compare, show, write_json
+from benchmarks.support.materialized import MATERIALIZED, use_materialized_logits, use_original_attention
+from benchmarks.support.models import PlainDecoder, initialized_gpt
+from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import dispatch
 from megatron.config.command_line import run_main
 from megatron.model.compiled import compile_blocks

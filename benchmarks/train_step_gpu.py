@@ -19,9 +19,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu import Bench, close_enough
-from benchmarks.materialized import MATERIALIZED
-from benchmarks.models import PlainDecoder, initialized_gpt
+from benchmarks.support.gpu import Bench, close_enough
+from benchmarks.support.materialized import MATERIALIZED
+from benchmarks.support.models import PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
 from megatron.config.command_line import run_main
 from megatron.model.compiled import compile_blocks

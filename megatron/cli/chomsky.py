@@ -23,7 +23,7 @@ from megatron.config.command_line import OptionParser, add_lock_option, integer,
 from megatron.reporting.chomsky import chomsky_figure, chomsky_table
 from megatron.reporting.style import render
 from megatron.reporting.tables import markdown
-from megatron.reporting.terminal import terminal_table
+from megatron.reporting.terminal import print_table
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.locks import Lock
@@ -100,7 +100,7 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
         write_chomsky_results(path, settings, results)
         experiment.delete_state()
     shown = [result for result in results if (result["task"], result["pos_emb"], result["seed"]) in set(requested)]
-    console.print(terminal_table(chomsky_table(shown, settings)), crop=False)
+    print_table(console, chomsky_table(shown, settings))
     write_chomsky_results(path, settings, results)
     table = markdown(chomsky_table(results, settings), heading="#")
     write_atomically(options.output / "chomsky.md", table.encode())

@@ -16,7 +16,7 @@ from megatron.cli.model_options import chosen_step, load, load_tokenizer
 from megatron.config import Config, UserError
 from megatron.config.command_line import integer, number, option_name
 from megatron.config.schema.base import MAX_INT
-from megatron.reporting.terminal import compact_table, standard_output
+from megatron.reporting.terminal import print_rows, standard_output
 from megatron.utils.files import write_atomically
 
 TASK_RESULTS = "tasks.json"
@@ -157,11 +157,8 @@ def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | Non
         "filter": any(line["filter"] != "none" for line in lines),
     }
     titles = [name for name in COLUMNS if shown.get(name, True)]
-    cells = [[line[name] for name in titles] for line in lines]
-    table = compact_table("Tasks", titles, cells, len(titles) - 2)
-    for row in cells:
-        table.add_row(*map(Text, row))
-    (console or standard_output()).print(table, crop=False)
+    cells = [[Text(line[name]) for name in titles] for line in lines]
+    print_rows(console or standard_output(), "Tasks", titles, cells, len(titles) - 2)
 
 
 def _table_lines(checkpoint: Mapping[str, Any]) -> Iterator[dict[str, str]]:

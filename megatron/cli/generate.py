@@ -41,18 +41,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = config.generation
     # Reject invalid requests before loading the model.
     mode, prompt_file = _generation_mode(settings, options.input)
-    output = options.output or settings.sample_output_file or STANDARD_OUTPUT
+    output = options.output or settings.sample_output_file
     contexts: list[str] = []
     if mode == "interactive":
         if not settings.prompt_end:
             raise UserError(EMPTY_PROMPT_END)
     else:
-        if output != STANDARD_OUTPUT:
+        if output not in (None, STANDARD_OUTPUT):
             if not Path(output).parent.is_dir():
                 raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
             check_writable(Path(output).parent, "--output")
-        if Path(output).is_dir():
-            raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
+            if Path(output).is_dir():
+                raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
         prompts = [""] if prompt_file is None else read_prompts(prompt_file, settings.prompt_end)
         if len(prompts) * settings.num_samples > MAX_TEXTS:
             raise UserError(
@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"texts; choose at most {MAX_TEXTS // len(prompts):,}"
             )
         contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
+        if settings.num_samples > 1 and settings.temperature == 0:
+            note = "the samples of a prompt are identical: temperature is 0 (greedy decoding); set it above 0 to sample"
+            print(f"note: {note}", file=sys.stderr, flush=True)
 
     model, saved = load(checkpoint_folders(config, options)[0], config, options)
     tokenizer = load_tokenizer(config, saved, model.settings.padded_vocab_size)
@@ -68,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         interact(generator, settings.prompt_end)
         return
     records = generator.generate(contexts, show_progress=True)
+    if output is None:
+        print(readable(records), flush=True)
+        return
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     if output == STANDARD_OUTPUT:
         sys.stdout.buffer.write(lines.encode())
@@ -86,7 +92,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--output",
         "--sample-output-file",
         metavar="FILE",
-        help="JSON lines file, or - for stdout; default: sample_output_file",
+        help="JSON lines file, or - for JSON lines on stdout; default: sample_output_file, or readable text on stdout",
     )
     parser.add_argument(
         "--batch-size",
@@ -109,6 +115,16 @@ def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tupl
     if mode == "input-file" and settings.sample_input_file is None:
         raise UserError("text_gen_type is input-file, but no file is set: set sample_input_file, or give -i FILE")
     return mode, settings.sample_input_file if mode == "input-file" else None
+
+
+def readable(records: Sequence[dict[str, Any]]) -> str:
+    """The prompts with their continuations, each under a line with its number and length."""
+    parts = []
+    for number, record in enumerate(records, start=1):
+        message = f": {record['message']}" if record["message"] is not None else ""
+        parts.append(f"--- sample {number} of {len(records)}, {record['length']} tokens{message} ---")
+        parts.append(record["context"] + record["text"])
+    return "\n".join(parts)
 
 
 def read_prompts(path: str | Path, prompt_end: str) -> list[str]:

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = OptionParser(prog="plot_kernels.py", description=DESCRIPTION)
     parser.add_argument(
         "--output",
-        default="docs/positional-methods.md",
+        default="runs/plots/positional-methods.md",
         metavar="FILE",
         help="the page; the pictures go into pictures/ next to it (default: %(default)s)",
     )

@@ -219,6 +219,6 @@ at initialization. The second column shows it after training, if training change
 available. If a bias falls below -40, the axis ends at -20, because attention to such keys is practically zero.
 
 `make pictures` trains the missing models and writes this page. `python tools/plot_kernels.py --checkpoint DIR ...`
-writes it for other checkpoints. The descriptions are the comments in `configs/pos_emb/`.
+writes a page for other checkpoints to `runs/plots/`. The descriptions are the comments in `configs/pos_emb/`.
 
 """

@@ -30,7 +30,7 @@ from megatron.reporting.formatting import NOT_AVAILABLE, format_mean, format_num
 from megatron.reporting.paper_tables import missing_notes
 from megatron.reporting.style import render
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table, markdown
-from megatron.reporting.terminal import standard_output, terminal_table
+from megatron.reporting.terminal import print_table, standard_output
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -99,7 +99,7 @@ def print_summary(
     """Print the table and its notes."""
     console = console or standard_output()
     table = summary_table(records, title, compare_with)
-    console.print(terminal_table(table), crop=False)
+    print_table(console, table)
     for note in table.notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
 

@@ -10,6 +10,8 @@ from rich.text import Text
 from megatron.reporting.tables import DAGGER, Section, Table
 
 UNBOUNDED_WIDTH = 200
+MAX_WIDTH = 100_000
+CONTINUED = " (continued)"
 
 
 def standard_output() -> Console:
@@ -18,37 +20,63 @@ def standard_output() -> Console:
     return console if console.is_terminal else Console(width=UNBOUNDED_WIDTH)
 
 
-def compact_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], label_columns: int) -> RichTable:
-    """An empty table with a column for each header, wide enough for these rows.
-
-    Headers may wrap between words, cells do not. Print it with `crop=False`: in a terminal that is too narrow, the
-    terminal then wraps the lines.
-
-    Args:
-        label_columns: number of left-aligned columns; the others are right-aligned.
-    """
-    table = RichTable(title=Text(title), title_justify="left", box=HORIZONTALS, padding=(0, 1, 0, 0))
-    for index, header in enumerate(headers):
-        width = max(map(len, (*header.split(), *(row[index] for row in rows))))
-        table.add_column(Text(header), justify="left" if index < label_columns else "right", min_width=width)
-    return table
-
-
-def terminal_table(table: Table) -> RichTable:
-    """A table of a report for the terminal. Print it with `crop=False`."""
+def print_table(console: Console, table: Table) -> None:
+    """Print a table of a report, see `print_rows`."""
     rows: list[list[Text]] = []
     for line in table.lines:
         if isinstance(line, Section):
-            rows.append([Text(line.title, style="bold"), *[Text()] * (len(table.headers) - 1)])
+            rows.append([Text(line.title, style="bold")])
         else:
             cells = [Text(cell.text, style="bold" if cell.best else "") for cell in line.cells]
             for text, cell in zip(cells, line.cells, strict=True):
                 text.append(f" {DAGGER}" if cell.worse else "")
             rows.append([*map(Text, line.labels), *cells])
-    texts = [[text.plain for text in row] for row in rows]
-    result = compact_table(table.title, table.headers, texts, len(table.label_columns))
-    for line, row in zip(table.lines, rows, strict=True):
-        if isinstance(line, Section):
-            result.add_section()
-        result.add_row(*row)
-    return result
+    print_rows(console, table.title, table.headers, rows, len(table.label_columns))
+
+
+def print_rows(
+    console: Console, title: str, headers: Sequence[str], rows: Sequence[Sequence[Text]], label_columns: int
+) -> None:
+    """Print rows of one cell per header; a row of a single cell is the title of a section.
+
+    If the columns do not fit into a terminal, they are printed as several tables, each with the label columns. Headers
+    may wrap between words, cells do not. Lines of a table that is still too wide are wrapped by the terminal.
+
+    Args:
+        label_columns: number of left-aligned columns; the others are right-aligned.
+    """
+    width = console.width if console.is_terminal else MAX_WIDTH
+    unlimited = console.options.update_width(MAX_WIDTH)
+    last = label_columns
+    while True:
+        first, last = last, len(headers) + 1
+        while True:
+            last -= 1
+            table = _rich_table(title, headers, rows, label_columns, range(first, last))
+            narrowest, widest = console.measure(table, options=unlimited)
+            if narrowest <= width or last <= first + 1:
+                break
+        if widest > width:
+            for column in table.columns:
+                column.width = column.min_width  # rich does not shrink columns reliably
+        console.print(table, crop=False)
+        if last == len(headers):
+            return
+        title = title if title.endswith(CONTINUED) else title + CONTINUED
+
+
+def _rich_table(
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[Text]], label_columns: int, values: range
+) -> RichTable:
+    """The label columns, and the value columns with these indices."""
+    table = RichTable(title=Text(title), title_justify="left", box=HORIZONTALS, padding=(0, 1, 0, 0))
+    columns = [*range(label_columns), *values]
+    for index in columns:
+        cells = [row[index].plain for row in rows if index < len(row)]
+        width = max(map(len, (*headers[index].split(), *cells)), default=0)
+        table.add_column(Text(headers[index]), justify="left" if index < label_columns else "right", min_width=width)
+    for row in rows:
+        if len(row) == 1:
+            table.add_section()
+        table.add_row(*row) if len(row) == 1 else table.add_row(*(row[index] for index in columns))
+    return table

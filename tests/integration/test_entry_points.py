@@ -52,6 +52,16 @@ def test_options_have_dashes_and_accept_underscores(script, monkeypatch, capsys)
     assert unchecked in ([], [["--local-rank"]])  # numbers have a range: `integer`, `number`
 
 
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "benchmarks").glob("*.py")))
+def test_benchmarks_have_help(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
+    assert exit_.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+
+
 def test_an_interrupt_during_imports_is_one_line(capsys):
     check_megatron.report_exception(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capsys.readouterr().err == "interrupted\n"

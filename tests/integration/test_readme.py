@@ -1,4 +1,6 @@
-"""The commands in the README: marked ones are run unchanged; for the others, the configuration files are loaded."""
+"""The commands in the README: marked ones are run unchanged; for the others, the configuration files are loaded. Its
+Python example is run with a small model in place of one from the Hugging Face hub.
+"""
 
 import os
 import re
@@ -8,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from megatron.config import load_config
 from tests.support.runs import ROOT, environment
 
+PYTHIA = "EleutherAI/pythia-70m"
 BLOCK = re.compile(r"(<!-- these commands are run.*?-->\n)?```bash\n(.*?)```", re.DOTALL)
 
 
@@ -19,6 +23,16 @@ def commands(run: bool) -> list[str]:
     """The lines of the README's marked shell blocks if `run`, otherwise of the other blocks."""
     blocks = BLOCK.findall((ROOT / "README.md").read_text())
     return [line for marked, text in blocks if bool(marked) == run for line in text.strip().splitlines()]
+
+
+def save_small_gpt_neox(folder: Path, tokenizer_file: Path) -> None:
+    """Save a model of Pythia's architecture, with initial weights, and its tokenizer."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
+    tokenizer.save_pretrained(folder)
+    config = GPTNeoXConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +45,7 @@ def checkout(tmp_path_factory) -> Path:
     return folder
 
 
-def test_marked_commands_run(checkout):
+def test_marked_commands_run(checkout, monkeypatch, capsys):
     lines = commands(run=True)
     assert len(lines) >= 6
     env = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -47,9 +61,23 @@ def test_marked_commands_run(checkout):
     assert "window@128" in outputs["window@128"]
     assert "kerple_log" in outputs["load_model"]
     assert "all weights are finite" in outputs["runs/small"]
+    assert "--- sample 2 of 2, 32 tokens ---" in outputs["temperature=0.8"]
+    first, second = re.split("--- sample .*---\n", outputs["temperature=0.8"])[1:]
+    assert first != second
+    assert not (checkout / "samples.txt").exists()
     released = outputs["train-iters=30"]
     assert "global_step25: not saved by this project; loaded weights and iteration" in released
     assert "iteration 30/30" in released
+
+    (code,) = re.findall(r"run by tests.*-->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert PYTHIA in code
+    monkeypatch.chdir(checkout)
+    save_small_gpt_neox(checkout / "runs" / "pythia", checkout / "data/python_stdlib/tokenizer.json")
+    exec(code.replace(PYTHIA, "runs/pythia"), {})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines[:3]] == [["kerple_log", length] for length in ("128", "512", "2048")]
+    assert [line[1] for line in lines[3:]] == ["512", "2048"]
+    assert all(float(line[2]) > 1 for line in lines)
 
 
 def test_configurations_of_the_other_commands_load():

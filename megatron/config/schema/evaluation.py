@@ -54,5 +54,7 @@ class GenerationConfig(Group):
     num_samples: Int = key(1, "Number of samples, in total or per prompt.", ge=1, le=10**9)
     prompt_end: str = key("\n", "Separator of prompts, in the interactive mode and in the prompt file.")
     sample_input_file: PathText | None = key(None, "File of prompts, separated by prompt_end; same as generate.py -i.")
-    sample_output_file: PathText | None = key("samples.txt", "Output file, in JSON lines.", placeholders=True)
+    sample_output_file: PathText | None = key(
+        None, "Output file, in JSON lines; same as generate.py -o. Default: texts are printed.", placeholders=True
+    )
     recompute: bool = key(False, "True: generate without a KV cache, recomputing the full prefix for every token.")

@@ -96,6 +96,28 @@ def test_recompute_and_batches_of_one_give_the_same(tmp_path, configuration):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_texts_are_printed_by_default(tmp_path, monkeypatch, configuration, trained, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("ab\ncd")
+    words = [configuration(), "-i", "p.txt", "--set"]
+    main([*words, "maximum_tokens=4"])
+    first, second = (text[:4] for text in expected(trained[1], ["ab", "cd"]))
+    assert capsys.readouterr().out == (
+        f"--- sample 1 of 2, 4 tokens ---\nab{first}\n--- sample 2 of 2, 4 tokens ---\ncd{second}\n"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.yml", "p.txt"]
+
+
+def test_greedy_samples_are_said_to_be_identical(configuration, capsys):
+    words = [configuration(text_gen_type="unconditional"), "--set", "maximum_tokens=3", "temperature=0"]
+    main([*words, "num_samples=2"])
+    output, errors = capsys.readouterr()
+    assert output.split("---")[2] == output.split("---")[4]
+    assert "the samples of a prompt are identical: temperature is 0" in errors
+    main(words)
+    assert "identical" not in capsys.readouterr().err
+
+
 def test_json_lines_on_stdout(configuration, capsys):
     main([configuration(text_gen_type="unconditional"), "-o", "-"])
     record = json.loads(capsys.readouterr().out)

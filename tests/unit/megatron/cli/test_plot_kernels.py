@@ -15,7 +15,7 @@ def test_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plot_kernels, "write_page", lambda *arguments: calls.append(arguments) or ["page.md", "a.png"])
     plot_kernels.main([])
     plot_kernels.main(["--output", "page.md", "--checkpoint", "a", "b"])
-    assert calls == [("docs/positional-methods.md", []), ("page.md", ["a", "b"])]
+    assert calls == [("runs/plots/positional-methods.md", []), ("page.md", ["a", "b"])]
     assert capsys.readouterr().out.splitlines() == ["wrote page.md and 1 pictures"] * 2
 
 

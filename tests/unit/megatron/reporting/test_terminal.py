@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from megatron.reporting.tables import Cell, Row, Section, Table
-from megatron.reporting.terminal import standard_output, terminal_table
+from megatron.reporting.terminal import print_table, standard_output
 
 
 @pytest.mark.parametrize("width", [30, 80])
@@ -19,17 +19,48 @@ def test_cells_are_never_truncated(width):
         (Section("[perplexity]"), Row(("kerple_log",), (Cell("23.70 ± 0.47"), Cell("22,621 ± 12", worse=True)))),
     )
     output = io.StringIO()
-    Console(file=output, width=width).print(terminal_table(table), crop=False)
+    print_table(Console(file=output, width=width), table)
     text = output.getvalue()
     for expected in ("[bold]", "[perplexity]", "kerple_log", "23.70 ± 0.47", "22,621 ± 12 †"):
         assert expected in text
     assert "…" not in text
 
 
+SEVEN_LENGTHS = Table(
+    "name",
+    "Extrapolation",
+    ("method", "train length"),
+    ("64", "128", "256", "512", "1024", "2048", "4096"),
+    (
+        Section("perplexity"),
+        Row(("kerple_log", "512"), tuple(Cell(f"{value}.25 ± 0.12") for value in range(11, 18))),
+    ),
+)
+
+
+@pytest.mark.parametrize(("width", "tables"), [(60, 4), (80, 2), (130, 1)])
+def test_columns_that_do_not_fit_into_the_terminal_become_further_tables(width, tables):
+    output = io.StringIO()
+    print_table(Console(file=output, width=width, force_terminal=True, color_system=None), SEVEN_LENGTHS)
+    text = output.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("kerple_log") == text.count("Extrapolation") == tables
+    assert text.count("(continued)") == tables - 1
+    positions = [text.index(f"{value}.25 ± 0.12") for value in range(11, 18)]
+    assert positions == sorted(positions)
+    assert text.count("±") == 7
+
+
+def test_tables_in_files_are_not_split():
+    output = io.StringIO()
+    print_table(Console(file=output, width=80), SEVEN_LENGTHS)
+    assert output.getvalue().count("kerple_log") == 1
+
+
 def test_best_values_are_bold():
     table = Table("name", "title", ("method",), ("512",), (Row(("alibi",), (Cell("2.5", best=True),)),))
     output = io.StringIO()
-    Console(file=output, width=80, force_terminal=True, color_system="standard").print(terminal_table(table))
+    print_table(Console(file=output, width=80, force_terminal=True, color_system="standard"), table)
     assert "\x1b[1m2.5\x1b[0m" in output.getvalue()
 
 
