@@ -102,6 +102,7 @@ def find_contradictions(config: "Config") -> Iterator[str]:
     yield from _check_curriculum(config)
     yield from _check_extrapolation(config)
     yield from _check_data(config)
+    yield from _check_profile(config)
     if config.schedule.min_lr > config.optimizer.lr:
         yield f"min_lr {config.schedule.min_lr} exceeds optimizer.params.lr {config.optimizer.lr}; lower min_lr"
     checkpoint, launcher = config.checkpoint, config.launcher
@@ -297,3 +298,16 @@ def _check_data(config: "Config") -> Iterator[str]:
                 f"{split}_data_weights has {len(weights)} weights for {len(paths or ())} {split}_data_paths; "
                 "give one weight per path"
             )
+
+
+def _check_profile(config: "Config") -> Iterator[str]:
+    logging, last = config.logging, config.schedule.train_iters
+    start, stop = logging.profile_step_start, logging.profile_step_stop
+    if not logging.profile:
+        return
+    if stop <= start:
+        yield f"profile_step_stop {stop} must be more than profile_step_start {start}; change one of them"
+    elif last is not None and start >= last:
+        yield f"profile_step_start {start}, but train_iters is {last}: no step would be profiled; lower it"
+    if logging.tensorboard_dir is None and logging.log_dir is None:
+        yield "profile writes traces to tensorboard_dir or log_dir, but neither is set; set one of them"

@@ -202,12 +202,9 @@ IGNORED: dict[str, str] = {
         "gradient_noise_scale_n_batches",
         "gradient_noise_scale_cpu_offload",
     ),
+    **_ignored("profile always includes the backward pass", "profile_backward"),
     **_ignored(
-        "there is no built-in profiler; use nsys or torch.profiler",
-        "profile",
-        "profile_backward",
-        "profile_step_start",
-        "profile_step_stop",
+        "snapshots of the GPU's memory are not written; profile records the memory of each operator",
         "memory_profiling",
         "memory_profiling_path",
     ),
@@ -233,7 +230,6 @@ IGNORED: dict[str, str] = {
     **_ignored("PyTorch's activation checkpointing needs no synchronization", "synchronize_each_layer"),
     **_ignored("DeepSpeed is always used", "deepspeed", "deepscale", "deepscale_config"),
     **_ignored("num_gpus and the hostfile determine the number of processes", "global_num_gpus"),
-    **_ignored("DeepSpeed's settings are derived from this configuration", "dump_state"),
     **_ignored("NCCL detects NVLink", "detect_nvlink_pairs"),
     **_ignored(
         "used only by model types that are not supported",

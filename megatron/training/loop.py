@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss
 from megatron.training.machine import check_machine, check_number_of_samples
 from megatron.training.optimizer import Schedule
+from megatron.training.profiler import profiled_steps
 from megatron.training.startup import check_log_folders, check_space, lock_save_folder
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.locks import Lock
@@ -39,9 +41,13 @@ def train(config: Config, *, force_lock: bool = False) -> TrainingState:
         with contextlib.ExitStack() as resources:
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
             trainer = Trainer(config, layout, logger, resources, force_lock=force_lock)
-            with distributed.DistributedSignalHandler() as signals:
+            iteration = trainer.state.iteration
+            with (
+                distributed.DistributedSignalHandler() as signals,
+                profiled_steps(config, layout, iteration, logger.info) as profiler_step,
+            ):
                 try:
-                    finished = trainer.train(signals)
+                    finished = trainer.train(signals, profiler_step)
                 finally:
                     if trainer.checkpointer is not None:
                         trainer.checkpointer.finish()
@@ -166,8 +172,11 @@ class Trainer:
             self.logger.info("no validation: there are no validation documents (see split and valid-data-paths)")
         return datasets
 
-    def train(self, signals: distributed.DistributedSignalHandler) -> bool:
-        """Train to the last iteration. Returns False if a signal or `exit-interval` ended the run before it."""
+    def train(self, signals: distributed.DistributedSignalHandler, profiler_step: Callable[[], None]) -> bool:
+        """Train to the last iteration, and call `profiler_step` after every step.
+
+        Returns False if a signal or `exit-interval` ended the run before it.
+        """
         training, saves = self.config.training, self.config.checkpoint.saves
         state, length = self.state, 0
         flops = partial(flops_per_token, self.outside_embedding, self.engine.settings)
@@ -181,6 +190,7 @@ class Trainer:
                 if self.config.curriculum.enabled:
                     self.logger.info(f"curriculum_learning: length {length:,} from iteration {state.iteration + 1:,}")
             loss = self.engine.train_step(self.train_batches, learning_rate, state.iteration)
+            profiler_step()
             state.iteration += 1
             state.consumed_samples += self.engine.global_batch
             state.tokens += self.engine.global_batch * length

@@ -386,6 +386,7 @@ class TrainingConfig(Group):
     exit_interval: Int | None = key(None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1)
     steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)
     wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
+    dump_state: bool = key(False, "True: print DeepSpeed's messages at startup, with its configuration and state.")
     deepspeed_extra_args: dict[str, Any] = key(
         {},
         """Further keys of DeepSpeed's configuration, passed unchanged. Keys derived from other keys here, such as
@@ -488,3 +489,10 @@ class LoggingConfig(Group):
         None, "Weights & Biases: name of the run. Default: chosen by Weights & Biases.", placeholders=True
     )
     wandb_host: str = key("https://api.wandb.ai", "Weights & Biases: address of the server.")
+    profile: bool = key(
+        False,
+        """True: profile some steps with torch.profiler. Every rank writes a trace to tensorboard_dir (or log_dir); the
+        log lists the operators that take the longest. On a GPU, also for nsys with --capture-range=cudaProfilerApi.""",
+    )
+    profile_step_start: Int = key(10, "Number of steps before the first profiled one.", ge=0)
+    profile_step_stop: Int = key(12, "Number of steps up to and including the last profiled one.", ge=1)
