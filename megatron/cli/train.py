@@ -1,8 +1,12 @@
 """train.py: train a model."""
 
 import argparse
+import os
 import warnings
 from collections.abc import Sequence
+from unittest.mock import patch
+
+import torch
 
 from megatron.config.command_line import add_lock_option
 from megatron.launcher.script_arguments import parse_arguments
@@ -13,8 +17,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, options = parse_arguments("Train a model with the given configuration files.", argv, add_options)
     # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    from megatron.training.loop import train
-    from megatron.training.output import detachable_output
+    # On import, DeepSpeed warns if it finds no accelerator and this variable is not set.
+    variables = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
+    with patch.dict(os.environ, variables):
+        from megatron.training.loop import train
+        from megatron.training.output import detachable_output
 
     with detachable_output():
         train(config, force_lock=options.force_lock)

@@ -22,6 +22,7 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": optimizer.gradient_clipping,
         "steps_per_print": config.training.steps_per_print,
+        "dump_state": config.training.dump_state,
         "wall_clock_breakdown": config.training.wall_clock_breakdown,
         "zero_optimization": {"stage": stage, **zero},
         "zero_allow_untested_optimizer": True,  # ZeRO requires it for optimizers that are not DeepSpeed's own

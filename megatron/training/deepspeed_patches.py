@@ -4,6 +4,10 @@ All of them are for DeepSpeed 0.19.8; check each one against the source of a new
 avoid unwanted behaviour without a patch are in `deepspeed_config.py`.
 """
 
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +32,24 @@ def disable_shared_memory_collectives() -> None:
     created on a CPU, which requires a compiler. gloo does not.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@contextlib.contextmanager
+def startup_messages(shown: bool) -> Iterator[None]:
+    """Show DeepSpeed's messages up to level INFO within the block, or hide what it prints.
+
+    Upstream: PipelineModule's constructor prints the layers of every stage to standard output.
+    """
+    level = deepspeed.utils.logger.level
+    try:
+        if shown:
+            deepspeed.utils.logger.setLevel(logging.INFO)
+            yield
+        else:
+            with contextlib.redirect_stdout(io.StringIO()):
+                yield
+    finally:
+        deepspeed.utils.logger.setLevel(level)
 
 
 def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:

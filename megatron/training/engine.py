@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
-from kerple.positional import project
+from kerple.positional import PositionalMethod, build, project
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.data import build_loader
@@ -32,7 +32,7 @@ from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
 from megatron.training.cuda_graphs import capture
 from megatron.training.deepspeed_config import deepspeed_curriculum, deepspeed_dict
-from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine
+from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine, startup_messages
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import configure_optimizer, project_masters
 from megatron.utils.errors import shortened
@@ -75,12 +75,13 @@ class Engine:
         checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
         self.model: GPT | GPTPipeline
         if self.is_pipeline:
-            self.model = GPTPipeline(
-                self.settings,
-                topology=topology,
-                partition_method=config.parallel.pipe_partition_method,
-                checkpoint_every=checkpoint_every,
-            )
+            with startup_messages(training.dump_state):
+                self.model = GPTPipeline(
+                    self.settings,
+                    topology=topology,
+                    partition_method=config.parallel.pipe_partition_method,
+                    checkpoint_every=checkpoint_every,
+                )
         else:
             self.model = TrainableGPT(self.settings, checkpoint_every=checkpoint_every)
         initialize(
@@ -121,16 +122,17 @@ class Engine:
         else:
             engine_class = PatchedEngine
             grid = PipelineParallelGrid(topology=topology) if layout.tensor_size > 1 else None
-        self.deepspeed: DeepSpeedEngine = engine_class(
-            args=None,
-            model=self.model,
-            optimizer=optimizer,
-            mpu=grid,
-            config=deepspeed_settings,
-            config_class=_checked_by_deepspeed(deepspeed_settings, grid),
-            dist_init_required=False,
-            whole_parameters=config.optimizer.spec.whole_parameters,
-        )
+        with startup_messages(training.dump_state):
+            self.deepspeed: DeepSpeedEngine = engine_class(
+                args=None,
+                model=self.model,
+                optimizer=optimizer,
+                mpu=grid,
+                config=deepspeed_settings,
+                config_class=_checked_by_deepspeed(deepspeed_settings, grid),
+                dist_init_required=False,
+                whole_parameters=config.optimizer.spec.whole_parameters,
+            )
         if hasattr(self.deepspeed.optimizer, "loss_scaler"):
             # Instead of a bare Exception, `StepLog` raises a UserError that says what to change.
             self.deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -285,6 +287,21 @@ class Engine:
                     key = name if method.shared else f"layer_{index:02d}/{name}"
                     statistics[key] = heads.detach().float().cpu()
         return self.model.of_all_stages(statistics) if isinstance(self.model, GPTPipeline) else statistics
+
+    def trained_method(self) -> PositionalMethod | None:
+        """A copy of the positional method of this rank's first layer that has one, in float32 on the CPU; None if it
+        has no parameters. A collective.
+        """
+        method = next(iter(positional_methods(self.model.layers()).values()), None)
+        parameters = [] if method is None else list(method.parameters())
+        if method is None or not parameters:
+            return None
+        with GatheredParameters(parameters, enabled=self.zero_stage == 3):
+            state = {name: tensor.detach().float().cpu() for name, tensor in method.state_dict().items()}
+        with torch.random.fork_rng(devices=[]):  # new methods draw initial weights
+            copy = build(self.config.model.pos_emb, self.settings.shape(), **self.config.model.positional_options)
+        copy.load_state_dict(state)
+        return copy
 
     def attention_choice(self) -> str:
         """The attention backend and why it was chosen; empty for a pipeline stage without transformer blocks."""

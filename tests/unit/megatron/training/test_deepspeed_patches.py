@@ -11,7 +11,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from megatron.config import Config
 from megatron.training import deepspeed_patches
-from megatron.training.deepspeed_patches import PATCHED_VERSION, DeviceOnlyBF16Optimizer, PatchedZeroOptimizer
+from megatron.training.deepspeed_patches import (
+    PATCHED_VERSION,
+    DeviceOnlyBF16Optimizer,
+    PatchedZeroOptimizer,
+    startup_messages,
+)
 from megatron.training.engine import Engine
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
@@ -20,6 +25,16 @@ from tests.support.runs import metrics, training_settings
 def test_the_patches_are_for_the_installed_version():
     """After an update of DeepSpeed, compare every patch with the new upstream code, then change PATCHED_VERSION."""
     assert deepspeed.__version__ == PATCHED_VERSION
+
+
+def test_startup_messages_are_hidden_unless_dump_state_is_set(tmp_path, data_path, capsys, caplog):
+    keys = {"train_iters": 1, "eval_iters": 0, "save": None, "load": None}
+    for dump_state in (False, True):
+        train(Config.from_flat(training_settings(tmp_path, data_path, dump_state=dump_state, **keys)))
+        assert ("DeepSpeedEngine configuration" in caplog.text) is dump_state
+        with startup_messages(dump_state):
+            print("stage=0 layers=3")
+        assert ("stage=0" in capsys.readouterr().out) is dump_state
 
 
 def test_fp16_runs_on_a_cpu(tmp_path, data_path):
