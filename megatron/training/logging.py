@@ -1,6 +1,7 @@
 """The training log: text on the console and in a file, metrics (JSON lines, TensorBoard, Weights & Biases)."""
 
 import contextlib
+import io
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
 import torch
 
 from kerple import positional
@@ -67,6 +69,8 @@ class Logger:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(settings.tensorboard_dir)
+            text = json.dumps(self._config.to_flat(), indent=2, default=str)
+            self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
         if not settings.use_wandb:
             return
         try:
@@ -99,12 +103,32 @@ class Logger:
     def metrics(self, values: dict[str, float], iteration: int) -> None:
         """Record metrics by name."""
         if self._metrics is not None:
-            self._write(self._metrics, json.dumps({"iteration": iteration, **values}) + "\n")
+            keys = {"iteration": iteration, "last_iteration": self._config.schedule.train_iters}
+            self._write(self._metrics, json.dumps({**keys, **values}) + "\n")
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, iteration)
         if self._wandb is not None:
             self._wandb.log(values, step=iteration)
+
+    @property
+    def shows_pictures(self) -> bool:
+        """Whether TensorBoard or Weights & Biases is configured; the same on every rank."""
+        return bool(self._config.logging.tensorboard_dir or self._config.logging.use_wandb)
+
+    def picture(self, name: str, png: bytes, iteration: int) -> None:
+        """Add a picture to TensorBoard and Weights & Biases."""
+        if self._tensorboard is None and self._wandb is None:
+            return
+        from PIL import Image  # installed with matplotlib
+
+        image = Image.open(io.BytesIO(png)).convert("RGB")
+        if self._tensorboard is not None:
+            self._tensorboard.add_image(name, np.asarray(image), iteration, dataformats="HWC")
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({name: wandb.Image(image)}, step=iteration)
 
     def _write(self, stream: TextIO, line: str) -> None:
         """Raises UserError if the line cannot be written, for example because the disk is full."""

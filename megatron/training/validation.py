@@ -36,11 +36,25 @@ class Validator:
             self._measure("validation", self._valid_dataset, state, state.consumed_valid_samples)
             state.consumed_valid_samples += self._engine.config.training.eval_iters * self._engine.global_batch
             self.validated_at = state.iteration
+            if self._logger.shows_pictures:
+                self._plot_kernels(state.iteration)
 
     def test(self, state: TrainingState) -> None:
         """Log the mean loss of the first `eval-iters` global batches of the test samples."""
         if self._test_dataset is not None:
             self._measure("test", self._test_dataset, state, 0)
+
+    def _plot_kernels(self, iteration: int) -> None:
+        """Log a picture of the bias and weight by distance, if the positional method has parameters. A collective."""
+        from megatron.reporting.kernel_plots import MethodOfModel, method_picture  # imports matplotlib
+
+        method = self._engine.trained_method()
+        if method is None or not self._engine.layout.is_main:
+            return
+        stages = {f"iteration {iteration:,}": MethodOfModel(method, self._engine.settings.shape())}
+        picture = method_picture(self._engine.config.model.pos_emb, stages)
+        if picture is not None:
+            self._logger.picture("kernel/by_distance", picture, iteration)
 
     def _measure(self, name: str, dataset: Samples, state: TrainingState, consumed_samples: int) -> None:
         engine, started_at = self._engine, time.perf_counter()

@@ -32,7 +32,14 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
     assert {"train/learning_rate", "train/grad_norm", "train/tokens_per_second", "train/memory_bytes"} <= tags
     assert {"validation/loss", "validation/perplexity", "kernel/bias_p/mean", "kernel/bias_a/max"} <= tags
 
+    (configuration,) = events.Tensors("configuration/text_summary")
+    assert '"pos_emb": "kerple_log"' in configuration.tensor_proto.string_val[0].decode()
+    pictures = events.Images("kernel/by_distance")
+    assert [picture.step for picture in pictures] == [3, 6]  # at each validation
+    assert pictures[0].encoded_image_string != pictures[1].encoded_image_string
+
     (offline,) = wandb_offline.glob("offline-run-*")
+    assert len(list(offline.glob("files/media/images/kernel/by_distance_*.png"))) == 2
     assert any(path.suffix == ".wandb" and path.stat().st_size > 1000 for path in offline.iterdir())
     console = capsys.readouterr().out
     assert "iteration 6/6 | lm loss" in console
@@ -41,6 +48,17 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
         for name in files:
             with open(os.path.join(folder, name), "rb") as handle:
                 assert secret.encode() not in handle.read(), name
+
+
+def test_pictures_do_not_change_the_training(tmp_path, data_path):
+    """Their copies of the method draw no numbers from the generator of dropout."""
+    keys = {"pos_emb": "dape_kerple", "hidden_dropout": 0.2, "eval_interval": 1, "train_iters": 3, "save": None}
+    losses = []
+    for folder in (None, str(tmp_path / "tensorboard")):
+        settings = training_settings(tmp_path / str(folder is None), data_path, tensorboard_dir=folder, **keys)
+        train(Config.from_flat(settings))
+        losses.append(metrics(tmp_path / str(folder is None)))
+    assert losses[0] == losses[1]
 
 
 def test_the_mfu_uses_the_configured_peak(tmp_path, data_path):
