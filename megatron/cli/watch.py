@@ -178,7 +178,7 @@ def as_csv(history: Sequence[Metrics]) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OptionParser(prog="watch.py", description=DESCRIPTION)
+    parser = OptionParser(description=DESCRIPTION)
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="the run's log-dir, or the folder that contains it as logs"
     )

@@ -222,6 +222,7 @@ LOADED = {
         "profile_step_stop": 12,
         "memory_profiling": True,
         "memory_profiling_path": "tensorboard",
+        "tensorboard_dir": "tensorboard",
     },
     "slurm_local": {**SMALL, **SLURM, **LOCAL, "load": None},
     "slurm_local.json": {**SMALL, **SLURM, **GPT2_FILES, "save": "checkpoints"},
