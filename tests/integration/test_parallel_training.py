@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config
@@ -175,7 +176,9 @@ def test_a_pipeline_in_bfloat16(trained, tmp_path):
     """All parameters get the gradients of all micro-batches, the output layer (which is part of the loss) too."""
     keys = {"precision": "bfloat16", "eval_iters": 0, "save": None, "load": None, "train_iters": 3}
     trained(tmp_path / "one", "one", **keys)
-    trained(tmp_path / "two", "pipeline", **keys)
+    output = trained(tmp_path / "two", "pipeline", **keys)
+    assert "2 ranks on cpu" in output
+    assert "stage=0" not in output  # printed by DeepSpeed
     for name, tolerance in (("train/loss", 0.005), ("train/grad_norm", 0.02)):
         assert metrics(tmp_path / "two", name) == pytest.approx(metrics(tmp_path / "one", name), rel=tolerance)
 
@@ -351,11 +354,15 @@ def test_a_sequence_length_schedule_on_two_ranks(layout, resumed_in, trained, tm
 
 def test_zero_3_gathers_small_parameters(trained, run_in, tmp_path):
     """By default ZeRO 3 does not partition parameters of a few elements. With a threshold of 0 it does."""
-    trained(tmp_path, "zero-3", zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    keys = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    trained(tmp_path, "zero-3", **keys, tensorboard_dir=str(tmp_path / "tensorboard"))
     assert_same_metrics(tmp_path, run_in("one"), "train/loss", "kernel/bias_p/mean", "kernel/bias_a/max")
     expected, gathered = weights(run_in("one"), 6), weights(tmp_path, 6)
     assert expected.keys() == gathered.keys()
     assert all(torch.allclose(gathered[name], tensor, atol=1e-3) for name, tensor in expected.items())
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [picture.step for picture in events.Images("kernel/by_distance")] == [3, 6]
 
 
 def test_a_pipeline_compares_its_logits_with_the_checkpoint(trained, tmp_path):
