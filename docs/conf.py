@@ -33,6 +33,7 @@ CONTENTS = {
         "docs/checkpoints",
         "docs/evaluation",
         "docs/experiments",
+        "docs/monitoring",
         "docs/huggingface",
         "docs/clusters",
         "docs/troubleshooting",
