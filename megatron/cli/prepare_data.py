@@ -27,14 +27,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     parser = OptionParser(
         description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] [DATASET]",
         epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built from the sources of "
-        f"Python's standard library, the datasets named debian_* from Debian packages. {sources}",
+        "Python's standard library, the datasets named debian_* from Debian packages. Any other name with --from or "
+        f"--url prepares your own text: documents in random order, with a BPE tokenizer trained on them. {sources}",
     )
     parser.add_argument(
         "dataset",
         metavar="DATASET",
         nargs="?",
         default="enwik8",
-        help=f"one of {', '.join(DATASETS)} (default: enwik8)",
+        help=f"one of {', '.join(DATASETS)}, or a name for your own text (default: enwik8)",
     )
     parser.add_argument(
         "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="output folder (default: %(default)s)"
@@ -43,8 +44,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "-t",
         "--tokenizer",
         metavar="TOKENIZER",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {', '.join(OWN_VOCAB_SIZES)} a BPE "
-        "trained on them",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {', '.join(OWN_VOCAB_SIZES)} and "
+        "your own text a BPE trained on them",
     )
     parser.add_argument(
         "-v",
@@ -56,7 +57,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     parser.add_argument(
         "--vocab-size",
         type=integer(1, 2**24),
-        help=f"vocabulary size of the BPE trained without -t (default: {own_vocabularies})",
+        help=f"vocabulary size of the BPE trained without -t (default: {own_vocabularies}; own text: "
+        "1024, 4096 or 16384, for its size)",
     )
     parser.add_argument(
         "--from",

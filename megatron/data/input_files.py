@@ -2,14 +2,14 @@
 
     .jsonl .ndjson           one JSON value per line
     .json                    the same, or a single JSON list (lm-dataformat's JSONArchive)
-    .txt, no extension       one document
+    .txt .md .rst .tex       one document; also .text, .markdown and names without extension
     .parquet                 a table, one document per row (needs pyarrow)
     .dat                     lm-dataformat's DatArchive: records of 16 decimal digits and that many bytes of text
     .tar .zip .deb           members of the types above, in archive order
     .gz .zst .xz             compression of any of the above except .zip, .deb and .parquet
 
 In folders and archives, hidden files and unfinished archives of lm-dataformat are skipped. In folders, files of other
-types and files that preprocessing writes are skipped as well, and counted in the log.
+types, files named README and files that preprocessing writes are skipped as well, and counted in the log.
 
 With `suffixes` (for trees of source code), files with these extensions, also compressed, are one document each; others
 are skipped.
@@ -31,8 +31,7 @@ _FORMATS = {
     ".jsonl": "lines",
     ".ndjson": "lines",
     ".json": "json",
-    ".txt": "text",
-    "": "text",
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst", ".tex", ""), "text"),
     ".parquet": "parquet",
     ".dat": "dat",
     ".tar": "tar",
@@ -43,7 +42,7 @@ _ARCHIVE_FORMATS = ("tar", "zip", "deb")
 _COMPRESSIONS = (".gz", ".zst", ".xz")
 SEEKABLE_FORMATS = ("zip", "deb", "parquet")  # reading these needs a seekable file, so they cannot be compressed
 
-READABLE = ".jsonl, .json, .txt, .dat, .tar (each also .gz, .zst, .xz), .parquet, .zip and .deb"
+READABLE = ".jsonl, .json, .txt, .md, .rst, .tex, .dat, .tar (each also .gz, .zst, .xz), .parquet, .zip and .deb"
 
 
 def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
@@ -209,6 +208,7 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
             name
             for name in present
             if PurePosixPath(name).suffix
+            and PurePosixPath(name).stem != "README"  # describes a dataset
             and not is_hidden(PurePosixPath(name).name)
             and file_format(name) is not None
             # Manifests, and the state files of unfinished preprocessing and downloads.
@@ -222,7 +222,7 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
     skipped = Counter(PurePosixPath(name).suffix[:20] or "no extension" for name in set(names) - set(selected))
     if skipped:
         types = ", ".join(f"{count:,} {suffix}" for suffix, count in skipped.most_common(10))
-        _note(f"{folder}: skipped {_count(skipped.total())} that are hidden or of other types ({types})")
+        _note(f"{folder}: skipped {_count(skipped.total())} that are hidden, named README or of other types ({types})")
     return selected
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron.data.documents import DocumentOptions
 from megatron.data.download import download, redact_url
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
 from megatron.data.input_files import find_files
+from megatron.data.own_text import OwnText
 from megatron.data.preprocessing import preprocess, summary
 from megatron.data.readers import ChunkSource, FileCorpus
 from megatron.tokenizer import TokenizerFiles
@@ -76,6 +78,7 @@ KNOWN_DATASETS = {
     ),
 }
 DATASETS = (*OWN_VOCAB_SIZES, *KNOWN_DATASETS)
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of the user's own dataset
 
 # GPT-2's vocabulary and merges, which GPT-NeoX downloads to DIR if no files are given.
 GPT2_FILES = (
@@ -92,11 +95,12 @@ class PrepareOptions:
     """The options of prepare_data.py.
 
     Attributes:
-        dataset: one of DATASETS.
+        dataset: one of DATASETS, or any other name for own text, which needs a source.
         directory: DIR; the result is DIR/NAME/NAME_text_document.
-        tokenizer_type: None trains a BPE for the datasets in OWN_VOCAB_SIZES, and otherwise means GPT2BPETokenizer.
+        tokenizer_type: None trains a BPE for own text (from `sources` or `urls`) and the datasets in OWN_VOCAB_SIZES,
+            and otherwise means GPT2BPETokenizer.
         vocab_file, merge_file: if both are None, GPT2BPETokenizer's files are downloaded to `directory`.
-        vocab_size: size of the trained BPE; None: as in OWN_VOCAB_SIZES.
+        vocab_size: size of the trained BPE; None: as in OWN_VOCAB_SIZES or `OwnText.vocab_size`.
         sources: files and folders to read, local or remote. Empty for the datasets in OWN_VOCAB_SIZES.
         urls: files to download and read (see `megatron.data.download`). Without any source, the dataset's own.
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
@@ -135,7 +139,8 @@ def prepare(options: PrepareOptions) -> Path:
     folder = options.directory / options.dataset
     prefix = folder / f"{options.dataset}_text_document"
     _check_source_options(options)
-    train_tokenizer = options.dataset in OWN_VOCAB_SIZES and options.tokenizer_type is None
+    own_text = options.dataset not in DATASETS and options.hub_name is None
+    train_tokenizer = (own_text or options.dataset in OWN_VOCAB_SIZES) and options.tokenizer_type is None
     recipe: dict[str, object] = {
         "version": _RECIPE_VERSION,
         "dataset": options.dataset,
@@ -143,17 +148,20 @@ def prepare(options: PrepareOptions) -> Path:
         "text_key": options.text_key,
         "limit_mb": options.limit_mb,
     }
+    urls = _urls(options)
     if train_tokenizer:
         tokenizer_files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
-        vocab_size = OWN_VOCAB_SIZES[options.dataset] if options.vocab_size is None else options.vocab_size
-        recipe["trained_vocab_size"] = vocab_size
     else:
         tokenizer_files = _given_tokenizer(options)
         tokenizer = tokenizer_files.build()
         recipe |= {"tokenizer": tokenizer.name, "tokenizer_fingerprint": tokenizer.fingerprint}
-    urls = _urls(options)
     source = _open_source(options, urls)
     recipe["corpus"] = source.identity()
+    if isinstance(source, OwnText):
+        recipe["skip_bad"] = options.skip_bad
+    if train_tokenizer:
+        vocab_size = options.vocab_size or _default_vocab_size(options, source)
+        recipe["trained_vocab_size"] = vocab_size
     reason = _rebuild_reason(recipe, prefix, tokenizer_files, options.skip_bad)
     if reason is None and not options.rebuild:
         print(f"{prefix}: up to date")
@@ -206,12 +214,19 @@ def _check_source_options(options: PrepareOptions) -> None:
             raise UserError(f"{options.dataset} has a fixed source; remove --from, --url, --hf and --suffixes")
         return
     known = KNOWN_DATASETS.get(options.dataset)
-    if known is None:
-        raise UserError(f"unknown dataset {options.dataset!r}; known: {', '.join(DATASETS)}")
-    if not has_source and known.url is None:
+    if known is None and not has_source:
+        raise UserError(
+            f"unknown dataset {options.dataset!r}; known: {', '.join(DATASETS)}. To prepare your own text under this "
+            f"name, pass {_SOURCE_OPTIONS}"
+        )
+    if known is None and not _NAME.fullmatch(options.dataset):
+        raise UserError(
+            f"dataset name {options.dataset!r}: use letters, digits, '_', '-' and '.', beginning with a letter or digit"
+        )
+    if known is not None and not has_source and known.url is None:
         raise UserError(
             f"{options.dataset} needs a source: pass {_SOURCE_OPTIONS}. It is available as: {known.sources}. To "
-            "prepare any other text, use tools/datasets/preprocess_data.py"
+            "prepare your own text, choose another name"
         )
     if options.hub_name is not None and (options.sources or options.urls or options.suffixes):
         raise UserError("--hf cannot be combined with --from, --url or --suffixes")
@@ -252,13 +267,20 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     try:
         downloads = [download(url, options.directory / options.dataset / "downloads") for url in urls]
     except UserError as error:
-        if urls == options.urls:
+        if urls == options.urls or options.dataset not in KNOWN_DATASETS:
             raise
         sources = KNOWN_DATASETS[options.dataset].sources
         raise UserError(f"{error}. To name another source, pass {_SOURCE_OPTIONS}. Known: {sources}") from error
     if len(set(downloads)) < len(downloads):
         raise UserError("two of the URLs have the same file name; download these files separately and pass --from")
-    return FileCorpus(find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns)
+    files = FileCorpus(find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns)
+    if options.dataset in KNOWN_DATASETS:
+        return files
+    return OwnText(files, DocumentOptions(keys=(options.text_key,), skip_bad=options.skip_bad))
+
+
+def _default_vocab_size(options: PrepareOptions, source: ChunkSource) -> int:
+    return source.vocab_size if isinstance(source, OwnText) else OWN_VOCAB_SIZES[options.dataset]
 
 
 def _recipe_path(folder: Path) -> Path:
@@ -275,7 +297,11 @@ def _rebuild_reason(
         return ""
     if not isinstance(present, dict):
         return ""
-    labels = {"trained_vocab_size": "--vocab-size", "tokenizer_fingerprint": "tokenizer file"}
+    labels = {
+        "trained_vocab_size": "--vocab-size",
+        "tokenizer_fingerprint": "tokenizer file",
+        "skip_bad": "--bad-documents",
+    }
     changed = [key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]
     if changed:
         return f"{', '.join(labels.get(key, key) for key in changed)} changed"

@@ -21,7 +21,8 @@ from tests.support.corpora import json_lines, read_inputs
         ("a.parquet", (), "parquet"),
         ("a.parquet.zst", (), None),
         ("a.zip.gz", (), None),
-        ("a.md", (), None),
+        ("a.md", (), "text"),
+        ("a.png", (), None),
         ("a.c", (".c",), "text"),
         ("a.C", (".c",), None),
         ("a.jsonl", (".c",), None),
@@ -101,7 +102,7 @@ def store():
     store.store.clear()
     store.pipe("/bucket/pile/00.jsonl", json_lines("one", "two"))
     store.pipe("/bucket/pile/01.jsonl", json_lines("three"))
-    store.pipe("/bucket/pile/notes.md", b"not read")
+    store.pipe("/bucket/pile/notes.pdf", b"not read")
     store.pipe("/bucket/tree/a.py", b"source")
     yield store
     store.store.clear()
@@ -187,7 +188,7 @@ def test_files_of_other_types_are_counted(tmp_path, capsys):
         (tmp_path / name).write_text("")
     assert len(find_files([tmp_path])) == 2
     shown = capsys.readouterr().err
-    assert f"{tmp_path}: skipped 5 files that are hidden or of other types (2 .png, " in shown
+    assert f"{tmp_path}: skipped 5 files that are hidden, named README or of other types (2 .png, " in shown
     assert "1 no extension" in shown
     assert "input: 2 files, 0.0 MB" in shown
     assert "\x1b" not in shown

@@ -1,0 +1,95 @@
+"""The user's own text, for prepare_data.py NAME --from PATH."""
+
+import hashlib
+from collections.abc import Sequence
+
+from megatron.data.corpora import DocumentCorpus, source_pieces
+from megatron.data.documents import DocumentOptions, RejectedDocuments, read_texts
+from megatron.data.readers import FileCorpus
+from megatron.data.splits import split_spans
+from megatron.utils.errors import UserError
+from megatron.utils.progress import Progress
+
+# No document is longer than this share of the text, so that every split has several, even of a single book.
+LARGEST_SHARE = 0.01
+MIN_DOCUMENT_BYTES = 4000
+# Shares of the documents for training, validation and test.
+SPLIT = "80,10,10"
+# Enough text for a vocabulary of some thousand ids.
+TOKENIZER_BYTES = 50_000_000
+# (bytes of text, vocabulary size): the size for texts below this number of bytes.
+VOCAB_SIZES = ((1e6, 1024), (5e7, 4096), (float("inf"), 16384))
+
+_VERSION = 1  # increase this when the documents change
+
+
+class OwnText(DocumentCorpus):
+    """All documents of input files, in memory, ordered by a hash of their contents. A `ChunkSource`.
+
+    Training, validation and test are consecutive ranges in this order, so each is a random sample of the documents.
+    Longer documents than `LARGEST_SHARE` of the text are divided, after blank lines if possible.
+
+    Raises:
+        UserError: from `documents`: a file is damaged or unreadable, or there is no text.
+    """
+
+    def __init__(self, files: FileCorpus, options: DocumentOptions):
+        super().__init__()
+        self.files = files
+        self._options = options
+
+    def identity(self) -> str:
+        return hashlib.sha256(f"{_VERSION} {self.files.identity()}".encode()).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        """A vocabulary size for the size of the files."""
+        size = sum(file.size for file in self.files.files)
+        return next(vocab_size for limit, vocab_size in VOCAB_SIZES if size < limit)
+
+    def tokenizer_texts(self) -> list[str]:
+        """Return the documents to train a tokenizer on: the first ones of the training split."""
+        spans = split_spans(SPLIT, len(self.documents))
+        assert spans[0] is not None
+        texts, size = [], 0
+        for _, content in self.documents[: spans[0][1]]:
+            texts.append(content.decode("utf-8"))
+            size += len(content)
+            if size >= TOKENIZER_BYTES:
+                break
+        return texts
+
+    def _read(self) -> list[tuple[str, bytes]]:
+        texts: list[bytes] = []
+        rejected = RejectedDocuments()
+        with Progress("reading", self.files.total_bytes, unit="MB") as display:
+            size = 0
+            for text in read_texts(self.files.chunks(), self._options, rejected):
+                texts.append(text.encode())
+                size += len(texts[-1])
+                display.update(self.files.bytes_read, f"{size / 1e6:,.0f} MB", size / 1e6)
+        for line in rejected.lines():
+            print(line)
+        documents = _pieces(texts, max(MIN_DOCUMENT_BYTES, int(size * LARGEST_SHARE)))
+        if not documents:
+            raise UserError(f"there is no text in {', '.join(file.name for file in self.files.files[:3])}")
+        return sorted(((hashlib.sha256(text).hexdigest(), text) for text in documents), key=lambda item: item[0])
+
+
+def _pieces(texts: Sequence[bytes], limit: int) -> list[bytes]:
+    """Texts of more than `limit` bytes in pieces; texts of white space are left out."""
+    documents: list[bytes] = []
+    divided = pieces = 0
+    for text in texts:
+        if len(text) <= limit:
+            documents += [text] if text.strip() else []
+            continue
+        parts = [part for _, part in source_pieces(text, limit)]
+        divided += 1
+        pieces += len(parts)
+        documents += parts
+    if divided:
+        print(
+            f"documents of more than {limit:,} bytes: {divided:,}, divided into {pieces:,} so that every split has some"
+        )
+    return documents

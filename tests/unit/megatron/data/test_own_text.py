@@ -1,0 +1,93 @@
+"""The user's own text."""
+
+import numpy as np
+import pytest
+
+from megatron.data.documents import DocumentOptions
+from megatron.data.indexed_dataset import open_indexed_files
+from megatron.data.input_files import find_files
+from megatron.data.own_text import OwnText
+from megatron.data.prepare import PrepareOptions, prepare
+from megatron.data.readers import FileCorpus
+from megatron.tokenizer import build_tokenizer
+from megatron.utils.errors import UserError
+
+BOOK = "".join(f"Paragraph {number}.\n" + "Some words of a long book. " * 30 + "\n\n" for number in range(200))
+
+
+def corpus(*paths, **options) -> OwnText:
+    return OwnText(FileCorpus(find_files(paths)), DocumentOptions(**options))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A book and notes in several formats, with a file that is no text."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "book.md").write_text(BOOK)
+    (tmp_path / "text" / "notes.rst").write_text("Notes\n=====\n")
+    (tmp_path / "text" / "more.jsonl").write_text('{"text": "a note"}\n{"text": " "}\n')
+    (tmp_path / "text" / "picture.png").write_bytes(bytes(100))
+    return tmp_path / "text"
+
+
+def test_documents(folder, capsys):
+    documents = corpus(folder).documents
+    texts = [text.decode() for _, text in documents]
+    assert [name for name, _ in documents] == sorted(name for name, _ in documents)
+    pieces = [text for text in texts if text not in ("a note", "Notes\n=====\n")]
+    assert len(pieces) == len(texts) - 2
+    assert "".join(sorted(pieces, key=lambda text: int(text.split()[1].rstrip(".")))) == BOOK
+    assert max(map(len, pieces)) <= 4000
+    assert all(piece.startswith("Paragraph") for piece in pieces)
+    captured = capsys.readouterr()
+    assert f"documents of more than 4,000 bytes: 1, divided into {len(pieces)}" in captured.out
+    assert "skipped 1 file that are hidden, named README or of other types (1 .png)" in captured.err
+
+
+def test_documents_of_the_largest_share_are_not_divided(tmp_path):
+    for number in range(100):
+        (tmp_path / f"{number}.txt").write_text(f"{number} " + "word " * 2000)
+    assert len(corpus(tmp_path).documents) == 100
+
+
+def test_identity(folder):
+    identity = corpus(folder).identity()
+    assert corpus(folder).identity() == identity
+    (folder / "notes.rst").write_text("Other notes\n")
+    assert corpus(folder).identity() != identity
+
+
+def test_tokenizer_sees_the_training_split_only(folder):
+    text = corpus(folder)
+    documents = [content.decode() for _, content in text.documents]
+    assert text.tokenizer_texts() == documents[: round(0.8 * len(documents))]
+
+
+def test_prepare(folder, tmp_path, capsys):
+    options = PrepareOptions("mytext", tmp_path / "data", sources=(str(folder),))
+    prefix = prepare(options)
+    assert prefix == tmp_path / "data" / "mytext" / "mytext_text_document"
+    tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
+    files = open_indexed_files(prefix)
+    texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
+    expected = [text.decode() for _, text in corpus(folder).documents]
+    assert [text.removesuffix("<|endoftext|>") for text in texts] == expected
+    assert 257 < tokenizer.vocab_size <= 1024
+    capsys.readouterr()
+    prepare(options)
+    assert capsys.readouterr().out == f"{prefix}: up to date\n"
+    (folder / "notes.rst").write_text("New notes\n")
+    prepare(options)
+    assert "rebuilt: corpus changed" in capsys.readouterr().out
+
+
+def test_errors(tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(UserError, match=r"there is no text in .*empty.txt"):
+        prepare(PrepareOptions("mytext", tmp_path / "data", sources=(str(tmp_path / "empty.txt"),)))
+    with pytest.raises(UserError, match=r"dataset name '\.\./up': use letters"):
+        prepare(PrepareOptions("../up", tmp_path / "data", sources=(str(tmp_path / "empty.txt"),)))
+    (tmp_path / "empty.txt").write_bytes(b"good\n" * 1000 + b"\xff")
+    options = PrepareOptions("mytext", tmp_path / "data", sources=(str(tmp_path / "empty.txt"),))
+    with pytest.raises(UserError, match=r"empty.txt, line 1001: not UTF-8"):
+        prepare(options)
