@@ -33,6 +33,6 @@ RUN if [ "$APEX" = 1 ]; then \
 
 WORKDIR /workspace
 COPY requirements requirements
-RUN DS_BUILD_OPS=0 pip install -r requirements/gpu.txt
+RUN cd requirements && DS_BUILD_OPS=0 pip install -r core.txt -r train.txt -r report.txt -r tracking.txt -r gpu.txt
 COPY . .
 CMD ["bash"]

@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loa
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: requirements/core.txt requirements/dev.txt requirements/docs.txt
+$(VENV)/.installed: $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/pip install --quiet "$(TORCH)"

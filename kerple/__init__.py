@@ -5,3 +5,5 @@ This package needs only torch (and Triton on a GPU), so it works in any PyTorch 
     from kerple.attention import Attention
     from kerple.positional import KerpleLog
 """
+
+__version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """Check attention on this machine, and print what a bug report needs.
 
-    python -m kerple.doctor [--head-size D ...] [--json FILE]
+    kerple doctor [--head-size D ...] [--json FILE]
 
 On a GPU, every positional method is checked in float32, float16 and bfloat16, results and gradients, with as many
 key/value heads as query heads and with half as many (grouped-query attention): the fused kernels by their self-check
@@ -60,7 +60,7 @@ class Check:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kerple.doctor", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="kerple doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a file")
     options = parser.parse_args(argv)

@@ -3,12 +3,11 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import check_megatron  # noqa: E402, F401
-from megatron.cli.sweep import main  # noqa: E402
-from megatron.config.command_line import run_main  # noqa: E402
+import check_megatron  # noqa: F401
+from megatron.cli.sweep import main
+from megatron.config.command_line import run_main
 
 if __name__ == "__main__":
-    sys.exit(run_main(lambda: main(ROOT)))
+    sys.exit(run_main(main))

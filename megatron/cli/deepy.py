@@ -1,16 +1,21 @@
-"""deepy.py: starts a script on every GPU. Input that train.py would reject is reported before any rank is started."""
+"""deepy.py and `kerple train`: start a script on every GPU, after they have checked what train.py would reject."""
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.train import add_options
+from megatron.cli import train as train_script
 from megatron.config import Config, UserError
 from megatron.data.indexed_dataset import is_remote
 from megatron.data.splits import config_blends
 from megatron.launcher import main as launcher
-from megatron.launcher.script_arguments import make_parser
+from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, make_parser
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "train.py"
+# What the ranks of `kerple train` run: an installation has no scripts.
+TRAIN_COMMAND = [str(ROOT / "kerple_command.py"), "train"]
 
 
 def main(words: Sequence[str]) -> int:
@@ -18,16 +23,26 @@ def main(words: Sequence[str]) -> int:
     return launcher.main(words, check_script)
 
 
-def check_script(script: Path, config: Config, options: Sequence[str]) -> list[str]:
+def train() -> int:
+    """`kerple train`: deepy.py with train.py. Other launchers, such as torchrun, start it as the ranks themselves."""
+    words = sys.argv[1:]
+    if {"-h", "--help", MERGED_CONFIG_OPTION} & set(words) or "RANK" in os.environ:
+        return train_script.main()
+    return launcher.main(words, check_script, TRAIN_COMMAND)
+
+
+def check_script(program: Sequence[str], config: Config, options: Sequence[str]) -> list[str]:
     """Check the options of train.py, the data keys and the backend. Returns the prefixes of the local datasets.
 
     Other scripts check their own command lines. Raises UserError, or prints the usage and exits with status 2.
     """
-    if script.resolve() != TRAIN:
+    is_command = list(program) == TRAIN_COMMAND
+    if not is_command and Path(program[0]).resolve() != TRAIN:
         return []
-    files = make_parser("Train a model.", add_options, prog=TRAIN.name).parse_intermixed_args(options).files
+    name = "kerple train" if is_command else TRAIN.name
+    files = make_parser("Train a model.", train_script.add_options, prog=name).parse_intermixed_args(options).files
     if files:
-        raise UserError(f"{files[0]}: configuration files come before the options of {TRAIN.name}")
+        raise UserError(f"{files[0]}: configuration files come before the options of {name}")
     backend = config.parallel.distributed_backend
     if backend not in (None, "nccl"):  # without a GPU, gloo replaces nccl
         from megatron.training.distributed import check_backend

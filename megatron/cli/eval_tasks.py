@@ -17,6 +17,7 @@ from megatron.config import Config, UserError
 from megatron.config.command_line import integer, number, option_name
 from megatron.config.schema.base import MAX_INT
 from megatron.reporting.terminal import print_rows, standard_output
+from megatron.utils.errors import install_command
 from megatron.utils.files import write_atomically
 
 TASK_RESULTS = "tasks.json"
@@ -100,7 +101,7 @@ def run_harness(
         from megatron.evaluation.harness import evaluate_tasks
     except ImportError as error:
         raise UserError(
-            f"eval_tasks: lm-evaluation-harness cannot be imported ({error}): pip install -r requirements/eval.txt"
+            f"eval_tasks: lm-evaluation-harness cannot be imported ({error}): {install_command('eval')}"
         ) from error
     checkpoints: list[dict[str, Any]] = []
     first: Config | None = None

@@ -13,7 +13,7 @@ DESCRIPTION = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and the pictures. Raises UserError."""
-    parser = OptionParser(prog="plot_kernels.py", description=DESCRIPTION)
+    parser = OptionParser(description=DESCRIPTION)
     parser.add_argument(
         "--output",
         default="runs/plots/positional-methods.md",

@@ -24,7 +24,7 @@ DESCRIPTION = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its path. Raises UserError."""
-    parser = OptionParser(prog="report.py", description=DESCRIPTION)
+    parser = OptionParser(description=DESCRIPTION)
     parser.add_argument(
         "results",
         nargs="*",

@@ -1,4 +1,4 @@
-"""tools/sweep.py: trains, evaluates and reports a sweep."""
+"""`kerple sweep`: trains, evaluates and reports a sweep."""
 
 import argparse
 import os
@@ -25,16 +25,17 @@ from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.locks import Lock, LockBusyError
 from megatron.utils.progress import readable_time
 
+# The command `kerple` of this installation or checkout.
+KERPLE = [sys.executable, str(Path(__file__).resolve().parents[2] / "kerple_command.py")]
 
-def main(root: Path, argv: Sequence[str] | None = None) -> int:
-    """Run a sweep, or show its plan. `root` is the folder of deepy.py, train.py and evaluate.py.
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sweep, or show its plan.
 
     Returns 0 if all runs are finished, 1 if one failed, 128 + N if signal N stopped the sweep. Raises UserError before
     anything is started if the sweep file is invalid or contradicts the contents of its output folder.
     """
-    parser = OptionParser(
-        prog="sweep.py", description="Train and evaluate the unfinished runs of a sweep, and write its report."
-    )
+    parser = OptionParser(description="Train and evaluate the unfinished runs of a sweep, and write its report.")
     parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
     parser.add_argument("--dry-run", action="store_true", help="show the unfinished work and exit")
     parser.add_argument(
@@ -81,7 +82,7 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
         for words in run.evaluation:
             check_run(words, run.config, place, has_data=has_data)
     if options.write_slurm is not None:
-        script = array_script(_command(root, options), sweep, options.slurm_tasks, options.slurm_options)
+        script = array_script(_command(options), sweep, options.slurm_tasks, options.slurm_options)
         sweep.output.mkdir(parents=True, exist_ok=True)  # for the logs of the tasks
         write_atomically(options.write_slurm, script.encode())
         console.print(f"start it with: sbatch {options.write_slurm}", highlight=False, markup=False)
@@ -96,12 +97,12 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
     check_writable(sweep.output, f"{sweep.path}: output")
-    return _run(console, root, sweep, runs, devices)
+    return _run(console, sweep, runs, devices)
 
 
-def _command(root: Path, options: argparse.Namespace) -> list[str]:
+def _command(options: argparse.Namespace) -> list[str]:
     """The command line of this process without --dry-run and the Slurm options."""
-    words = [sys.executable, str(root / "tools" / "sweep.py"), options.sweep]
+    words = [*KERPLE, "sweep", options.sweep]
     for name in ("only", "shard", "devices", "jobs"):
         value = getattr(options, name)
         if value is not None:
@@ -138,7 +139,7 @@ def _visible_gpus() -> list[str]:
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _run(console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str]) -> int:
+def _run(console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str]) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
@@ -146,7 +147,7 @@ def _run(console: Console, root: Path, sweep: Sweep, runs: Sequence[SweepRun], d
     unfinished = [run for run, status in zip(runs, statuses, strict=True) if status.state is not State.FINISHED]
     say(f"{sweep.title}: {len(runs)} runs, {len(runs) - len(unfinished)} of them already finished")
     with Display(runs, statuses, console) as display:
-        runner = Runner(root, devices, display)
+        runner = Runner(KERPLE, devices, display)
         stopped_by, claimed_elsewhere = runner.run(unfinished)
     _report(sweep, runs, say)
     for failure in runner.failures:

@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from megatron.config import neox_compat, schema
 from megatron.config.checks import find_contradictions, find_notices
 from megatron.config.schema.base import MAX_INT, REST, Group, KeyPath, field_aliases, field_path, has_placeholders
-from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, Entry, find_file, parse_override, read_file
+from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, Entry, find_file, parse_override, read_file
 from megatron.utils.errors import UserError, shortened
 from megatron.utils.secrets import is_secret_name
 
@@ -131,8 +131,8 @@ def load_config(
     """Merge YAML files and `key=value` overrides into one validated configuration.
 
     Args:
-        paths: files, in `config_dir` if given; the ending .yml may be omitted. A later file overrides the keys of an
-            earlier one; `notices` lists these keys.
+        paths: files, in `config_dir` if given, or else in the working directory or among this project's own; the
+            ending .yml may be omitted. A later file overrides the keys of an earlier one; `notices` lists these keys.
         overrides: `key=value` with the value in YAML; nested keys with dots (optimizer.params.lr=1e-3).
         strict: a key in two files is an error.
 
@@ -143,7 +143,11 @@ def load_config(
     for file in files:
         if files.count(file) > 1:
             raise UserError(f"{file} is given twice; remove one of them")
-    return _build((entry for file in files for entry in read_file(file)), overrides, strict)
+    config = _build((entry for file in files for entry in read_file(file)), overrides, strict)
+    packaged = [str(file.relative_to(PACKAGED)) for file in files if file.is_relative_to(PACKAGED)]
+    if packaged and config_dir is None:
+        config._notices = (f"{', '.join(packaged)}: this project's own, from {PACKAGED}", *config._notices)
+    return config
 
 
 def check_vocabulary(config: Config, tokenizer_vocab_size: int) -> None:

@@ -18,6 +18,8 @@ from megatron.utils import files
 from megatron.utils.errors import UserError, shortened
 
 ENDINGS = (".yml", ".yaml")
+# The configurations of this project. In a checkout, this is a link to configs/.
+PACKAGED = (Path(__file__).parents[1] / "configs").resolve()
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 50
 MAX_VALUES = 20_000  # the content of an anchor counts once per alias
@@ -132,27 +134,31 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
-    """The path of the file `name`, in `config_dir` if given; the ending .yml may be omitted.
+    """The path of the file `name`, in `config_dir` if given, or else in the working directory or in `PACKAGED`. The
+    ending .yml may be omitted.
 
     Raises UserError, which suggests files of similar names, if it does not exist.
     """
     path = Path(config_dir or ".") / name
+    paths = [path] if config_dir else [path, PACKAGED / name]
     if "\0" in str(path):  # is_file() would return False
         raise UserError(f"{path}: the name contains a null character")
     try:
-        for candidate in (path, *(path.with_name(path.name + ending) for ending in ENDINGS)):
-            if candidate.is_file():
-                return candidate
+        for place in paths:
+            for candidate in (place, *(place.with_name(place.name + ending) for ending in ENDINGS)):
+                if candidate.is_file():
+                    return candidate
         if path.exists():
             raise UserError(f"{path} is not a regular file")
-        if not path.parent.is_dir():
+        folders = [place.parent for place in paths if place.parent.is_dir()]
+        if not folders:
             raise UserError(f"{path}: no such file, and no folder {path.parent}")
-        names = sorted(file.name for file in path.parent.iterdir() if file.suffix in ENDINGS)
+        names = sorted({file.name for folder in folders for file in folder.iterdir() if file.suffix in ENDINGS})
     except (OSError, ValueError) as error:  # a name that is too long or empty
         raise UserError(f"{shortened(str(path))}: {getattr(error, 'strerror', None) or error}") from error
     name_with_ending = path.name if path.suffix in ENDINGS else path.name + ENDINGS[0]
     nearest = difflib.get_close_matches(name_with_ending, names, n=3)
-    hint = f"nearest: {', '.join(nearest)}" if nearest else f"{path.parent} contains {len(names)} YAML files"
+    hint = f"nearest: {', '.join(nearest)}" if nearest else f"{folders[0]} contains {len(names)} YAML files"
     raise UserError(f"{path}: no such file; {hint}")
 
 

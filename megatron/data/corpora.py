@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.data.readers import START, ReadPosition, TextChunk
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.errors import UserError, first_line, install_command
 
 # Tests are as large as everything else together and some interpreters come without them. Installed packages are not
 # part of the standard library. `encodings` is mostly tables of characters, `pydoc_data` prose: their losses are so
@@ -144,7 +144,7 @@ class HubCorpus:
             import datasets
         except ImportError as error:
             raise UserError(
-                f"--hf {name} needs the package datasets, which is not installed: pip install -r requirements/data.txt"
+                f"--hf {name} needs the package datasets, which is not installed: {install_command('data')}"
             ) from error
         self.name = name
         self._source = f"{name} ({split})"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, install_command
 
 DEFAULT_THRESHOLD = 0.7
 SHINGLE_WORDS = 5
@@ -65,8 +65,8 @@ class Deduplicator:
             import datasketch
         except ImportError as error:
             raise UserError(
-                "finding near-duplicates needs the package datasketch, which is not installed: pip install -r "
-                "requirements/data.txt"
+                "finding near-duplicates needs the package datasketch, which is not installed: "
+                f"{install_command('data')}"
             ) from error
         self.counts = DuplicateCounts()
         self._threshold = threshold

@@ -21,7 +21,7 @@ from megatron.data.indexed_dataset import (
     open_indexed_files,
     validate_index,
 )
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.errors import UserError, first_line, install_command
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
         import boto3
     except ImportError as error:
         raise UserError(
-            f"data-path {prefix} needs the package boto3, which is not installed: pip install -r requirements/data.txt"
+            f"data-path {prefix} needs the package boto3, which is not installed: {install_command('data')}"
         ) from error
     client = _request(prefix, boto3.client, "s3")
     sizes_and_tags = {}

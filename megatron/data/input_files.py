@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from megatron.utils.errors import UserError, first_line, visible
+from megatron.utils.errors import UserError, first_line, install_command, visible
 from megatron.utils.files import open_file
 
 _FORMATS = {
@@ -237,14 +237,14 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError as error:
-        raise UserError(f"reading {url} needs the package fsspec: pip install -r requirements/data.txt") from error
+        raise UserError(f"reading {url} needs the package fsspec: {install_command('data')}") from error
     protocol = url.split("://")[0]
     try:
         return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
     except ImportError as error:
         raise UserError(
             f"reading {protocol}:// needs a package that is not installed: {first_line(error)} "
-            "(the one for s3:// is in requirements/data.txt)"
+            f"(the one for s3://: {install_command('data')})"
         ) from error
     except ValueError as error:
         raise UserError(f"input {url}: fsspec does not support {protocol}:// ({first_line(error)})") from error

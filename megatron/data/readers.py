@@ -25,7 +25,7 @@ import zstandard
 
 from megatron.data.decompression import BLOCK, decompress
 from megatron.data.input_files import READABLE, SEEKABLE_FORMATS, InputFile, file_format, is_hidden
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.errors import UserError, first_line, install_command
 
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
@@ -384,7 +384,7 @@ def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterat
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(
-            f"reading {source} needs the package pyarrow, which is not installed: pip install -r requirements/data.txt"
+            f"reading {source} needs the package pyarrow, which is not installed: {install_command('data')}"
         ) from error
     try:
         table = pyarrow.parquet.ParquetFile(raw)

@@ -49,9 +49,13 @@ class ReservedPort:
         self._socket.close()
 
 
-def rank_command(config: Config, script: Path, options: Sequence[str]) -> list[str]:
-    """The command of every rank. It contains the configuration, so the hosts need not read the files."""
-    return [sys.executable, "-u", str(script.absolute()), MERGED_CONFIG_OPTION, encode_config(config), *options]
+def rank_command(config: Config, program: Sequence[str], options: Sequence[str]) -> list[str]:
+    """The command of every rank. It contains the configuration, so the hosts need not read the files.
+
+    Args:
+        program: an absolute path of a script, and words that precede its options.
+    """
+    return [sys.executable, "-u", *program, MERGED_CONFIG_OPTION, encode_config(config), *options]
 
 
 def local_environment(resources: Resources, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -44,9 +44,9 @@ All keys: configs/neox_arguments.md; its section Launcher has those for processe
 
 @dataclass(frozen=True)
 class DeepyArguments:
-    """The parsed command line of deepy.py."""
+    """The parsed command line of deepy.py. `program`: the absolute path of the script, and words before its options."""
 
-    script: Path
+    program: list[str]
     files: list[str]
     config_dir: str | None
     overrides: list[str]
@@ -54,14 +54,15 @@ class DeepyArguments:
     script_options: list[str]
 
 
-def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
-    """Parse the words after `deepy.py`; None for -h or --help.
+def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> DeepyArguments | None:
+    """Parse the words after `deepy.py`, without the script if `program` is given; None for -h or --help.
 
     Raises UserError if the script does not exist or no configuration file is given.
     """
-    if not words or words[0] in ("-h", "--help"):
-        return None
-    script, *words = words
+    if not program:
+        if not words or words[0] in ("-h", "--help"):
+            return None
+        program, words = [str(_find_script(words[0]))], words[1:]
     overrides, words = extract_overrides(words)
     files: list[str] = []
     config_dir = None
@@ -76,26 +77,35 @@ def parse_command_line(words: Sequence[str]) -> DeepyArguments | None:
             config_dir = words.pop(0)
         else:
             raise UserError(f"{word} is the last word; it must be followed by the folder of the configuration files")
-    # The script may be in the working directory or next to deepy.py.
-    candidates = [folder / script for folder in (Path(), Path(__file__).resolve().parents[2])]
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if path is None:
-        raise UserError(f"{script}: no such script; the first word after deepy.py is the script, such as train.py")
     if not files:
-        raise UserError(f"no configuration files were given for {script}; they come before the options of the script")
-    return DeepyArguments(path, files, config_dir, overrides, strict, words)
+        name = Path(program[0]).name if len(program) == 1 else program[-1]
+        raise UserError(f"no configuration files were given for {name}; they come before the other options")
+    return DeepyArguments(list(program), files, config_dir, overrides, strict, list(words))
 
 
-def main(words: Sequence[str], check_script: Callable[[Path, Config, Sequence[str]], list[str]] = lambda *_: []) -> int:
+def _find_script(name: str) -> Path:
+    """The absolute path of a script in the working directory or next to deepy.py. Raises UserError."""
+    for folder in (Path(), Path(__file__).resolve().parents[2]):
+        if (folder / name).is_file():
+            return (folder / name).absolute()
+    raise UserError(f"{name}: no such script; the first word after deepy.py is the script, such as train.py")
+
+
+def main(
+    words: Sequence[str],
+    check_script: Callable[[Sequence[str], Config, Sequence[str]], list[str]] = lambda *_: [],
+    program: Sequence[str] = (),
+) -> int:
     """Run deepy.py with these command-line arguments, and return the exit status of the script.
 
     Args:
-        check_script: receives the script, the configuration and the options of the script. It raises UserError, or
+        check_script: receives the program, the configuration and the options of the script. It raises UserError, or
             exits, if the script would reject them, and returns the prefixes of the datasets that every host needs.
+        program: what to start instead of the script that the first word names (see `rank_command`).
 
     Raises UserError, before anything is started, if the configuration is wrong or does not fit this machine.
     """
-    arguments = parse_command_line(words)
+    arguments = parse_command_line(words, program)
     if arguments is None:
         print(USAGE)
         return 0
@@ -108,7 +118,7 @@ def main(words: Sequence[str], check_script: Callable[[Path, Config, Sequence[st
     data_parallel_size = config.parallel.data_parallel_size(resources.world_size)
     if config.batch.is_set:
         config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
-    prefixes = check_script(arguments.script, config, arguments.script_options)
+    prefixes = check_script(arguments.program, config, arguments.script_options)
     if not on_other_hosts:
         for prefix in prefixes:
             find_files(prefix)
@@ -122,7 +132,7 @@ def main(words: Sequence[str], check_script: Callable[[Path, Config, Sequence[st
         (slots,) = resources.slots.values()
         address = config.launcher.master_addr or "127.0.0.1"
         node = Node(None, slots, 0, len(slots), address, config.launcher.master_port or port.number)
-        return run_node(node, rank_command(config, arguments.script, arguments.script_options), environment)
+        return run_node(node, rank_command(config, arguments.program, arguments.script_options), environment)
 
 
 def _run_on_other_hosts(
@@ -138,14 +148,14 @@ def _run_on_other_hosts(
     needs_ssh = launcher.launcher == "pdsh" or (launcher.launcher != "slurm" and "SLURM_JOB_ID" not in os.environ)
     first_address = None
     if needs_ssh and not launcher.no_ssh_check:
-        files = [sys.executable, str(arguments.script.absolute())]
+        files = [sys.executable, arguments.program[0]]
         files += [str(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
         first_address = check_hosts(resources.hosts, os.getcwd(), files, os.environ)
     # With Slurm, the ranks read the address of the first node from Slurm's variables.
     address = launcher.master_addr or first_address or resources.hosts[0]
     keys = {"master_port": launcher.master_port or DEFAULT_PORT}
     if launcher.launcher == "pdsh":
-        command = rank_command(config, arguments.script, arguments.script_options)
+        command = rank_command(config, arguments.program, arguments.script_options)
         variables, names = split_secrets(variables)
         if names:
             print(
@@ -155,6 +165,6 @@ def _run_on_other_hosts(
             )
         return run_pdsh(make_nodes(resources, address, keys["master_port"]), command, variables, os.environ)
     config = config.updated(**keys) if launcher.launcher == "slurm" else config.updated(master_addr=address, **keys)
-    command = rank_command(config, arguments.script, arguments.script_options)
+    command = rank_command(config, arguments.program, arguments.script_options)
     command = job_command(config, resources, list(variables), command)
     return run_job(command, {**os.environ, **variables}, resources.world_size)

@@ -21,6 +21,7 @@ from kerple.positional import ModelShape, PositionalMethod, build, method_class,
 from kerple.positional.registry import canonical_name
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
+from megatron.config.yaml_files import PACKAGED
 from megatron.inference import load_model
 from megatron.model.initialization import generator_for
 from megatron.reporting.style import COLORS, LINE_STYLES, SCREEN, Style, legend_above, new_figure, render
@@ -28,7 +29,7 @@ from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
 NUM_DISTANCES = 1024
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pos_emb"
+CONFIGS = PACKAGED / "pos_emb"
 MAX_HEADS = 6  # if there are more heads, this many evenly spaced ones are plotted
 # The model of configs/demo.yml.
 SHAPE = ModelShape(num_heads=4, head_size=32, hidden_size=128, num_layers=4, max_positions=128)

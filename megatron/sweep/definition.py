@@ -1,6 +1,6 @@
 """The sweep file: base configuration, axes, and the evaluation of every run.
 
-config-dir: configs                     # default
+config-dir: configs                     # default: the working directory, or this project's own files
 output: runs/sweeps/kerple
 base: [small_bf16.yml]                  # configuration files of all runs
 axes:                                   # the runs are all combinations; the last axis varies fastest
@@ -53,7 +53,7 @@ class Sweep:
     path: Path
     title: str
     output: Path
-    config_dir: Path
+    config_dir: Path | None
     base: tuple[str, ...]
     axes: Mapping[str, tuple[Choice, ...]]
     overrides: Mapping[str, Any]
@@ -96,7 +96,7 @@ def read_sweep(path: str | Path) -> Sweep:
         if name not in entries:
             raise UserError(f"{path}: key {name!r} is missing; a sweep requires {', '.join(REQUIRED_KEYS)}")
     values = {name: entry.value for name, entry in entries.items()}
-    config_dir = Path(values.get("config_dir", "configs"))
+    config_dir = Path(values["config_dir"]) if "config_dir" in values else None
     if not values["axes"]:
         raise UserError(
             f"{entries['axes'].place}: axes must contain at least one axis, for example "
@@ -141,7 +141,7 @@ def _command_line(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def _parse_choice(value: Any, config_dir: Path, place: str) -> Choice:
+def _parse_choice(value: Any, config_dir: Path | None, place: str) -> Choice:
     """A file, a list of files, or a mapping of keys, in which `name` is the label and `files` lists files."""
     keys: dict[str, Any] = {}
     label = None

@@ -8,7 +8,6 @@ that claims such a run next waits until they have exited.
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,12 +129,12 @@ class Runner:
     """Trains and evaluates runs.
 
     Args:
-        root: folder of deepy.py, train.py and evaluate.py.
+        kerple: the command `kerple`, as a list of words.
         devices: GPU indices; on a CPU, one empty string per parallel run.
     """
 
-    def __init__(self, root: Path, devices: Sequence[str], display: Display):
-        self._root = root
+    def __init__(self, kerple: Sequence[str], devices: Sequence[str], display: Display):
+        self._kerple = list(kerple)
         self._free_devices = list(devices)
         self._display = display
         self._jobs: list[Job] = []
@@ -246,18 +245,17 @@ class Runner:
         config = str(run.write_config())
         if run.is_trained():
             job.task = "evaluation"
-            script = str(self._root / "evaluate.py")
-            command = [script, config, "--output", str(run.results), "--replace"]
+            command = [*self._kerple, "evaluate", config, "--output", str(run.results), "--replace"]
             command += run.evaluation[run.evaluations_done()]
         else:
             job.task = "training"
-            command = [str(self._root / "deepy.py"), str(self._root / "train.py"), config]
+            command = [*self._kerple, "train", config]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if job.devices[0]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(job.devices)
         if self._threads:
             environment["OMP_NUM_THREADS"] = str(self._threads)
-        job.process = start_process([sys.executable, *command], run.folder, environment, run.folder / OUTPUT)
+        job.process = start_process(command, run.folder, environment, run.folder / OUTPUT)
 
     def _remove(self, job: Job) -> None:
         self._jobs.remove(job)
@@ -268,7 +266,7 @@ class Runner:
         self._signals.append(number)
         for job in self._jobs:
             if job.process is not None and job.process.poll() is None:
-                job.process.send_signal(signal.SIGTERM)  # deepy.py kills its processes at the second signal
+                job.process.send_signal(signal.SIGTERM)  # the launcher kills its processes at the second signal
         self._display.print(
             "stopping: the runs save and exit; repeat the signal to kill them"
             if len(self._signals) == 1
@@ -281,8 +279,8 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a process of the run in `folder`, in its own session, appending its output to `log`.
 
-    On Linux it receives SIGTERM when this process dies. deepy.py forwards it to the training processes, which save and
-    exit.
+    On Linux it receives SIGTERM when this process dies. The launcher forwards it to the training processes, which save
+    and exit.
     """
     with open(log, "ab") as stream:
         return subprocess.Popen(

@@ -21,7 +21,7 @@ from megatron.config import Config, UserError
 from megatron.model.settings import ModelSettings
 from megatron.training.distributed import Layout
 from megatron.training.flops import peak_flops
-from megatron.utils.errors import first_line
+from megatron.utils.errors import first_line, install_command
 from megatron.utils.progress import readable_time
 
 if TYPE_CHECKING:
@@ -66,8 +66,12 @@ class Logger:
         if settings.log_dir:
             self._metrics = self._open("metrics.jsonl")
         if settings.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UserError(
+                    f"tensorboard-dir: tensorboard is not installed: {install_command('tracking')}; or remove the key"
+                ) from error
             self._tensorboard = SummaryWriter(settings.tensorboard_dir)
             text = json.dumps(self._config.to_flat(), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
@@ -76,7 +80,9 @@ class Logger:
         try:
             import wandb
         except ImportError as error:
-            raise UserError("use_wandb: wandb is not installed; install it or set use_wandb to false") from error
+            raise UserError(
+                f"use_wandb: wandb is not installed: {install_command('tracking')}; or set use_wandb to false"
+            ) from error
         if settings.wandb_host:
             os.environ.setdefault("WANDB_BASE_URL", settings.wandb_host)
         try:

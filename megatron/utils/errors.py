@@ -18,6 +18,11 @@ class UserError(Exception):
     printed_by_other_rank = False
 
 
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra of this project."""
+    return f"pip install 'kerple-neox[{extra}]' (in a clone: pip install '.[{extra}]')"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or the name of its class if it has no text."""
     text = str(error).strip()

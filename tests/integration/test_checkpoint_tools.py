@@ -16,6 +16,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.checkpoint.storage import CheckpointError
+from megatron.cli import convert, import_release, inspect
 from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError, load_config
@@ -28,7 +29,6 @@ from tests.support.conversion import LONG, greedy, make_model, quiet, random_tok
 from tests.support.release import checkpoints
 from tests.support.runs import ROOT, environment, training_settings
 from tests.support.texts import KINDS, PYTHON
-from tools.ckpts import convert, import_release, inspect
 from tools.datasets import preprocess_data
 
 TOOLS = ROOT / "tools" / "ckpts"

@@ -98,7 +98,7 @@ def test_data_workers(tmp_path, data_path):
 
 
 def test_sweep(tmp_path):
-    """tools/sweep.py, its deepy.py, and the rank, which saves."""
+    """tools/sweep.py, its `kerple train`, and the rank, which saves."""
     path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"]}, set={"train-iters": 100_000, "seed": 7})
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "tools/sweep.py"), str(path)],

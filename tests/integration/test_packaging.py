@@ -13,11 +13,18 @@ IMAGE = (ROOT / "Dockerfile").read_text()
 
 
 def test_requirements_of_the_package():
-    """Parsed by setuptools, which rejects requirement files that include others. `kerple` needs only torch."""
+    """Parsed by setuptools, which rejects requirement files that include others. `kerple` needs only torch. The
+    development requirements include those of all extras that tests need.
+    """
     package = apply_configuration(Distribution(), ROOT / "pyproject.toml")
     assert {Requirement(line).name for line in package.install_requires} == {"torch"}
     train = {Requirement(line).name for line in package.extras_require["train"]}
     assert {"torch", "deepspeed", "megatron-core"} <= train
+    assert not {"wandb", "tensorboard", "matplotlib", "scipy"} & train
+    everything = {Requirement(line).name for line in package.extras_require["all"]}
+    assert everything >= {Requirement(line).name for lines in package.extras_require.values() for line in lines} - {
+        "triton"
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name)

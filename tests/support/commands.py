@@ -55,7 +55,7 @@ def run_here(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert arguments is not None
             directory = ["-d", arguments.config_dir] if arguments.config_dir else []
             overrides = ["--set", *arguments.overrides] if arguments.overrides else []
-            words = [str(arguments.script), *directory, *arguments.files, *overrides, *arguments.script_options]
+            words = [*arguments.program, *directory, *arguments.files, *overrides, *arguments.script_options]
         context.setattr(sys, "argv", words)
         context.setattr(sys, "path", [str(Path(words[0]).resolve().parent), *sys.path])
         with pytest.raises(SystemExit) as ended:

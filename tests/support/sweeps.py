@@ -52,14 +52,14 @@ def fake_start_process(command: Sequence[str], folder: Path, environment: Mappin
 
     By seed: the training of 13 fails, the first training of 17 fails half-way, the evaluation of 19 fails.
     """
-    fake = fake_evaluation if Path(command[1]).name == "evaluate.py" else fake_training
+    fake = fake_evaluation if command[2] == "evaluate" else fake_training
     with open(log, "a") as stream:
         config = json.loads(Path(next(word for word in command if word.endswith("config.yml"))).read_text())
         return FakeProcess(fake(config, command, environment.get("CUDA_VISIBLE_DEVICES"), stream))
 
 
 def fake_training(config, command, gpus, log) -> int:
-    assert [Path(word).name for word in command[1:3]] == ["deepy.py", "train.py"]
+    assert [Path(command[1]).name, command[2]] == ["kerple_command.py", "train"]
     folder, logs = Path(config["save"]), Path(config["log_dir"])
     start = int((folder / "latest").read_text()[11:]) if (folder / "latest").is_file() else 0
     print(f"training from {start}, GPU {gpus}", file=log)
@@ -126,7 +126,7 @@ class FakeSweep:
     def __call__(self, *options: str, status: int = 0, write: bool = True, **keys: object) -> str:
         """Write the sweep file with `keys` and run it; returns the output."""
         path = write_sweep(self.folder, **keys) if write else self.folder / "sweep.yml"
-        assert command.main(ROOT, [str(path), *options]) == status
+        assert command.main([str(path), *options]) == status
         return self._capsys.readouterr().out
 
     def output_lines(self, run: str) -> list[str]:

@@ -1,119 +1,15 @@
-"""Convert checkpoints: to and from Hugging Face, and to the KERPLE release's layout.
-
-python tools/ckpts/convert.py to-hf DIR OUT        checkpoint folder -> Hugging Face folder
-python tools/ckpts/convert.py from-hf FOLDER OUT   Pythia, Llama, Mistral, Qwen, an exported model -> checkpoint folder
-python tools/ckpts/convert.py to-release DIR OUT   checkpoint folder -> the release's layout, in any number of shards
-
-DIR contains `latest`, as this project and the release write it. DIR and FOLDER can be hf:ORG/NAME[@REVISION]. OUT must
-not exist. It is created only if the converted model computes the same logits (float32, within 1e-4).
-"""
+"""Convert checkpoints: python tools/ckpts/convert.py {to-hf,from-hf,to-release} SOURCE OUT"""
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    # Replaces this script's folder, where inspect.py would shadow the standard library's module.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    import check_megatron  # noqa: F401
+# Replaces this script's folder, where inspect.py would shadow the standard library's module.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import argparse
-from collections.abc import Callable, Sequence
-
-import torch
-
-from megatron.checkpoint.convert import from_hugging_face, to_hugging_face, to_release
-from megatron.checkpoint.convert.hub import check_upload, download, is_hub_name, local_checkpoint, upload
-from megatron.checkpoint.convert.output import check_new_folder
-from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of
-from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
-from megatron.config import Config
-from megatron.config.command_line import OptionParser, integer, run_main
-from megatron.inference import load_model
-from megatron.model.gpt import GPT
-from megatron.tokenizer import TokenizerFiles
-from megatron.utils.errors import UserError
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Raises UserError if the conversion is not possible."""
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def add_command(
-        name: str, run: Callable[[argparse.Namespace], None], source: str, text: str
-    ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run)
-        command.add_argument("source", metavar=source, type=Path)
-        command.add_argument("output", metavar="OUT", type=Path, help="the new folder")
-        command.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
-        return command
-
-    to_hf = add_command("to-hf", export, "DIR", "checkpoint folder -> Hugging Face folder")
-    release = add_command("to-release", export_release, "DIR", "checkpoint folder -> the release's layout")
-    from_hf = add_command("from-hf", import_folder, "FOLDER", "Hugging Face folder -> checkpoint folder")
-    for command in (to_hf, release):
-        command.add_argument(
-            "--iteration", type=integer(0), help="checkpoint to convert (default: the one `latest` names)"
-        )
-        command.add_argument("--fallback", action="store_true", help="if it is damaged, convert the newest valid one")
-    release.add_argument(
-        "--tensor-parallel", type=integer(1, 1024), default=1, metavar="N", help="number of shards (default: 1)"
-    )
-    for option in ("--vocab-file", "--merge-file"):
-        to_hf.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
-    to_hf.add_argument(
-        "--push-to-hub", metavar="ORG/NAME", help="upload OUT to this repository of the Hugging Face hub"
-    )
-    to_hf.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
-    to_hf.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
-    for command in (to_hf, from_hf):
-        command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
-    options = parser.parse_args(arguments)
-    check_new_folder(options.output)
-    options.run(options)
-    print(f"wrote {options.output}")
-
-
-def load(options: argparse.Namespace, **overrides: str) -> tuple[GPT, Config, torch.dtype, Path]:
-    """(model, configuration, dtype to convert to, global_stepN directory)."""
-    options.source = local_checkpoint(options.source)
-    if options.fallback:
-        step = find_valid_step(options.source, options.iteration, fallback=True)
-    else:
-        step = find_step(options.source, options.iteration)  # load_model verifies it
-    model, config = load_model(options.source, iteration_of(step), overrides=overrides)
-    saved = open_layers(step, [0])[0][0][EMBEDDING].dtype
-    dtype = DTYPES[options.dtype] if options.dtype else saved
-    print(f"{step}: {config.model.pos_emb}, weights {saved}, converting to {dtype}")
-    return model, config, dtype, step
-
-
-def export(options: argparse.Namespace) -> None:
-    repository = options.push_to_hub
-    if repository is not None:
-        check_upload(repository)
-    elif options.private:
-        raise UserError("--private is an option of --push-to-hub; add --push-to-hub ORG/NAME, or remove it")
-    overrides = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else {}
-    model, config, dtype, _ = load(options, **overrides)
-    tokenizer = None if options.no_tokenizer else TokenizerFiles.of(config, options.vocab_file, options.merge_file)
-    to_hugging_face(model, config, options.output, tokenizer=tokenizer, dtype=dtype, repository=repository)
-    if repository is not None:
-        print(f"uploaded to {upload(options.output, repository, private=options.private)}")
-
-
-def import_folder(options: argparse.Namespace) -> None:
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    source = download(str(options.source)) if is_hub_name(options.source) else options.source
-    from_hugging_face(source, options.output, with_tokenizer=not options.no_tokenizer, dtype=dtype)
-
-
-def export_release(options: argparse.Namespace) -> None:
-    model, config, dtype, step = load(options)
-    tensor_parallel, iteration = options.tensor_parallel, iteration_of(step)
-    to_release(model, config, options.output, iteration=iteration, tensor_parallel=tensor_parallel, dtype=dtype)
-
+import check_megatron  # noqa: F401
+from megatron.cli.convert import main
+from megatron.config.command_line import run_main
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

@@ -15,7 +15,7 @@ from megatron.checkpoint.convert.hugging_face import from_hugging_face
 from megatron.checkpoint.convert.output import Report
 from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.storage import CheckpointError
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.errors import UserError, first_line, install_command
 
 PREFIX = "hf:"
 
@@ -116,8 +116,8 @@ def import_hub() -> Any:
         import huggingface_hub.utils
     except ImportError as error:
         raise CheckpointError(
-            "models on the Hugging Face hub need the huggingface_hub library, which is not installed; install "
-            "requirements/eval.txt"
+            "models on the Hugging Face hub need the huggingface_hub library, which is not installed: "
+            f"{install_command('eval')}"
         ) from error
     return huggingface_hub
 

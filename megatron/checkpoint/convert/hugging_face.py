@@ -50,7 +50,7 @@ from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.tokenizer import TokenizerFiles
-from megatron.utils.errors import first_line
+from megatron.utils.errors import first_line, install_command
 
 
 def to_hugging_face(
@@ -250,8 +250,8 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise CheckpointError(
-            "converting to or from Hugging Face needs the transformers library, which is not installed; install "
-            "requirements/eval.txt"
+            "converting to or from Hugging Face needs the transformers library, which is not installed: "
+            f"{install_command('eval')}"
         ) from error
     return transformers
 

@@ -2,10 +2,11 @@
 
 import json
 import re
+import sys
 
 import pytest
 
-from megatron.cli.deepy import TRAIN, check_script, main
+from megatron.cli.deepy import TRAIN, TRAIN_COMMAND, check_script, main, train
 from megatron.config import Config
 from megatron.config.command_line import run_main
 from megatron.data.indexed_dataset import bin_path, idx_path
@@ -49,12 +50,23 @@ def test_unknown_option(start, capsys):
     assert "unrecognized arguments: --train-itres" in errors
 
 
+def test_train_command(start, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["kerple train", "config.yml", "--set", "data-path=elsewhere"])
+    assert run_main(train) == 2
+    assert "error: no data at elsewhere" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["kerple train"])
+    assert run_main(train) == 2
+    assert "error: no configuration files were given for train" in capsys.readouterr().err
+
+
 def test_accepted(tmp_path):
     keys = {"train_data_paths": ["a", "b"], "valid_data_paths": ["s3://bucket/a", "b"], "distributed_backend": "nccl"}
     settings = {key: value for key, value in training_settings(tmp_path, "data").items() if key != "data_path"}
     config = Config.from_flat({**settings, **keys})
-    assert check_script(ROOT / "train.py", config, ["--fallback"]) == ["a", "b"]
-    assert check_script(ROOT / "evaluate.py", config, ["--lengths", "8"]) == []
+    assert check_script([str(ROOT / "train.py")], config, ["--fallback"]) == ["a", "b"]
+    assert check_script(TRAIN_COMMAND, config, ["--fallback"]) == ["a", "b"]
+    assert check_script([str(ROOT / "evaluate.py")], config, ["--lengths", "8"]) == []
 
 
 def test_other_hosts_are_asked_for_the_datasets(start, tmp_path, monkeypatch, capsys):

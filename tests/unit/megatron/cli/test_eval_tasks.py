@@ -237,5 +237,5 @@ def test_without_the_harness_the_error_names_the_requirements(checkpoints, monke
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "pages", "--output", str(tmp_path / "out")]
-    with pytest.raises(UserError, match=re.escape("pip install -r requirements/eval.txt")):
+    with pytest.raises(UserError, match=re.escape("pip install 'kerple-neox[eval]'")):
         main(words)

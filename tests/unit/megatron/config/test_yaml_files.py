@@ -1,11 +1,12 @@
 """GPT-NeoX's style of YAML, and a one-line error for everything else."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from megatron.config import UserError, load_config
-from megatron.config.yaml_files import find_file, parse, parse_override, read_file
+from megatron.config.yaml_files import PACKAGED, find_file, parse, parse_override, read_file
 
 MODEL = '"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"'
 
@@ -126,6 +127,20 @@ def test_find_file(write, tmp_path):
     assert find_file("a.yml", tmp_path / "sub").name == "a.yml"
     assert find_file(tmp_path / "sub" / "a.yml", "elsewhere").name == "a.yml"
     assert load_config(["a", "b"], tmp_path / "sub").training.seed == 7
+
+
+def test_files_of_this_project_are_found_by_name(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_file("demo") == PACKAGED / "demo.yml"
+    config = load_config(["demo", "pos_emb/alibi.yml"])
+    assert config.model.pos_emb == "alibi"
+    assert config.notices[0] == f"demo.yml, pos_emb/alibi.yml: this project's own, from {PACKAGED}"
+    with pytest.raises(UserError, match=r"pos_emb/alibbi: no such file; nearest: alibi\.yml"):
+        find_file("pos_emb/alibbi")
+    with pytest.raises(UserError, match="demo: no such file"):
+        find_file("demo", tmp_path)
+    write("demo.yml", f"{{{MODEL}}}")  # one in the working directory comes first
+    assert find_file("demo") == Path("demo.yml")
 
 
 def test_missing_file(write, tmp_path):

@@ -125,5 +125,5 @@ def test_hub_errors(monkeypatch):
     with pytest.raises(UserError, match=r"owner/name \(train\), row 4: lost"):
         list(HubCorpus("owner/name", columns=("content",)).chunks())
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="needs the package datasets, which is not installed: pip install -r req"):
+    with pytest.raises(UserError, match="needs the package datasets, which is not installed: pip install 'kerple-neox"):
         HubCorpus("owner/name")

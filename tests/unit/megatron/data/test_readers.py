@@ -332,7 +332,7 @@ def test_invalid_parquet_files(tmp_path):
 def test_pyarrow_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(UserError, match="needs the package pyarrow, which is not installed: pip install -r require"):
+    with pytest.raises(UserError, match="needs the package pyarrow, which is not installed: pip install 'kerple-neox"):
         read_inputs(tmp_path / "a.parquet")
 
 

@@ -31,12 +31,11 @@ def make_config(**keys) -> Config:
     return Config.from_flat({**KEYS, **keys})
 
 
-def test_rank_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = rank_command(make_config(seed=5), Path("train.py"), ["--lengths", "8"])
-    assert words[:4] == [sys.executable, "-u", str(tmp_path / "train.py"), "--neox-config"]
-    assert decode_config(words[4]).training.seed == 5
-    assert words[5:] == ["--lengths", "8"]
+def test_rank_command():
+    words = rank_command(make_config(seed=5), ["/kerple_command.py", "train"], ["--lengths", "8"])
+    assert words[:5] == [sys.executable, "-u", "/kerple_command.py", "train", "--neox-config"]
+    assert decode_config(words[5]).training.seed == 5
+    assert words[6:] == ["--lengths", "8"]
 
 
 @pytest.mark.parametrize(

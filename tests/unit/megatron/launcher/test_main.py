@@ -17,7 +17,8 @@ def test_command_line(tmp_path, monkeypatch):
     Path("mine.py").write_text("")
     words = ["mine.py", "-d", "configs", "a.yml", "--set", "x=1", "b", "--lengths", "8", "c", "--set", "y=2", "-d", "z"]
     arguments = parse_command_line(words)
-    assert (arguments.script, arguments.files, arguments.config_dir) == (Path("mine.py"), ["a.yml", "b"], "configs")
+    assert arguments.program == [str(tmp_path / "mine.py")]
+    assert (arguments.files, arguments.config_dir) == (["a.yml", "b"], "configs")
     assert arguments.overrides == ["x=1", "y=2"]
     assert arguments.script_options == ["--lengths", "8", "c", "-d", "z"]
     words = ["mine.py", "a", "--wandb_group", "12", "--wandb-team=t", "-H", "hosts", "b", "--eval_tasks", "piqa"]
@@ -34,7 +35,7 @@ def test_command_line(tmp_path, monkeypatch):
 
 def test_script_next_to_deepy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse_command_line(["deepy.py", "a.yml"]).script == Path(__file__).parents[4] / "deepy.py"
+    assert parse_command_line(["deepy.py", "a.yml"]).program == [str(Path(__file__).parents[4] / "deepy.py")]
 
 
 @pytest.mark.parametrize("option", ["-d", "--conf-dir", "--conf_dir"])

@@ -9,7 +9,6 @@ from megatron.cli import sweep as command
 from megatron.config import UserError
 from megatron.sweep import runner
 from megatron.utils.locks import Lock
-from tests.support.runs import ROOT
 from tests.support.sweeps import FakeProcess, fake_start_process, logged_iterations
 
 SEEDS = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": 7}, {"seed": 13}]}
@@ -135,7 +134,7 @@ def test_last_lines_of_a_log(tmp_path):
     assert runner.last_lines(tmp_path / "missing") == []
 
 
-@pytest.mark.parametrize(("seed", "task"), [(7, "evaluate.py"), (13, "train.py")])
+@pytest.mark.parametrize(("seed", "task"), [(7, "evaluate"), (13, "train")])
 def test_commands_of_a_run(seed, task, sweep, monkeypatch):
     commands = []
 
@@ -150,7 +149,7 @@ def test_commands_of_a_run(seed, task, sweep, monkeypatch):
     assert all(command[0] == sys.executable for command in commands)
     config = str(sweep.runs / "alibi" / str(seed) / "config.yml")
     assert commands[0][3:] == [config]
-    assert any(word.endswith(task) for word in commands[-1])
+    assert commands[-1][2] == task
 
 
 # Several sweep processes in one folder
@@ -183,7 +182,7 @@ def test_a_run_that_another_process_has_tried_is_not_tried_again(seed, outcome, 
 
     def start_process(*arguments):
         monkeypatch.setattr(runner, "start_process", fake_start_process)
-        assert command.main(ROOT, [str(sweep.folder / "sweep.yml"), "--only", f"alibi/{seed}"]) == (seed == 13)
+        assert command.main([str(sweep.folder / "sweep.yml"), "--only", f"alibi/{seed}"]) == (seed == 13)
         return fake_start_process(*arguments)
 
     monkeypatch.setattr(runner, "start_process", start_process)

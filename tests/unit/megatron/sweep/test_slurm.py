@@ -14,7 +14,7 @@ def test_script_of_a_sweep(sweep, tmp_path, monkeypatch):
     lines = path.read_text().splitlines()
     assert {"#SBATCH --array=1-3", f"#SBATCH --chdir={tmp_path}", "#SBATCH --time=1:00"} < set(lines)
     (command,) = [line for line in lines if line.endswith(" &")]
-    assert command.endswith(f"{ROOT}/tools/sweep.py {tmp_path}/sweep.yml --only 'al*' &")
+    assert command.endswith(f"{ROOT}/kerple_command.py sweep {tmp_path}/sweep.yml --only 'al*' &")
     assert not sweep.runs.exists()
 
 

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import BaseModel, ValidationError, field_validator
 
-from megatron.utils.errors import first_line, first_problem, shortened, visible
+from megatron.utils.errors import first_line, first_problem, install_command, shortened, visible
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,10 @@ from megatron.utils.errors import first_line, first_problem, shortened, visible
 )
 def test_first_line(error, line):
     assert first_line(error) == line
+
+
+def test_install_command():
+    assert install_command("data") == "pip install 'kerple-neox[data]' (in a clone: pip install '.[data]')"
 
 
 def test_visible_escapes_what_a_terminal_would_interpret():

@@ -11,6 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from kerple.attention import FULL, Span
 from megatron.checkpoint.convert.hub import PATTERNS, download, local_checkpoint
+from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.generate import main as generate
 from megatron.data.streams import validation_stream
@@ -20,7 +21,6 @@ from tests.support.checkpoints import TRAIN_LENGTH, write_checkpoint, write_corp
 from tests.support.conversion import LONG, random_tokens
 from tests.support.families import family_model
 from tests.support.language_models import direct_losses
-from tools.ckpts.convert import main as convert
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 

@@ -1,0 +1,112 @@
+"""Show what a checkpoint contains: step, sizes, shards, dtypes, positional parameters, and damage.
+
+kerple inspect DIR [OTHER] [--iteration N] [--json]
+kerple inspect DIR --accept         write a new manifest for a checkpoint that lost it
+
+DIR contains `latest` and global_stepN, as this project or the KERPLE release writes them, or is a global_stepN itself.
+With OTHER, also show the differences between the two. Exit status: 0; 1 if a file does not match the manifest; 2 if a
+file cannot be read.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.directory import (
+    MANIFEST,
+    STEP,
+    find_damage,
+    find_step,
+    iteration_of,
+    write_manifest_of_folder,
+)
+from megatron.checkpoint.inspection import describe, differences
+from megatron.checkpoint.layers import embedding_rows, open_layers
+from megatron.checkpoint.storage import CheckpointError, load_file
+from megatron.config.command_line import OptionParser, integer
+from megatron.model.settings import ModelSettings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status. Raises CheckpointError if a file cannot be read."""
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="checkpoint to compare with")
+    parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
+    options = parser.parse_args(argv)
+    folders = [folder for folder in (options.directory, options.other) if folder is not None]
+    steps = [
+        folder if STEP.fullmatch(folder.resolve().name) else find_step(folder, options.iteration) for folder in folders
+    ]
+    if options.accept:
+        accept(steps[0])
+    descriptions = [describe_with_config(step) for step in steps]
+    report: dict[str, Any] = descriptions[0]
+    if options.other is not None:
+        changes = differences(descriptions[0], descriptions[1], *steps)
+        report = {"first": descriptions[0], "second": descriptions[1], "differences": changes}
+    print(json.dumps(report, indent=2) if options.json else readable(report))
+    return 0 if all(description["manifest"] in ("whole", "none") for description in descriptions) else 1
+
+
+def accept(step: Path) -> None:
+    """Write a manifest of the files on disk. Raises CheckpointError if there is one, or a file cannot be read."""
+    if (step / MANIFEST).exists():
+        damage = find_damage(step)
+        state = f"which reports: {damage}" if damage else "and all files match it"
+        raise CheckpointError(f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has one, {state}")
+    for path in sorted(step.glob("*.pt")):
+        load_file(path)
+    write_manifest_of_folder(step, iteration_of(step))
+
+
+def describe_with_config(step: Path) -> dict[str, Any]:
+    """`describe`, with the positional parameters if the checkpoint has a usable configuration."""
+    try:
+        config = checkpoint_config(step)
+    except CheckpointError as error:
+        return {**describe(step), "configuration": str(error)}
+    return describe(step, ModelSettings.from_config(config, embedding_rows(open_layers(step, [0]), step)))
+
+
+def readable(report: dict[str, Any]) -> str:
+    if "differences" not in report:
+        return summary(report)
+    values, tensors = report["differences"]["values"], report["differences"]["tensors"]
+    lines = [summary(report["first"]), "", summary(report["second"]), "", "differences"]
+    lines += [f"  {name}: {first} | {second}" for name, (first, second) in values.items() if name != "kernels"]
+    lines += [f"  {name}: {value if isinstance(value, str) else f'{value:.3g}'}" for name, value in tensors.items()]
+    return "\n".join(lines if values or tensors else [*lines, "  none"])
+
+
+def summary(description: dict[str, Any]) -> str:
+    lines = [
+        description["step"],
+        f"  iteration       {description['iteration']:,}",
+        f"  manifest        {description['manifest']}",
+        f"  files           {description['files']}, {description['bytes'] / 1e6:,.1f} MB",
+        f"  parameters      {description['parameters']:,} ({', '.join(description['dtypes'])})",
+        f"  shards          {len(description['layers'])} layers x {description['tensor_parallel']} tensor parallel",
+        f"  optimizer       {description['optimizer']}",
+    ]
+    if description["training"]:
+        lines.append(f"  samples read    {description['training'].get('consumed_samples', 0):,}")
+    if description["shape"]:
+        sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in description["shape"].items())
+        lines.append(f"  saved with      {sizes}")
+    if "configuration" in description:
+        lines.append(f"  configuration   {description['configuration']}")
+    if "pos_emb" in description:
+        lines.append(f"  pos-emb         {description['pos_emb']}")
+    for place, values in description.get("kernels", {}).items():
+        lines.append(f"  kernels, {place}")
+        lines.append("    head " + "".join(f"{name:>18}" for name in values))
+        for head, row in enumerate(zip(*values.values(), strict=True), start=1):
+            cells = (f"{value:>18,}" if isinstance(value, int) else f"{value:>18.4f}" for value in row)
+            lines.append(f"    {head:>4} " + "".join(cells))
+    return "\n".join(lines)
