@@ -110,8 +110,10 @@ class Adaptive(PositionalMethod):
         """
         if bias is not None and self.variant == "Add_Residual":
             scores, bias = scores + bias, None
-        parameters = [part for layer in (self.first, self.second) for part in layer.parameters()]
-        weight_1, offset_1, weight_2, offset_2 = cast_together(parameters, scores.dtype)
+        first, second = self.first, self.second
+        weight_1, offset_1, weight_2, offset_2 = cast_together(
+            (first.weight, first.bias, second.weight, second.bias), scores.dtype
+        )
         offset_1, offset_2 = offset_1[:, None, None], offset_2[:, None, None]
         if bias is not None:
             # The bias is multiplied by its own columns of the weight, so it is not repeated along the batch.

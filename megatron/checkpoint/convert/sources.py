@@ -5,6 +5,7 @@ relative imports of `positional_NAME.py` files in the same folder. So every form
 """
 
 import ast
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -17,7 +18,8 @@ from megatron.checkpoint.storage import CheckpointError
 
 TEMPLATES = Path(__file__).parent / "self_contained"
 PACKAGE = positional.__name__
-METHOD_FILE, MODELING_FILE = "positional_method.py", "modeling_kerple.py"
+CONFIGURATION_FILE, MODELING_FILE = "configuration_kerple.py", "modeling_kerple.py"
+METHOD_FILE = "positional_method.py"
 
 
 def self_contained_files(method: type[PositionalMethod]) -> dict[str, str]:
@@ -39,6 +41,10 @@ def self_contained_files(method: type[PositionalMethod]) -> dict[str, str]:
     before, _, after = files[MODELING_FILE].partition(first_import)
     other_imports = "".join(f"from .{stem} import __name__ as _{stem}\n" for stem in stems)
     files[MODELING_FILE] = f"{before}{first_import}{other_imports}{after}"
+    # transformers finds the model's class by that of its configuration. Folders of the same name share the latter if
+    # this file is the same, so it depends on all others.
+    digest = hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()
+    files[CONFIGURATION_FILE] += f"\n# SHA-256 of the model's code: {digest}\n"
     return files
 
 

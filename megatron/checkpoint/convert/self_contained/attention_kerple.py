@@ -271,9 +271,12 @@ def eager_attention(query, key, value, method, tables, layout, dropout, places):
 
 
 def modified_scores(method, table, scores, query, query_positions, key_positions, mask, starts):
-    """The method's final scores `[b, h, c, l]`; row by row if the rows' positions are not their indices."""
-    if starts is None:
+    """The method's final scores `[b, h, c, l]`; row by row if the rows differ in their masks, or if their positions are
+    not their indices.
+    """
+    if starts is None and (len(mask) == 1 or method.per_pair):
         return method.final_scores(scores, query, query_positions, key_positions, mask[0, 0], table)
+    starts = [0] * len(scores) if starts is None else starts
     rows = zip(scores.split(1), query.split(1), mask[:, 0].expand(len(starts), -1, -1), starts, strict=True)
     return torch.cat(
         [

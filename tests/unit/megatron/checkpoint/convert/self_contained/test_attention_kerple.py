@@ -118,6 +118,20 @@ def test_padding_between_tokens(pos_emb, implementation):
     assert (following - logits[:, 7:]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "cope", "dape_v2_kerple"])
+@torch.no_grad()
+def test_padding_after_tokens(pos_emb):
+    """As in training: the padding of the first row does not hide tokens of the second."""
+    model, path = export(pos_emb)
+    rows = [random_tokens(1, length, seed=length) for length in (7, 10)]
+    tokens = torch.cat((F.pad(rows[0], (0, 3)), rows[1]))
+    mask = torch.ones(2, 10, dtype=torch.int64)
+    mask[0, 7:] = 0
+    logits = load(path)(tokens, attention_mask=mask).logits
+    assert (logits[:1, :7] - model(rows[0])).abs().max() < 1e-4
+    assert (logits[1:] - model(rows[1])).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize(("pos_emb", "implementation"), FAST)
 @torch.no_grad()
 def test_position_ids(pos_emb, implementation):
