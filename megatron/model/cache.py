@@ -11,46 +11,53 @@ class LayerCache:
     """Keys and values of one layer, `[b, g, t, d]`, stored after rotation.
 
     The buffer is allocated for `max_length` tokens if that is given. Otherwise it doubles in size whenever it is full,
-    so appending a token costs amortized constant time.
+    so appending a token costs amortized constant time. With a `window`, keys that no later query sees are dropped, and
+    the buffer has at most two windows plus the new tokens.
     """
 
-    def __init__(self, max_length: int | None = None):
+    def __init__(self, max_length: int | None = None, window: int | None = None):
         self.max_length = max_length
-        self.length = 0
+        self.window = window
+        self.length = 0  # of the text, including dropped tokens
+        self._stored = 0  # in the buffer
         self._buffer: Tensor | None = None  # [2, b, g, capacity, d]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values `[b, g, s, d]`; return all of them, `[b, g, t + s, d]`, as views of the buffer."""
+        """Append keys and values `[b, g, s, d]`; return all of them, `[b, g, t + s, d]`, as views of the buffer. With a
+        window, t is at most `window` - 1.
+        """
         batch, heads, new, head_size = key.shape
-        end, buffer = self.length + new, self._buffer
-        if buffer is None or end > buffer.shape[3]:
-            capacity = max(end, self.max_length or max(64, 0 if buffer is None else 2 * buffer.shape[3]))
+        first = 0 if self.window is None else max(0, self._stored - self.window + 1)
+        buffer = self._buffer
+        if buffer is None or self._stored + new > buffer.shape[3]:
+            needed = self._stored - first + new
+            capacity = max(needed, self.max_length or max(64, 0 if buffer is None else 2 * buffer.shape[3]))
+            if self.window is not None:
+                capacity = min(capacity, needed + self.window)
             larger = key.new_empty(2, batch, heads, capacity, head_size)
             if buffer is not None:
-                larger[..., : self.length, :] = buffer[..., : self.length, :]
-            self._buffer = buffer = larger
-        buffer[0, :, :, self.length : end] = key
-        buffer[1, :, :, self.length : end] = value
-        self.length = end
-        return buffer[0, :, :, :end], buffer[1, :, :, :end]
+                larger[..., : needed - new, :] = buffer[..., first : self._stored, :]
+            self._buffer, self._stored, first, buffer = larger, needed - new, 0, larger
+        end = self._stored + new
+        buffer[0, :, :, self._stored : end] = key
+        buffer[1, :, :, self._stored : end] = value
+        self._stored, self.length = end, self.length + new
+        return buffer[0, :, :, first:end], buffer[1, :, :, first:end]
 
     def select(self, rows: Tensor) -> None:
         if self._buffer is not None:
             self._buffer = self._buffer[:, rows]
 
-    def truncate(self, length: int) -> None:
-        self.length = min(self.length, length)
-
 
 class KVCache:
     """The key-value cache for incremental decoding and chunked evaluation: one `LayerCache` per block."""
 
-    def __init__(self, num_layers: int, max_length: int | None = None):
-        self.layers = [LayerCache(max_length) for _ in range(num_layers)]
+    def __init__(self, num_layers: int, max_length: int | None = None, window: int | None = None):
+        self.layers = [LayerCache(max_length, window) for _ in range(num_layers)]
 
     @property
     def length(self) -> int:
-        """Number of cached tokens, which is the position of the next token."""
+        """Number of tokens so far, which is the position of the next token."""
         return self.layers[0].length
 
     def select(self, rows: Tensor) -> None:
@@ -58,8 +65,3 @@ class KVCache:
         rows = torch.as_tensor(rows, dtype=torch.long)
         for layer in self.layers:
             layer.select(rows)
-
-    def truncate(self, length: int) -> None:
-        """Drop the tokens from position `length` on."""
-        for layer in self.layers:
-            layer.truncate(length)

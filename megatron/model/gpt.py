@@ -222,9 +222,11 @@ class GPT(nn.Module):
     def new_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
         """An empty cache for incremental decoding; allocates `max_length` tokens at once if it is given.
 
-        batch_size is ignored: the cache has the batch size of the first tokens appended to it.
+        batch_size is ignored: the cache has the batch size of the first tokens appended to it. With a sliding window,
+        it drops keys outside the window, unless the method's scores depend on positions, which are the keys' indices.
         """
-        return KVCache(self.settings.num_layers, max_length)
+        positional = any(method.modifies_scores or method.scales_qk for method in self.positional_methods().values())
+        return KVCache(self.settings.num_layers, max_length, None if positional else self.settings.window)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, span: Span = FULL) -> Tensor:
         """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached ones.

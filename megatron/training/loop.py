@@ -100,7 +100,8 @@ class Trainer:
             problem = f"load: {load} contains no checkpoint" if load else "load is not set"
             raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
         if save is not None and save != load and has_checkpoint(save):
-            logger.info(f"save: {save} already contains checkpoints of another run; this run adds to them")
+            resume = f". To resume that run, set load={save} finetune=false" if config.checkpoint.finetune else ""
+            logger.info(f"save: {save} already contains checkpoints of another run; this run adds to them{resume}")
         if self.lock is not None:
             start = 0 if checkpoint is None or config.checkpoint.finetune else iteration_of(checkpoint)
             check_space(config, vocab_size, start, logger.info)

@@ -1,4 +1,4 @@
-"""The key-value cache: order of the tokens, growth, and selection of rows."""
+"""The key-value cache: order of the tokens, growth, windows, and selection of rows."""
 
 import pytest
 import torch
@@ -17,12 +17,26 @@ def test_append_returns_all_tokens_in_order(max_length):
     assert cache.length == 70
 
 
-def test_truncate_and_select():
+def test_a_window_bounds_the_buffer():
+    """Each call returns the new tokens and the window's other tokens, in a buffer that does not grow with the text."""
+    key, value = torch.randn(2, 2, 3, 500, 4).unbind()
+    cache = LayerCache(500, window=8)
+    start = 0
+    for new in (20, 1, 1, 30, *[1] * 200, 40):
+        keys, values = cache.append(key[:, :, start : start + new], value[:, :, start : start + new])
+        first = max(0, start - 7)
+        start += new
+        assert torch.equal(keys, key[:, :, first:start])
+        assert torch.equal(values, value[:, :, first:start])
+        assert cache.length == start
+        assert keys.untyped_storage().nbytes() <= (7 + 40 + 8) * 2 * 2 * 3 * 4 * 4
+
+
+def test_select():
     states = torch.randn(3, 2, 10, 4)
     cache = KVCache(2)
     for layer in cache.layers:
-        layer.append(states, states)
-    cache.truncate(4)
+        layer.append(states[:, :, :4], states[:, :, :4])
     cache.select(torch.tensor([2, 0]))
     assert cache.length == 4
     keys, _ = cache.layers[1].append(states[[2, 0], :, 4:6], states[[2, 0], :, 4:6])

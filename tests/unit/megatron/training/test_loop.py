@@ -113,13 +113,16 @@ def test_a_finished_run_can_be_extended(tmp_path, data_path):
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6, 8]
 
 
-def test_finetuning_loads_only_the_weights(tmp_path, data_path):
+def test_finetuning_loads_only_the_weights(tmp_path, data_path, capsys):
     trained(tmp_path / "first", data_path)
     keys = {"load": str(tmp_path / "first" / "checkpoints"), "finetune": True}
     trained(tmp_path / "finetuned", data_path, **keys)
     first, finetuned = metrics(tmp_path / "first"), metrics(tmp_path / "finetuned")
     assert list(finetuned) == [1, 2, 3, 4, 5, 6]
     assert finetuned[1] < first[1] - 0.5
+    trained(tmp_path / "finetuned", data_path, **keys, train_iters=1, eval_iters=0)
+    save = tmp_path / "finetuned/checkpoints"
+    assert f"To resume that run, set load={save} finetune=false" in capsys.readouterr().out
     with pytest.raises(UserError, match="finetune"):
         trained(tmp_path / "none", data_path, load=str(tmp_path / "nothing"), finetune=True)
 
