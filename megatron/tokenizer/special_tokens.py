@@ -18,13 +18,15 @@ class SpecialTokens:
     """The special tokens of a tokenizer.
 
     Attributes:
-        bos, eos: text of the token at the beginning and end of a sequence; None if the file names none.
+        bos, eos, pad: text of the token at the beginning and end of a sequence, and of padding; None if the file names
+            none.
         adds_bos: whether `bos` is put before every text (add_bos_token).
         largest_id: of the tokens added to the vocabulary; -1 if there are none.
     """
 
     bos: str | None = None
     eos: str | None = None
+    pad: str | None = None
     adds_bos: bool = False
     largest_id: int = -1
 
@@ -39,11 +41,11 @@ class SpecialTokens:
         try:
             values = json.loads(read_file(file, MAX_BYTES))
             added = [int(number) for number in values.get("added_tokens_decoder") or {}]
-            bos, eos = _text(values.get("bos_token")), _text(values.get("eos_token"))
+            bos, eos, pad = (_text(values.get(name)) for name in ("bos_token", "eos_token", "pad_token"))
             adds_bos = bool(values.get("add_bos_token"))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file} is not a {TOKENIZER_CONFIG} of transformers: {error}") from error
-        return cls(bos, eos, adds_bos, max(added, default=-1))
+        return cls(bos, eos, pad, adds_bos, max(added, default=-1))
 
 
 def _text(token: Any) -> str | None:

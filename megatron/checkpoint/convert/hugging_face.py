@@ -107,12 +107,13 @@ def to_hugging_face(
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
+        architecture = values["architectures"][0] if stock else None
         has_tokenizer = tokenizer is not None
-        card = model_card(model, config, stock=stock is not None, has_tokenizer=has_tokenizer, name=repository)
+        card = model_card(model, config, architecture=architecture, has_tokenizer=has_tokenizer, name=repository)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
-        written = load_written(folder, values["architectures"][0] if stock else None)
-        kind = values["architectures"][0] if stock else f"self-contained model ({config.model.pos_emb})"
+        written = load_written(folder, architecture)
+        kind = architecture or f"self-contained model ({config.model.pos_emb})"
         compare(rounded(model, dtype), written, stock is not None, config, f"{output}: {kind}", report)
 
 
@@ -293,11 +294,22 @@ models it does not know with transformers if `--trust-remote-code` is given, wit
 """
 
 
-def model_card(model: GPT, config: Config, *, stock: bool, has_tokenizer: bool, name: str | None = None) -> str:
-    """README.md: what the model is, how to load it, and what works. name: on the Hugging Face hub."""
-    trust = "" if stock else ", trust_remote_code=True"
+STOCK_NOTE = """
+This is a {architecture} of transformers, without own code. vLLM and TGI have not been tested; see their lists of
+supported models.
+"""
+
+
+def model_card(
+    model: GPT, config: Config, *, architecture: str | None, has_tokenizer: bool, name: str | None = None
+) -> str:
+    """README.md: what the model is, how to load it, and what works.
+
+    architecture: the class of transformers; None for a self-contained model. name: on the Hugging Face hub.
+    """
+    trust = "" if architecture else ", trust_remote_code=True"
     # AutoTokenizer would ask to run the model's code.
-    tokenizer_class = "AutoTokenizer" if stock else "PreTrainedTokenizerFast"
+    tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
     method = next(iter(model.positional_methods().values()))
     only_eager = method.modifies_scores or method.scales_qk
     compiles = not (only_eager or method.embeds or method.rotates)
@@ -316,6 +328,6 @@ def model_card(model: GPT, config: Config, *, stock: bool, has_tokenizer: bool, 
         tokenizer_class=f", {tokenizer_class}" if has_tokenizer else "",
         trust=trust,
         tokenizer_code=TOKENIZER_CODE.format(tokenizer_class=tokenizer_class) if has_tokenizer else "",
-        note="" if stock else note,
+        note=STOCK_NOTE.format(architecture=architecture) if architecture else note,
     )
     return card.replace("THIS_FOLDER", name or "THIS_FOLDER")

@@ -1,6 +1,7 @@
 """Writing and reading the tokenizers of Hugging Face folders."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import tokenizers
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerFiles
 from megatron.tokenizer.hugging_face import MAX_BYTES, read_gpt2_tokenizer
-from megatron.tokenizer.special_tokens import TOKENIZER_CONFIG
+from megatron.tokenizer.special_tokens import TOKENIZER_CONFIG, SpecialTokens
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
 
@@ -24,7 +25,7 @@ SAMPLE = "def main(count=10):\n\treturn [x * 3.14 for x in range(count)]  # naï
 OTHER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 
 
-def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dict[str, int]:
+def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dict[str, int | list[int]]:
     """Write a tokenizer for AutoTokenizer: tokenizer.json (or tokenizer.model) and tokenizer_config.json; return the
     special tokens for config.json.
 
@@ -39,8 +40,8 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dic
         raise UserError(f"{error} (or convert without a tokenizer: --no-tokenizer)") from error
     check_rows(tokenizer, vocabulary)
     if files.tokenizer_type == "SPMTokenizer":
-        _write_sentencepiece(files, tokenizer, folder)
-        return special_ids(tokenizer.eod, tokenizer.first)
+        loaded = _write_sentencepiece(files, tokenizer, folder)
+        return _with_own_tokens(files, tokenizer, loaded.get_vocab().get)
     if files.tokenizer_type == "HFTokenizer":
         converted = tokenizers.Tokenizer.from_file(str(files.vocab_file))  # `build` has checked it
         converted.no_truncation()
@@ -54,7 +55,23 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dic
         converted = _character_level()
     converted.save(str(folder / "tokenizer.json"))
     _write_config(files, folder, "PreTrainedTokenizerFast", converted.id_to_token(tokenizer.eod) or END_OF_DOCUMENT)
-    return special_ids(tokenizer.eod, tokenizer.first)
+    return _with_own_tokens(files, tokenizer, converted.token_to_id)
+
+
+def _with_own_tokens(
+    files: TokenizerFiles, tokenizer: Tokenizer, id_of: Callable[[str], int | None]
+) -> dict[str, int | list[int]]:
+    """`special_ids`, with the padding token and a further end token (of a chat model, say) of the tokenizer_config.json
+    next to the vocabulary file.
+    """
+    ids: dict[str, int | list[int]] = {**special_ids(tokenizer.eod, tokenizer.first)}
+    if files.tokenizer_type in ("HFTokenizer", "SPMTokenizer"):
+        special = SpecialTokens.next_to(Path(files.vocab_file or ""))
+        pad, eos = (None if text is None else id_of(text) for text in (special.pad, special.eos))
+        ids["pad_token_id"] = tokenizer.eod if pad is None else pad
+        if eos not in (None, tokenizer.eod):
+            ids["eos_token_id"] = [eos, tokenizer.eod]
+    return ids
 
 
 def _write_config(files: TokenizerFiles, folder: Path, tokenizer_class: str, eos: str, **keys: Any) -> None:
@@ -72,8 +89,8 @@ def _write_config(files: TokenizerFiles, folder: Path, tokenizer_class: str, eos
     write_json(folder / TOKENIZER_CONFIG, {**values, "model_input_names": ["input_ids", "attention_mask"], **keys})
 
 
-def _write_sentencepiece(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy the model, which transformers reads with its LlamaTokenizer."""
+def _write_sentencepiece(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path) -> Any:
+    """Copy the model, which transformers reads with its LlamaTokenizer; return that."""
     import sentencepiece
 
     (folder / "tokenizer.model").write_bytes(read_file(str(files.vocab_file), MAX_BYTES))
@@ -86,7 +103,8 @@ def _write_sentencepiece(files: TokenizerFiles, tokenizer: Tokenizer, folder: Pa
     from transformers import AutoTokenizer
 
     try:
-        ids = AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"]
+        loaded = AutoTokenizer.from_pretrained(folder)
+        ids = loaded(SAMPLE)["input_ids"]
     except Exception as error:  # transformers converts the model, which can fail in many ways
         raise CheckpointError(
             f"{files.vocab_file}: transformers cannot read it ({first_line(error)}); convert without a tokenizer: "
@@ -97,6 +115,7 @@ def _write_sentencepiece(files: TokenizerFiles, tokenizer: Tokenizer, folder: Pa
             f"{files.vocab_file}: transformers' LlamaTokenizer gives other ids than sentencepiece, because the model "
             "is not of Llama's kind (BPE without normalization); convert without a tokenizer: --no-tokenizer"
         )
+    return loaded
 
 
 def check_rows(tokenizer: Tokenizer, vocabulary: int) -> None:

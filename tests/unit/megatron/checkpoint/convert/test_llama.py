@@ -77,6 +77,7 @@ def test_models_trained_here_are_exported(keys, tmp_path):
     model, config = make_model("rotary", norm="rmsnorm", activation="swiglu", **{**biases, **keys})
     to_hugging_face(model, config, tmp_path / "hf", report=quiet)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert f"This is a {type(theirs).__name__} of transformers" in (tmp_path / "hf/README.md").read_text()
     tokens = random_tokens(1, LONG)
     assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)

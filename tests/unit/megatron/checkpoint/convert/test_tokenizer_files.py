@@ -98,6 +98,24 @@ def test_llama_tokenizers_are_imported_and_exported(kind, tmp_path):
     assert (exported / "chat_template.jinja").exists() == (kind == "HFTokenizer")
 
 
+def test_special_tokens_of_a_chat_model(tmp_path):
+    """Documents end with <|endoftext|>, turns with another token, and padding has its own."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>", "<pad>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": {"content": "<pad>"},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    (tmp_path / "hf").mkdir()
+    ids = write_tokenizer(TokenizerFiles("HFTokenizer", str(tmp_path / "tokenizer.json")), tmp_path / "hf", 8)
+    assert ids == {"bos_token_id": 1, "eos_token_id": [2, 1], "pad_token_id": 3}
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (2, 3)
+
+
 def test_a_sentencepiece_model_without_configuration(tmp_path):
     """As GPT-NeoX uses it: texts have no token before them."""
     model = train_sentencepiece(tmp_path / "llama.model", **LLAMA)
