@@ -24,6 +24,7 @@ Legend: b batch, h heads, c queries, l keys, n distances, w hidden units, i inpu
 
 from abc import abstractmethod
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,10 +111,8 @@ class Adaptive(PositionalMethod):
         """
         if bias is not None and self.variant == "Add_Residual":
             scores, bias = scores + bias, None
-        first, second = self.first, self.second
-        weight_1, offset_1, weight_2, offset_2 = cast_together(
-            (first.weight, first.bias, second.weight, second.bias), scores.dtype
-        )
+        parameters: list[Any] = [part for layer in (self.first, self.second) for part in (layer.weight, layer.bias)]
+        weight_1, offset_1, weight_2, offset_2 = cast_together(parameters, scores.dtype)
         offset_1, offset_2 = offset_1[:, None, None], offset_2[:, None, None]
         if bias is not None:
             # The bias is multiplied by its own columns of the weight, so it is not repeated along the batch.

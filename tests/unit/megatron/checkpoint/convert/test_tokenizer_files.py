@@ -106,7 +106,7 @@ def test_special_tokens_of_a_chat_model(tmp_path):
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
-        "pad_token": {"content": "<pad>"},
+        "pad_token": "<pad>",
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
     (tmp_path / "hf").mkdir()
