@@ -119,12 +119,14 @@ def find_contradictions(config: "Config") -> Iterator[str]:
 def find_notices(config: "Config") -> Iterator[str]:
     """One message for each key whose meaning in GPT-NeoX is easily mistaken, or differs here."""
     model, keys = config.model, config.to_flat()
-    if model.gated and keys.get("intermediate_size") is None:
+    # Gated MLPs of published models have at least 8/3 * hidden_size features.
+    is_small = model.gated and model.mlp_features < 2 * model.hidden_size
+    if is_small and keys.get("intermediate_size") is None:
         yield (
             f"activation {model.activation}: the gated MLP has {model.mlp_features:,} features, a third of "
             "4 * hidden_size as in GPT-NeoX; for another number, set intermediate_size to three times that number"
         )
-    elif model.gated:
+    elif is_small:
         yield (
             f"intermediate_size {model.intermediate_size}: the gated MLP has {model.mlp_features:,} features, a third "
             f"of it as in GPT-NeoX; for {model.intermediate_size:,} features, set {3 * model.intermediate_size}"

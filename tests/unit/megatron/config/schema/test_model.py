@@ -63,12 +63,17 @@ def test_features_of_the_mlp(flat, keys, features):
 
 
 def test_notices_of_keys_that_are_easily_mistaken(flat):
+    """The hidden size is 32; a gated MLP with 64 features is as wide as usual."""
     keys = {"activation": "swiglu", "intermediate-size": 96, "use-qk-layernorm": True}
     mlp, norm = Config.from_flat({**flat, **keys}).notices
     assert mlp.startswith("intermediate_size 96: the gated MLP has 32 features")
     assert mlp.endswith("for 96 features, set 288")
     assert norm.startswith("use_qk_layernorm: each head is normalized")
     assert Config.from_flat({**flat, "intermediate-size": 96}).notices == ()
+    (default,) = Config.from_flat({**flat, "activation": "swiglu"}).notices
+    assert default.startswith("activation swiglu: the gated MLP has 43 features")
+    assert Config.from_flat({**flat, "activation": "swiglu", "intermediate-size": 3 * 64}).notices == ()
+    assert len(Config.from_flat({**flat, "activation": "swiglu", "intermediate-size": 3 * 63}).notices) == 1
 
 
 def test_positional_options(flat):
