@@ -2,6 +2,7 @@
 
 from megatron.optimizers.registry import (
     OPTIMIZERS,
+    OTHER_OPTIMIZERS,
     OptimizerName,
     OptimizerSpec,
     OptimizerType,
@@ -15,6 +16,7 @@ from megatron.optimizers.registry import (
 
 __all__ = [
     "OPTIMIZERS",
+    "OTHER_OPTIMIZERS",
     "OptimizerName",
     "OptimizerSpec",
     "OptimizerType",

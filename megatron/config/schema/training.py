@@ -1,24 +1,24 @@
 """Keys of a training run: data, optimizer, schedule, precision, intervals, checkpoints and logs."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
 from megatron.config.schema.base import (
     MAX_INT,
     Betas,
-    CaseInsensitive,
     Group,
     Int,
     Ints,
+    OptimizerTypeText,
     Paths,
     PathText,
     Steps,
     Weights,
     key,
 )
-from megatron.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec, OptimizerType, optimizer_setting
+from megatron.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
 from megatron.utils.errors import UserError, shortened
 
 EXTRAPOLATION_TOKENS = 65_536
@@ -138,7 +138,7 @@ class TokenizerConfig(Group):
 class OptimizerConfig(Group):
     """Optimizer"""
 
-    type: Annotated[OptimizerType, CaseInsensitive] = key(
+    type: OptimizerTypeText = key(
         "adam",
         """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in GPT-NeoX. muon is for the
         weight matrices of the blocks, with Adam for embeddings, norms, biases and positional parameters. muon and
