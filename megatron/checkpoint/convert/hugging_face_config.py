@@ -316,6 +316,12 @@ def family_defaults(model_type: str) -> dict[str, Any]:
 
 def _rotary_keys(theirs: Mapping[str, Any], source: str, names: Mapping[str, tuple[str, str, float]]) -> dict[str, Any]:
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            raise CheckpointError(
+                f"{source}: rope_parameters has the entry {name}, for one type of layers, which is not supported; all "
+                "layers must have the same rotary positions"
+            )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     keys = {ours: rope.get(name, theirs.get(top, default)) for ours, (name, top, default) in names.items()}
     if names is LLAMA_ROTARY and keys["rotary_pct"] != 1:

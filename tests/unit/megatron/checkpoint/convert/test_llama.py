@@ -149,6 +149,15 @@ LLAMA = {
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
+        (
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                }
+            },
+            "rope_parameters has the entry sliding_attention, for one type of layers, which is not supported",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "mscale 1.0 of rope_type 'yarn'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types gives only some of the layers"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types .*linear_attention.* is not supported"),
