@@ -17,8 +17,9 @@ import torch
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face, to_release
 from megatron.checkpoint.convert.hub import check_upload, download, is_hub_name, local_checkpoint, upload
 from megatron.checkpoint.convert.output import check_new_folder
+from megatron.checkpoint.convert.weights import saved_dtype
 from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of
-from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
+from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
 from megatron.config.command_line import OptionParser, integer
 from megatron.inference import load_model
@@ -76,7 +77,7 @@ def load(options: argparse.Namespace, **overrides: str) -> tuple[GPT, Config, to
     else:
         step = find_step(options.source, options.iteration)  # load_model verifies it
     model, config = load_model(options.source, iteration_of(step), overrides=overrides)
-    saved = open_layers(step, [0])[0][0][EMBEDDING].dtype
+    saved = saved_dtype(step)
     dtype = DTYPES[options.dtype] if options.dtype else saved
     print(f"{step}: {config.model.pos_emb}, weights {saved}, converting to {dtype}")
     return model, config, dtype, step

@@ -22,8 +22,9 @@ from megatron.checkpoint.configuration import model_differences
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.convert.hugging_face_config import stock_type
 from megatron.checkpoint.convert.output import check_new_folder
+from megatron.checkpoint.convert.weights import saved_dtype
 from megatron.checkpoint.directory import STEP, find_damage
-from megatron.checkpoint.layers import DTYPES, EMBEDDING, open_layers
+from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, run_main
 from megatron.config.yaml_files import read_file
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer = TokenizerFiles.of(config)
         if options.vocab_is_hf_tokenizer:
             tokenizer = TokenizerFiles("HFTokenizer", Path(tokenizer.vocab_file or ".") / "tokenizer.json")
-    dtype = DTYPES.get(options.precision) or open_layers(options.input_dir, [0])[0][0][EMBEDDING].dtype
+    dtype = DTYPES.get(options.precision) or saved_dtype(options.input_dir)
     to_hugging_face(model, config, options.output_dir, tokenizer=tokenizer, dtype=dtype)
     print(f"wrote {options.output_dir}")
 

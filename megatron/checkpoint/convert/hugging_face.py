@@ -38,6 +38,7 @@ from megatron.checkpoint.convert.weights import (
     SAFETENSORS,
     cast,
     check_tensors,
+    common_dtype,
     fill,
     hugging_face_tensors,
     layers_with_weights,
@@ -132,7 +133,7 @@ def from_hugging_face(
     Args:
         source: contains config.json, weights (safetensors, or a .bin file of tensors only) and, if `with_tokenizer`, a
             tokenizer.
-        dtype: of the weights in the layer files; default: that of the source's embedding.
+        dtype: of the weights in the layer files; default: that of the source, or float32 if the source has several.
 
     Raises:
         CheckpointError: if the model uses something this project does not support, a tensor is missing or has another
@@ -156,7 +157,7 @@ def from_hugging_face(
         settings = ModelSettings.from_config(config, values["padded_vocab_size"])
         with torch.device("meta"):
             model = GPT(settings).eval()
-        file_dtype = dtype or next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+        file_dtype = dtype or common_dtype(tensors.values())
         # Self-contained models store buffers that our layer files omit.
         prefixes = positional_prefixes(model)
         computed = {
@@ -229,7 +230,8 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         architecture = llama.ARCHITECTURES.get(model_type, "GPTNeoXForCausalLM")
         try:
             config = transformers.AutoConfig.for_model(model_type, **theirs)
-            model = getattr(transformers, architecture).from_pretrained(None, config=config, state_dict=tensors)
+            model_class = getattr(transformers, architecture)
+            model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
         except Exception as error:  # each class has its own checks
             raise CheckpointError(f"config.json: transformers cannot build the model: {first_line(error)}") from error
         return model.float().eval()
@@ -240,7 +242,9 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         try:
             module = load_modeling_file(Path(folder), package)
             config = module.KerpleConfig(**theirs)
-            return module.KerpleForCausalLM.from_pretrained(None, config=config, state_dict=tensors).float().eval()
+            model_class = module.KerpleForCausalLM
+            model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+            return model.float().eval()
         finally:
             unload_package(package)
 

@@ -5,13 +5,14 @@ The values are identical: both keep the rows of query_key_value grouped by head,
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.convert import llama
-from megatron.checkpoint.layers import POSITIONAL_PREFIXES, tensors_of, weight_layers
+from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, open_layers, tensors_of, weight_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, read_weights
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -114,6 +115,18 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous copy on the CPU, in `dtype` if it is a floating-point tensor."""
     target = dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(dtype=target, device="cpu", copy=True).contiguous()
+
+
+def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of the floating-point tensors, or float32 if they have several."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def saved_dtype(step: Path) -> torch.dtype:
+    """`common_dtype` of a checkpoint's layer files."""
+    files = [file for files in open_layers(step).values() for file in files]
+    return common_dtype(tensor for file in files for name, tensor in file.items() if name not in COMPUTED_BUFFERS)
 
 
 def hugging_face_tensors(model: GPT, dtype: torch.dtype, model_type: str = "gpt_neox") -> dict[str, Tensor]:

@@ -58,6 +58,17 @@ def is_shared(method):
     return method.shared or method.embeds
 
 
+def check_loaded(method, device):
+    """Raises ValueError if accelerate has offloaded parameters: it loads those of modules that are called, and the
+    positional method is not.
+    """
+    if not torch.compiler.is_compiling() and device.type != "meta" and any(p.is_meta for p in method.parameters()):
+        raise ValueError(
+            "the parameters of the positional method are offloaded to the CPU or disk, which is not supported; give "
+            "gpt_neox.positional (if it exists, otherwise gpt_neox.layers) a device in device_map, or raise max_memory"
+        )
+
+
 class KerpleAttention(nn.Module):
     """Causal self-attention, `[b, s, e] -> [b, s, e]`. Consecutive query heads can share a head of keys and values."""
 
@@ -77,6 +88,7 @@ class KerpleAttention(nn.Module):
     def forward(self, hidden, tables, shared, layout, past_key_values, output_attentions):
         """tables, shared: the tables and the method of all layers, if they share one."""
         method = shared if self.positional is None else self.positional
+        check_loaded(method, hidden.device)
         tables = Tables.of(method, layout, hidden.device) if self.positional is not None else tables
         batch, new, _ = hidden.shape
         # The rows of the weight are grouped by key head: the queries that share a key, the key, and its value.
@@ -233,6 +245,7 @@ class KerpleModel(KerplePreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
         method = self.positional if self.positional is not None else self.layers[0].attention.positional
+        check_loaded(method, hidden.device)
         layout = Layout.of(
             method, hidden, attention_mask, position_ids, past_key_values, window=config.attention_window
         )

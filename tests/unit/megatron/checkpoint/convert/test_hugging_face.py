@@ -19,6 +19,8 @@ from transformers import (
 from kerple.positional import primary_names
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
 from megatron.checkpoint.convert.output import with_float32_angles
+from megatron.checkpoint.convert.weights import saved_dtype
+from megatron.checkpoint.layers import open_layers
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.inference import load_model
@@ -296,6 +298,31 @@ def test_files_of_transformers_4(tmp_path):
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
     tokens = random_tokens(1, LONG)
     assert (load_model(tmp_path / "ours")[0](tokens) - theirs(tokens).logits).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_weights_of_several_dtypes_are_not_rounded(tmp_path):
+    """The first tensor is in bfloat16, the others in float32."""
+    theirs = stock_model(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    first = {name: tensors.pop(name).bfloat16() for name in list(tensors) if "embed_in" in name}
+    torch.save({**first, **tensors}, tmp_path / "hf" / "pytorch_model.bin")
+    from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
+    step = tmp_path / "ours" / "global_step0"
+    layers = open_layers(step)
+    assert {tensor.dtype for files in layers.values() for file in files for tensor in file.values()} == {torch.float32}
+    expected = theirs.gpt_neox.layers[0].mlp.dense_h_to_4h.weight
+    assert torch.equal(layers[2][0]["mlp.dense_h_to_4h.weight"], expected)
+    embedding = step / "layer_00-model_00-model_states.pt"
+    assert saved_dtype(step) == torch.float32
+    for path in step.glob("layer_*"):
+        state = torch.load(path, weights_only=True)
+        half = {name: tensor.half() for name, tensor in state.items()}
+        torch.save({**half, "attention.rotary_emb.inv_freq": torch.ones(1)}, path)
+    assert saved_dtype(step) == torch.float16  # a computed buffer does not count
+    torch.save({"word_embeddings.weight": torch.ones(8, 32)}, embedding)
+    assert saved_dtype(step) == torch.float32
 
 
 @torch.no_grad()

@@ -116,6 +116,26 @@ def test_device_map(device_map):
     assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_kerple"])
+@torch.no_grad()
+def test_offloaded_layers(pos_emb, tmp_path):
+    """The layers, but not the parameters of the positional method."""
+    model, path = export(pos_emb)
+    tokens = random_tokens(1, TRAIN_LENGTH)
+    kept = ("gpt_neox.embed_in", "gpt_neox.positional", "gpt_neox.final_layer_norm", "embed_out")
+    devices = {**dict.fromkeys(kept, "cpu"), "gpt_neox.layers": "disk"}
+    layers_offloaded = load(path, device_map=devices, offload_folder=tmp_path / "layers")
+    all_offloaded = load(path, device_map={"": "disk"}, offload_folder=tmp_path / "all")
+    assert layers_offloaded.gpt_neox.layers[0].mlp.dense_4h_to_h.weight.is_meta
+    with pytest.raises(ValueError, match="parameters of the positional method are offloaded"):
+        all_offloaded(tokens)
+    if pos_emb == "kerple_log":
+        assert (layers_offloaded(tokens).logits - model(tokens)).abs().max() < 1e-4
+    else:
+        with pytest.raises(ValueError, match="parameters of the positional method are offloaded"):
+            layers_offloaded(tokens)
+
+
 @torch.no_grad()
 def test_compiled_without_graph_breaks():
     torch.compiler.reset()
