@@ -13,10 +13,15 @@ from megatron.config.yaml_files import read_file
 from megatron.model.settings import ModelSettings
 from megatron.utils.errors import UserError
 
-# Ignored keys of a checkpoint's configuration. The first would run code chosen by the checkpoint's author; the others
-# concern training only.
+# Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write files, that the
+# checkpoint's author chose (tasks of lm-evaluation-harness can contain code); the others concern training only.
 IGNORED_KEYS = (
     "pos_emb_module",
+    "eval_tasks",
+    "eval_include_path",
+    "eval_results_prefix",
+    "sample_input_file",
+    "sample_output_file",
     "pipe_parallel_size",
     "model_parallel_size",
     "attention_backend",

@@ -1,10 +1,24 @@
-"""Comparison of a checkpoint's configuration with another one."""
+"""The configuration saved with a checkpoint, and its comparison with another one."""
 
 import pytest
 
-from megatron.checkpoint.configuration import model_differences, replaces_positional_method
+from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
 from megatron.config import Config
-from tests.support.checkpoints import settings_of
+from tests.support.checkpoints import settings_of, write_checkpoint
+
+
+def test_a_checkpoint_cannot_choose_code_or_files(tmp_path):
+    """Without configuration files, evaluate.py and generate.py use the checkpoint's configuration."""
+    keys = {"eval-tasks": ["task.yaml"], "eval_include_path": [str(tmp_path)], "eval_results_prefix": str(tmp_path)}
+    files = {"sample_input_file": "/etc/passwd", "sample-output-file": str(tmp_path / "out")}
+    write_checkpoint(tmp_path, "none", "nowhere", **keys, **files, text_gen_type="input-file")
+    config = checkpoint_config(tmp_path / "global_step4")
+    assert (config.evaluation.eval_tasks, config.evaluation.eval_include_path) == (None, None)
+    assert config.evaluation.eval_results_prefix is None
+    assert (config.generation.sample_input_file, config.generation.sample_output_file) == (None, None)
+    assert config.generation.text_gen_type == "input-file"
+    chosen = checkpoint_config(tmp_path / "global_step4", {"sample_output_file": "mine"})
+    assert chosen.generation.sample_output_file == "mine"
 
 
 def test_position_options_that_evaluation_may_change():
