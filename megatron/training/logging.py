@@ -65,24 +65,24 @@ class Logger:
             return
         if settings.log_dir:
             self._metrics = self._open("metrics.jsonl")
-        if settings.tensorboard_dir:
-            try:
+        try:
+            if self.shows_pictures:
+                import matplotlib  # noqa: F401
+            if settings.tensorboard_dir:
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise UserError(
-                    f"tensorboard-dir: tensorboard is not installed: {install_command('tracking')}; or remove the key"
-                ) from error
+            if settings.use_wandb:
+                import wandb
+        except ImportError as error:
+            raise UserError(
+                f"tensorboard-dir and use_wandb need {error.name}, which is not installed: "
+                f"{install_command('tracking')}; or remove the keys"
+            ) from error
+        if settings.tensorboard_dir:
             self._tensorboard = SummaryWriter(settings.tensorboard_dir)
             text = json.dumps(self._config.to_flat(), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
         if not settings.use_wandb:
             return
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                f"use_wandb: wandb is not installed: {install_command('tracking')}; or set use_wandb to false"
-            ) from error
         if settings.wandb_host:
             os.environ.setdefault("WANDB_BASE_URL", settings.wandb_host)
         try:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config, UserError
 from megatron.training.engine import Engine
-from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, StepLog
+from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
 
@@ -48,6 +49,16 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
         for name in files:
             with open(os.path.join(folder, name), "rb") as handle:
                 assert secret.encode() not in handle.read(), name
+
+
+@pytest.mark.parametrize(("key", "package"), [("tensorboard_dir", "matplotlib"), ("use_wandb", "wandb")])
+def test_missing_packages_are_named(tmp_path, data_path, monkeypatch, key, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    config = Config.from_flat(training_settings(tmp_path, data_path, **{key: "tb" if key != "use_wandb" else True}))
+    logger = Logger(config, SimpleNamespace(is_main=True))
+    with pytest.raises(UserError, match=rf"need {package}, which is not installed: .*tracking"):
+        logger.start_metrics()
+    logger.close()
 
 
 def test_pictures_do_not_change_the_training(tmp_path, data_path):
