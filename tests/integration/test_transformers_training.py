@@ -45,6 +45,15 @@ FAMILIES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
         {"num_kv_heads": 2, "rotary_emb_base": 1_000_000},
     ),
+    "CodeLlama and Llemma": (  # in GPT-NeoX's files, the MLP has biases
+        "Llama",
+        {
+            "intermediate_size": 48,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+        {"use_bias_in_mlp": True, "mlp_multiple_of": 16, "rotary_emb_base": 1_000_000},
+    ),
     "Mistral": (
         "Mistral",
         {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 6},
@@ -79,7 +88,8 @@ def copy_weights(model: GPT, theirs: torch.nn.Module) -> None:
         fill(layer + 2, "attention.query_key_value.weight", torch.cat(rows, dim=1).flatten(0, 1))
         fill(layer + 2, "attention.dense.weight", block["self_attn.o_proj.weight"])
         for ours, name in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
-            fill(layer + 2, f"mlp.{ours}.weight", block[f"mlp.{name}_proj.weight"])
+            for kind in ("weight", "bias") if settings.mlp_bias else ("weight",):
+                fill(layer + 2, f"mlp.{ours}.{kind}", block[f"mlp.{name}_proj.{kind}"])
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             fill(layer + 2, name, block[name])
         if settings.qk_norm:
@@ -91,8 +101,11 @@ def copy_weights(model: GPT, theirs: torch.nn.Module) -> None:
 def test_losses_are_those_of_transformers(family):
     name, their_keys, our_keys = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **their_keys)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **their_keys})
     theirs = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    for parameter_name, parameter in theirs.named_parameters():
+        if parameter_name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
     settings = ModelSettings.from_config(Config.from_flat({**KEYS, **our_keys}), padded_vocab_size=64)
     ours = GPT(settings).train()
     copy_weights(ours, theirs)
