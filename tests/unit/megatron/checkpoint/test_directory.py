@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import sys
+import traceback
+from functools import partial
 
 import pytest
 import torch
@@ -127,53 +129,85 @@ def test_checkpoints_of_later_iterations_do_not_count(tmp_path):
     assert find_step(tmp_path).name == "global_step3"
 
 
-def killed_before_event(number, action):
-    """Run `action` in a forked process that exits, without any clean-up, before its `number`-th file operation. Returns
-    False if the action completed before.
-    """
+def in_fork(action):
+    """Run `action` in a forked process, because audit hooks stay until a process ends."""
     child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    events = 0
+    if child == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-    def count(event, _):
-        nonlocal events
-        if event == "open" or event.startswith(("os.", "shutil.")):
-            events += 1
-            if events > number:
-                os._exit(9)
 
-    sys.addaudithook(count)
-    try:
+class Kills:
+    """Copies of a directory before each file operation of this process: what it leaves if it is killed there, without
+    any clean-up.
+    """
+
+    def __init__(self):
+        self._before_operation = None
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event, _):
+        before, self._before_operation = self._before_operation, None  # not before the operations of copying
+        if before is not None and (event == "open" or event.startswith(("os.", "shutil."))):
+            before()
+        self._before_operation = before
+
+    def run(self, action, directory, copies, only=None):
+        """Run `action`, and copy `directory` to `copies`/N before its N-th operation, or only before the N-th one. The
+        last copy is made at the end, if `action` has fewer operations.
+        """
+        number = 0
+
+        def before_operation():
+            nonlocal number
+            if only in (None, number):
+                shutil.copytree(directory, copies / str(number))
+            number += 1
+
+        self._before_operation = before_operation
         action()
-    finally:
-        os._exit(0)
+        self._before_operation = None
+        if only is None or number <= only:
+            shutil.copytree(directory, copies / str(number))
 
 
 @pytest.mark.parametrize("iteration", [3, 2], ids=["next", "same-again"])
 def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
-    """Saving a new iteration, and replacing the checkpoint that `latest` names."""
+    """Saving a new iteration, and replacing the checkpoint that `latest` names. Then a second kill during the clean-up
+    and a complete save.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and irrelevant for a kill
-    save(tmp_path / "template", 1)
-    save(tmp_path / "template", 2)
-    number = 0
-    while True:
-        directory = shutil.copytree(tmp_path / "template", tmp_path / str(number))
-        killed = killed_before_event(number, lambda folder=directory: save(folder, iteration, value=7, keep=1))
-        step = find_valid_step(directory)
-        value = value_of(step)
-        assert value in (2.0, 7.0)
+    saved, once, cleaned, twice = (tmp_path / name for name in ("saved", "once", "cleaned", "twice"))
+    save(saved, 1)
+    save(saved, 2)
+    in_fork(lambda: Kills().run(lambda: save(saved, iteration, value=7, keep=1), saved, once))
+    shutil.copytree(once, cleaned)
+    names = [path.name for path in once.iterdir()]
+
+    def clean_up_all():
+        kills = Kills()
+        for name in names:
+            kills.run(partial(clean_up, cleaned / name), cleaned / name, twice / name, only=int(name) % 5)
+
+    in_fork(clean_up_all)
+    assert len(names) > 21
+    values = []
+    for name in names:
+        step = find_valid_step(once / name)
         assert find_damage(step) is None
-        # A second kill during the clean-up, and then a complete save.
-        killed_before_event(number % 5, lambda folder=directory: clean_up(folder))
-        assert value_of(find_valid_step(directory)) == value
+        values.append(value_of(step))
+        (directory,) = (twice / name).iterdir()
+        assert value_of(find_valid_step(directory)) == values[-1]
         save(directory, iteration, value=8, keep=1)
         assert value_of(find_valid_step(directory)) == 8.0
         assert sorted(path.name for path in directory.iterdir()) == [f"global_step{iteration}", "latest"]
-        if not killed:
-            break
-        number += 1
-    assert number > 20
+    assert set(values) == {2.0, 7.0}
 
 
 @pytest.mark.parametrize(
