@@ -2,12 +2,15 @@
 
 - One thread, as in the processes that tests start: the order of sums depends on the number of threads.
 - Without a GPU, Triton interprets its kernels. Triton reads this setting when kernels are defined.
+- A fork does not collect garbage of its parent, such as process groups: it does not have the threads that their
+  destructors wait for, and would hang or abort.
 - transformers copies the code of models into a cache of the user. Each test process gets its own.
 - SIGINT raises KeyboardInterrupt, even if a shell started the tests in the background with SIGINT ignored.
 - Directories with slow tests run first, so that parallel workers finish at about the same time.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -20,6 +23,7 @@ if not torch.cuda.is_available() and "SIMULATED_CUDA" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="transformers_modules_")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+os.register_at_fork(after_in_child=gc.freeze)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

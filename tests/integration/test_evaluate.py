@@ -97,13 +97,13 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     run_ranks(tmp_path, [*words, str(tmp_path / "file" / "x")], expected_error="cannot write to")
 
 
-@pytest.mark.slow
 def test_a_killed_evaluation_loses_nothing(tmp_path):
     """Four kills at different records; each run continues where the last one was killed."""
     data = write_corpus(tmp_path)
     write_checkpoint(tmp_path / "checkpoints", "kerple_log", data)
-    modes = [f"window@{size}" for size in range(1, 25)]
-    words = ["--checkpoint", str(tmp_path / "checkpoints"), "--lengths", "32", "64", "--modes", *modes, "--output"]
+    lengths = [str(length) for length in range(16, 64, 2)]
+    words = ["--checkpoint", str(tmp_path / "checkpoints"), "--lengths", *lengths, "--modes", "full", "window@4"]
+    words += ["--protocol", "last-k@8", "--output"]
     results, fork = tmp_path / "killed" / "results.jsonl", multiprocessing.get_context("fork")
     for kill in range(1, 6):
         process = fork.Process(target=run_rank, args=(tmp_path, [*words, str(results.parent)], {}, 0, None))
