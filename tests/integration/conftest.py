@@ -1,8 +1,10 @@
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.checkpoints import write_corpus
+from tests.support.fork_server import ForkServer
 from tests.support.ranks import Ranks
 
 
@@ -16,3 +18,19 @@ def ranks() -> Iterator[Ranks]:
     """Two rank processes, shared by all tests: their imports take longer than most trainings."""
     with Ranks(2) as two_ranks:
         yield two_ranks
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked_scripts(fork_server, monkeypatch) -> None:
+    """Python scripts that the test starts, and those that they start, are forks of a process that has imported their
+    modules. Other tests start the same scripts in new interpreters: test_readme.py, test_launch_training.py,
+    test_orphans.py.
+    """
+    monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)

@@ -39,7 +39,7 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)
 
 
-def test_a_second_run_in_the_same_folder(tmp_path, data_path):
+def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
     """It stops on all ranks with one message, and the first run is not affected. After kill -9, the folder is free."""
     keys = {
         "eval_iters": 0,

@@ -1,7 +1,9 @@
-"""The commands in the README: marked ones are run unchanged; for the others, the configuration files are loaded. Its
-Python example is run with a small model in place of one from the Hugging Face hub.
+"""The commands in the README: marked ones are run unchanged, with a smaller model in configs/demo.yml, and most of them
+in processes that have imported their modules; for the others, the configuration files are loaded. Its Python example is
+run with a small model in place of one from the Hugging Face hub.
 """
 
+import json
 import os
 import re
 import shlex
@@ -13,9 +15,14 @@ import pytest
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from megatron.config import load_config
+from megatron.config.yaml_files import read_file
 from tests.support.runs import ROOT, environment
 
 PYTHIA = "EleutherAI/pythia-70m"
+SMALL = {"num-layers": 1, "hidden-size": 32, "eval-iters": 1, "extrapolation-tokens": 2048}
+# The first training and the evaluation start new interpreters.
+NEW_INTERPRETERS = ("python prepare_data.py", "python deepy.py evaluate.py", "train-iters=20")
+
 BLOCK = re.compile(r"(<!-- these commands are run.*?-->\n)?```bash\n(.*?)```", re.DOTALL)
 
 
@@ -37,21 +44,38 @@ def save_small_gpt_neox(folder: Path, tokenizer_file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A folder that looks like a fresh clone, where the commands may write."""
+    """A folder that looks like a fresh clone, where the commands may write. test_demo.py trains the real demo.yml."""
     folder = tmp_path_factory.mktemp("checkout")
     for path in ROOT.iterdir():
-        if path.name not in {"data", "runs", ".venv", ".git"}:
+        if path.name not in {"data", "runs", "configs", ".venv", ".git"}:
             (folder / path.name).symlink_to(path)
+    (folder / "configs").mkdir()
+    for path in (ROOT / "configs").iterdir():
+        if path.name != "demo.yml":
+            (folder / "configs" / path.name).symlink_to(path)
+    keys = {entry.key: entry.value for entry in read_file(ROOT / "configs" / "demo.yml")}
+    assert keys.keys() >= SMALL.keys()
+    (folder / "configs" / "demo.yml").write_text(json.dumps({**keys, **SMALL}))
     return folder
 
 
-def test_marked_commands_run(checkout, monkeypatch, capsys):
+def test_marked_commands_run(checkout, fork_server, monkeypatch, capsys):
     lines = commands(run=True)
     assert len(lines) >= 6
+    started = {name: sum(name in line for line in lines) for name in NEW_INTERPRETERS}
+    assert started == dict.fromkeys(NEW_INTERPRETERS, 1)
     env = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     outputs = {}
     for line in lines:
-        done = subprocess.run(["bash", "-ec", line], cwd=checkout, env=env, capture_output=True, text=True, timeout=400)
+        words = shlex.split(line)
+        assert words[0] == "python"
+        with monkeypatch.context() as context:
+            if any(name in line for name in NEW_INTERPRETERS):
+                words = ["bash", "-ec", line]
+            else:
+                words[0] = sys.executable
+                context.setattr(subprocess, "Popen", fork_server.Popen)
+            done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         outputs[line.split()[-1] if "load_model" not in line else "load_model"] = done.stdout
     assert "iteration 20/20" in outputs["train-iters=20"]

@@ -26,7 +26,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_small_sweep_from_start_to_end(tmp_path):
+def test_a_small_sweep_from_start_to_end(tmp_path, forked_scripts):
     """Six iterations, trained, evaluated and reported through the real entry points."""
     path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"], "seed": [{"seed": 7}]})
     first = start_sweep(path)

@@ -6,6 +6,7 @@ it starts Python scripts with `subprocess`, they are forks too. Linux only.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import inspect
 import os
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -56,11 +58,12 @@ def import_modules() -> None:
     for name in MODULES:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)  # a fork has no other threads
+    gc.freeze()  # a fork that visits these objects to find garbage would copy their memory
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of all descendants whose own parent has died."""
-    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+def adopt_orphans(adopt: bool = True) -> None:
+    """Make this process the parent of all descendants whose own parent dies from now on, or stop this."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
@@ -74,7 +77,13 @@ class ForkedPython(subprocess.Popen):
         if not script or words[0] != sys.executable or not script[0].endswith(".py"):
             super()._execute_child(*values)
             return
-        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        self.pid = self._start_script(script, given, [given["p2cread"], given["c2pwrite"], given["errwrite"]])
+        self._child_created = True
+        names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in names))
+
+    def _start_script(self, words: Sequence[str], given: Mapping[str, Any], streams: Sequence[int]) -> int:
+        """Run `python WORDS` as a child of this process; returns its id. given: parameters of `subprocess.Popen`."""
 
         def prepare() -> None:
             if given["start_new_session"]:
@@ -82,10 +91,7 @@ class ForkedPython(subprocess.Popen):
             if given["preexec_fn"] is not None:
                 given["preexec_fn"]()
 
-        self.pid = fork_script(script, given["cwd"], given["env"], streams, given["pass_fds"], prepare)
-        self._child_created = True
-        names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in names))
+        return fork_script(words, given["cwd"], given["env"], streams, given["pass_fds"], prepare)
 
 
 def fork_script(

@@ -1,34 +1,27 @@
 """`make demo` with a few iterations: its results, and that finished steps are skipped."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from megatron.utils.errors import UserError
 from tests.support.records import record
-from tests.support.runs import ROOT
+from tests.support.runs import ROOT, environment
 from tools import demo
 
 LENGTHS = [128, 512, 2048]
 
 
-@pytest.fixture
-def run_demo(tmp_path, capfd):
-    """Run the demo with one method; returns its output as one line."""
-
-    def run(*options: str) -> str:
-        arguments = ["--output", str(tmp_path / "runs"), "--data", str(tmp_path / "data"), "--methods", "kerple_log"]
-        assert demo.main([*arguments, "--tokens", "2048", *options]) == 0
-        return " ".join(capfd.readouterr().out.split())  # joins wrapped lines
-
-    run.folder = tmp_path / "runs"
-    return run
-
-
-def test_the_demo_writes_a_report_and_skips_finished_steps(run_demo, monkeypatch):
-    output = run_demo("--iterations", "4")
-    assert "iteration 4/4" in output
-    report = run_demo.folder / "report"
+def test_the_demo_writes_a_report_and_skips_finished_steps(tmp_path, capsys, monkeypatch, forked_scripts):
+    arguments = ["--output", str(tmp_path / "runs"), "--data", str(tmp_path / "data"), "--methods", "kerple_log"]
+    arguments += ["--tokens", "2048", "--iterations"]
+    command = [sys.executable, str(ROOT / "tools" / "demo.py"), *arguments, "4"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "iteration 4/4" in done.stdout
+    report = tmp_path / "runs" / "report"
     rows = json.loads((report / "extrapolation.json").read_text())["rows"]
     assert [row["length"] for row in rows] == LENGTHS
     keys = {"pos_emb", "mode", "seed", "train_length", "length", "tokens", "loss", "perplexity"}
@@ -38,13 +31,17 @@ def test_the_demo_writes_a_report_and_skips_finished_steps(run_demo, monkeypatch
     assert (report / "extrapolation.md").read_text().count("kerple_log") >= 1
     assert (report / "extrapolation.png").read_bytes()[:4] == b"\x89PNG"
 
+    def run_again(iterations: str) -> str:
+        assert demo.main([*arguments, iterations]) == 0
+        return " ".join(capsys.readouterr().out.split())  # joins wrapped lines
+
     commands = []
     monkeypatch.setattr(demo, "run_step", lambda title, command: commands.append(command[0]) or 0)
-    assert run_demo("--iterations", "4").count("already done") == 2
+    assert run_again("4").count("already done") == 2
     assert commands == ["prepare_data.py"]  # which skips a finished corpus itself
-    assert "training again" in run_demo("--iterations", "3")
+    assert "training again" in run_again("3")
     assert commands[1:] == ["prepare_data.py", "deepy.py", "evaluate.py"]
-    assert not (run_demo.folder / "kerple_log" / "checkpoints").exists()
+    assert not (tmp_path / "runs" / "kerple_log" / "checkpoints").exists()
 
 
 def test_a_wrong_option_is_an_error_before_anything_runs(tmp_path, monkeypatch):
