@@ -3,24 +3,27 @@
 import argparse
 import csv
 import io
-import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
 from megatron.config.command_line import OptionParser, integer, number
 from megatron.reporting.terminal import print_rows, standard_output
 from megatron.utils.errors import UserError
-from megatron.utils.files import check_writable, write_atomically
+from megatron.utils.files import check_writable, read_lines, write_atomically
 from megatron.utils.progress import readable_time
+from megatron.utils.typed_json import Int, Name, check_json, load_json
 
 DESCRIPTION = "Show the loss, speed, time left and kernel parameters of a running or finished training run."
 METRICS_FILE = "metrics.jsonl"
+MAX_LINE_BYTES = 1 << 20
 STANDARD_OUTPUT = "-"
 COLUMNS = {
     "loss": ("train/loss", "{:.4f}"),
@@ -30,6 +33,7 @@ COLUMNS = {
     "tokens/s": ("train/tokens_per_second", "{:,.0f}"),
 }
 Metrics = dict[str, Any]  # of one iteration, by name
+_METRICS: TypeAdapter[Metrics] = TypeAdapter(dict[Name, Int | float | None])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,23 +72,24 @@ def metrics_file(run: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """The metrics of each logged iteration, in order. A last line that is being written is not read.
+    """The metrics of each logged iteration, in order. Incomplete lines are skipped: the last one may be being written,
+    and killed runs may have left others.
 
     If a run resumed from an earlier iteration, the metrics of the steps that it repeated are those of the last time.
 
-    Raises UserError if the file cannot be read or is not a metrics file.
+    Raises UserError if the file cannot be read or a value has a wrong type.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
     history: list[Metrics] = []
-    for number_, line in enumerate(lines, start=1):
+    for number_, line in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
+        place = f"{path}, line {number_}"
         try:
-            values = json.loads(line)
-            iteration = int(values["iteration"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}, line {number_}: not a line of a metrics file; remove it") from error
+            content = load_json(line, place, allow_nan=True)
+        except UserError:
+            continue
+        values = {name: value for name, value in check_json(content, _METRICS, place).items() if value is not None}
+        iteration = values.get("iteration")
+        if not isinstance(iteration, int):
+            raise UserError(f"{place}: iteration is missing or not an integer; give a file that training wrote")
         while history and history[-1]["iteration"] > iteration:
             history.pop()
         if history and history[-1]["iteration"] == iteration:
@@ -101,13 +106,14 @@ def is_finished(history: Sequence[Metrics]) -> bool:
 
 def seconds_left(history: Sequence[Metrics]) -> float | None:
     """The remaining training time at the speed of the latest log line; None if it cannot be estimated."""
-    trained = [values for values in history if values.get("train/tokens_per_second")]
+    trained = [values for values in history if values.get("train/tokens_per_second") and values.get("train/tokens")]
     if not trained or not trained[-1].get("last_iteration"):
         return None
     latest, before = trained[-1], trained[-2] if len(trained) > 1 else {"iteration": 0, "train/tokens": 0.0}
     tokens = latest["train/tokens"] - before["train/tokens"]
-    seconds_per_step = tokens / (latest["iteration"] - before["iteration"]) / latest["train/tokens_per_second"]
-    return float((latest["last_iteration"] - latest["iteration"]) * seconds_per_step)
+    seconds_per_step = tokens / max(1, latest["iteration"] - before["iteration"]) / latest["train/tokens_per_second"]
+    seconds = float((latest["last_iteration"] - latest["iteration"]) * seconds_per_step)
+    return seconds if math.isfinite(seconds) else None
 
 
 def print_run(console: Console, path: Path, history: Sequence[Metrics], rows: int) -> None:
@@ -158,8 +164,8 @@ def kernel_parameters(history: Sequence[Metrics]) -> dict[str, tuple[float, floa
     names = [key.removeprefix("kernel/").removesuffix("/mean") for key in (logged[-1] if logged else {})]
     return {
         name: (
-            logged[0].get(f"kernel/{name}/mean", float("nan")),
-            *(logged[-1][f"kernel/{name}/{statistic}"] for statistic in ("mean", "min", "max")),
+            logged[0].get(f"kernel/{name}/mean", math.nan),
+            *(logged[-1].get(f"kernel/{name}/{statistic}", math.nan) for statistic in ("mean", "min", "max")),
         )
         for name in names
         if f"kernel/{name}/mean" in logged[-1]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 
 import pytest
@@ -95,10 +96,28 @@ def test_a_terminal_is_updated_until_the_run_has_finished(run, monkeypatch):
     assert len(waits) == 2
 
 
-@pytest.mark.parametrize("content", ["not JSON\n", "[1]\n", '{"train/loss": 1.0}\n', '{"iteration": null}\n'])
-def test_files_that_are_not_metrics(run, content):
-    with pytest.raises(UserError, match=r"metrics.jsonl, line 2: not a line of a metrics file"):
-        main([str(run(training(1, 3.0), content))])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "must be an object"),
+        ('{"train/loss": 1.0}', "iteration is missing or not an integer"),
+        ('{"iteration": 2.5}', "iteration is missing or not an integer"),
+        ('{"iteration": 2, "train/loss": "low"}', "train/loss"),
+        ('{"iteration": 1' + 30 * "0" + "}", "iteration"),
+    ],
+)
+def test_files_that_are_not_metrics(run, content, message):
+    with pytest.raises(UserError, match=rf"metrics.jsonl, line 2: .*{message}"):
+        main([str(run(training(1, 3.0), content + "\n"))])
+
+
+def test_values_that_cannot_be_shown(run, capsys):
+    """A line that a killed run left incomplete, a loss of nan, and no speed."""
+    values = {"train/loss": math.nan, "train/tokens": 1.0, "train/tokens_per_second": math.nan, "kernel/a/mean": None}
+    main([str(run('{"iteration": 1, "tr{"iteration": 2}\n', line(3, **values)))])
+    text = capsys.readouterr().out
+    assert "iteration 3 of 100 (3%), written" in text
+    assert ["3", "nan", "nan"] in [words.split() for words in text.splitlines()]
 
 
 def test_a_folder_without_metrics(tmp_path):
