@@ -317,7 +317,7 @@ def test_resuming_every_layout_in_every_other(source, target, run_in, trained, t
         ("muon", "data", "pipeline", "fp32"),
         ("muon", "pipeline", "data", "bfloat16"),
         ("adafactor", "data", "pipeline", "fp32"),
-        ("adam", "data", "pipeline", "bfloat16"),
+        pytest.param("adam", "data", "pipeline", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_other_optimizers_in_every_layout(name, source, target, precision, trained, tmp_path):

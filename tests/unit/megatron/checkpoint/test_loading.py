@@ -118,6 +118,21 @@ def test_the_state_of_another_optimizer(trained_run, resume, tmp_path, capsys):
     assert "optimizer state not loaded: no-load-optim" in capsys.readouterr().out
 
 
+def test_an_optimizer_file_with_another_dtype(replace_file, resume):
+    """Otherwise, codes of 8-bit Adam would be loaded as numbers."""
+
+    def with_codes(content):
+        entry = content["parameters"]["0.word_embeddings.weight"]
+        entry["exp_avg_sq"] = entry["exp_avg_sq"].to(torch.uint8)
+        return content
+
+    replace_file("optimizer_rank_00000.pt", with_codes)
+    with pytest.raises(
+        CheckpointError, match=r"exp_avg_sq of 0\.word_embeddings\.weight is torch\.uint8 in the optimizer"
+    ):
+        resume()
+
+
 def test_the_directory_without_checkpoint(resume, tmp_path, capsys):
     with pytest.raises(CheckpointError, match="no checkpoint to finetune from"):
         resume(finetune=True)
