@@ -37,6 +37,7 @@ COMMANDS = {
     "evaluate": Command("megatron.cli.evaluate:main", "measure perplexity on long texts, or run tasks", "eval"),
     "generate": Command("megatron.cli.generate:main", "generate text from a checkpoint", "eval"),
     "prepare": Command("megatron.cli.prepare_data:main", "prepare a dataset and its tokenizer", "data"),
+    "init": Command("megatron.cli.init:main", "write the configuration of an experiment on your own text", "train"),
     "report": Command("megatron.cli.report:main", "write tables and figures from stored results", "report"),
     "sweep": Command("megatron.cli.sweep:main", "train, evaluate and report many runs", "all"),
     "convert": Command("megatron.cli.convert:main", "convert checkpoints to and from Hugging Face", "eval"),

@@ -28,6 +28,7 @@ autodoc_default_options = {"members": True, "imported-members": True, "show-inhe
 
 CONTENTS = {
     "Usage": [
+        "docs/tutorial",
         "docs/versions",
         "configs/README",
         "docs/data",

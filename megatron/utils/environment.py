@@ -47,3 +47,13 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def has_bf16_instructions() -> bool:
+    """Whether the processor multiplies matrices in bfloat16 (AVX512-BF16, AMX or Arm's BF16). False outside Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False
+    flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
+    return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})

@@ -1,0 +1,209 @@
+"""Write the configuration of a small experiment on your own text, with sizes that fit the text and the machine.
+
+kerple prepare NAME --from FOLDER
+kerple init NAME [-d data] [--methods kerple_log alibi] [--seeds 1234 1235]
+
+NAME.yml trains one model; NAME-sweep.yml trains every method with every seed, and compares them.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.config import load_config
+from megatron.config.command_line import OptionParser, integer
+from megatron.config.yaml_files import PACKAGED
+from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files
+from megatron.data.own_text import SPLIT
+from megatron.data.splits import split_spans
+from megatron.sweep.definition import read_sweep
+from megatron.utils.environment import has_bf16_instructions, machine
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its training. min_tokens: of the training text. steps: without the limit of `MAX_EPOCHS`."""
+
+    layers: int
+    hidden: int
+    heads: int
+    length: int
+    batch: int
+    lr: float
+    steps: int
+    min_tokens: int
+
+
+# The first one trains on a laptop in minutes; the last one is KERPLE's recipe.
+SIZES = (
+    Size(4, 128, 4, 128, 16, 2e-3, 600, 0),
+    Size(8, 512, 8, 256, 32, 1e-3, 5_000, 20_000_000),
+    Size(12, 768, 12, 512, 32, 6e-4, 50_000, 400_000_000),
+)
+MAX_EPOCHS, MIN_STEPS = 4, 50
+MULTIPLES = (1, 2, 4, 8, 16)  # tested lengths, in training lengths
+MAX_SCORED_TOKENS = 245_760
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the two files. Raises UserError if one exists, if there is no dataset of this name, or too little text."""
+    options = parse_arguments(argv)
+    prefix = options.data_dir / options.name / f"{options.name}_text_document"
+    if not Path(f"{prefix}.idx").is_file():
+        raise UserError(
+            f"there is no dataset {prefix}; prepare it first: kerple prepare {options.name} --from FOLDER "
+            f"-d {options.data_dir}"
+        )
+    for method in options.methods:
+        if not (PACKAGED / "pos_emb" / f"{method}.yml").is_file():
+            known = ", ".join(sorted(path.stem for path in (PACKAGED / "pos_emb").glob("*.yml")))
+            raise UserError(f"--methods {method}: there is no configuration pos_emb/{method}.yml; known: {known}")
+    paths = Path(f"{options.name}.yml"), Path(f"{options.name}-sweep.yml")
+    for path in paths:
+        if path.exists():
+            raise UserError(f"{path} exists; remove it to write it again")
+    texts = configuration(options.name, prefix), sweep(options.name, options.methods, options.seeds)
+    try:
+        for path, text in zip(paths, texts, strict=True):
+            write_atomically(path, text.encode())
+        load_config([paths[0], f"pos_emb/{options.methods[0]}.yml"])
+        read_sweep(paths[1])
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+    print(f"{paths[0]}: one model, for example: kerple train {paths[0]} pos_emb/{options.methods[0]}.yml")
+    runs = len(options.methods) * len(options.seeds)
+    print(f"{paths[1]}: {runs} models and their comparison: kerple sweep {paths[1]}")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", metavar="NAME", help="dataset that `kerple prepare NAME` has prepared")
+    parser.add_argument(
+        "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="its folder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["kerple_log", "alibi"],
+        metavar="METHOD",
+        help="positional methods to compare (default: kerple_log alibi)",
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=integer(0), default=[1234, 1235], help="seeds of each method (default: 1234 1235)"
+    )
+    return parser.parse_args(argv)
+
+
+def configuration(name: str, prefix: Path) -> str:
+    """The training configuration for a dataset, as commented YAML. Raises UserError if there is too little text."""
+    train, valid, _ = _split_tokens(open_indexed_files(prefix))
+    on_gpu = torch.cuda.is_available()
+    size = max(
+        (size for size in SIZES if size.min_tokens <= train and (on_gpu or size == SIZES[0])),
+        key=lambda size: size.min_tokens,
+    )
+    step_tokens = size.length * size.batch
+    steps = min(size.steps, MAX_EPOCHS * train // step_tokens)
+    lengths = [size.length * multiple for multiple in MULTIPLES if size.length * multiple <= valid // 4]
+    if steps < MIN_STEPS or not lengths:
+        needed = max(MIN_STEPS * step_tokens // MAX_EPOCHS, 1)
+        raise UserError(
+            f"{prefix} has {train:,} tokens for training and {valid:,} for validation, but at least {needed:,} and "
+            f"{4 * size.length:,} are needed; prepare more text"
+        )
+    scored = min(valid, MAX_SCORED_TOKENS) // lengths[-1] * lengths[-1]
+    if on_gpu:
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        bf16 = has_bf16_instructions()
+    epochs = steps * step_tokens / train
+    folder = f"runs/{name}/{{pos-emb}}-{{seed}}"
+    return f"""\
+# Written by `kerple init {name}` for {train:,} tokens of training text and this machine: {machine()}.
+# configs/neox_arguments.md describes every key. Train with: kerple train {name}.yml pos_emb/kerple_log.yml
+{{
+  # The model. The positional method comes from a second file (pos_emb/*.yml).
+  "num-layers": {size.layers},
+  "hidden-size": {size.hidden},
+  "num-attention-heads": {size.heads},
+  "norm": "layernorm",
+  "no-weight-tying": true,
+  # Sequences are short in training; evaluation is up to {lengths[-1] // size.length} times as long.
+  "seq-length": {size.length},
+  "max-position-embeddings": {size.length},
+  # {_PRECISION[bf16, on_gpu]}
+  "precision": "{"bfloat16" if bf16 else "fp32"}",
+
+  # The text, divided into training, validation and test.
+  "data-path": "{prefix.as_posix()}",
+  "split": "{SPLIT}",
+  "tokenizer-type": "HFTokenizer",
+  "vocab-file": "{(prefix.parent / "tokenizer.json").as_posix()}",
+  "num-workers": 0,
+
+  # {steps:,} steps of {step_tokens:,} tokens read the training text {epochs:.2g} times.
+  "train-iters": {steps},
+  "lr-decay-iters": {steps},
+  "train_micro_batch_size_per_gpu": {size.batch},
+  "optimizer": {{"type": "Adam", "params": {{"lr": {size.lr}, "betas": [0.9, 0.999], "eps": 1.0e-8}}}},
+  "lr-decay-style": "cosine",
+  "warmup": 0.01,
+  "gradient_clipping": 1.0,
+  "weight-decay": 0.0,
+  "hidden-dropout": 0.0,
+  "attention-dropout": 0.0,
+
+  # Validation and checkpoints. After an interruption, the same command continues from the last checkpoint.
+  "seed": 1234,
+  "log-interval": {max(1, steps // 20)},
+  "eval-interval": {max(1, steps // 4)},
+  "eval-iters": 10,
+  "save-interval": {max(1, steps // 4)},
+  "keep-last-n-checkpoints": 1,
+  "save": "{folder}/checkpoints",
+  "load": "{folder}/checkpoints",
+  "log-dir": "{folder}/logs",
+
+  # Evaluation: the lengths, and how many tokens of the validation text to score at each.
+  "evaluation-lengths": {lengths},
+  "eval-tokens": {scored},
+}}
+"""
+
+
+_PRECISION = {
+    (True, False): "This processor multiplies matrices in bfloat16 faster than in fp32.",
+    (True, True): "bfloat16 is faster than fp32 on this GPU.",
+    (False, False): "This processor has no instructions for bfloat16.",
+    (False, True): "This GPU has no instructions for bfloat16.",
+}
+
+
+def sweep(name: str, methods: Sequence[str], seeds: Sequence[int]) -> str:
+    """The sweep over methods and seeds, as commented YAML."""
+    files = "".join(f"    - pos_emb/{method}.yml\n" for method in methods)
+    return f"""\
+# Written by `kerple init {name}`. Every method is trained with every seed, and tested at the lengths in {name}.yml.
+# Run it, and resume it, with: kerple sweep {name}-sweep.yml
+title: {name}
+output: runs/{name}/sweep
+base: [{name}.yml]
+axes:
+  pos_emb:
+{files}  seed: [{", ".join(f"{{seed: {seed}}}" for seed in seeds)}]
+evaluation: {{by-position: true}}
+"""
+
+
+def _split_tokens(files: IndexedFiles) -> list[int]:
+    """The number of tokens for training, validation and test."""
+    offsets = files.offsets()
+    spans = split_spans(SPLIT, len(offsets) - 1)
+    return [int(offsets[span[1]] - offsets[span[0]]) if span else 0 for span in spans]

@@ -1,0 +1,99 @@
+"""Configurations for the user's own text."""
+
+import re
+
+import pytest
+import torch
+
+from megatron.cli import init
+from megatron.config import load_config
+from megatron.data.prepare import PrepareOptions, prepare
+from megatron.sweep.definition import read_sweep
+from megatron.utils.errors import UserError
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    """A function that prepares `size` bytes of text as data/mytext in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def prepare_text(size):
+        lines = (f"{number * number} is the square of {number}.\n\n" for number in range(10**6))
+        text = "".join(line for line, _ in zip(lines, range(size // 30), strict=False))
+        (tmp_path / "text.md").write_text(text)
+        prepare(PrepareOptions("mytext", sources=("text.md",), vocab_size=300))
+
+    return prepare_text
+
+
+def test_files(dataset, tmp_path, capsys):
+    dataset(150_000)
+    capsys.readouterr()
+    init.main(["mytext", "--methods", "kerple_log", "rotary", "--seeds", "1", "2"])
+    assert capsys.readouterr().out == (
+        "mytext.yml: one model, for example: kerple train mytext.yml pos_emb/kerple_log.yml\n"
+        "mytext-sweep.yml: 4 models and their comparison: kerple sweep mytext-sweep.yml\n"
+    )
+    sweep = read_sweep("mytext-sweep.yml")
+    configs = [sweep.configuration(choices) for choices in sweep.combinations()]
+    assert [(config.model.pos_emb, config.training.seed) for config in configs] == [
+        ("kerple_log", 1),
+        ("kerple_log", 2),
+        ("rotary", 1),
+        ("rotary", 2),
+    ]
+    config = load_config(["mytext.yml", "pos_emb/kerple_log.yml"])
+    text = (tmp_path / "mytext.yml").read_text()
+    train_tokens = int(re.search(r"for ([\d,]+) tokens of training text", text)[1].replace(",", ""))
+    steps = config.schedule.train_iters
+    assert steps == min(600, 4 * train_tokens // 2048)
+    assert config.data.split == "80,10,10"
+    lengths = config.evaluation.lengths
+    assert lengths[0] == config.model.seq_length == 128
+    assert 4 * lengths[-1] <= train_tokens / 8 < 8 * lengths[-1] or len(lengths) == 5
+    assert config.evaluation.tokens % lengths[-1] == 0
+    assert sweep.evaluation == (("--by-position",),)
+
+
+@pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bfloat16"), (False, "fp32")])
+def test_precision(dataset, monkeypatch, has_bf16, precision):
+    dataset(150_000)
+    monkeypatch.setattr(init, "has_bf16_instructions", lambda: has_bf16)
+    init.main(["mytext"])
+    assert load_config(["mytext.yml"]).precision.precision == precision
+
+
+def test_sizes_for_a_gpu(dataset, monkeypatch):
+    dataset(150_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(init, "machine", lambda: "a GPU")
+    tokens = [100_000_000, 10_000_000, 10_000_000]
+    monkeypatch.setattr(init, "_split_tokens", lambda files: tokens)
+    init.main(["mytext"])
+    config = load_config(["mytext.yml"])
+    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (8, 512, 256)
+    assert config.schedule.train_iters == 5000
+    assert config.evaluation.lengths == (256, 512, 1024, 2048, 4096)
+
+
+def test_errors(dataset, tmp_path):
+    with pytest.raises(
+        UserError, match="there is no dataset data/mytext/mytext_text_document; prepare it first: kerple"
+    ):
+        init.main(["mytext"])
+    dataset(10_000)
+    with pytest.raises(
+        UserError, match=r"tokens for training and .* for validation, but at least 25,600 and 512 are needed"
+    ):
+        init.main(["mytext"])
+    with pytest.raises(
+        UserError, match=r"--methods kerple_lgo: there is no configuration pos_emb/kerple_lgo.yml; known:"
+    ):
+        init.main(["mytext", "--methods", "kerple_lgo"])
+    assert not list(tmp_path.glob("*.yml"))
+    (tmp_path / "mytext-sweep.yml").write_text("mine")
+    with pytest.raises(UserError, match=r"mytext-sweep.yml exists; remove it to write it again"):
+        init.main(["mytext"])
+    assert [path.name for path in tmp_path.glob("*.yml")] == ["mytext-sweep.yml"]
