@@ -168,12 +168,13 @@ class Tables(NamedTuple):
     @classmethod
     def of(cls, method: nn.Module, layout: Layout, device: torch.device) -> "Tables":
         distance = torch.arange(layout.total, dtype=torch.float32, device=device)
-        if method.modifies_scores:
-            return cls(method.table(distance), None)
-        return cls(
-            method.bias(distance) if method.has_bias else None,
-            method.weight(distance) if method.has_weight else None,
-        )
+        with torch.autocast(device.type, enabled=False):
+            if method.modifies_scores:
+                return cls(method.table(distance), None)
+            return cls(
+                method.bias(distance) if method.has_bias else None,
+                method.weight(distance) if method.has_weight else None,
+            )
 
 
 def attend(query, key, value, method, tables, layout, dropout, implementation, output_attentions):
@@ -187,7 +188,9 @@ def attend(query, key, value, method, tables, layout, dropout, implementation, o
         return attend_to_texts(query, key, value, method, tables, layout, dropout, implementation, output_attentions)
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
     if implementation == "eager" or output_attentions:
-        return eager_attention(query, key, value, method, tables, layout, dropout, places if output_attentions else 0)
+        places = places if output_attentions else 0
+        with torch.autocast(query.device.type, enabled=False):
+            return eager_attention(query, key, value, method, tables, layout, dropout, places)
     attention = sdpa_attention if implementation == "sdpa" else flex_attention
     return attention(query, key, value, tables, layout, dropout), None
 

@@ -97,7 +97,8 @@ class KerpleAttention(nn.Module):
         query, key, value = states.split((self.queries_per_key, 1, 1), dim=3)
         query, key, value = query.transpose(2, 3).flatten(1, 2), key.squeeze(3), value.squeeze(3)
         if self.config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+            # Autocast computes norms in float32.
+            query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
         query, key = layout.rotate(method, query, key)
         if past_key_values is not None:
             # transformers 4 needs the places in a static cache.
@@ -258,7 +259,8 @@ class KerpleModel(KerplePreTrainedModel):
         hidden = self.emb_dropout(layout.embed(method, hidden))
         tables = Tables(None, None) if self.positional is None else Tables.of(method, layout, hidden.device)
         all_states, all_probabilities = [hidden], []
-        for layer in self.layers:
+        # Early exit changes the number of layers in the configuration.
+        for layer in self.layers[: config.num_hidden_layers]:
             hidden, probabilities = layer(
                 hidden,
                 *tables,
