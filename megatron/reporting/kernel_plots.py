@@ -37,10 +37,11 @@ SEED = 1234
 
 
 class MethodOfModel(NamedTuple):
-    """A positional method and the shape of the model it was built for."""
+    """A positional method, the shape of the model it was built for, and the number of distances to plot."""
 
     method: PositionalMethod
     shape: ModelShape
+    num_distances: int = NUM_DISTANCES
 
 
 def initial_methods() -> dict[str, MethodOfModel]:
@@ -71,26 +72,28 @@ def trained_methods(folders: Sequence[str | Path]) -> dict[str, MethodOfModel]:
 
 
 @torch.no_grad()
-def distance_curves(method: PositionalMethod, shape: ModelShape = SHAPE) -> dict[str, Tensor]:
-    """The effect of the method at distances 0 to NUM_DISTANCES - 1: axis label -> float32 [heads, NUM_DISTANCES].
+def distance_curves(
+    method: PositionalMethod, shape: ModelShape = SHAPE, num_distances: int = NUM_DISTANCES
+) -> dict[str, Tensor]:
+    """The effect of the method at distances 0 to num_distances - 1: axis label -> float32 [heads, num_distances].
 
-    - Methods that modify scores: the result for scores of 0 and a query of zeros at position NUM_DISTANCES - 1; empty
+    - Methods that modify scores: the result for scores of 0 and a query of zeros at position num_distances - 1; empty
       if it is the same for all distances.
-    - Methods that rotate: the dot product of a query and a key of ones, divided by the head size, `[1, NUM_DISTANCES]`.
+    - Methods that rotate: the dot product of a query and a key of ones, divided by the head size, `[1, num_distances]`.
     - Other methods: their bias and weight, if they have them.
     """
-    positions = torch.arange(NUM_DISTANCES)
+    positions = torch.arange(num_distances)
     last = positions[-1:]
     if method.modifies_scores:
         zeros = torch.zeros(1, shape.num_heads, 1, shape.head_size)
         query, _ = method.rotate(zeros, zeros[:, :, :0], last, positions[:0])
-        scores = torch.zeros(1, shape.num_heads, 1, NUM_DISTANCES)
-        mask = torch.zeros(1, NUM_DISTANCES, dtype=torch.bool)
-        table = score_table(method, NUM_DISTANCES, "cpu")
+        scores = torch.zeros(1, shape.num_heads, 1, num_distances)
+        mask = torch.zeros(1, num_distances, dtype=torch.bool)
+        table = score_table(method, num_distances, "cpu")
         modified = method.final_scores(scores, query, last, positions, mask, table)[0, :, 0].flip(-1)
         return {"modified score of 0": modified} if modified.std(dim=1).any() else {}
     if method.rotates:
-        ones = torch.ones(1, 1, NUM_DISTANCES, shape.head_size)
+        ones = torch.ones(1, 1, num_distances, shape.head_size)
         query, key = method.eval().rotate(ones[:, :, -1:], ones, last, positions)
         if method.scales_qk:
             query, key = method.scale_qk(query, key, last, positions)

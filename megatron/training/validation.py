@@ -14,6 +14,7 @@ from megatron.evaluation.text import Text, validation_text
 from megatron.training.distributed import Layout
 from megatron.training.engine import Engine
 from megatron.training.logging import Logger
+from megatron.utils.errors import first_line
 from megatron.utils.progress import readable_time
 
 
@@ -29,6 +30,7 @@ class Validator:
         self._engine, self._logger = engine, logger
         self._valid_dataset, self._test_dataset = valid_dataset, test_dataset
         self.validated_at: int | None = None  # iteration
+        self._failed_picture = False
 
     def validate(self, state: TrainingState) -> None:
         """Log the mean loss of the next `eval-iters` global batches of the validation samples."""
@@ -46,13 +48,23 @@ class Validator:
 
     def _plot_kernels(self, iteration: int) -> None:
         """Log a picture of the bias and weight by distance, if the positional method has parameters. A collective."""
-        from megatron.reporting.kernel_plots import MethodOfModel, method_picture  # imports matplotlib
+        from megatron.reporting.kernel_plots import NUM_DISTANCES, MethodOfModel, method_picture  # imports matplotlib
 
-        method = self._engine.trained_method()
-        if method is None or not self._engine.layout.is_main:
+        engine, method = self._engine, self._engine.trained_method()
+        if method is None or not engine.layout.is_main:
             return
-        stages = {f"iteration {iteration:,}": MethodOfModel(method, self._engine.settings.shape())}
-        picture = method_picture(self._engine.config.model.pos_emb, stages)
+        num_distances = max(NUM_DISTANCES, 4 * engine.seq_length)
+        stages = {f"iteration {iteration:,}": MethodOfModel(method, engine.settings.shape(), num_distances)}
+        try:
+            picture = method_picture(engine.config.model.pos_emb, stages)
+        except Exception as error:  # the method may be the user's own, and have no values for these distances
+            if not self._failed_picture:
+                self._logger.info(
+                    f"no pictures of {engine.config.model.pos_emb} at distances up to {num_distances:,}: "
+                    f"{type(error).__name__}: {first_line(error)}"
+                )
+            self._failed_picture = True
+            return
         if picture is not None:
             self._logger.picture("kernel/by_distance", picture, iteration)
 

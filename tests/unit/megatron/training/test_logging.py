@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config, UserError
+from megatron.reporting import kernel_plots
 from megatron.training.engine import Engine
 from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog
 from megatron.training.loop import train
@@ -70,6 +71,19 @@ def test_pictures_do_not_change_the_training(tmp_path, data_path):
         train(Config.from_flat(settings))
         losses.append(metrics(tmp_path / str(folder is None)))
     assert losses[0] == losses[1]
+
+
+def test_a_method_that_cannot_be_plotted_does_not_stop_the_training(tmp_path, data_path, monkeypatch):
+    def fail(name, stages):
+        (stage,) = stages.values()
+        raise IndexError(f"index {stage.num_distances} is out of bounds")
+
+    monkeypatch.setattr(kernel_plots, "method_picture", fail)
+    keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "save": None}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    log = (tmp_path / "logs" / "train.log").read_text()
+    assert log.count("no pictures of kerple_log at distances up to 1,024: IndexError: index 1024 is out") == 1
+    assert list(metrics(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_mfu_uses_the_configured_peak(tmp_path, data_path):
