@@ -65,7 +65,7 @@ def kill_and_wait(process: subprocess.Popen, seconds: float = 20) -> None:
     ],
     ids=["saves", "hangs", "starts"],
 )
-def test_deepy(delay, handler, wait_for, saved, tmp_path):
+def test_deepy(delay, handler, wait_for, saved, tmp_path, forked_scripts):
     (tmp_path / "script.py").write_text(SCRIPT.format(delay=delay, handler=handler))
     (tmp_path / "model.yml").write_text(
         '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'

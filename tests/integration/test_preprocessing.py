@@ -81,7 +81,7 @@ def test_repeated_kills(tmp_path):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_with_workers(tmp_path, signal_number):
+def test_interrupted_with_workers(tmp_path, signal_number, forked_scripts):
     """No file under the final name and no worker process remains, and the next run succeeds."""
     large = tmp_path / "large.jsonl"
     large.write_bytes((b'{"text": "' + b"x" * 4000 + b'"}\n') * 20000)
@@ -110,7 +110,7 @@ def test_interrupted_with_workers(tmp_path, signal_number):
     assert open_indexed_files(tmp_path / "out_text_document").tokens == 4
 
 
-def test_prepare_data_command(tmp_path):
+def test_prepare_data_command(tmp_path, forked_scripts):
     """The standard library of the running interpreter."""
     command = [sys.executable, "prepare_data.py", "-d", str(tmp_path), "-t", "CharLevelTokenizer", "python_stdlib"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
