@@ -129,7 +129,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # Logging and profiling.
     **_unsupported("set tensorboard_dir", "tensorboard"),
     **_unsupported("set use_wandb and the wandb_ keys", "wandb"),
-    **_unsupported("set tensorboard_dir or use_wandb", "csv_monitor"),
+    **_unsupported("set log_dir; tools/watch.py writes the metrics in it as CSV", "csv_monitor"),
     **_unsupported("perplexity is always per token", "char_level_ppl", off=(False,)),
     **_unsupported("logits are not written to files; use megatron.inference", "return_logits", off=(False,)),
     **_unsupported("precomputed log-probabilities are not supported", "precompute_model_name"),

@@ -472,7 +472,9 @@ class CheckpointConfig(Group):
 class LoggingConfig(Group):
     """Logging"""
 
-    log_dir: PathText | None = key(None, "Folder for a copy of the console output. Default: none.", placeholders=True)
+    log_dir: PathText | None = key(
+        None, "Folder for a copy of the console output and for metrics.jsonl. Default: none.", placeholders=True
+    )
     peak_theoretical_tflops: float | None = key(
         None,
         "Peak of the device in TFLOP/s, for the MFU in the log. Default: the dense bf16 peak, if the GPU is known.",
