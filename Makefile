@@ -1,5 +1,5 @@
 # make setup       create .venv with all dependencies (does nothing if it is up to date)
-# make demo        prepare a corpus, train three small models at length 128, evaluate them up to 2,048
+# make demo        install what the demo needs, prepare a corpus, train three small models at length 128, evaluate them
 # make test        all tests
 # make test-unit   unit tests only; they start no processes
 # make test-hosts  training on two hosts emulated on this machine; as root, this installs the Debian packages it needs
@@ -12,6 +12,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+# On Linux, PyTorch's wheels on PyPI contain CUDA and need 3 GB. Without an NVIDIA GPU, take those of PyTorch's CPU index,
+# whose versions (2.13.0+cpu) pip prefers. `make demo TORCH_OPTIONS=` takes what pip is configured for.
+TORCH_OPTIONS ?= $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
+# If uv is installed, it is used. It finds the build of PyTorch for this machine itself.
+UV := $(shell command -v uv)
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -19,14 +24,35 @@ PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loa
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: $(wildcard requirements/*.txt)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77" wheel
-	$(BIN)/pip install --quiet "$(TORCH)"
-	DS_BUILD_OPS=0 $(BIN)/pip install --quiet -r requirements/dev.txt
-	touch $@
+ifdef UV
+CREATE := $(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
+INSTALL := $(UV) pip install --quiet --python $(VENV)
+INSTALL_TORCH := $(INSTALL) $(if $(TORCH_OPTIONS),--torch-backend=auto)
+else
+# By default, pip compiles all modules of all packages, which takes time and space. Python compiles what it imports.
+CREATE := $(PYTHON) -m venv $(VENV)
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+# The next step installs the dependencies of torch, from PyPI.
+INSTALL_TORCH := $(INSTALL) --no-deps $(TORCH_OPTIONS)
+endif
 
-demo: setup
+$(VENV)/.torch:
+	@echo "creating $(VENV) and installing $(TORCH)"
+	@$(CREATE)
+	@$(INSTALL_TORCH) "$(TORCH)"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch requirements/core.txt requirements/train.txt requirements/demo.txt
+	@echo "installing DeepSpeed, megatron-core and the other packages in requirements/demo.txt"
+	@DS_BUILD_OPS=0 $(INSTALL) "setuptools>=77" wheel -r requirements/demo.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.demo $(wildcard requirements/*.txt)
+	@echo "installing the packages for tests and lint in requirements/dev.txt"
+	@DS_BUILD_OPS=0 $(INSTALL) -r requirements/dev.txt
+	@touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
 
 test: setup

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 
@@ -28,6 +29,7 @@ from megatron.config.command_line import OptionParser, integer, run_main  # noqa
 from megatron.evaluation.records import ExtrapolationRecord, extrapolation_records, read_results  # noqa: E402
 from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
 from megatron.reporting.differences import PairedLosses  # noqa: E402
+from megatron.utils.environment import has_bf16_instructions  # noqa: E402
 from megatron.utils.errors import UserError, shortened  # noqa: E402
 from megatron.utils.files import check_writable, read_file, write_atomically  # noqa: E402
 from megatron.utils.locks import Lock  # noqa: E402
@@ -47,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the steps that are not finished. Returns 0, or the exit status of the step that failed."""
     options = parse_options(argv)
     check_options(options)
+    if options.precision is None:
+        options.precision = "bfloat16" if not torch.cuda.is_available() and has_bf16_instructions() else "fp32"
+        reason = "has" if options.precision == "bfloat16" else "is not known to have"
+        where = "a GPU" if torch.cuda.is_available() else f"a processor that {reason} bfloat16 instructions"
+        console.print(f"training in {options.precision}, on {where} (--precision chooses)", markup=False)
     check_writable(options.output, "--output")
     check_writable(options.data, "--data")
     with Lock(options.output / "demo.lock", f"{options.output}: another demo is using this folder; wait until it ends"):
@@ -113,7 +120,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--iterations", type=integer(1), default=600, help="training iterations per model (%(default)s)"
     )
     parser.add_argument(
-        "--tokens", type=integer(1), default=245_760, help="tokens to score, the same at every length (%(default)s)"
+        "--precision",
+        choices=("fp32", "bfloat16"),
+        help="precision of training (default: bfloat16 on processors with instructions for it, otherwise fp32)",
+    )
+    parser.add_argument(
+        "--tokens", type=integer(1), default=163_840, help="tokens to score, the same at every length (%(default)s)"
     )
     return parser.parse_args(argv)
 
@@ -167,6 +179,7 @@ def train(method: str, options: argparse.Namespace) -> int:
         return 0
     write_inputs(folder, inputs)
     settings = {
+        "precision": options.precision,
         "train-iters": options.iterations,
         "lr-decay-iters": options.iterations,
         "save": checkpoints,
@@ -203,7 +216,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def training_inputs(method: str, options: argparse.Namespace) -> dict[str, object]:
-    """Checksums of the files that determine a trained model, and its number of iterations."""
+    """Checksums of the files that determine a trained model, its number of iterations and its precision."""
     corpus = options.data / CORPUS
     files = {
         "corpus": corpus / f"{CORPUS}_text_document.idx",
@@ -212,7 +225,7 @@ def training_inputs(method: str, options: argparse.Namespace) -> dict[str, objec
         "method": ROOT / "configs" / "pos_emb" / f"{method}.yml",
     }
     checksums = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
-    return {**checksums, "iterations": options.iterations}
+    return {**checksums, "iterations": options.iterations, "precision": options.precision}
 
 
 def read_inputs(folder: Path) -> object:

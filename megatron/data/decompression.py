@@ -6,9 +6,7 @@ import lzma
 from collections.abc import Callable
 from typing import BinaryIO, Protocol, cast
 
-import zstandard
-
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, install_command
 
 # Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
@@ -22,13 +20,20 @@ def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
     """Return a stream of the decompressed content, or `raw` itself if `suffix` does not name a compression.
 
     Raises:
-        UserError: while reading Zstandard or xz: the file is truncated. The libraries raise exceptions of their own.
+        UserError: for Zstandard, if the package zstandard is not installed; while reading Zstandard or xz, if the file
+            is truncated. For other damage, the libraries raise exceptions of their own, and Zstandard ValueError.
     """
     if suffix in (".gz", ".tgz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if suffix == ".xz":
         return cast(BinaryIO, io.BufferedReader(_DecompressedStream(raw, source, _XzFrame), BLOCK))
     if suffix == ".zst":
+        try:
+            import zstandard  # noqa: F401 (checked here, where the name of the file is known)
+        except ImportError as error:
+            raise UserError(
+                f"reading {source} needs the package zstandard, which is not installed: {install_command('data')}"
+            ) from error
         return cast(BinaryIO, io.BufferedReader(_DecompressedStream(raw, source, _ZstdFrame), BLOCK))
     return raw
 
@@ -49,8 +54,16 @@ class _ZstdFrame:
     needs_input = True
 
     def __init__(self) -> None:
+        import zstandard
+
         self._frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
-        self.decompress = self._frame.decompress
+        self._error = zstandard.ZstdError
+
+    def decompress(self, compressed: bytes) -> bytes:
+        try:
+            return self._frame.decompress(compressed)
+        except self._error as error:
+            raise ValueError(str(error)) from error
 
     @property
     def eof(self) -> bool:

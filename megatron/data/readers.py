@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
 
-import zstandard
-
 from megatron.data.decompression import BLOCK, decompress
 from megatron.data.input_files import READABLE, SEEKABLE_FORMATS, InputFile, file_format, is_hidden
 from megatron.utils.errors import UserError, first_line, install_command
@@ -40,7 +38,7 @@ _MAX_GLOBAL_HEADERS = 100  # kept for all members; git archive writes one
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
     *(EOFError, ValueError, OverflowError, NotImplementedError, LookupError, AttributeError, struct.error),
-    *(zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, zipfile.BadZipFile),
+    *(zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
 )
 
 

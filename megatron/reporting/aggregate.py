@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pandas import DataFrame, Series, concat
-from scipy.stats import ttest_rel
 
 from megatron.reporting.formatting import slug
 from megatron.utils.errors import UserError
@@ -163,6 +162,8 @@ def p_value(first: Series, second: Series) -> float | None:
     pairs = _pairs(first, second)
     if len(pairs) < 2:
         return None
+    from scipy.stats import ttest_rel  # large; `make demo` does not install it
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about differences that are equal up to rounding
         p = float(ttest_rel(pairs["first"], pairs["second"]).pvalue)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @cache
@@ -41,7 +42,7 @@ def versions() -> str:
 def processor() -> str:
     """The model name of the processor."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in CPU_INFO.read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
@@ -52,7 +53,7 @@ def processor() -> str:
 def has_bf16_instructions() -> bool:
     """Whether the processor multiplies matrices in bfloat16 (AVX512-BF16, AMX or Arm's BF16). False outside Linux."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = CPU_INFO.read_text().splitlines()
     except OSError:
         return False
     flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}

@@ -36,6 +36,20 @@ def test_requirement_files(path):
             assert Requirement(line).specifier
 
 
+def test_the_demo_needs_a_part_of_the_extras():
+    """And no package that only other commands import: those would make its installation larger."""
+    (demo, *extras) = [
+        {
+            Requirement(line).name: line
+            for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+            if line and not line.startswith(("#", "-r"))
+        }
+        for name in ("demo", "core", "train", "report")
+    ]
+    assert all(demo[name] in extra.values() for name in demo for extra in extras if name in extra)
+    assert demo.keys() <= extras[-1].keys()
+
+
 def test_files_in_the_dockerfile_exist_and_are_not_ignored():
     ignored = (ROOT / ".dockerignore").read_text().split()
     copied = re.findall(r"^COPY (\S+) ", IMAGE, flags=re.MULTILINE)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron.utils.environment import has_bf16_instructions
 from megatron.utils.errors import UserError
 from tests.support.records import record
 from tests.support.runs import ROOT, environment
@@ -21,6 +22,9 @@ def test_the_demo_writes_a_report_and_skips_finished_steps(tmp_path, capsys, mon
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "iteration 4/4" in done.stdout
+    precision = "bfloat16" if has_bf16_instructions() else "fp32"
+    assert done.stdout.startswith(f"training in {precision}, on a processor that ")
+    assert json.loads((tmp_path / "runs" / "kerple_log" / "made_from.json").read_text())["precision"] == precision
     report = tmp_path / "runs" / "report"
     rows = json.loads((report / "extrapolation.json").read_text())["rows"]
     assert [row["length"] for row in rows] == LENGTHS

@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import sys
 
 import pytest
 import zstandard
@@ -21,6 +22,13 @@ def test_truncated_compressed_file(tmp_path, compression, fraction):
     path.write_bytes(content[: int(len(content) * fraction)])
     with pytest.raises(UserError, match=rf"a.jsonl{compression} is (damaged or )?truncated"):
         read_inputs(path)
+
+
+def test_zstandard_is_optional(tmp_path, monkeypatch):
+    (tmp_path / "a.txt.zst").write_bytes(zstandard.compress(b"text"))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UserError, match=r"a.txt.zst needs the package zstandard, which is not installed: pip install"):
+        read_inputs(tmp_path / "a.txt.zst")
 
 
 def test_window_of_a_decompressor(tmp_path):

@@ -16,6 +16,25 @@ def no_cache():
     environment.commit.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags : fpu amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags : fpu avx512f", False),
+        ("model name : bf16", False),
+    ],
+)
+def test_bfloat16_instructions(line, expected, tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"processor\t: 0\n{line}\n")
+    monkeypatch.setattr(environment, "CPU_INFO", path)
+    assert environment.has_bf16_instructions() == expected
+    path.unlink()
+    assert not environment.has_bf16_instructions()
+
+
 @pytest.mark.parametrize(("status", "git", "expected"), [(0, True, "ab12-dirty"), (128, True, None), (0, False, None)])
 def test_the_commit_is_that_of_this_working_tree(status, git, expected, tmp_path, monkeypatch):
     def run(command, **options):
