@@ -27,7 +27,7 @@ from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Settin
 from megatron.reporting.checkpoint_figures import effective_length_plot
 from megatron.reporting.claims import PROTOCOL, VERDICTS, claims_table, evaluate_claims
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
-from megatron.reporting.figures import ZOOM_RATIO, mean_position_curve, perplexity_measurements, perplexity_plot
+from megatron.reporting.figures import mean_position_curve, perplexity_measurements, perplexity_plot
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, format_number, slug
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
@@ -264,7 +264,9 @@ def _wide(panels: int) -> Style:
 
 
 def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
-    """Perplexity by length, a panel per corpus. The lines of methods that degrade quickly leave the panels."""
+    """Perplexity by length, a panel per corpus, up to the highest one at the shortest length. The lines of methods
+    that degrade beyond it leave the panels.
+    """
     columns = style.columns(len(perplexities.settings))
     figure, panels = new_figure(style, len(perplexities.settings), columns, sharex=True)
     handles: dict[str, Any] = {}
@@ -272,7 +274,7 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
         curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
         curves = {method: curve for method, curve in curves.items() if len(curve)}
         low = min(curve["mean"].min() for curve in curves.values())
-        high = max((top for curve in curves.values() if (top := curve["mean"].max()) <= ZOOM_RATIO * low), default=low)
+        high = max(curve["mean"].iloc[0] for curve in curves.values())
         axes.set_ylim(low - 0.1 * (high - low) - 0.01 * low, high + 0.15 * (high - low) + 0.01 * low)
         length_ticks(axes, style, perplexities.lengths, columns)
         if setting.train_length is not None:
