@@ -34,7 +34,7 @@ FILE = Path(__file__).with_name("claims.yml")
 PROTOCOL = "non-overlapping"
 MIN_METHODS = 4  # for a rank correlation
 
-Verdict = Literal["holds", "does not hold", "inconclusive", "not measured"]
+Verdict = Literal["holds", "does not hold", "inconclusive", "one seed", "not measured"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -126,6 +126,8 @@ class Result:
     def verdict(self) -> Verdict:
         if self.estimate is None:
             return "not measured"
+        if self.p is None and len(self.estimate.by_run) == 1:
+            return "one seed"
         if self.p is None or self.p >= ALPHA:
             return "inconclusive"
         return "holds" if self.estimate.mean < self.claim.limit else "does not hold"
@@ -401,7 +403,7 @@ def _cells(result: Result, corpora: Sequence[str | None]) -> tuple[Cell, ...]:
     by_corpus = (estimate.by_corpus.get(corpus) for corpus in corpora)
     p = NOT_MEASURED if result.p is None else "<0.0001" if result.p < 1e-4 else f"{result.p:.2g}"
     return (
-        Cell(result.verdict, best=result.verdict != "inconclusive"),
+        Cell(result.verdict, best=result.verdict in ("holds", "does not hold")),
         Cell(text),
         *(Cell(NOT_MEASURED if value is None else _signed(value)) for value in by_corpus),
         Cell(f"{sum(difference < claim.limit for difference in estimate.by_run)} of {len(estimate.by_run)}"),

@@ -56,7 +56,11 @@ LOG = Method("kerple_log")
 MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
 POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
-VERDICT_TEXTS = {"holds": "hold", "does not hold": "do not hold"}  # of several claims
+VERDICT_TEXTS = {
+    "holds": "hold",
+    "does not hold": "do not hold",
+    "one seed": "measured with one seed",
+}  # of several claims
 
 
 def add_results(folder: Path, pages: Path) -> None:

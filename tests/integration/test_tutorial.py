@@ -1,43 +1,53 @@
-"""The commands and files of docs/tutorial.md, in order, with a small text."""
+"""docs/tutorial.md and examples/tutorial.ipynb: the same commands and files. The notebook runs with a small text."""
 
+import os
 import re
 import shutil
-import subprocess
 import sys
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tests.support.runs import ROOT, environment
 
-BLOCK = re.compile(r"```(bash|python|yaml)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(?:bash|python|yaml)\n(.*?)```", re.DOTALL)
+NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
+
+
+def test_the_notebook_has_the_commands_and_files_of_the_page():
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    blocks = BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text())
+    assert len(blocks) == 7
+    commands = "\n".join(cells).replace("\n!", "\n").removeprefix("!")
+    for block in blocks:
+        assert block.strip() in commands
 
 
 @pytest.mark.slow
-def test_the_tutorial(tmp_path):
-    folder = tmp_path / "notes"
-    folder.mkdir()
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    (tmp_path / "notes").mkdir()
     for path in (ROOT / "docs").glob("*.md"):
-        shutil.copy(path, folder)
-    sweep = tmp_path / "mytext-sweep.yml"
-    for language, text in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text()):
-        if language == "python":
-            (tmp_path / "square_root.py").write_text(text)
-        elif language == "yaml":
-            last = "    - pos_emb/alibi.yml\n"
-            assert last in sweep.read_text()
-            sweep.write_text(sweep.read_text().replace(last, last + text))
-        else:
-            for line in text.splitlines():
-                command = line.replace("FOLDER", "notes").replace(
-                    "kerple", f"{sys.executable} {ROOT}/kerple_command.py", 1
-                )
-                done = subprocess.run(
-                    ["bash", "-ec", command], cwd=tmp_path, env=environment(), capture_output=True, text=True
-                )
-                assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    report = tmp_path / "runs" / "mytext" / "sweep" / "report"
-    (table,) = (report / "tables").glob("perplexity-*.md")
-    assert re.search(r"KERPLE \(log\) \| ALiBi \| square_root", table.read_text())
-    assert " ± " in table.read_text()
-    assert list((report / "figures").glob("extrapolation-*.png"))
+        shutil.copy(path, tmp_path / "notes")
+    command = tmp_path / "bin" / "kerple"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/kerple_command.py" "$@"\n')
+    command.chmod(0o755)
+    variables = {**environment(), "PATH": f"{command.parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+    for name in os.environ.keys() | variables:
+        monkeypatch.delenv(name, raising=False) if name not in variables else monkeypatch.setenv(name, variables[name])
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("FOLDER", "notes")
+    NotebookClient(notebook, timeout=3600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    tables = [
+        output.data["text/markdown"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if "text/markdown" in output.get("data", {})
+    ]
+    assert len(tables) == 4
+    assert re.search(r"KERPLE \(log\) \| ALiBi \|\n", tables[0])
+    assert re.search(r"KERPLE \(log\) \| ALiBi \| square_root \|\n", tables[2])
+    assert " ± " in tables[3]
     assert (tmp_path / "exported" / "model.safetensors").is_file()
