@@ -16,6 +16,7 @@ import shutil
 import signal
 import tempfile
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -26,6 +27,20 @@ atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=Tru
 os.register_at_fork(after_in_child=gc.freeze)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def empty_inductor_cache(tmp_path_factory):
+    """The tests of a module share a cache of torch.compile that is empty at first, except that torch has asked the C++
+    compiler which vector instructions it knows; that takes 10 seconds of CPU time, and is cached for all processes.
+    """
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    valid_vec_isa_list()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
 
 LONG = ("integration/", "unit/megatron/training/", "unit/megatron/checkpoint/", "unit/kerple/", "unit/megatron/model/")
 

@@ -8,13 +8,8 @@ from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    """Start from an empty cache. All tests use blocks and micro-batches of the same sizes, so each is compiled once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
+# All tests use blocks and micro-batches of the same sizes, so each is compiled once.
+pytestmark = pytest.mark.usefixtures("empty_inductor_cache")
 
 
 def small_model(pos_emb: str, checkpoint_every: int, **keys: object) -> GPT:
