@@ -17,7 +17,9 @@ def test_tokens_as_text_and_as_dictionaries(tmp_path):
         "added_tokens_decoder": {"0": {"content": "<unk>"}, "12": {"content": "</s>"}},
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
-    assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens("<s>", "</s>", True, 12)
+    assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens(
+        "<s>", "</s>", adds_bos=True, largest_id=12
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None, "bos_token": 5}))
     assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens()
 
