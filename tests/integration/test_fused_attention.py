@@ -41,6 +41,7 @@ def test_kernels_for_hopper(tmp_path):
     assert two_directions["instructions"] - bias["instructions"] < counts["bias", "tables"]["instructions"] / 2
 
 
+@pytest.mark.slow
 def test_kernels_for_other_gpus(tmp_path):
     """The variants that need most registers and shared memory, for each kind of matrix instructions."""
     options = ["--sizes", "128", "--variants", "bias and weight, 2 directions each"]
@@ -50,6 +51,7 @@ def test_kernels_for_other_gpus(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_kernels_for_grouped_queries(tmp_path):
     """The loop over query heads leaves the inner loop as it is."""
     assert {row["kernel"] for row in counted(tmp_path, "--grouped", "--variants", "bias")} > {"key and value"}

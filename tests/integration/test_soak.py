@@ -25,6 +25,7 @@ def results(tmp_path_factory):
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", COUNTS)
 def test_no_trial_fails(results, part):
     header, *lines = (results / f"{part}.jsonl").read_text().splitlines()
