@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.data.readers import START, ReadPosition, TextChunk
+from megatron.data.splits import split_spans
 from megatron.utils.errors import UserError, first_line, install_command
 
 # Tests are as large as everything else together and some interpreters come without them. Installed packages are not
@@ -20,6 +21,8 @@ _EXCLUDED_FOLDERS = {
 }
 
 PIECE_BYTES = 1000
+# Enough text for a vocabulary of some thousand ids.
+TOKENIZER_BYTES = 50_000_000
 _HUB_CHUNK_BYTES = 1 << 20
 
 
@@ -75,6 +78,19 @@ class DocumentCorpus(ABC):
             if count > start.chunk:
                 self.position = ReadPosition(0, count)
                 yield TextChunk(name, "text", 1, content)
+
+
+def first_training_texts(documents: Sequence[tuple[str, bytes]], split: str) -> list[str]:
+    """Return the documents to train a tokenizer on: the first ones of the training split, about `TOKENIZER_BYTES`."""
+    spans = split_spans(split, len(documents))
+    assert spans[0] is not None
+    texts, size = [], 0
+    for _, content in documents[: spans[0][1]]:
+        texts.append(content.decode("utf-8"))
+        size += len(content)
+        if size >= TOKENIZER_BYTES:
+            break
+    return texts
 
 
 def documents_checksum(documents: Iterable[tuple[str, bytes]]) -> str:

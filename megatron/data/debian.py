@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from megatron.data.corpora import DocumentCorpus, documents_checksum
+from megatron.data.corpora import DocumentCorpus, documents_checksum, first_training_texts
 from megatron.data.deduplication import Deduplicator
 from megatron.data.download import download
 from megatron.data.input_files import find_files
 from megatron.data.readers import FileCorpus
-from megatron.data.splits import split_spans
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 
@@ -34,9 +33,6 @@ MIRRORS = (
 # mean loss.
 MAX_DOCUMENT_BYTES = 1 << 17
 MAX_DIGITS = 0.25  # of all characters except white space
-
-# Enough text for a vocabulary of a few thousand ids.
-TOKENIZER_BYTES = 50_000_000
 
 # Increase this when the documents change.
 _VERSION = 1
@@ -209,16 +205,7 @@ class DebianCorpus(DocumentCorpus):
         return hashlib.sha256(repr((_VERSION, definition, self._limit_mb)).encode()).hexdigest()
 
     def tokenizer_texts(self) -> list[str]:
-        """Return the documents to train a tokenizer on: the first ones of the training split."""
-        spans = split_spans(self.definition.split, len(self.documents))
-        assert spans[0] is not None
-        texts, size = [], 0
-        for _, content in self.documents[: spans[0][1]]:
-            texts.append(content.decode("utf-8"))
-            size += len(content)
-            if size >= TOKENIZER_BYTES:
-                break
-        return texts
+        return first_training_texts(self.documents, self.definition.split)
 
     def _read(self) -> list[tuple[str, bytes]]:
         deduplicator = Deduplicator()

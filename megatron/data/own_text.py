@@ -3,10 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 
-from megatron.data.corpora import DocumentCorpus, source_pieces
+from megatron.data.corpora import DocumentCorpus, first_training_texts, source_pieces
 from megatron.data.documents import DocumentOptions, RejectedDocuments, read_texts
 from megatron.data.readers import FileCorpus
-from megatron.data.splits import split_spans
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 
@@ -15,8 +14,6 @@ LARGEST_SHARE = 0.01
 MIN_DOCUMENT_BYTES = 4000
 # Shares of the documents for training, validation and test.
 SPLIT = "80,10,10"
-# Enough text for a vocabulary of some thousand ids.
-TOKENIZER_BYTES = 50_000_000
 # (bytes of text, vocabulary size): the size for texts below this number of bytes.
 VOCAB_SIZES = ((1e6, 1024), (5e7, 4096), (float("inf"), 16384))
 
@@ -48,16 +45,7 @@ class OwnText(DocumentCorpus):
         return next(vocab_size for limit, vocab_size in VOCAB_SIZES if size < limit)
 
     def tokenizer_texts(self) -> list[str]:
-        """Return the documents to train a tokenizer on: the first ones of the training split."""
-        spans = split_spans(SPLIT, len(self.documents))
-        assert spans[0] is not None
-        texts, size = [], 0
-        for _, content in self.documents[: spans[0][1]]:
-            texts.append(content.decode("utf-8"))
-            size += len(content)
-            if size >= TOKENIZER_BYTES:
-                break
-        return texts
+        return first_training_texts(self.documents, SPLIT)
 
     def _read(self) -> list[tuple[str, bytes]]:
         texts: list[bytes] = []

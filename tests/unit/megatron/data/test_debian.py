@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.data import debian
+from megatron.data import corpora, debian
 from megatron.data.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package
 from megatron.utils.errors import UserError
 from tests.support.corpora import debian_package
@@ -113,7 +113,7 @@ def test_tokenizer_is_trained_on_the_training_part_only(corpus, monkeypatch):
     documents = corpus().documents
     assert len(documents) == 21
     assert corpus().tokenizer_texts() == [content.decode() for _, content in documents[:13]]  # round(0.6 * 21)
-    monkeypatch.setattr(debian, "TOKENIZER_BYTES", len(documents[0][1]) + 1)
+    monkeypatch.setattr(corpora, "TOKENIZER_BYTES", len(documents[0][1]) + 1)
     assert corpus().tokenizer_texts() == [content.decode() for _, content in documents[:2]]
 
 
