@@ -268,8 +268,8 @@ def _wide(panels: int) -> Style:
 
 
 def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
-    """Perplexity by length, a panel per corpus, up to the highest one at the shortest length. The lines of methods
-    that degrade beyond it leave the panels.
+    """Perplexity by length, a panel per corpus that contains the lines of all methods whose perplexity does not rise by
+    more than half from the shortest to the longest length. Other lines leave the panels.
     """
     columns = style.columns(len(perplexities.settings))
     figure, panels = new_figure(style, len(perplexities.settings), columns, sharex=True)
@@ -278,7 +278,8 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
         curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
         curves = {method: curve for method, curve in curves.items() if len(curve)}
         low = min(curve["mean"].min() for curve in curves.values())
-        high = max(curve["mean"].iloc[0] for curve in curves.values())
+        stable = [mean for curve in curves.values() if (mean := curve["mean"]).iloc[-1] <= 1.5 * mean.iloc[0]]
+        high = max((mean.max() for mean in stable), default=low)
         axes.set_ylim(low - 0.1 * (high - low) - 0.01 * low, high + 0.15 * (high - low) + 0.01 * low)
         length_ticks(axes, style, perplexities.lengths, columns)
         if setting.train_length is not None:
