@@ -23,6 +23,7 @@ from megatron.training.distributed import Layout
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, install_command
 from megatron.utils.progress import readable_time
+from megatron.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
     from megatron.training.engine import Engine
@@ -79,7 +80,7 @@ class Logger:
             ) from error
         if settings.tensorboard_dir:
             self._tensorboard = SummaryWriter(settings.tensorboard_dir)
-            text = json.dumps(self._config.to_flat(), indent=2, default=str)
+            text = json.dumps(without_secrets(self._config.to_flat()), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
         if not settings.use_wandb:
             return
@@ -91,7 +92,7 @@ class Logger:
                 group=settings.wandb_group,
                 entity=settings.wandb_team,
                 name=settings.wandb_run_name,
-                config=self._config.to_flat(),
+                config=without_secrets(self._config.to_flat()),
             )
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:
             raise UserError(

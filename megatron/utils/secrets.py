@@ -32,16 +32,22 @@ def contains_secret(text: str) -> bool:
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of nested plain values without the keys whose name or value is a secret."""
+    """A copy of nested plain values without the keys whose name is a secret's, or whose text or list contains one."""
     if isinstance(value, dict):
         return {
             name: without_secrets(item)
             for name, item in value.items()
-            if not (is_secret_name(str(name)) or (isinstance(item, str) and contains_secret(item)))
+            if not (is_secret_name(str(name)) or _is_secret(item))
         }
     if isinstance(value, list | tuple):
         return [without_secrets(item) for item in value]
     return value
+
+
+def _is_secret(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_is_secret(item) for item in value)
+    return isinstance(value, str) and contains_secret(value)
 
 
 def redact(text: str) -> str:

@@ -70,7 +70,7 @@ def run_ranks(folder, words, expected_error=None):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=400)
+        process.join(timeout=240)
     outputs = [(folder / f"output of {rank}").read_text() for rank in range(2)]
     assert [process.exitcode for process in processes] == [0, 0], outputs
     return outputs
@@ -114,7 +114,7 @@ def test_a_killed_evaluation_loses_nothing(tmp_path):
             time.sleep(0.001)
         if kill < 5:
             process.kill()
-        process.join(timeout=400)
+        process.join(timeout=240)
         assert process.exitcode == (-9 if kill < 5 else 0), (tmp_path / "output of 0").read_text()
         assert len(read_results(results.parent)) >= 9 * min(kill, 5)
     assert len(results.read_bytes().splitlines()) == 48, "nothing was measured twice"
