@@ -24,6 +24,7 @@ from megatron.cli.model_options import (
     saved_config,
 )
 from megatron.config import Config, UserError
+from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
@@ -136,6 +137,8 @@ def _evaluate(
         tasks += plan_extrapolation(text, lengths, options.modes, protocols, budget, source, options.by_position)
         if options.resolution is not None:
             tasks += plan_resolution(text, lengths, options.modes, options.resolution, source)
+        if options.context_utilization is not None:
+            tasks += plan_context(text, lengths, options.modes, options.context_utilization, source)
         if prompts is not None:
             depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
             tasks += plan_passkey(prompts, lengths, options.modes, depths, trials, source, text.corpus)

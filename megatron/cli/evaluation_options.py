@@ -25,6 +25,7 @@ from megatron.utils.errors import shortened
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64
 RESOLUTION_TEXTS = 8
+CONTEXT_TEXTS = 256
 
 # Options that tasks of lm-evaluation-harness do not support.
 EXTRAPOLATION_OPTIONS = (
@@ -35,6 +36,7 @@ EXTRAPOLATION_OPTIONS = (
     "--document-aware",
     "--by-position",
     "--resolution",
+    "--context-utilization",
     "--effective-length",
     "--passkey",
     "--replace",
@@ -101,6 +103,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=RESOLUTION_TEXTS,
         metavar="TEXTS",
         help=f"measure the attention resolution (LEX) on the first TEXTS texts of each length ({RESOLUTION_TEXTS})",
+    )
+    further.add_argument(
+        "--context-utilization",
+        nargs="?",
+        type=integer(1, 10**12),
+        const=CONTEXT_TEXTS,
+        metavar="TEXTS",
+        help="measure how much the loss of the last tokens of TEXTS texts of each length rises with only 64, 128, ... "
+        f"tokens of context ({CONTEXT_TEXTS})",
     )
     further.add_argument(
         "--effective-length", action="store_true", help="measure the effective length of each head (KERPLE, Figure 6)"

@@ -15,6 +15,7 @@ from megatron.reporting.checkpoint_figures import (
     distance_tables,
     effective_length_figure,
 )
+from megatron.reporting.context import context_figures, context_tables
 from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures, position_figures
 from megatron.reporting.formatting import slug
 from megatron.reporting.html import Chapter, render_page
@@ -139,6 +140,14 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
             figures=perplexity_figures(records),
         ),
         Chapter("positions", "Perplexity by position", figures=position_figures(records)),
+        Chapter(
+            "context",
+            "Context utilization",
+            "Loss with only a part of the context minus the loss of the same tokens with the full context. Higher "
+            "means that the model gains more from the rest of the context.",
+            tables=context_tables(records),
+            figures=context_figures(records),
+        ),
         Chapter("resolution", "Attention resolution", "Higher is better.", tables=resolution_tables(records)),
         Chapter(
             "passkey",

@@ -1,1 +1,1 @@
-"""Measures besides the loss: attention resolution, passkey retrieval, effective lengths."""
+"""Measures besides the loss: context utilization, attention resolution, passkey retrieval, effective lengths."""

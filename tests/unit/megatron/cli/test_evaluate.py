@@ -185,6 +185,7 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration, preci
         ({}, ["--modes", "window@" + "9" * 5000], "is unknown"),
         ({}, ["--passkey", "--lengths", "64"], "--passkey: 64 tokens are too few"),
         ({}, ["--lengths", "64", "--resolution", "99"], "--resolution 99: the text has only 62 segments of 64 tokens"),
+        ({}, ["--lengths", "64", "--context-utilization"], "choose --lengths of at least 80"),
         ({"pos_emb": "alibi"}, [], "pos_emb kerple_log in the checkpoint, alibi here"),
         ({"data_path": "nodata"}, ["--lengths", "32"], "nodata"),
         ({"data_path": None}, ["--lengths", "32"], "data-path"),
@@ -295,6 +296,7 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
     words = ["--checkpoint", *folders, "--lengths", "32", "512", "--tokens", "512", "--output", str(tmp_path)]
     further = ["--resolution", "2", "--effective-length"]
     keys = ["--passkey", "--passkey-depths", "0", "1", "--passkey-trials", "2", "--lengths", "256", "512"]
+    keys += ["--context-utilization", "2"]
     main([*words, *further])
     main([*words, *keys])
     shown = capsys.readouterr().out
@@ -309,6 +311,10 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
     assert [(r["length"], r["depth"], r["trials"]) for r in records if r["kind"] == "passkey"][:4] == [
         (length, depth, 2) for length in (256, 512) for depth in (0, 1)
     ]
+    contexts = {(r["pos_emb"], r["length"]): r["contexts"] for r in records if r["kind"] == "context"}
+    assert contexts["kerple_log", 256] == [64, 128]
+    assert contexts["kerple_log", 512] == [64, 128, 256]
+    assert "loss gained, least context" in shown
     kerple, learned = (record for record in records if record["kind"] == "effective_length")
     assert kerple["layers"] == ["all layers"]
     method = checkpoints["kerple_log"][1].blocks[0].attention.rpe
@@ -319,6 +325,7 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
     report(["--output", str(tmp_path / "report"), str(tmp_path)])
     files = {path.name for path in (tmp_path / "report").glob("*/*.*")}
     assert {"passkey-text-2x32-32.md", "passkey-text-2x32-32.png", "lex-resolution-2x32-32-first-2.tex"} <= files
+    assert {f"context-text-2x32-32-last-k-16-512.{extension}" for extension in ("md", "png")} <= files
     content = (tmp_path / "results.jsonl").read_bytes()
     monkeypatch.setattr("megatron.cli.evaluate.load", lambda *_, **__: pytest.fail("a model was loaded"))
     main([*words, *further])
