@@ -26,7 +26,9 @@ from kerple.positional.kerple import (
     KerpleSum,
     KerpleWeight,
 )
+from kerple.positional.kerple_log_rotary import KerpleLogRotary
 from kerple.positional.none import NoPositions
+from kerple.positional.p_rope import PRope
 from kerple.positional.registry import (
     build,
     load_plugin,
@@ -61,6 +63,7 @@ __all__ = [
     "KerpleGaussian3",
     "KerpleLog",
     "KerpleLog3",
+    "KerpleLogRotary",
     "KerplePower",
     "KerplePowerOriginal",
     "KerpleSquareWeight",
@@ -69,6 +72,7 @@ __all__ = [
     "Learned",
     "ModelShape",
     "NoPositions",
+    "PRope",
     "PositionalMethod",
     "PositionsExceeded",
     "Rotary",

@@ -79,8 +79,8 @@ def distance_curves(
 
     - Methods that modify scores: the result for scores of 0 and a query of zeros at position num_distances - 1; empty
       if it is the same for all distances.
-    - Methods that rotate: the dot product of a query and a key of ones, divided by the head size, `[1, num_distances]`.
-    - Other methods: their bias and weight, if they have them.
+    - Other methods: their bias and weight, if they have them. If they rotate, also the dot product of a query and a
+      key of ones, divided by the head size, `[1, num_distances]`.
     """
     positions = torch.arange(num_distances)
     last = positions[-1:]
@@ -92,16 +92,17 @@ def distance_curves(
         table = score_table(method, num_distances, "cpu")
         modified = method.final_scores(scores, query, last, positions, mask, table)[0, :, 0].flip(-1)
         return {"modified score of 0": modified} if modified.std(dim=1).any() else {}
+    curves = {}
     if method.rotates:
         ones = torch.ones(1, 1, num_distances, shape.head_size)
         query, key = method.eval().rotate(ones[:, :, -1:], ones, last, positions)
         if method.scales_qk:
             query, key = method.scale_qk(query, key, last, positions)
-        return {"dot product of ones": (query @ key.transpose(-1, -2))[0, :, 0].flip(-1) / shape.head_size}
-    distances = positions.float()
-    curves = {"bias": method.bias(distances)} if method.has_bias else {}
+        curves["dot product of ones"] = (query @ key.transpose(-1, -2))[0, :, 0].flip(-1) / shape.head_size
+    if method.has_bias:
+        curves["bias"] = method.bias(positions.float())
     if method.has_weight:
-        curves["weight"] = method.weight(distances)
+        curves["weight"] = method.weight(positions.float())
     return curves
 
 

@@ -186,8 +186,10 @@ class ModelConfig(Group):
         """Options of the positional method: the keys of GPT-NeoX and DAPE for it, then pos_emb_options."""
         method = canonical_name(self.pos_emb)
         options: dict[str, Any] = {}
-        if method in ("rotary", "dape_rotary", "dape_v2_rotary"):
+        if method in ("rotary", "dape_rotary", "dape_v2_rotary", "kerple_log_rotary"):
             options |= {"fraction": self.rotary_pct, "base": self.rotary_emb_base}
+        if method == "p_rope":
+            options["base"] = self.rotary_emb_base
         if method == "rpe":
             options |= {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance}
         if method == "fire" or method.startswith("dape"):
