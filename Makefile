@@ -80,7 +80,8 @@ docs: setup
 	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -q . site
 
 # These methods have no trainable parameters, or training does not change their plot.
-UNTRAINED := learned none sinusoidal cope dape dape_rotary alibi kerple_power_original p_rope rotary sandwich xpos
+UNTRAINED := learned none sinusoidal cope dape dape_rotary alibi kerple_power_original p_rope per_layer rotary sandwich \
+  stick_breaking xpos
 TRAINED := $(filter-out $(UNTRAINED),$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
 
 pictures: setup

@@ -202,6 +202,7 @@ class Attention:
         self.has_bias = positional is not None and positional.has_bias
         self.has_weight = positional is not None and positional.has_weight
         self.modifies_scores = positional is not None and positional.modifies_scores
+        self.has_decay = positional is not None and positional.has_decay
         if self.modifies_scores and (self.has_bias or self.has_weight):
             raise ValueError(
                 f"{type(positional).__name__} defines modify_scores, so it must not define bias or weight as well"
@@ -343,12 +344,19 @@ class Attention:
     ) -> Tensor:
         """Like `attend`, for queries and keys after the method's `rotate`. `table` is the one for its `modify_scores`.
 
+        For a method with a decay, `append_decay` extends query, key and value, and `scale` is required.
+
         Raises ValueError also if a table of the method is missing, or if one is passed that the method does not have.
         """
         if self.has_bias != (bias_table is not None) or self.has_weight != (weight_table is not None):
             raise ValueError(
                 f"the positional method has bias: {self.has_bias}, weight: {self.has_weight}; but the tables passed "
                 f"are bias: {bias_table is not None}, weight: {weight_table is not None}"
+            )
+        if self.has_decay and scale is None:
+            raise ValueError(
+                "the positional method has a decay: append it to query, key and value (append_decay), and pass the "
+                "scale of the head size without the additional dimensions"
             )
         positional = self.positional
         call = AttentionCall(

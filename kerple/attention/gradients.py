@@ -7,7 +7,7 @@ import torch
 
 from kerple.attention.dispatch import Attention
 from kerple.attention.tables import score_table, tables
-from kerple.positional import PositionalMethod
+from kerple.positional import PositionalMethod, append_decay
 
 
 def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, length: int = 16) -> list[str]:
@@ -29,7 +29,10 @@ def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, l
         query, key = method.rotate(query, key, positions, positions)
         bias, weight = tables(method, length, device)
         table = score_table(method, length, device) if method.modifies_scores else None
+        scale = head_size**-0.5
+        if method.has_decay:
+            query, key, value = append_decay(query, key, value, method.decay(hidden[:1]), scale)
         attention = Attention("reference", method)
-        context = attention(query, key, value, bias_table=bias, weight_table=weight, table=table)
+        context = attention(query, key, value, bias_table=bias, weight_table=weight, table=table, scale=scale)
         grads = torch.autograd.grad(context.square().sum(), parameters, allow_unused=True)
     return [name for name, grad in zip(names, grads, strict=True) if grad is not None and not grad.isfinite().all()]

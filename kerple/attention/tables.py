@@ -51,7 +51,8 @@ def _has_own_jacobian(method: PositionalMethod, name: str) -> bool:
     """False if a subclass overrides the table but not its jacobian: it inherits the jacobian of another function."""
     classes = type(method).__mro__
     jacobian_class, table_class = (
-        next(index for index, base in enumerate(classes) if hook in vars(base)) for hook in (f"{name}_jacobian", name)
+        next((index for index, base in enumerate(classes) if hook in vars(base)), -1)
+        for hook in (f"{name}_jacobian", name)
     )
     return jacobian_class <= table_class
 

@@ -13,7 +13,9 @@ from kerple.positional.base import ModelShape, PositionalMethod, PositionsExceed
 from kerple.positional.cope import Cope
 from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary
 from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple, DapeV2Rotary
+from kerple.positional.decay import append_decay, extra_dimensions
 from kerple.positional.fire import Fire
+from kerple.positional.forgetting import Cable, Forgetting
 from kerple.positional.kernels import is_cpd, lemma_constant
 from kerple.positional.kerple import (
     KerpleBiasWeight,
@@ -29,8 +31,11 @@ from kerple.positional.kerple import (
 from kerple.positional.kerple_log_rotary import KerpleLogRotary
 from kerple.positional.none import NoPositions
 from kerple.positional.p_rope import PRope
+from kerple.positional.per_layer import PerLayer
+from kerple.positional.randomized import OPTIONS as RANDOM_OPTIONS
 from kerple.positional.registry import (
     build,
+    build_layers,
     load_plugin,
     method_class,
     primary_names,
@@ -39,13 +44,16 @@ from kerple.positional.registry import (
 )
 from kerple.positional.rotary import Rotary
 from kerple.positional.sandwich import Sandwich
+from kerple.positional.stick_breaking import StickBreaking
 from kerple.positional.t5 import T5
 from kerple.positional.transformer_xl import TransformerXL
 from kerple.positional.xpos import XPos
 
 __all__ = [
+    "RANDOM_OPTIONS",
     "T5",
     "Alibi",
+    "Cable",
     "Cope",
     "Dape",
     "DapeAlibi",
@@ -58,6 +66,7 @@ __all__ = [
     "DapeV2Kerple",
     "DapeV2Rotary",
     "Fire",
+    "Forgetting",
     "KerpleBiasWeight",
     "KerpleGaussian",
     "KerpleGaussian3",
@@ -73,15 +82,20 @@ __all__ = [
     "ModelShape",
     "NoPositions",
     "PRope",
+    "PerLayer",
     "PositionalMethod",
     "PositionsExceeded",
     "Rotary",
     "Sandwich",
     "Sinusoidal",
+    "StickBreaking",
     "TableJacobian",
     "TransformerXL",
     "XPos",
+    "append_decay",
     "build",
+    "build_layers",
+    "extra_dimensions",
     "is_cpd",
     "lemma_constant",
     "load_plugin",

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The model's sizes. A method's constructor receives those it has an argument for."""
+    """The model's sizes. A method's constructor receives those it has an argument for.
+
+    Attributes:
+        layer: the index of the block that the method is for; 0 for a method that all layers share.
+    """
 
     num_heads: int
     head_size: int
     hidden_size: int
     num_layers: int
     max_positions: int
+    layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class PositionalMethod(nn.Module):
         modify_scores(scores, query, ..., table)                 compute the final scores, for all heads at once
         table(distance)                                          values over distance for `modify_scores`
         scale_qk(query, key, query_positions, key_positions)     scale rotated queries and keys, segment by segment
+        decay(hidden)                                            added to the scores: its sums between key and query
 
     Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or softmax(modify_scores(q.k /
     sqrt(d), ...)). A method with `modify_scores` has neither bias nor weight.
@@ -86,7 +92,7 @@ class PositionalMethod(nn.Module):
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
 
-    # The four hooks below are declared only for type checkers, for two reasons: `has_bias` and the others test whether
+    # The five hooks below are declared only for type checkers, for two reasons: `has_bias` and the others test whether
     # a class defines them; and nn.Module rejects a parameter named like a class attribute (in checkpoints, the tables
     # of T5 and Learned are called `weight`).
     if TYPE_CHECKING:
@@ -98,6 +104,12 @@ class PositionalMethod(nn.Module):
 
         def weight(self, distance: Tensor) -> Tensor:
             """Like `bias`."""
+            raise NotImplementedError
+
+        def decay(self, hidden: Tensor) -> Tensor:
+            """`[b, h, s]` in at least float32, from the input of attention `[b, s, e]`, token by token. The bias of a
+            query and a key is the sum over the tokens after the key, up to the query (see `decay.py`).
+            """
             raise NotImplementedError
 
         def modify_scores(
@@ -199,6 +211,10 @@ class PositionalMethod(nn.Module):
     def scales_qk(self) -> bool:
         return callable(getattr(type(self), "scale_qk", None))
 
+    @property
+    def has_decay(self) -> bool:
+        return callable(getattr(type(self), "decay", None))
+
     def begin_step(self, step: int, seed: int = 0) -> None:
         """Called before each training step, with the run's seed. Random numbers that a method draws during training
         must depend only on these two, so that all processes and a resumed run draw the same numbers.
@@ -250,8 +266,19 @@ class PositionalMethod(nn.Module):
         }
 
     @classmethod
+    def parts(cls, **options: Any) -> list[type["PositionalMethod"]]:
+        """The other methods that a method with these options builds by name: an export contains their files."""
+        return []
+
+    @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
-        """Build the method for a model of this shape. Raises ValueError for an unknown option or an invalid value."""
+        """Build the method for a model of this shape. The options of `randomized.py` are valid for any method.
+
+        Raises ValueError for an unknown option or an invalid value.
+        """
+        from kerple.positional.randomized import OPTIONS, build_randomized  # it imports this module
+
+        random = {name: options.pop(name) for name in OPTIONS if name in options}
         arguments = set(cls._arguments())
         sizes = {field.name for field in fields(ModelShape)}
         known = sorted(arguments - sizes)
@@ -259,7 +286,10 @@ class PositionalMethod(nn.Module):
             if name not in known:
                 hint = f"its options are {', '.join(known)}" if known else "it has no options"
                 raise ValueError(f"{cls.__name__} has no option {name!r}; {hint}")
-        return cls(**{name: getattr(shape, name) for name in sizes & arguments}, **options)
+        options |= {name: getattr(shape, name) for name in sizes & arguments}
+        if all(value is None for value in random.values()):
+            return cls(**options)
+        return build_randomized(cls, options, shape.max_positions, random)
 
 
 def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, PositionalMethod]]:

@@ -17,7 +17,7 @@ class PRope(Rotary):
     Raises ValueError if `p` is not in 0 ... 1, or leaves no frequency.
     """
 
-    evaluation_options = ()
+    evaluation_options: tuple[str, ...] = ()
 
     def __init__(self, head_size: int, p: float = 0.75, base: float = 10_000.0):
         super().__init__(head_size, base=base)

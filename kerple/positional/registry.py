@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +67,14 @@ def method_class(name: str) -> type[PositionalMethod]:
 def build(name: str, shape: ModelShape, **options: Any) -> PositionalMethod:
     """Build the method with this name for a model of this shape. Raises ValueError for an unknown name or option."""
     return method_class(name).from_shape(shape, **options)
+
+
+def build_layers(name: str, shape: ModelShape, **options: Any) -> list[PositionalMethod]:
+    """The methods of all layers of a model, one for each; a single one if the layers share it. Raises as `build`."""
+    first = build(name, shape, **options)
+    if first.shared:
+        return [first]
+    return [first, *(build(name, replace(shape, layer=layer), **options) for layer in range(1, shape.num_layers))]
 
 
 def load_plugin(path_or_module: str | Path) -> None:

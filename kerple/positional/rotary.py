@@ -9,15 +9,12 @@ The option `scaling` changes the frequencies, or the positions:
     llama3   Llama 3.1's (transformers, modeling_rope_utils.py): as yarn, but the mixture is linear in the number of
              turns in the trained length, and the scores are not scaled
     dynamic  ntk whose factor grows with the text: 1 up to the trained length T, then factor * length / T - (factor - 1)
-    random   randomized positions (arXiv 2305.16843): an increasing random sample from a larger range
 
 With dynamic scaling, all angles change with the length of the text, so keys of a shorter text cannot be cached.
 
 Legend: b batch, s query length, t key length, h heads, d head size, r rotated dimensions.
 """
 
-import functools
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerple.positional.base import PositionalMethod, PositionsExceeded
+from kerple.positional.base import PositionalMethod
 from kerple.positional.functional import Angles, default_frequencies
 from kerple.positional.registry import register
 
@@ -37,9 +34,8 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
     "llama3": ("factor", "trained_length", "low_freq_factor", "high_freq_factor"),
     "dynamic": ("factor", "trained_length"),
-    "random": ("trained_length", "random_range", "random_length", "random_seed"),
 }
-INTEGER_OPTIONS = ("trained_length", "random_range", "random_length", "random_seed")
+INTEGER_OPTIONS = ("trained_length",)
 
 
 @register("rotary")
@@ -51,15 +47,14 @@ class Rotary(PositionalMethod):
     with other values:
 
         linear, ntk, yarn, llama3, dynamic: factor
-        yarn, llama3, dynamic, random: trained_length (default: max_positions)
+        yarn, llama3, dynamic: trained_length (default: max_positions)
         yarn: beta_fast 32, beta_slow 1, attention_factor 0.1 ln(factor) + 1
         llama3: low_freq_factor 1, high_freq_factor 4
-        random: random_range, random_length (default: trained_length), random_seed 0
     """
 
-    evaluation_options = (
+    evaluation_options: tuple[str, ...] = (
         *("scaling", "factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
-        *("low_freq_factor", "high_freq_factor", "random_range", "random_length", "random_seed"),
+        *("low_freq_factor", "high_freq_factor"),
     )
 
     def __init__(
@@ -76,9 +71,6 @@ class Rotary(PositionalMethod):
         attention_factor: float | None = None,
         low_freq_factor: float | None = None,
         high_freq_factor: float | None = None,
-        random_range: int | None = None,
-        random_length: int | None = None,
-        random_seed: int | None = None,
     ):
         super().__init__()
         self.rotated = int(head_size * fraction)
@@ -97,9 +89,6 @@ class Rotary(PositionalMethod):
                 "attention_factor": attention_factor,
                 "low_freq_factor": low_freq_factor,
                 "high_freq_factor": high_freq_factor,
-                "random_range": random_range,
-                "random_length": random_length,
-                "random_seed": random_seed,
             },
         )
         trained_length = max_positions if trained_length is None else trained_length
@@ -111,7 +100,6 @@ class Rotary(PositionalMethod):
         scaled: tuple[float, ...] | None = None
         scale = 1.0
         self.dynamic: DynamicBase | None = None
-        self.random: RandomPositions | None = None
         if factor is not None and scaling == "linear":
             scaled = tuple(frequency / factor for frequency in default_frequencies(self.rotated, base))
         elif factor is not None and scaling == "ntk":
@@ -127,24 +115,13 @@ class Rotary(PositionalMethod):
             scaled = llama3_frequencies(self.rotated, base, factor, length, low, high)
         elif factor is not None and scaling == "dynamic":
             self.dynamic = DynamicBase(base, factor, length, self.rotated)
-        elif scaling == "random":
-            if random_range is None:
-                raise ValueError("scaling random needs random_range, the number of positions to sample from")
-            sample_length = length if random_length is None else random_length
-            self.random = RandomPositions(random_range, sample_length, random_seed or 0)
         self.length_dependent = self.dynamic is not None
         self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
         self._longer: Angles | None = None
-        self._step: tuple[int, int] | None = None
-
-    def begin_step(self, step: int, seed: int = 0) -> None:
-        self._step = step, seed
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if self.random is not None:
-            query_positions, key_positions = self._random_positions(self.random, query_positions, key_positions)
         angles = self.angles if self.dynamic is None else self._dynamic_angles(self.dynamic, query_positions)
         return tuple(
             _Rotate.apply(states, *angles(positions, states.device))
@@ -165,19 +142,6 @@ class Rotary(PositionalMethod):
         if self._longer is None or (self._longer.base, self._longer.dtype) != (base, dtype):
             self._longer = Angles(self.rotated, base, dtype)  # kept, because all layers use the same angles
         return self._longer
-
-    def _random_positions(self, random: "RandomPositions", query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.training:
-            return random.evaluation_positions(query), random.evaluation_positions(key)
-        if not torch.equal(query, key):
-            raise ValueError("in training, random positions need full sequences; to decode with a cache, call eval()")
-        if self._step is None:
-            raise ValueError(
-                "random positions are drawn for each training step: call begin_step(step) first, or eval() to use the "
-                "positions for evaluation"
-            )
-        positions = random.training_positions(len(query), *self._step).to(query.device)
-        return positions, positions
 
 
 class _Rotate(torch.autograd.Function):
@@ -284,47 +248,3 @@ class DynamicBase:
         """The base for a text of `length` tokens."""
         growth = self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
         return _ntk_base(self.base, growth, self.size)
-
-
-@dataclass(frozen=True)
-class RandomPositions:
-    """Maps positions 0, 1, 2 ... to an increasing random sample, without repetition, of `range` positions.
-
-    Training draws a new sample for each step, which all layers, sequences, processes and recomputed activations share.
-    Evaluation uses one sample of `length` positions drawn from `seed`. A shorter text uses the beginning of it, so the
-    positions of cached keys never change.
-    """
-
-    range: int
-    length: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.length <= self.range:
-            raise ValueError(
-                f"scaling random draws random_length {self.length} different positions from random_range "
-                f"{self.range}; random_length must be 1 to {self.range}"
-            )
-
-    def training_positions(self, count: int, step: int, seed: int) -> Tensor:
-        """The sample for a training step of a run with this seed: int64 `[count]`."""
-        if count > self.range:
-            raise PositionsExceeded(f"{count} tokens need more positions than random_range {self.range} has")
-        digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
-        return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
-
-    def evaluation_positions(self, positions: Tensor) -> Tensor:
-        """The evaluation sample at positions `[s]`. Raises PositionsExceeded for a position >= `length`."""
-        last = int(positions.max()) if positions.numel() else -1
-        if last >= self.length:
-            raise PositionsExceeded(
-                f"position {last} is beyond random_length {self.length}, the number of positions drawn for evaluation; "
-                "set random_length to the longest length to evaluate, and random_range to at least that"
-            )
-        return _sample(self.range, self.length, self.seed).to(positions.device)[positions]
-
-
-@functools.lru_cache(maxsize=4)
-def _sample(high: int, count: int, seed: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.randperm(high, generator=torch.Generator().manual_seed(seed))[:count].sort().values

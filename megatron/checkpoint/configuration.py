@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kerple.positional import build, method_class, registered_names
+from kerple.positional import RANDOM_OPTIONS, build_layers, method_class, registered_names
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.yaml_files import read_file
@@ -86,7 +86,7 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
 
     def options(settings: ModelSettings) -> dict[str, object]:
         method = method_class(before.pos_emb)
-        ignored = method.evaluation_options if evaluation else ()
+        ignored = (*method.evaluation_options, *RANDOM_OPTIONS) if evaluation else ()
         complete = {**method.default_options(), **dict(settings.pos_emb_options)}
         return {name: value for name, value in complete.items() if name not in ignored}
 
@@ -107,10 +107,11 @@ def replaces_positional_method(saved: Config, config: Config) -> bool:
     that the checkpoint's positional parameters cannot be used.
     """
 
-    def parameters(settings: ModelSettings) -> tuple[bool, dict[str, torch.Size]]:
+    def parameters(settings: ModelSettings) -> tuple[bool, list[dict[str, torch.Size]]]:
         with torch.device("meta"):
-            method = build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
-        return method.shared, {name: parameter.shape for name, parameter in method.named_parameters()}
+            methods = build_layers(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
+        shapes = [{name: parameter.shape for name, parameter in method.named_parameters()} for method in methods]
+        return methods[0].shared, shapes
 
     before, after = (ModelSettings.from_config(each, padded_vocab_size=1) for each in (saved, config))
     if method_class(before.pos_emb) is not method_class(after.pos_emb):

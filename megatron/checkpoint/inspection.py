@@ -79,8 +79,8 @@ def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[d
     return counts, dtypes
 
 
-def _build_method(settings: ModelSettings) -> PositionalMethod:
-    return build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
+def _build_method(settings: ModelSettings, layer: int = 0) -> PositionalMethod:
+    return build(settings.pos_emb, settings.shape(layer), **dict(settings.pos_emb_options))
 
 
 def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[str, PositionalMethod]]:
@@ -90,7 +90,7 @@ def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[st
     for index, paths in layer_files(step).items():
         if not 2 <= index < settings.num_layers + 2:
             continue
-        method = _build_method(settings)
+        method = _build_method(settings, index - 2)
         if method.embeds:
             continue
         shards = [read_weights(path) for path in paths]

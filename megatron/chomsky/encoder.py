@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.attention import tables
-from kerple.positional import Fire, ModelShape, PositionalMethod, TransformerXL, build, method_class
+from kerple.positional import Fire, ModelShape, PositionalMethod, TransformerXL, build_layers, method_class
 from kerple.positional.dape import Adaptive
 from megatron.utils.errors import UserError
 
@@ -63,9 +63,7 @@ class Encoder(nn.Module):
         super().__init__()
         check_method(pos_emb)
         shape = ModelShape(num_heads, hidden_size // num_heads, hidden_size, num_layers, max_positions)
-        methods = [build(pos_emb, shape)]
-        while not methods[0].shared and len(methods) < num_layers:
-            methods.append(build(pos_emb, shape))
+        methods = build_layers(pos_emb, shape)
         self.embedding = nn.Embedding(symbols, hidden_size)
         self.positional = nn.ModuleList(methods)
         original = architecture == "original"
@@ -115,9 +113,18 @@ class EncoderLayer(nn.Module):
         qkv = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         query, key = positional.rotate(query, key, positions, positions)
-        if positional.has_bias or positional.has_weight or positional.modifies_scores or positional.scales_qk:
+        if (
+            positional.has_decay
+            or positional.has_bias
+            or positional.has_weight
+            or positional.modifies_scores
+            or positional.scales_qk
+        ):
             scores = bidirectional_products(query, key, positional, positions)
             scores = bidirectional_scores(scores, query, positional, positions)
+            if positional.has_decay:
+                sums = positional.decay(hidden).cumsum(dim=-1)
+                scores = scores - (sums[..., :, None] - sums[..., None, :]).abs()
             context = scores.softmax(dim=-1).to(value.dtype) @ value
         else:
             context = F.scaled_dot_product_attention(query, key, value)

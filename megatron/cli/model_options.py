@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kerple.positional import method_class
+from kerple.positional import RANDOM_OPTIONS, method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
 from megatron.checkpoint.convert.hub import is_hub_name, local_checkpoint
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
@@ -195,6 +195,7 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
     overrides = {key: flat[key] for key in RUNTIME_KEYS if key in flat}
     saved = checkpoint_config(step, overrides).model
     method = method_class(saved.pos_emb)
+    changeable = (*method.evaluation_options, *RANDOM_OPTIONS)
     trained: Mapping[str, Any] = saved.pos_emb_options
     requested = dict(trained)
     if not options.own:
@@ -206,14 +207,14 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
             if first == "pos_emb_options":
                 requested = {**requested, rest[0]: value} if rest else dict(value)
         for name in requested.keys() | trained.keys():
-            if name not in method.evaluation_options and requested.get(name) != trained.get(name):
+            if name not in changeable and requested.get(name) != trained.get(name):
                 raise UserError(
                     f"--set pos-emb-options: option {name} of pos_emb {saved.pos_emb} cannot be changed after training "
-                    f"({step}); options that can: {', '.join(method.evaluation_options) or 'none'}"
+                    f"({step}); options that can: {', '.join(changeable)}"
                 )
-    merged = {name: value for name, value in trained.items() if name not in method.evaluation_options}
+    merged = {name: value for name, value in trained.items() if name not in changeable}
     for name, value in requested.items():
-        if name in method.evaluation_options and value is not None:
+        if name in changeable and value is not None:
             merged[name] = value
     if merged != trained:
         overrides["pos_emb_options"] = merged

@@ -190,10 +190,10 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
         return
     try:
         with torch.device("meta"):  # checks the options without allocating memory
-            method = positional.build(model.pos_emb, model.shape, **model.positional_options)
+            methods = positional.build_layers(model.pos_emb, model.shape, **model.positional_options)
         requirements = Requirements(
-            weight=method.has_weight,
-            modify_scores=method.modifies_scores,
+            weight=any(method.has_weight for method in methods),
+            modify_scores=any(method.modifies_scores for method in methods),
             dropout=model.attention_dropout > 0,
             head_size=model.head_size,
         )
@@ -201,12 +201,25 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
     except (ValueError, NotImplementedError) as error:
         yield f"pos_emb {model.pos_emb}: {error}"
         return
-    if method.modifies_scores and config.parallel.model_parallel_size > 1:
+    if requirements.modify_scores and config.parallel.model_parallel_size > 1:
         yield (
             f"pos_emb {model.pos_emb} computes the scores of all heads together, which model_parallel_size "
             f"{config.parallel.model_parallel_size} splits over ranks; use model_parallel_size 1 (pipeline parallelism "
             "and ZeRO are supported)"
         )
+    if isinstance(methods[0], positional.PerLayer):
+        entries = positional.PerLayer.names(model.positional_options.get("methods", ["rotary", "none"]))
+        if len(entries) > model.num_layers:
+            yield (
+                f"pos_emb per_layer: methods has {len(entries)} entries, but num_layers is {model.num_layers}; remove "
+                "those that no layer uses"
+            )
+        for name, default in (("rotary_pct", 1.0), ("rotary_emb_base", 10_000)):
+            if getattr(model, name) != default:
+                yield (
+                    f"{name} has no effect with pos_emb per_layer; set the option in its list: "
+                    f'{{"rotary": {{"{"fraction" if name == "rotary_pct" else "base"}": {getattr(model, name)}}}}}'
+                )
     for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
         if model.pos_emb == "learned" and length is not None and length > model.max_position_embeddings:
             yield (
@@ -237,7 +250,7 @@ def _keys_against_cuda_graphs(config: "Config") -> list[str]:
         "checkpoint_activations true": training.checkpoint_activations,
         "torch_compile true": training.torch_compile,
         f"attention_dropout {model.attention_dropout}": model.attention_dropout > 0,
-        "random positions": model.positional_options.get("scaling") == "random",
+        "random positions (random_range)": "random_range" in str(model.positional_options),
     }
     return _keys_that_split_the_model(config) + [key for key, conflicts in keys.items() if conflicts]
 

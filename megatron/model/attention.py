@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
-from kerple.positional import PositionalMethod, TableJacobian
+from kerple.positional import PositionalMethod, TableJacobian, append_decay, extra_dimensions
 from megatron.model.cache import LayerCache
 from megatron.model.layers import HeadNorm
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
             self.query_norm, self.key_norm = HeadNorm(settings), HeadNorm(settings)
         if not positional.embeds:
             self.rpe = positional
-        self.rotates = positional.rotates
+        self.rotates, self.decays = positional.rotates, positional.has_decay
         self.bf16_distances = settings.release_bf16_distances
         self.dropout = settings.attention_dropout
         self.attention = Attention(settings.attention_backend, positional)
@@ -106,7 +106,14 @@ class SelfAttention(nn.Module):
         tables: PositionTables | None = None,
     ) -> Tensor:
         """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None."""
-        return self.dense(self.context(self.query_key_value(hidden), cache, span, tables))
+        decay = None
+        if self.decays:
+            decay = sum_head_gradients(self.rpe.decay(hidden), self.tp)[:, self.local_heads]
+        return self.dense(self.context(self.query_key_value(hidden), cache, span, tables, decay))
+
+    def attended_size(self, dtype: torch.dtype) -> int:
+        """The size of a head in attention: with the dimensions of a decay."""
+        return self.head_size + (extra_dimensions(dtype, self.queries_per_key) if self.decays else 0)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, before rotation."""
@@ -115,9 +122,16 @@ class SelfAttention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
 
-    def context(self, qkv: Tensor, cache: LayerCache | None, span: Span, tables: PositionTables | None) -> Tensor:
+    def context(
+        self,
+        qkv: Tensor,
+        cache: LayerCache | None,
+        span: Span,
+        tables: PositionTables | None,
+        decay: Tensor | None = None,
+    ) -> Tensor:
         """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. `compiled.py` excludes this part from
-        compilation.
+        compilation. decay: `[b, h, s]`, if the positional method has it.
         """
         span = span.within(self.window)
         query, key, value = self.heads(qkv)
@@ -125,6 +139,10 @@ class SelfAttention(nn.Module):
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + qkv.shape[1], device="cpu")
             query, key = self.rpe.rotate(query, key, positions, positions)
+        scale = self.head_size**-0.5
+        if decay is not None:
+            last_key = cache.last_key() if cache is not None else None
+            query, key, value = append_decay(query, key, value, decay, scale, last_key)
         if cache is not None:
             key, value = cache.append(key, value)
         if tables is None:
@@ -141,8 +159,9 @@ class SelfAttention(nn.Module):
             window=span.window,
             block=span.block,
             dropout_p=self.dropout if self.training else 0.0,
+            scale=scale,
         )
-        return context.transpose(1, 2).flatten(2)
+        return context[..., : self.head_size].transpose(1, 2).flatten(2)
 
     def position_tables(self, max_kv_len: int, states: Tensor) -> PositionTables:
         """Tables over the distances below `max_kv_len`, of this rank's heads, on the device of the states

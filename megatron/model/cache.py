@@ -44,6 +44,10 @@ class LayerCache:
         self._stored, self.length = end, self.length + new
         return buffer[0, :, :, first:end], buffer[1, :, :, first:end]
 
+    def last_key(self) -> Tensor | None:
+        """The key of the last token, `[b, g, 1, d]`; None if there is none."""
+        return None if self._buffer is None else self._buffer[0, :, :, self._stored - 1 : self._stored]
+
     def select(self, rows: Tensor) -> None:
         if self._buffer is not None:
             self._buffer = self._buffer[:, rows]

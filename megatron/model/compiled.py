@@ -58,7 +58,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> bool:
             "Python's headers, and on a GPU also Triton"
         ) from error
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
-    traceable = is_traceable(blocks[0].attention, device)
+    traceable = all(is_traceable(block.attention, device) for block in blocks)
     for block in blocks:
         block.__class__ = _CompiledBlock
         if not traceable:

@@ -8,6 +8,7 @@ Legend: b batch, s tokens, e hidden size, v padded vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -157,15 +158,15 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
     """
     methods: list[PositionalMethod] = []
 
-    def positional() -> PositionalMethod:
+    def positional(layer: int = 0) -> PositionalMethod:
         if not (methods and methods[0].shared):
-            methods.append(build(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options)))
+            methods.append(build(settings.pos_emb, settings.shape(layer), **dict(settings.pos_emb_options)))
         return methods[-1]
 
     last = settings.num_layers
     factories: dict[int, Callable[[], nn.Module]] = {0: lambda: Embedding(settings, positional())}
-    for index in range(2, last + 2):
-        factories[index] = lambda: TransformerBlock(settings, positional())
+    for layer in range(last):
+        factories[layer + 2] = partial(lambda layer: TransformerBlock(settings, positional(layer)), layer)
     factories[last + 3] = lambda: FinalNorm(settings)
     factories[last + 4] = lambda: Output(settings)
     return factories
@@ -273,7 +274,7 @@ class GPT(nn.Module):
 
 
 def _run_blocks(blocks: list[TransformerBlock], hidden: Tensor, tables: PositionTables | None) -> Tensor:
-    if fused_block.supports(blocks[0], hidden):
+    if all(fused_block.supports(block, hidden) for block in blocks):
         return fused_block.run_blocks(blocks, hidden, tables)
     for block in blocks:
         hidden = block(hidden, tables=tables)

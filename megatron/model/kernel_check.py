@@ -1,6 +1,7 @@
 """The self-check of a model's attention, block and loss kernels on all ranks (see `kerple.attention.self_check`)."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import nn
@@ -30,17 +31,21 @@ def check_kernels(
 
     Raises UserError if the configured backend does not support the device, or if it is fused and the check fails.
     """
-    layer = next((module for module in model.modules() if isinstance(module, SelfAttention)), None)
+    # Of the layers with the same kernels, one.
+    layers = {
+        (module.attention.has_bias, module.attention.has_weight): module
+        for module in model.modules()
+        if isinstance(module, SelfAttention)
+    }
+    layer = next(iter(layers.values()), None)
 
-    def check() -> list[self_check.Verdict]:
-        if layer is None:
-            return []
+    def check(layer: SelfAttention) -> list[self_check.Verdict]:
         heads = (layer.local_heads.stop - layer.local_heads.start) * layer.tp.size
         # Dropout needs another backend, so only validation runs the kernels.
         with_gradients = training and not layer.dropout
         try:
             return layer.attention.check_kernels(
-                *(device, dtype, heads, layer.head_size),
+                *(device, dtype, heads, layer.attended_size(dtype)),
                 training=with_gradients,
                 kv_heads=heads // layer.queries_per_key,
                 windowed=layer.window is not None,
@@ -53,7 +58,10 @@ def check_kernels(
     def check_block() -> str | None:
         return fused_block.kernel_failure(block, device, dtype) if training and block is not None else None
 
-    results = run_on_all_ranks(lambda: (check(), loss.kernel_failure(device, dtype), check_block()))
+    def check_attention() -> list[self_check.Verdict]:
+        return list(chain.from_iterable(check(layer) for layer in layers.values()))
+
+    results = run_on_all_ranks(lambda: (check_attention(), loss.kernel_failure(device, dtype), check_block()))
     block_failure = next((failure for *_, failure in results if failure is not None), None)
     if block_failure is not None:
         fused_block.reject_kernels(device)
@@ -76,7 +84,7 @@ def check_kernels(
     if layer is None:
         return
     if failed is not None:
-        self_check.reject(dtype, layer.head_size, f"{failed.failure} ({failed.subject})")
-    reason = self_check.failure(Requirements(dtype=dtype, head_size=layer.head_size, device=device))
+        self_check.reject(dtype, layer.attended_size(dtype), f"{failed.failure} ({failed.subject})")
+    reason = self_check.failure(Requirements(dtype=dtype, head_size=layer.attended_size(dtype), device=device))
     if reason is not None and layer.attention.backend == "fused":
         raise UserError(f"attention-backend 'fused' {reason}; auto uses another backend")

@@ -76,13 +76,15 @@ class ModelSettings:
         if self.attention_output_bias is None:
             object.__setattr__(self, "attention_output_bias", self.attention_bias)
 
-    def shape(self) -> ModelShape:
+    def shape(self, layer: int = 0) -> ModelShape:
+        """The sizes for the positional method of a block."""
         return ModelShape(
             num_heads=self.num_heads,
             head_size=self.head_size,
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
             max_positions=self.max_positions,
+            layer=layer,
         )
 
     @classmethod

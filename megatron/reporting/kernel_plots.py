@@ -79,8 +79,8 @@ def distance_curves(
 
     - Methods that modify scores: the result for scores of 0 and a query of zeros at position num_distances - 1; empty
       if it is the same for all distances.
-    - Other methods: their bias and weight, if they have them. If they rotate, also the dot product of a query and a
-      key of ones, divided by the head size, `[1, num_distances]`.
+    - Other methods: their bias (for hidden states of zeros, if it depends on them) and weight, if they have them. If
+      they rotate, also the dot product of a query and a key of ones, divided by the head size, `[1, num_distances]`.
     """
     positions = torch.arange(num_distances)
     last = positions[-1:]
@@ -101,6 +101,9 @@ def distance_curves(
         curves["dot product of ones"] = (query @ key.transpose(-1, -2))[0, :, 0].flip(-1) / shape.head_size
     if method.has_bias:
         curves["bias"] = method.bias(positions.float())
+    if method.has_decay:
+        decay = method.decay(torch.zeros(1, num_distances, shape.hidden_size))[0]
+        curves["bias"] = decay.cumsum(dim=1) - decay[:, :1]
     if method.has_weight:
         curves["weight"] = method.weight(positions.float())
     return curves
@@ -225,5 +228,15 @@ available. If a bias falls below -40, the axis ends at -20, because attention to
 
 `make pictures` trains the missing models and writes this page. `python tools/plot_kernels.py --checkpoint DIR ...`
 writes a page for other checkpoints to `runs/plots/`. The descriptions are the comments in `configs/pos_emb/`.
+
+## Random positions
+
+With {"pos-emb-options": {"random_range": N}}, the tokens of each training step get an increasing sample of N positions
+(arXiv 2305.16843), for all methods with position embeddings, rotations, biases and weights, except xPos. Methods with a
+bias or weight then compute it for each pair, in the chunked backend. Evaluation uses one sample of "random_length"
+positions (by default the training length), which evaluate.py --set pos-emb-options.random_length=L changes for longer
+texts. Training is exact after a resume, also with a schedule of the sequence length (`curriculum_learning`, see
+[huggingface.md](huggingface.md#continued-pre-training-with-another-positional-method)), which works in training from
+scratch too. Shorter sequences use the beginning of a sample.
 
 """

@@ -304,13 +304,18 @@ class Engine:
         return copy
 
     def attention_choice(self) -> str:
-        """The attention backend and why it was chosen; empty for a pipeline stage without transformer blocks."""
-        for module in self.model.modules():
-            if isinstance(module, SelfAttention):
-                dtype = DTYPES[self.config.precision.dtype]
-                windowed = module.window is not None
-                return module.attention.choice(self.layout.device, dtype, module.head_size, windowed=windowed)
-        return ""
+        """The attention backends of the layers and why they were chosen; empty for a pipeline stage without
+        transformer blocks.
+        """
+        dtype = DTYPES[self.config.precision.dtype]
+        choices = [
+            module.attention.choice(
+                self.layout.device, dtype, module.attended_size(dtype), windowed=module.window is not None
+            )
+            for module in self.model.modules()
+            if isinstance(module, SelfAttention)
+        ]
+        return "; in other layers ".join(dict.fromkeys(choices))
 
 
 def _checked_by_deepspeed(settings: dict[str, Any], grid: PipelineParallelGrid | None) -> DeepSpeedConfig:

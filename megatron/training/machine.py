@@ -23,14 +23,18 @@ def check_machine(config: Config, layout: Layout, vocab_size: int) -> None:
     """
     model = config.model
     with torch.device("meta"):
-        method = positional.build(model.pos_emb, model.shape, **model.positional_options)
+        methods = positional.build_layers(model.pos_emb, model.shape, **model.positional_options)
+    dtype, group = DTYPES[config.precision.dtype], model.num_attention_heads // model.num_kv_heads
+    head_size = model.head_size + (
+        positional.extra_dimensions(dtype, group) if any(method.has_decay for method in methods) else 0
+    )
     requirements = Requirements(
-        weight=method.has_weight,
-        modify_scores=method.modifies_scores,
+        weight=any(method.has_weight for method in methods),
+        modify_scores=any(method.modifies_scores for method in methods),
         dropout=model.attention_dropout > 0,
         training=True,
-        dtype=DTYPES[config.precision.dtype],
-        head_size=model.head_size,
+        dtype=dtype,
+        head_size=head_size,
         device=layout.device,
     )
     try:
@@ -42,7 +46,7 @@ def check_machine(config: Config, layout: Layout, vocab_size: int) -> None:
     embeddings = vocab_size * hidden * (2 if model.no_weight_tying else 1)
     attention = 2 * hidden * model.head_size * (model.num_attention_heads + model.num_kv_heads)
     blocks = layers * (attention + (3 if model.gated else 2) * hidden * model.mlp_features)
-    positions = sum(parameter.numel() for parameter in method.parameters()) * (1 if method.shared else layers)
+    positions = sum(parameter.numel() for method in methods for parameter in method.parameters())
     shards = layout.pipeline_size * layout.tensor_size * (layout.data_size if config.optimizer.zero_stage == 3 else 1)
     parameters = embeddings + blocks + positions
     _check_memory(

@@ -39,7 +39,7 @@ RESUMED_IN = [
 # Adam would turn into steps.
 LARGE_EPSILON = {"type": "Adam", "params": {"lr": 0.005, "eps": 1e-6}}
 PER_LAYER = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
-RANDOM = {"pos_emb": "rotary", "pos_emb_options": {"scaling": "random", "random_range": 128}}
+MIXED = {"pos_emb": "per_layer", "pos_emb_options": {"methods": [{"rotary": {"random_range": 128}}, "forgetting"]}}
 LLAMA = {
     "norm": "rmsnorm",
     "activation": "swiglu",
@@ -113,9 +113,10 @@ def test_two_ranks_train_like_one(layout, run_in):
     [
         ({"pos_emb": "transformer_xl"}, "zero-3", ()),
         ({"pos_emb": "xpos"}, "tensor", ()),
+        ({"pos_emb": "forgetting"}, "tensor", ("kernel/layer_02/gate/mean", "kernel/layer_03/gate/max")),
         (PER_LAYER, "tensor", ("kernel/layer_02/bias_1_log_a/mean", "kernel/layer_03/bias_2_power_p/max")),
     ],
-    ids=["transformer_xl", "xpos", "kerple per layer"],
+    ids=["transformer_xl", "xpos", "forgetting", "kerple per layer"],
 )
 def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
     trained(tmp_path / "one", "one", **keys)
@@ -154,9 +155,9 @@ def test_llama_style_blocks_on_two_ranks(layout, target, trained, tmp_path):
     [
         ({"pos_emb": "dape_kerple", "optimizer": LARGE_EPSILON}, ("bias_p", "bias_a")),
         (PER_LAYER, ("bias_1_log_a", "bias_2_power_p")),
-        ({**RANDOM, **RECOMPUTE}, ()),
+        ({**MIXED, **RECOMPUTE}, ()),
     ],
-    ids=["dape_kerple", "kerple per layer", "random rotary"],
+    ids=["dape_kerple", "kerple per layer", "random rotary and forgetting"],
 )
 def test_methods_with_parameters_per_layer_in_a_pipeline(keys, kernels, trained, tmp_path):
     """Each layer has its own parameters, and random positions are the same on both stages. Resuming is exact."""

@@ -76,10 +76,10 @@ def to_hugging_face(
         CheckpointError: if the written model does not give the same logits, to 1e-4 in float32. Nothing is written.
         UserError: if the tokenizer is missing or has more tokens than the model.
     """
-    if config.model.pos_emb_options.get("scaling") == "random":
+    if config.model.pos_emb_options.get("random_range") is not None:
         raise CheckpointError(
-            "pos_emb rotary with scaling random: random positions are used in training only; export the model without "
-            "the scaling"
+            "pos_emb_options random_range: random positions are used in training only; export the model without "
+            "the option"
         )
     import_transformers()
     settings, stock = model.settings, stock_type(config)
@@ -103,7 +103,8 @@ def to_hugging_face(
             for index, method in model.positional_methods().items():
                 buffers = method.named_buffers()
                 tensors.update({prefixes[index] + name: cast(buffer, dtype) for name, buffer in buffers})
-            for name, text in self_contained_files(method_class(config.model.pos_emb)).items():
+            sources = self_contained_files(method_class(settings.pos_emb), **dict(settings.pos_emb_options))
+            for name, text in sources.items():
                 (folder / name).write_text(text, encoding="utf-8")
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read, whatever the umask.
@@ -237,7 +238,10 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         return model.float().eval()
     package = f"_reference_model_{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in self_contained_files(method_class(theirs["positional_method"])).items():
+        sources = self_contained_files(
+            method_class(theirs["positional_method"]), **(theirs.get("positional_options") or {})
+        )
+        for name, text in sources.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
         try:
             module = load_modeling_file(Path(folder), package)
@@ -314,14 +318,15 @@ def model_card(
     trust = "" if architecture else ", trust_remote_code=True"
     # AutoTokenizer would ask to run the model's code.
     tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
-    method = next(iter(model.positional_methods().values()))
-    only_eager = method.modifies_scores or method.scales_qk
-    compiles = not (only_eager or method.embeds or method.rotates)
+    methods = model.positional_methods().values()
+    only_eager = any(method.modifies_scores or method.scales_qk for method in methods)
+    compiles = not (only_eager or any(method.embeds or method.rotates for method in methods))
+    implementations = "" if any(method.has_weight for method in methods) else "sdpa, "
     note = SELF_CONTAINED_NOTE.format(
         length=config.model.seq_length,
         limit=f", up to {config.model.max_position_embeddings} tokens" if config.model.pos_emb == "learned" else "",
         compiled="" if compiles else " (with graph breaks)",
-        implementations="eager" if only_eager else f"eager, {'' if method.has_weight else 'sdpa, '}flex_attention",
+        implementations="eager" if only_eager else f"eager, {implementations}flex_attention",
     )
     card = CARD.format(
         layers=config.model.num_layers,

@@ -11,9 +11,10 @@ import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from kerple import positional
-from kerple.positional import PositionalMethod
+from kerple.positional import PositionalMethod, append_decay
 from megatron.checkpoint.storage import CheckpointError
 
 TEMPLATES = Path(__file__).parent / "self_contained"
@@ -22,14 +23,14 @@ CONFIGURATION_FILE, MODELING_FILE = "configuration_kerple.py", "modeling_kerple.
 METHOD_FILE = "positional_method.py"
 
 
-def self_contained_files(method: type[PositionalMethod]) -> dict[str, str]:
-    """File name -> text of all Python files that a model with this method needs.
+def self_contained_files(method: type[PositionalMethod], **options: Any) -> dict[str, str]:
+    """File name -> text of all Python files that a model with this positional method and its options needs.
 
     Raises CheckpointError if the method imports a part of this project other than `kerple.positional`.
     """
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.py"))}
-    for module_name in (PositionalMethod.__module__, method.__module__):
-        _add_source(sys.modules[module_name], files)
+    for part in (PositionalMethod, append_decay, method, *method.parts(**options)):
+        _add_source(sys.modules[part.__module__], files)
     stems = sorted(Path(name).stem for name in files if name.startswith("positional_"))
     files[METHOD_FILE] = (
         f'"""The positional method of this model."""\n\n'

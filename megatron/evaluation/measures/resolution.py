@@ -132,6 +132,7 @@ class ScoreRecorder:
             bias_table=options["bias_table"],
             weight_table=options["weight_table"],
             table=options["table"],
+            scale=options["scale"],
             span=Span(options["window"], options["block"]),
         )
         return self._attention(query, key, value, **options)
@@ -148,6 +149,7 @@ class ScoreRecorder:
         bias_table: Tensor | None,
         weight_table: Tensor | None,
         table: Tensor | None,
+        scale: float,
         span: Span,
     ) -> None:
         """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, g, t, d]`; for the
@@ -169,7 +171,7 @@ class ScoreRecorder:
                 queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
             keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-            scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
+            scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * scale
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and method.modifies_scores:
                 scores = method.final_scores(scores, queries, query_positions, key_positions, mask, table)

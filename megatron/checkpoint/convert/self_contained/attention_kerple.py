@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from .positional_decay import append_decay, extra_dimensions
+
 # Number of queries whose scores or masks are in memory at a time.
 CHUNK = 128
 
@@ -60,12 +62,13 @@ class Layout:
     packed: bool = False
 
     @classmethod
-    def of(cls, method, hidden, attention_mask, position_ids, cache, window) -> "Layout":
-        """For new tokens `hidden` `[b, s, e]`. Raises ValueError for a mask that is not `[b, t]`, and for positions
-        that are not consecutive in a text.
+    def of(cls, methods, hidden, attention_mask, position_ids, cache, window) -> "Layout":
+        """For new tokens `hidden` `[b, s, e]` and the methods of all layers. Raises ValueError for a mask that is not
+        `[b, t]`, and for positions that are not consecutive in a text.
         """
         batch, new = hidden.shape[:2]
-        needs_positions = method.embeds or method.rotates or method.modifies_scores or method.scales_qk
+        by_text = any(method.modifies_scores or method.scales_qk for method in methods)
+        needs_positions = by_text or any(method.embeds or method.rotates for method in methods)
         # Graphs without breaks, in which values are unknown, are only possible for methods that need no positions.
         traced = torch.compiler.is_compiling() and not needs_positions
         cached = 0 if cache is None else cache.get_seq_length()
@@ -85,7 +88,7 @@ class Layout:
             layout._check_positions(position_ids.expand(batch, new))
         if needs_positions:
             layout._set_positions(position_ids, batch, new)
-            if layout.text_positions is not None and (method.modifies_scores or method.scales_qk):
+            if layout.text_positions is not None and by_text:
                 layout._set_texts()
         return layout
 
@@ -158,6 +161,20 @@ class Layout:
         queries, keys = zip(*rotated, strict=True)
         return torch.cat(queries), torch.cat(keys)
 
+    def append_decay(self, method, hidden, query, key, value, cache, layer):
+        """Query, key and value with the dimensions of the method's decay, if it has one. Padding has no decay."""
+        if not method.has_decay:
+            return query, key, value
+        decay, last_key = method.decay(hidden), None
+        if self.padded is not None:
+            new = torch.arange(decay.shape[2], device=decay.device) + self.cached
+            decay = decay.masked_fill(self.padded[:, None, new], 0.0)
+        if cache is not None and isinstance(self.cached, Tensor):
+            last_key = cache.layers[layer].keys[:, :, (self.cached - 1).clamp(min=0).reshape(1)] * (self.cached > 0)
+        elif cache is not None and self.cached:
+            last_key = cache.layers[layer].keys[:, :, self.cached - 1 : self.cached]
+        return append_decay(query, key, value, decay, query.shape[3] ** -0.5, last_key)
+
 
 class Tables(NamedTuple):
     """A method's values for distances 0 ... t-1: float32 `bias` `[h, t]`, or the table for modify_scores; `weight`."""
@@ -187,12 +204,14 @@ def attend(query, key, value, method, tables, layout, dropout, implementation, o
     if layout.texts:
         return attend_to_texts(query, key, value, method, tables, layout, dropout, implementation, output_attentions)
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
+    extra = extra_dimensions(key.dtype, query.shape[1] // key.shape[1]) if method.has_decay else 0
+    scale = (query.shape[3] - extra) ** -0.5
     if implementation == "eager" or output_attentions:
         places = places if output_attentions else 0
         with torch.autocast(query.device.type, enabled=False):
-            return eager_attention(query, key, value, method, tables, layout, dropout, places)
+            return eager_attention(query, key, value, method, tables, layout, dropout, places, scale)
     attention = sdpa_attention if implementation == "sdpa" else flex_attention
-    return attention(query, key, value, tables, layout, dropout), None
+    return attention(query, key, value, tables, layout, dropout, scale), None
 
 
 def attend_to_texts(query, key, value, method, tables, layout, dropout, implementation, output_attentions):
@@ -236,7 +255,7 @@ def lookup(table, distance):
     return table[:, distance].transpose(0, 1)
 
 
-def eager_attention(query, key, value, method, tables, layout, dropout, places):
+def eager_attention(query, key, value, method, tables, layout, dropout, places, scale):
     """`attend` in float32 (float64 for float64 inputs). places: last dimension of the probabilities; 0 for None."""
     new = query.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -250,7 +269,7 @@ def eager_attention(query, key, value, method, tables, layout, dropout, places):
             query_positions, key_positions = torch.arange(end - (part.stop - part.start), end), torch.arange(end)
         if method.scales_qk:
             query_rows, key_rows = method.scale_qk(query_rows, key_rows, query_positions, key_positions)
-        scores = query_rows.to(dtype) @ key_rows.transpose(-1, -2) * query.shape[3] ** -0.5
+        scores = query_rows.to(dtype) @ key_rows.transpose(-1, -2) * scale
         if method.modifies_scores:
             scores = modified_scores(
                 method, tables.bias, scores, query_rows, query_positions, key_positions, mask, layout.starts
@@ -289,10 +308,10 @@ def modified_scores(method, table, scores, query, query_positions, key_positions
     )
 
 
-def sdpa_attention(query, key, value, tables, layout, dropout):
+def sdpa_attention(query, key, value, tables, layout, dropout, scale):
     """`attend` for methods with a bias at most. On a GPU, the bias is rounded to the dtype of the query."""
     new = query.shape[2]
-    options = {"dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    options = {"dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1], "scale": scale}
     if tables.bias is None and layout.padded is None and layout.window is None and new == layout.total:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
@@ -307,7 +326,7 @@ def sdpa_attention(query, key, value, tables, layout, dropout):
     return torch.cat(contexts, dim=2)
 
 
-def flex_attention(query, key, value, tables, layout, dropout):
+def flex_attention(query, key, value, tables, layout, dropout, scale):
     """`attend` for methods with a bias and a weight at most. On a CPU it is not compiled and has no gradients."""
     from torch.nn.attention import flex_attention as flex
     from transformers.integrations.flex_attention import compile_friendly_flex_attention
@@ -335,7 +354,8 @@ def flex_attention(query, key, value, tables, layout, dropout):
     batch, _, new, _ = query.shape
     rows = None if padded is None else batch
     block_mask = flex.create_block_mask(visible, rows, None, new, key.shape[2], device=query.device)
-    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": query.shape[1] != key.shape[1]}
+    grouped = query.shape[1] != key.shape[1]
+    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": grouped, "scale": scale}
     if query.device.type == "cpu":
         return flex.flex_attention(query, key, value, **options)
     return compile_friendly_flex_attention(query, key, value, **options)

@@ -37,14 +37,15 @@ def make_norm(config, size=None):
     return nn.LayerNorm(size, eps=config.layer_norm_eps, bias=config.norm_bias)
 
 
-def make_positional(config):
-    """The positional method of the configuration."""
+def make_positional(config, layer=0):
+    """The positional method of the configuration, for a layer."""
     shape = ModelShape(
         num_heads=config.num_attention_heads,
         head_size=config.head_dim,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         max_positions=config.max_position_embeddings,
+        layer=layer,
     )
     method = Method.from_shape(shape, **config.positional_options)
     for module in method.modules():
@@ -82,7 +83,7 @@ class KerpleAttention(nn.Module):
         if config.qk_norm:
             self.query_norm, self.key_norm = make_norm(config, config.head_dim), make_norm(config, config.head_dim)
         self.dense = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
-        method = make_positional(config)
+        method = make_positional(config, layer_idx)
         self.positional = None if is_shared(method) else method
 
     def forward(self, hidden, tables, shared, layout, past_key_values, output_attentions):
@@ -100,6 +101,8 @@ class KerpleAttention(nn.Module):
             # Autocast computes norms in float32.
             query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
         query, key = layout.rotate(method, query, key)
+        states = layout.append_decay(method, hidden, query, key, value, past_key_values, self.layer_idx)
+        query, key, value = states
         if past_key_values is not None:
             # transformers 4 needs the places in a static cache.
             places = {"cache_position": torch.arange(new, device=hidden.device) + layout.cached}
@@ -107,7 +110,8 @@ class KerpleAttention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         options = dropout, self.config._attn_implementation, output_attentions
         context, probabilities = attend(query, key, value, method, tables, layout, *options)
-        return self.dense(context.transpose(1, 2).reshape(batch, new, -1)), probabilities
+        context = context[..., : self.config.head_dim].transpose(1, 2).reshape(batch, new, -1)
+        return self.dense(context), probabilities
 
 
 class KerpleMLP(nn.Module):
@@ -184,8 +188,8 @@ class KerplePreTrainedModel(PreTrainedModel):
         ValueError for one that cannot compute the method.
         """
         with torch.device("meta"):
-            method = make_positional(self.config)
-        supported = [name for name, supports in IMPLEMENTATIONS.items() if supports(method)]
+            methods = [make_positional(self.config, layer) for layer in range(self.config.num_hidden_layers)]
+        supported = [name for name, supports in IMPLEMENTATIONS.items() if all(map(supports, methods))]
         if requested_attention is None:
             return "sdpa" if "sdpa" in supported else "eager"
         if requested_attention not in supported:
@@ -245,10 +249,11 @@ class KerpleModel(KerplePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
-        method = self.positional if self.positional is not None else self.layers[0].attention.positional
-        check_loaded(method, hidden.device)
+        shared = self.positional is not None
+        methods = [self.positional] if shared else [layer.attention.positional for layer in self.layers]
+        check_loaded(methods[0], hidden.device)
         layout = Layout.of(
-            method, hidden, attention_mask, position_ids, past_key_values, window=config.attention_window
+            methods, hidden, attention_mask, position_ids, past_key_values, window=config.attention_window
         )
         if layout.packed and (use_cache or past_key_values is not None):
             raise ValueError("packed sequences (position_ids with jumps) cannot be cached; use use_cache=False")
@@ -256,8 +261,8 @@ class KerpleModel(KerplePreTrainedModel):
             use_cache = config.use_cache and not self.training and not layout.packed
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        hidden = self.emb_dropout(layout.embed(method, hidden))
-        tables = Tables(None, None) if self.positional is None else Tables.of(method, layout, hidden.device)
+        hidden = self.emb_dropout(layout.embed(methods[0], hidden))
+        tables = Tables.of(self.positional, layout, hidden.device) if shared else Tables(None, None)
         all_states, all_probabilities = [hidden], []
         # Early exit changes the number of layers in the configuration.
         for layer in self.layers[: config.num_hidden_layers]:

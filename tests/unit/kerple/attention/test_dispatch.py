@@ -227,7 +227,10 @@ def test_scale_replaces_the_root_of_the_head_size(method):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", [name for name in primary_names() if not build(name, SHAPE).embeds])
+# `test_decay.py` tests methods with a decay.
+@pytest.mark.parametrize(
+    "name", [name for name in primary_names() if not (build(name, SHAPE).embeds or build(name, SHAPE).has_decay)]
+)
 def test_grouped_queries_of_every_method(name):
     """4 query heads share 2 key/value heads, compared with a copy of its key/value head for each query head: all
     gradients, fewer queries than keys as with a KV cache, windows and blocks.

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from kerple.attention import Attention, jacobians, non_finite_gradients, score_table, tables
-from kerple.positional import Alibi, KerpleLog, ModelShape, PositionalMethod, TableJacobian, build, primary_names
+from kerple.positional import (
+    Alibi,
+    KerpleLog,
+    ModelShape,
+    PositionalMethod,
+    TableJacobian,
+    append_decay,
+    build,
+    primary_names,
+)
 
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=64)
 METHODS = {name: build(name, SHAPE) for name in primary_names()}
@@ -134,6 +143,9 @@ def attend_from_the_end(method: PositionalMethod, hidden: torch.Tensor) -> torch
     positions = torch.arange(FAR)
     embedded = method.embed(hidden, positions).unflatten(-1, (2, 8)).transpose(1, 2)
     query, key, value = embedded.unsqueeze(1).unbind(0)
+    if method.has_decay:
+        states = append_decay(query, key, value, method.decay(hidden[:1]), 8**-0.5)
+        return Attention("auto", method)(states[0][:, :, -LAST:], *states[1:], scale=8**-0.5)[..., :8]
     query, _ = method.rotate(query[:, :, -LAST:], key[:, :, :0], positions[-LAST:], positions[:0])
     _, key = method.rotate(query[:, :, :0], key, positions[:0], positions)
     bias, weight = tables(method, FAR, "cpu")

@@ -16,6 +16,9 @@ METHODS = {
     "sinusoidal": ("Sinusoidal", {"embeds"}),
     "rotary": ("Rotary", {"rotates"}),
     "p_rope": ("PRope", {"rotates"}),
+    "forgetting": ("Forgetting", {"has_decay"}),
+    "fox": ("Forgetting", {"has_decay"}),
+    "cable": ("Cable", {"has_decay"}),
     "rpe": ("T5", {"has_bias"}),
     "alibi": ("Alibi", {"has_bias"}),
     "kerple_log": ("KerpleLog", {"has_bias"}),
@@ -73,9 +76,9 @@ def test_every_name_builds_its_method_with_its_hooks(name):
     cls, hooks = METHODS[name]
     method = build(name, SHAPE)
     assert type(method) is getattr(positional, cls)
-    flags = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "scales_qk")
+    flags = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "scales_qk", "has_decay")
     assert {flag for flag in flags if getattr(method, flag)} == hooks
-    assert method.shared == ("modifies_scores" not in hooks)
+    assert method.shared == (not hooks & {"modifies_scores", "has_decay"})
     assert all(value.shape == (4,) and not value.requires_grad for value in method.statistics().values())
 
 

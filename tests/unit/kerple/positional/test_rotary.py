@@ -8,7 +8,7 @@ from transformers import GPTNeoXConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-from kerple.positional import PositionsExceeded, Rotary
+from kerple.positional import Rotary
 from kerple.positional.functional import default_frequencies
 
 TRAINED = 128
@@ -256,57 +256,11 @@ def test_scaled_gradients_and_shift_invariance(options):
     torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-5)
 
 
-def test_random_positions_in_training():
-    method = Rotary(8, 6, scaling="random", random_range=50)
-    states = torch.ones(1, 1, 6, 8)
-    positions = torch.arange(6)
-
-    with pytest.raises(ValueError, match=r"call begin_step\(step\) first, or eval\(\)"):
-        method.rotate(states, states, positions, positions)
-
-    def rotated_in_step(step, seed=0):
-        method.begin_step(step, seed)
-        query, key = method.rotate(states, states, positions, positions)
-        # All layers use the same sample.
-        for rotated in method.rotate(states, states, positions, positions):
-            assert torch.equal(rotated, query)
-        assert torch.equal(query, key)
-        return query
-
-    assert torch.equal(rotated_in_step(1), rotated_in_step(1))
-    assert not torch.equal(rotated_in_step(1), rotated_in_step(2))
-    assert not torch.equal(rotated_in_step(1), rotated_in_step(1, seed=5))
-    positions_by_step = torch.stack([method.random.training_positions(6, step, 0) for step in range(500)])
-    assert (positions_by_step.diff(dim=1) > 0).all()
-    assert positions_by_step.min() == 0
-    assert positions_by_step.max() == 49
-    # The k-th smallest of n without repetition from 0 ... L - 1 is (L + 1) k / (n + 1) - 1 on average.
-    expected = torch.tensor([51 * k / 7 - 1 for k in range(1, 7)])
-    torch.testing.assert_close(positions_by_step.float().mean(0), expected, rtol=0, atol=1.5)
-    too_long = torch.ones(1, 1, 60, 8)
-    with pytest.raises(PositionsExceeded, match="60 tokens need more positions than random_range 50"):
-        method.rotate(too_long, too_long, torch.arange(60), torch.arange(60))
-
-
-def test_random_positions_in_evaluation_do_not_depend_on_the_length():
-    method = Rotary(8, 6, scaling="random", random_range=50, random_length=20).eval()
-    states = torch.randn(1, 1, 20, 8)
-    expected, _ = method.rotate(states, states, torch.arange(20), torch.arange(20))
-    for first, last in ((0, 7), (7, 8), (8, 20)):
-        positions = torch.arange(first, last)
-        part, _ = method.rotate(states[:, :, first:last], states[:, :, first:last], positions, positions)
-        assert torch.equal(part, expected[:, :, first:last])
-    other_seed = Rotary(8, 6, scaling="random", random_range=50, random_length=20, random_seed=1).eval()
-    assert not torch.equal(other_seed.rotate(states, states, torch.arange(20), torch.arange(20))[0], expected)
-    with pytest.raises(PositionsExceeded, match="position 20 is beyond random_length 20"):
-        method.rotate(states[:, :, :1], states[:, :, :1], torch.tensor([20]), torch.tensor([20]))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"scaling": "dynamic", "factor": 2}, "scaling dynamic needs trained_length"),
-        ({"scaling": "cubic"}, "'cubic' is unknown; choose one of linear, ntk, yarn, llama3, dynamic, random"),
+        ({"scaling": "cubic"}, "'cubic' is unknown; choose one of linear, ntk, yarn, llama3, dynamic"),
         ({"factor": 2}, "factor 2 has no effect with scaling None; it is an option of linear, ntk, yarn, llama3"),
         (
             {"scaling": "llama3", "factor": 2, "trained_length": 8, "low_freq_factor": 4},
@@ -318,9 +272,6 @@ def test_random_positions_in_evaluation_do_not_depend_on_the_length():
         ({"scaling": "ntk", "factor": "4x"}, "factor '4x' must be a number"),
         ({"scaling": "yarn", "factor": 2}, "scaling yarn needs trained_length"),
         ({"scaling": "yarn", "factor": 2, "trained_length": 8, "beta_fast": 1, "beta_slow": 2}, "0 < beta_slow < beta"),
-        ({"scaling": "random", "trained_length": 8}, "needs random_range"),
-        ({"scaling": "random", "trained_length": 8, "random_range": 7}, "8 different positions from random_range 7"),
-        ({"scaling": "random", "trained_length": 8, "random_range": 9.5}, "random_range 9.5 must be an integer"),
     ],
 )
 def test_invalid_scaling_options_are_rejected(options, message):

@@ -442,9 +442,9 @@ def loss_with(model, data, **options) -> float:
         {"scaling": "yarn", "factor": 4},
         {"scaling": "llama3", "factor": 4},
         {"scaling": "dynamic", "factor": 4},
-        {"scaling": "random", "random_range": 256, "random_length": LENGTH},
+        {"random_range": 256, "random_length": LENGTH},
     ],
-    ids=lambda options: options["scaling"],
+    ids=lambda options: options.get("scaling", "random"),
 )
 def test_position_scaling_with_set(options, rotary, data, tmp_path):
     folder, model = rotary
@@ -469,7 +469,7 @@ def test_position_scaling_in_the_configuration(rotary, data, tmp_path, capsys):
 
 def test_a_random_range_that_is_too_short_has_a_note(rotary, tmp_path):
     words = ["--lengths", str(LENGTH), "--tokens", str(LENGTH), "--output", str(tmp_path), "--set"]
-    main(["--checkpoint", str(rotary[0]), *words, "pos-emb-options={scaling: random, random_range: 64}"])
+    main(["--checkpoint", str(rotary[0]), *words, "pos-emb-options={random_range: 64}"])
     (row,) = rows_in(tmp_path)
     assert row["loss"] is None
     assert f"random_length {TRAIN_LENGTH}" in row["note"]

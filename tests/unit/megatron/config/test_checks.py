@@ -45,6 +45,22 @@ from megatron.config import Config, UserError
             {"attention-dropout": 0.1, "model-parallel-size": 2},
             "attention_dropout 0.1 with model_parallel_size 2 is not supported",
         ),
+        (
+            {"pos-emb": "per_layer", "pos-emb-options": {"methods": ["rotary", "alibi"] * 20}},
+            r"per_layer: methods has 40 entries, but num_layers is \d+",
+        ),
+        (
+            {"pos-emb": "per_layer", "rotary_pct": 0.5},
+            r'rotary_pct has no effect with pos_emb per_layer; .*\{"rotary": \{"fraction": 0.5\}\}',
+        ),
+        (
+            {"pos-emb": "per_layer", "pos-emb-options": {"methods": ["none", "dape"]}, "model-parallel-size": 2},
+            "pos_emb per_layer computes the scores of all heads together",
+        ),
+        (
+            {"pos-emb": "per_layer", "pos-emb-options": {"methods": ["rotray"]}},
+            "pos_emb per_layer: .*did you mean rotary",
+        ),
         ({"pos-emb": "dape", "model-parallel-size": 2}, "pos_emb dape computes the scores of all heads together"),
         ({"pos-emb-module": "no/such/file.py"}, "pos_emb_module no/such/file.py: "),
         ({"pos-emb-module": "no_such_module_anywhere"}, "pos_emb_module no_such_module_anywhere: "),
@@ -87,7 +103,7 @@ from megatron.config import Config, UserError
                 ({"torch-compile": True}, "torch_compile true"),
                 ({"attention-dropout": 0.1}, "attention_dropout 0.1"),
                 (
-                    {"pos-emb": "rotary", "pos-emb-options": {"scaling": "random", "random_range": 64}},
+                    {"pos-emb": "rotary", "pos-emb-options": {"random_range": 64}},
                     "random positions",
                 ),
             )

@@ -140,8 +140,8 @@ def test_interpolated_rotary(options, stock, tmp_path):
 
 
 def test_random_positions_are_not_exported(tmp_path):
-    model, config = make_model("rotary", pos_emb_options={"scaling": "random", "random_range": 256})
-    with pytest.raises(CheckpointError, match="pos_emb rotary with scaling random"):
+    model, config = make_model("rotary", pos_emb_options={"random_range": 256})
+    with pytest.raises(CheckpointError, match="random_range: random positions are used in training only"):
         to_hugging_face(model, config, tmp_path / "hf", report=quiet)
 
 

@@ -1,0 +1,128 @@
+"""Another positional method in each layer, in a repeating pattern.
+
+Llama 4 rotates queries and keys in three of four layers and has no positions in the fourth; RNoPE (arXiv 2501.18795)
+alternates between both.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerple.positional.base import ModelShape, PositionalMethod
+from kerple.positional.randomized import OPTIONS
+from kerple.positional.registry import build, method_class, register
+
+
+@register("per_layer")
+class PerLayer(PositionalMethod):
+    """Layer i has the method i modulo n of the n `methods`, each a name or {name: options}: ["rotary", "none"].
+
+    Every layer has its own parameters, also those of methods that layers otherwise share. Raises ValueError for an
+    empty or nested list, an unknown method or option, and methods that add to the embeddings, which come before the
+    layers.
+    """
+
+    shared = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        hidden_size: int,
+        num_layers: int,
+        max_positions: int,
+        layer: int,
+        methods: Sequence[str | Mapping[str, Mapping[str, Any] | None]] = ("rotary", "none"),
+    ):
+        super().__init__()
+        names = self.names(methods)
+        for name in names:
+            cls = method_class(name)
+            if cls.embed is not PositionalMethod.embed or issubclass(cls, PerLayer):
+                raise ValueError(
+                    f"methods contains {name}, which cannot be the method of a layer; use methods that act in attention"
+                )
+        entry = methods[layer % len(names)]
+        options: Any = {} if isinstance(entry, str) else next(iter(entry.values()), None) or {}
+        sizes = (num_heads, head_size, hidden_size, num_layers, max_positions, layer)
+        shape = ModelShape(**dict(zip((field.name for field in fields(ModelShape)), sizes, strict=True)))
+        self.method = build(names[layer % len(names)], shape, **options)
+        for attribute in ("per_pair", "lookahead", "length_dependent", "computed"):
+            setattr(self, attribute, getattr(self.method, attribute))
+
+    @classmethod
+    def from_shape(cls, shape: ModelShape, **options: Any) -> PositionalMethod:
+        for name in OPTIONS:
+            if options.get(name) is not None:
+                raise ValueError(f"{name}: set it in the list, for each method that uses positions")
+        return super().from_shape(shape, **options)
+
+    @classmethod
+    def parts(cls, *, methods: Any = ("rotary", "none"), **options: Any) -> list[type[PositionalMethod]]:
+        return [method_class(name) for name in cls.names(methods)]
+
+    @staticmethod
+    def names(methods: Any) -> list[str]:
+        """The names in the option `methods`. Raises ValueError if it is not a list of names and {name: options}."""
+        entries = methods if isinstance(methods, list | tuple) else []
+        for entry in entries:
+            if not isinstance(entry, str) and not (isinstance(entry, Mapping) and len(entry) == 1):
+                raise ValueError(f"methods: {entry!r} is neither the name of a method nor {{name: options}}")
+        if not entries:
+            raise ValueError(f"methods {methods!r} must be a list of methods, such as [rotary, none]")
+        return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
+
+    def __getattr__(self, name: str) -> Any:
+        """Hooks that `PositionalMethod` does not define (bias, weight, decay, modify_scores, scale_qk) are those of the
+        layer's method.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "method":
+                raise
+            return getattr(super().__getattr__("method"), name)
+
+    def rotate(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.method.rotate(query, key, query_positions, key_positions)
+
+    def table(self, distance: Tensor) -> Tensor | None:
+        return self.method.table(distance)
+
+    @property
+    def rotates(self) -> bool:
+        return self.method.rotates
+
+    @property
+    def has_bias(self) -> bool:
+        return self.method.has_bias
+
+    @property
+    def has_weight(self) -> bool:
+        return self.method.has_weight
+
+    @property
+    def modifies_scores(self) -> bool:
+        return self.method.modifies_scores
+
+    @property
+    def scales_qk(self) -> bool:
+        return self.method.scales_qk
+
+    @property
+    def has_decay(self) -> bool:
+        return self.method.has_decay
+
+    def begin_step(self, step: int, seed: int = 0) -> None:
+        self.method.begin_step(step, seed)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        self.method.reset_parameters(generator)
+
+    def statistics(self) -> dict[str, Tensor]:
+        return self.method.statistics()

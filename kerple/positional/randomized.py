@@ -1,0 +1,186 @@
+"""Randomized positions (arXiv 2305.16843) for any method that uses positions.
+
+In training, the n tokens of a sequence get n of `random_range` positions, an increasing sample without repetition, so
+that the model sees distances of longer texts. With these options, `PositionalMethod.from_shape` builds a subclass of
+the method whose hooks get sampled positions:
+
+    random_range    the number of positions to sample from
+    random_length   the number of positions in the sample; default: max_positions, the training length
+    random_seed     of the sample for evaluation; default: 0
+
+Each training step has a new sample, which all layers, sequences, processes and recomputed activations share. Evaluation
+uses one sample. A shorter text uses the beginning of a sample, so the positions of cached keys never change. For longer
+texts in evaluation, set `random_length` to the longest length.
+
+Distances of sampled positions are not constant along diagonals. Methods with a bias or a weight therefore look it up
+for each pair, in `modify_scores`.
+
+Legend: b batch, s tokens, h heads, c queries, l keys, d head size, e hidden size, r `random_range`.
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerple.positional.base import PositionalMethod, PositionsExceeded
+
+OPTIONS = ("random_range", "random_length", "random_seed")
+
+
+@dataclass(frozen=True)
+class RandomPositions:
+    """Maps positions 0, 1, 2 ... to an increasing random sample, without repetition, of `range` positions."""
+
+    range: int
+    length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.length <= self.range:
+            raise ValueError(
+                f"random positions: random_length {self.length} different positions are drawn from random_range "
+                f"{self.range}; random_length must be 1 to {self.range}"
+            )
+
+    def training_positions(self, count: int, step: int, seed: int) -> Tensor:
+        """A sample of `count` positions for a training step of a run with this seed: int64 `[count]`."""
+        if count > self.range:
+            raise PositionsExceeded(f"{count} tokens need more positions than random_range {self.range} has")
+        digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
+        return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
+
+    def evaluation_positions(self, positions: Tensor) -> Tensor:
+        """The evaluation sample at positions `[s]`. Raises PositionsExceeded for a position >= `length`."""
+        last = int(positions.max()) if positions.numel() else -1
+        if last >= self.length:
+            raise PositionsExceeded(
+                f"position {last} is beyond random_length {self.length}, the number of positions drawn for evaluation; "
+                "set random_length to the longest length to evaluate, and random_range to at least that"
+            )
+        return _sample(self.range, self.length, self.seed).to(positions.device)[positions]
+
+
+@functools.lru_cache(maxsize=4)
+def _sample(high: int, count: int, seed: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.randperm(high, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+
+
+class Randomized(PositionalMethod):
+    """The hooks with sampled positions; a base class of the classes that `randomized` returns."""
+
+    plain: type[PositionalMethod]
+    random: RandomPositions
+    step: tuple[int, int] | None = None
+    per_pair = True
+
+    def sampled(self, positions: Tensor) -> Tensor:
+        """The sampled positions of the tokens at these positions, int64 `[s]`.
+
+        Raises PositionsExceeded for a position >= `random_length`, and ValueError in training before `begin_step`.
+        """
+        if not self.training:
+            return self.random.evaluation_positions(positions)
+        if self.step is None:
+            raise ValueError(
+                "random positions are drawn for each training step: call begin_step(step) first, or eval() to use the "
+                "positions for evaluation"
+            )
+        if len(positions) and int(positions[-1]) >= self.random.length:
+            raise PositionsExceeded(
+                f"position {int(positions[-1])} is beyond random_length {self.random.length}; set random_length to the "
+                "sequence length of training"
+            )
+        return self.random.training_positions(self.random.length, *self.step)[positions]
+
+    def begin_step(self, step: int, seed: int = 0) -> None:
+        super().begin_step(step, seed)
+        self.step = step, seed
+
+    def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        return super().embed(hidden, self.sampled(positions))
+
+    def rotate(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return super().rotate(query, key, self.sampled(query_positions), self.sampled(key_positions))
+
+    def table(self, distance: Tensor) -> Tensor | None:
+        """Bias and weight at the distances below r: float32 `[1 or 2, h, r]`; fewer distances do not suffice."""
+        distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
+        values = [hook(distances) for hook in self._tables()]
+        return torch.stack(values) if values else None
+
+    def _tables(self) -> list[Any]:
+        plain: Any = super()
+        return [getattr(plain, name) for name in ("bias", "weight") if getattr(plain, f"has_{name}")]
+
+    def modify_scores(
+        self,
+        scores: Tensor,
+        query: Tensor,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        mask: Tensor,
+        table: Tensor | None,
+    ) -> Tensor:
+        assert table is not None
+        query_positions, key_positions = self.sampled(query_positions), self.sampled(key_positions)
+        distance = (query_positions[:, None] - key_positions).clamp(min=0).to(scores.device)
+        plain: Any = super()
+        values = list(table[:, :, distance].to(scores.dtype))
+        if plain.has_weight:
+            scores = scores * values.pop()
+        return scores + values.pop() if plain.has_bias else scores
+
+    @property
+    def embeds(self) -> bool:
+        return self.plain.embed is not PositionalMethod.embed
+
+    @property
+    def rotates(self) -> bool:
+        return self.plain.rotate is not PositionalMethod.rotate
+
+    @property
+    def has_bias(self) -> bool:
+        return False
+
+    @property
+    def has_weight(self) -> bool:
+        return False
+
+    @property
+    def modifies_scores(self) -> bool:
+        return bool(self._tables())
+
+
+def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
+    """A subclass of a method's class with random positions. Its parameters have the same names."""
+    return type(f"Randomized{plain.__name__}", (Randomized, plain), {"plain": plain, "__module__": plain.__module__})
+
+
+def build_randomized(
+    plain: type[PositionalMethod], arguments: dict[str, Any], max_positions: int, options: dict[str, Any]
+) -> Randomized:
+    """The method with the constructor's arguments and these `OPTIONS`. Raises ValueError if the method has no positions
+    to randomize, or needs consecutive ones.
+    """
+    for name, value in options.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ValueError(f"{name} {value!r} must be an integer >= 0")
+    if options.get("random_range") is None:
+        raise ValueError(f"{', '.join(options)}: random positions need random_range, the number to sample from")
+    method = randomized(plain)(**arguments)
+    if hasattr(plain, "modify_scores") or method.scales_qk or method.length_dependent:
+        raise ValueError(
+            f"random_range: {plain.__name__} needs consecutive positions for its scores or angles; remove the option"
+        )
+    if not (method.embeds or method.rotates or method.modifies_scores):
+        raise ValueError(f"random_range: {plain.__name__} has no positions that could be random; remove the option")
+    length = options.get("random_length") or max_positions
+    method.random = RandomPositions(options["random_range"], length, options.get("random_seed") or 0)
+    return method

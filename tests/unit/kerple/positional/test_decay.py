@@ -1,0 +1,88 @@
+"""The bias of a decay against sums of the decays between key and query, in float64, with gradients."""
+
+import pytest
+import torch
+
+from kerple.attention import attend
+from kerple.positional import append_decay, extra_dimensions
+
+SIZE, LENGTH = 8, 150
+
+
+def exact_attention(query, key, value, decay, window=LENGTH):
+    """The formula: the bias is the sum of the decays after the key, up to the query; matrices in memory."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))
+    length = query.shape[2]
+    token = torch.arange(length)
+    inside = (token[None, None] <= token[:, None, None]) & (token[None, None] > token[None, :, None])
+    bias = torch.einsum("bhk,ijk->bhij", decay, inside.to(decay))
+    scores = query @ key.transpose(-1, -2) * query.shape[3] ** -0.5 + bias
+    distance = token[:, None] - token
+    return scores.masked_fill((distance < 0) | (distance >= window), float("-inf")).softmax(dim=-1) @ value
+
+
+def random_states(heads, kv_heads, dtype, steepness=0.2):
+    torch.manual_seed(0)
+    query = torch.randn(2, heads, LENGTH, SIZE)
+    key, value = torch.randn(2, 2, kv_heads, LENGTH, SIZE)
+    decay = -steepness * torch.rand(2, heads, LENGTH)
+    states = (query.to(dtype), key.to(dtype), value.to(dtype), decay.to(torch.promote_types(dtype, torch.float32)))
+    return [state.requires_grad_() for state in states]
+
+
+def decayed_attention(query, key, value, decay, backend, **options):
+    scale = query.shape[3] ** -0.5
+    states = append_decay(query, key, value, decay, scale)
+    return attend(*states, scale=scale, backend=backend, **options)[..., : query.shape[3]]
+
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "window"),
+    [
+        ("reference", torch.float64, None),
+        ("chunked", torch.float64, 70),
+        ("sdpa", torch.float64, None),
+        ("chunked", torch.float32, None),
+        ("chunked", torch.bfloat16, None),
+    ],
+)
+def test_values_and_gradients(backend, dtype, window, kv_heads):
+    states = random_states(4, kv_heads, dtype)
+    exact = [state.detach().double().requires_grad_() for state in states]
+    attended = decayed_attention(*states, backend, window=window)
+    expected = exact_attention(*exact, window=window or LENGTH)
+    upstream = torch.randn(attended.shape, dtype=torch.float64)
+    gradients = torch.autograd.grad(attended, states, upstream.to(dtype))
+    exact_gradients = torch.autograd.grad(expected, exact, upstream)
+    tolerance = TOLERANCES[dtype]
+    for actual, exact_value in zip((attended, *gradients), (expected, *exact_gradients), strict=True):
+        assert (actual.double() - exact_value).norm() < tolerance * exact_value.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_continued_sums(dtype):
+    """Keys appended one by one, or in parts, have the same sums as all at once, even after large decays."""
+    query, key, value, decay = (state.detach() for state in random_states(4, 2, dtype, steepness=40.0))
+    whole = append_decay(query, key, value, decay, SIZE**-0.5)
+    keys, last_key = [], None
+    for part in (slice(0, 60), *(slice(i, i + 1) for i in range(60, 70)), slice(70, LENGTH)):
+        states = (state[:, :, part] for state in (query, key, value, decay))
+        _, appended, _ = append_decay(*states, SIZE**-0.5, last_key)
+        keys.append(appended)
+        last_key = appended[:, :, -1:]
+    scores, continued = (
+        (whole[0].double() @ appended.double().repeat_interleave(2, dim=1).transpose(-1, -2) * SIZE**-0.5)
+        for appended in (whole[1], torch.cat(keys, dim=2))
+    )
+    assert whole[1].shape[3] == SIZE + extra_dimensions(dtype, 2)
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(continued, scores, rtol=0, atol=tolerance)
+    # The sums, about 3,000, are exact to 32 bits.
+    expected = decay.double().cumsum(-1)
+    bias = scores - query.double() @ key.double().repeat_interleave(2, dim=1).transpose(-1, -2) * SIZE**-0.5
+    torch.testing.assert_close(bias, expected[..., :, None] - expected[..., None, :], rtol=0, atol=tolerance)
