@@ -1,4 +1,4 @@
-"""Train an encoder on one task at short lengths, and measure its accuracy at longer ones.
+"""Train a small model on one task at short lengths, and measure its accuracy at longer ones.
 
 Every batch is determined by (seed, task, step), so an interrupted experiment resumes with the same results.
 """
@@ -7,7 +7,7 @@ import io
 import json
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,30 +15,34 @@ from typing import Annotated
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import FailFast, TypeAdapter
-from torch import Tensor
-from typing_extensions import TypedDict
+from pydantic import FailFast, Field, TypeAdapter
+from torch import Tensor, nn
+from typing_extensions import NotRequired, TypedDict
 
 from kerple.positional import project
 from megatron.chomsky.encoder import ARCHITECTURES, Encoder
-from megatron.chomsky.tasks import TASKS
+from megatron.chomsky.length_tasks import LENGTH_TASKS, LengthTask
+from megatron.chomsky.tasks import TASKS, Task
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file, write_atomically
-from megatron.utils.typed_json import Float, Fraction, Int, Name, parse_json
+from megatron.utils.typed_json import Count, Float, Fraction, Int, Name, parse_json
 
 TEST_SEED = 1_000_000_007
 ACCURACY_SAMPLES = 64  # samples of a batch whose accuracies are averaged
 SAVE_SECONDS = 60.0  # between two saves of the training state
 MAX_RESULTS_BYTES = 1 << 26
+DECODER = "decoder"
+POWERS = {str(1 << power) for power in range(63)}  # names of bins of distances
 
 
 @dataclass(frozen=True)
 class ExperimentSettings:
     """How each experiment is trained and tested. Lengths are in tokens.
 
-    Training uses the lengths 1 to train_longest, testing every test_every-th length from train_longest + 1 to
-    test_longest. The default lengths and sizes are DAPE's; batch size, learning rate and steps are those of the
-    benchmark's released example. architecture: see `Encoder`.
+    Training uses the lengths 1 to train_longest (from the shortest of the task for a decoder), testing every
+    test_every-th length from train_longest + 1 to test_longest; for 0, train_longest and its doublings. The default
+    lengths and sizes are DAPE's; batch size, learning rate and steps are those of the benchmark's released example.
+    architecture: `decoder` for `LENGTH_TASKS`, with the defaults `DECODER_SETTINGS`; otherwise see `Encoder`.
     """
 
     steps: int = 10_000
@@ -54,32 +58,67 @@ class ExperimentSettings:
     architecture: str = "pre-norm"
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise UserError(f"architecture {self.architecture!r} is unknown; choose one of {', '.join(ARCHITECTURES)}")
+        names = (*ARCHITECTURES, DECODER)
+        if self.architecture not in names:
+            raise UserError(f"architecture {self.architecture!r} is unknown; choose one of {', '.join(names)}")
         for name, value in asdict(self).items():
-            if name != "architecture" and value <= 0:
+            if name not in ("architecture", "test_every") and value <= 0:
                 raise UserError(f"{name} must be above 0, not {value}")
+        if self.test_every < 0:
+            raise UserError(f"test_every must be at least 0, not {self.test_every}")
         if self.test_longest <= self.train_longest:
             raise UserError(
                 f"test_longest ({self.test_longest}) must be above train_longest ({self.train_longest}): the benchmark "
                 "tests longer inputs than it trains on"
             )
+        if not self.test_every and self.test_longest < 2 * self.train_longest:
+            raise UserError(
+                f"test_longest ({self.test_longest}) must be at least twice train_longest ({self.train_longest}) if "
+                "test_every is 0"
+            )
         if self.hidden_size % self.num_heads:
             raise UserError(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
 
     @property
-    def test_lengths(self) -> range:
-        return range(self.train_longest + 1, self.test_longest + 1, self.test_every)
+    def tasks(self) -> Mapping[str, Task | LengthTask]:
+        """The tasks of the architecture, by name."""
+        return LENGTH_TASKS if self.architecture == DECODER else TASKS
+
+    @property
+    def test_lengths(self) -> Sequence[int]:
+        if self.test_every:
+            return range(self.train_longest + 1, self.test_longest + 1, self.test_every)
+        doublings = (self.test_longest // self.train_longest).bit_length()
+        return [self.train_longest << power for power in range(doublings)]
+
+
+DECODER_SETTINGS = ExperimentSettings(
+    steps=2000,
+    batch=64,
+    learning_rate=2e-3,
+    train_longest=64,
+    test_longest=1024,
+    test_every=0,
+    test_samples=256,
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    architecture=DECODER,
+)
 
 
 class Result(TypedDict):
-    """The result of one experiment. accuracies: from 0 to 1, by length as a decimal string. score: their mean."""
+    """The result of one experiment. accuracies: from 0 to 1, by length as a decimal string. score: the mean of those
+    above the longest training length. distances, of decoders: `[correct targets, targets]` by length and by bin of the
+    distance; a bin is named by its smallest distance, a power of two, and ends before the next power.
+    """
 
     task: Name
     pos_emb: Name
     seed: Int
     score: Fraction
     accuracies: dict[str, Fraction]
+    distances: NotRequired[dict[str, dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]]]]
 
 
 class StoredResults(TypedDict):
@@ -93,7 +132,7 @@ _STORED_RESULTS = TypeAdapter(StoredResults)
 
 
 class Experiment:
-    """One task, method and seed.
+    """One task, method and seed; subclasses are for encoders and decoders.
 
     state_file: where the unfinished training state is saved, and loaded from if it exists. Raises UserError if that
     file belongs to another experiment.
@@ -102,39 +141,43 @@ class Experiment:
     def __init__(
         self, task: str, pos_emb: str, seed: int, settings: ExperimentSettings, device: torch.device, state_file: Path
     ):
-        self.task, self.pos_emb, self.seed = TASKS[task], pos_emb, seed
+        self.name, self.pos_emb, self.seed = task, pos_emb, seed
         self.settings, self.device, self.state_file = settings, device, state_file
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model = Encoder(
-                self.task.symbols + 1,  # and a placeholder for the positions of the answer
-                self.task.classes,
-                pos_emb,
-                num_layers=settings.num_layers,
-                hidden_size=settings.hidden_size,
-                num_heads=settings.num_heads,
-                architecture=settings.architecture,
-                max_positions=settings.test_longest + self.task.output_length(settings.test_longest),
-            ).to(device)
+            self.model = self.build().to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.learning_rate)
         self.step = 0
         self._identity = {"task": task, "pos_emb": pos_emb, "seed": seed, **asdict(settings)}
         if state_file.is_file():
             self._resume()
 
-    def train(self, report: Callable[[int, float], None]) -> None:
-        """Train the remaining steps. Calls `report(step, loss)` after every tenth step and the last.
+    @property
+    def shortest(self) -> int:
+        """The length of the shortest training input."""
+        return 1
 
-        The loss is the mean cross-entropy in nats over all targets, including those after the end symbol.
-        """
+    def build(self) -> nn.Module:
+        """A model with random weights."""
+        raise NotImplementedError
+
+    def loss(self, generator: np.random.Generator, length: int) -> Tensor:
+        """The mean cross-entropy in nats of a training batch with inputs of this length."""
+        raise NotImplementedError
+
+    def test(self, report: Callable[[int, int], None]) -> Result:
+        """The accuracy at every test length. Calls `report(number of lengths tested, length)` after each."""
+        raise NotImplementedError
+
+    def train(self, report: Callable[[int, float], None]) -> None:
+        """Train the remaining steps. Calls `report(step, loss)` after every tenth step and the last."""
         saved_at = time.monotonic()
         self.model.train()
         while self.step < self.settings.steps:
-            generator = np.random.default_rng(self._random_seed(self.step))
-            length = int(generator.integers(1, self.settings.train_longest + 1))
-            torch.manual_seed(zlib.crc32(repr(self._random_seed(self.step)).encode()))  # of dropout
-            logits, targets, _ = self._forward(generator, self.settings.batch, length)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            generator = np.random.default_rng(self.random_seed(self.step))
+            length = int(generator.integers(self.shortest, self.settings.train_longest + 1))
+            torch.manual_seed(zlib.crc32(repr(self.random_seed(self.step)).encode()))  # of dropout
+            loss = self.loss(generator, length)
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -148,53 +191,19 @@ class Experiment:
                 saved_at = time.monotonic()
         self._save()
 
-    def test(self, report: Callable[[int, int], None]) -> Result:
-        """The accuracy at every test length. Calls `report(number of lengths tested, length)` after each."""
-        accuracies = {}
-        for tested, length in enumerate(self.settings.test_lengths, start=1):
-            accuracies[str(length)] = self.accuracy(length)
-            report(tested, length)
-        score = sum(accuracies.values()) / len(accuracies)
-        return Result(task=self.task.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies)
-
-    @torch.no_grad()
-    def accuracy(self, length: int) -> float:
-        """The fraction of correct targets among those that count, in batches of ACCURACY_SAMPLES, averaged over the
-        batches.
-        """
-        self.model.eval()
-        generator = np.random.default_rng([*self._random_seed(length), TEST_SEED])
-        most = 64 * self.settings.train_longest**2 // length**2 + 16  # samples computed at once
-        accuracies = []
-        for first in range(0, self.settings.test_samples, ACCURACY_SAMPLES):
-            remaining = min(ACCURACY_SAMPLES, self.settings.test_samples - first)
-            correct = total = 0
-            while remaining:
-                logits, targets, counted = self._forward(generator, min(remaining, most), length)
-                correct += int(((logits.argmax(dim=-1) == targets) & counted).sum())
-                total += int(counted.sum())
-                remaining -= len(targets)
-            accuracies.append(correct / total)
-        return sum(accuracies) / len(accuracies)
+    def result(self, accuracies: dict[str, float]) -> Result:
+        """The result with these accuracies by length."""
+        longer = [accuracy for length, accuracy in accuracies.items() if int(length) > self.settings.train_longest]
+        score = sum(longer) / len(longer)
+        return Result(task=self.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies)
 
     def delete_state(self) -> None:
         """Delete the saved training state, once the result is stored."""
         self.state_file.unlink(missing_ok=True)
 
-    def _forward(self, generator: np.random.Generator, samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits `[b, m, classes]`, targets `[b, m]` and which of them count, bool `[b, m]`, for m output tokens.
-
-        The model reads the input followed by m placeholders; its predictions there are the answer.
-        """
-        batch = self.task.sample(generator, samples, length)
-        placeholders = np.full(batch.targets.shape, self.task.symbols)
-        symbols = torch.from_numpy(np.concatenate((batch.inputs, placeholders), axis=1)).to(self.device)
-        logits = self.model(symbols)[:, -batch.targets.shape[1] :].float()
-        targets, counted = (torch.from_numpy(array).to(self.device) for array in (batch.targets, batch.counted))
-        return logits, targets, counted
-
-    def _random_seed(self, number: int) -> list[int]:
-        return [self.seed, zlib.crc32(self.task.name.encode()), number]
+    def random_seed(self, number: int) -> list[int]:
+        """The seed of a batch of this experiment's task."""
+        return [self.seed, zlib.crc32(self.name.encode()), number]
 
     def _save(self) -> None:
         state = {
@@ -225,6 +234,66 @@ class Experiment:
         self.step = state["step"]
 
 
+class EncoderExperiment(Experiment):
+    """An encoder on a task of the Chomsky hierarchy. The loss covers all targets, also those after the end symbol."""
+
+    def build(self) -> nn.Module:
+        settings, self.task = self.settings, TASKS[self.name]
+        return Encoder(
+            self.task.symbols + 1,  # and a placeholder for the positions of the answer
+            self.task.classes,
+            self.pos_emb,
+            num_layers=settings.num_layers,
+            hidden_size=settings.hidden_size,
+            num_heads=settings.num_heads,
+            architecture=settings.architecture,
+            max_positions=settings.test_longest + self.task.output_length(settings.test_longest),
+        )
+
+    def loss(self, generator: np.random.Generator, length: int) -> Tensor:
+        logits, targets, _ = self._forward(generator, self.settings.batch, length)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def test(self, report: Callable[[int, int], None]) -> Result:
+        accuracies = {}
+        for tested, length in enumerate(self.settings.test_lengths, start=1):
+            accuracies[str(length)] = self.accuracy(length)
+            report(tested, length)
+        return self.result(accuracies)
+
+    @torch.no_grad()
+    def accuracy(self, length: int) -> float:
+        """The fraction of correct targets among those that count, in batches of ACCURACY_SAMPLES, averaged over the
+        batches.
+        """
+        self.model.eval()
+        generator = np.random.default_rng([*self.random_seed(length), TEST_SEED])
+        most = 64 * self.settings.train_longest**2 // length**2 + 16  # samples computed at once
+        accuracies = []
+        for first in range(0, self.settings.test_samples, ACCURACY_SAMPLES):
+            remaining = min(ACCURACY_SAMPLES, self.settings.test_samples - first)
+            correct = total = 0
+            while remaining:
+                logits, targets, counted = self._forward(generator, min(remaining, most), length)
+                correct += int(((logits.argmax(dim=-1) == targets) & counted).sum())
+                total += int(counted.sum())
+                remaining -= len(targets)
+            accuracies.append(correct / total)
+        return sum(accuracies) / len(accuracies)
+
+    def _forward(self, generator: np.random.Generator, samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `[b, m, classes]`, targets `[b, m]` and which of them count, bool `[b, m]`, for m output tokens.
+
+        The model reads the input followed by m placeholders; its predictions there are the answer.
+        """
+        batch = self.task.sample(generator, samples, length)
+        placeholders = np.full(batch.targets.shape, self.task.symbols)
+        symbols = torch.from_numpy(np.concatenate((batch.inputs, placeholders), axis=1)).to(self.device)
+        logits = self.model(symbols)[:, -batch.targets.shape[1] :].float()
+        targets, counted = (torch.from_numpy(array).to(self.device) for array in (batch.targets, batch.counted))
+        return logits, targets, counted
+
+
 def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Result]:
     """The results of earlier runs; none if the file does not exist. Raises UserError if the settings differ."""
     if not path.exists():
@@ -240,11 +309,12 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
         raise UserError(
             f"{path} contains results of other settings ({changes}): use the same settings, or choose another --output"
         )
-    lengths = list(map(str, settings.test_lengths))
+    lengths, decoder = list(map(str, settings.test_lengths)), settings.architecture == DECODER
     for index, result in enumerate(results):
         for name, is_right in (
-            ("task", result["task"] in TASKS),
+            ("task", result["task"] in settings.tasks),
             ("accuracies", list(result["accuracies"]) == lengths),
+            ("distances", _are_distances(result.get("distances", {}), lengths if decoder else [])),
         ):
             if not is_right:
                 raise UserError(
@@ -252,6 +322,14 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
                     "another --output"
                 )
     return results
+
+
+def _are_distances(distances: Mapping[str, Mapping[str, Sequence[int]]], lengths: Sequence[str]) -> bool:
+    """Whether these lengths have bins, each named by its first distance, and with at least one target."""
+    return list(distances) == lengths and all(
+        bins and all(first in POWERS and correct <= count > 0 for first, (correct, count) in bins.items())
+        for bins in distances.values()
+    )
 
 
 def write_chomsky_results(path: Path, settings: ExperimentSettings, results: Sequence[Result]) -> None:

@@ -1,8 +1,10 @@
-"""tools/chomsky.py: run the Chomsky-hierarchy benchmark and write its results as JSON, table and figure."""
+"""tools/chomsky.py: run the Chomsky-hierarchy benchmark, or with --architecture decoder the length tests of decoders,
+and write the results as JSON, tables and figure.
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,24 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from kerple.positional.registry import primary_names
+from megatron.chomsky.decoder import DecoderExperiment
 from megatron.chomsky.encoder import ARCHITECTURES, check_method
 from megatron.chomsky.experiment import (
+    DECODER,
+    DECODER_SETTINGS,
+    EncoderExperiment,
     Experiment,
     ExperimentSettings,
     Result,
     read_chomsky_results,
     write_chomsky_results,
 )
+from megatron.chomsky.length_tasks import LENGTH_TASKS
 from megatron.chomsky.tasks import TASKS
 from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
 from megatron.reporting.chomsky import chomsky_figure, chomsky_table
+from megatron.reporting.length_tests import distance_table, length_figure, length_table
 from megatron.reporting.style import render
 from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import print_table
@@ -29,7 +38,10 @@ from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.locks import Lock
 from megatron.utils.progress import Progress
 
-DESCRIPTION = "Train small transformers on the tasks of the Chomsky hierarchy, and test them on longer inputs."
+DESCRIPTION = (
+    "Train small transformers on the tasks of the Chomsky hierarchy, or decoders on recall tasks (--architecture "
+    "decoder), and test them on longer inputs."
+)
 METHODS = ("none", "sinusoidal", "rotary", "alibi", "kerple_log", "fire", "dape_kerple")
 SETTINGS_HELP = {
     "steps": "optimizer steps per experiment",
@@ -37,18 +49,20 @@ SETTINGS_HELP = {
     "learning_rate": "learning rate of Adam",
     "train_longest": "longest training input, in tokens",
     "test_longest": "longest test input, in tokens",
-    "test_every": "test every N-th length above train_longest",
+    "test_every": "test every N-th length above train_longest; 0: train_longest and its doublings",
     "test_samples": "samples per test length",
-    "num_layers": "layers of the encoder",
-    "hidden_size": "hidden size of the encoder",
-    "num_heads": "attention heads of the encoder",
-    "architecture": "pre-norm, or original: the benchmark's own layers, for comparisons with published numbers",
+    "num_layers": "layers of the model",
+    "hidden_size": "hidden size of the model",
+    "num_heads": "attention heads of the model",
+    "architecture": "pre-norm; original: the benchmark's own layers, for comparisons with published numbers; or "
+    "decoder: this project's GPT on the recall tasks",
 }
 
 _TYPES: dict[str, Callable[[str], Any]] = {
     "architecture": str,
     "learning_rate": number(0, 1e6, above=True),
     "batch": integer(1, 2**20),
+    "test_every": integer(0, 10**9),
     "test_longest": integer(1, 2**16),
     "test_samples": integer(1, 2**20),
     "num_layers": integer(1, 1000),
@@ -73,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
-    settings = ExperimentSettings(**{field.name: getattr(options, field.name) for field in fields(ExperimentSettings)})
+    settings = options.settings
     for name in options.methods:
         check_method(name)
     try:
@@ -94,17 +108,21 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
     for index, (task, method, seed) in enumerate(missing, start=1):
         title = f"[{index}/{len(missing)}] {task}, {method}, seed {seed}"
         state_file = options.output / "unfinished" / f"{task}-{method}-{seed}.pt"
-        experiment = Experiment(task, method, seed, settings, device, state_file)
+        kind = DecoderExperiment if settings.architecture == DECODER else EncoderExperiment
+        experiment = kind(task, method, seed, settings, device, state_file)
         results.append(_run(experiment, title, console))
         lock.check()
         write_chomsky_results(path, settings, results)
         experiment.delete_state()
     shown = [result for result in results if (result["task"], result["pos_emb"], result["seed"]) in set(requested)]
-    print_table(console, chomsky_table(shown, settings))
+    decoder = settings.architecture == DECODER
+    tables, draw = ((length_table, distance_table), length_figure) if decoder else ((chomsky_table,), chomsky_figure)
+    for table in tables:
+        print_table(console, table(shown, settings))
     write_chomsky_results(path, settings, results)
-    table = markdown(chomsky_table(results, settings), heading="#")
-    write_atomically(options.output / "chomsky.md", table.encode())
-    write_atomically(options.output / "chomsky.png", render(partial(chomsky_figure, results, settings)))
+    texts = [markdown(table(results, settings), heading="#") for table in tables]
+    write_atomically(options.output / "chomsky.md", "\n".join(texts).encode())
+    write_atomically(options.output / "chomsky.png", render(partial(draw, results, settings)))
     for name in ("chomsky.json", "chomsky.md", "chomsky.png"):
         console.print(str(options.output / name), highlight=False)
 
@@ -134,17 +152,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tasks",
         nargs="+",
-        choices=TASKS,
-        default=list(TASKS),
+        choices=[*TASKS, *LENGTH_TASKS],
         metavar="TASK",
-        help=f"tasks to run (default: all: {', '.join(TASKS)})",
+        help=f"tasks to run (default: all: {', '.join(TASKS)}; of decoders: {', '.join(LENGTH_TASKS)})",
     )
     parser.add_argument(
         "--methods",
         nargs="+",
         default=METHODS,
         metavar="POS_EMB",
-        help=f"positional methods (default: {' '.join(METHODS)})",
+        help=f"positional methods, or all (default: {' '.join(METHODS)})",
     )
     parser.add_argument(
         "--seeds", nargs="+", type=integer(0, 2**32 - 1), default=[0], metavar="N", help="random seeds (default: 0)"
@@ -152,20 +169,37 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("runs/chomsky"),
         metavar="DIR",
-        help="folder for the results (default: %(default)s)",
+        help="folder for the results (default: runs/chomsky; of decoders: runs/lengths)",
     )
     add_lock_option(parser, "the output folder")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if available)")
     group = parser.add_argument_group("training, testing and the model")
+    defaults = ExperimentSettings()
     for field in fields(ExperimentSettings):
+        of_encoders, of_decoders = (getattr(settings, field.name) for settings in (defaults, DECODER_SETTINGS))
+        is_architecture = field.name == "architecture"
+        default = f"{of_encoders}" if is_architecture else f"{of_encoders}; of decoders: {of_decoders}"
         group.add_argument(
             option_name(field.name),
             type=_TYPES.get(field.name, integer(1, 10**9)),
-            default=field.default,
-            choices=ARCHITECTURES if field.name == "architecture" else None,
-            metavar="NAME" if field.name == "architecture" else "N",
-            help=f"{SETTINGS_HELP[field.name]} (default: %(default)s)",
+            choices=(*ARCHITECTURES, DECODER) if is_architecture else None,
+            metavar="NAME" if is_architecture else "N",
+            help=f"{SETTINGS_HELP[field.name]} (default: {default})",
         )
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    given = {name: getattr(options, name) for name in SETTINGS_HELP if getattr(options, name) is not None}
+    options.settings = replace(DECODER_SETTINGS if options.architecture == DECODER else defaults, **given)
+    if options.output is None:
+        options.output = Path("runs/lengths" if options.architecture == DECODER else "runs/chomsky")
+    available = options.settings.tasks
+    options.tasks = options.tasks or list(available)
+    for task in options.tasks:
+        if task not in available:
+            raise UserError(
+                f"--tasks {task}: not a task of --architecture {options.settings.architecture}; choose "
+                + (f"one of {', '.join(available)}" if task in TASKS else f"--architecture {DECODER}")
+            )
+    if options.methods == ["all"]:
+        options.methods = primary_names()
+    return options

@@ -21,11 +21,11 @@ def format_number(value: float, digits: int = 4) -> str:
     return f"{value:,.{_decimals(value, digits)}f}"
 
 
-def format_mean(values: Iterable[float], digits: int = 4) -> str:
-    """The mean over the seeds; for two or more seeds, `mean ± sample standard deviation`.
+def format_mean(values: Iterable[float], digits: int = 4, *, standard_error: bool = False) -> str:
+    """The mean over the seeds; for two or more seeds, `mean ± sample standard deviation` (or standard error).
 
-    The standard deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2 ± 3.4.
-    Without a standard deviation the mean has `digits` significant digits. NaN stands for a value that is not available
+    The deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2 ± 3.4.
+    Without a deviation the mean has `digits` significant digits. NaN stands for a value that is not available
     and is ignored.
     """
     values = [value for value in values if not math.isnan(value)]
@@ -33,12 +33,19 @@ def format_mean(values: Iterable[float], digits: int = 4) -> str:
         return NOT_AVAILABLE
     mean = statistics.fmean(values)
     deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
+    if standard_error:
+        deviation /= math.sqrt(len(values))
     if deviation <= 1e-12 * abs(mean):  # rounding errors of equal values
         return format_number(mean, digits)
     if abs(mean) >= 1e6:
         return f"{format_number(mean, digits)} ± {deviation:.1e}"
     decimals = _decimals(deviation, 2)
     return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
+
+
+def standard_error_of_mean(values: Sequence[float]) -> float:
+    """The standard error of the mean; 0 for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def best_texts(means: Sequence[float], texts: Sequence[str], best: Literal["lowest", "highest"]) -> list[bool]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.chomsky.experiment import (
-    Experiment,
+    EncoderExperiment,
     ExperimentSettings,
     read_chomsky_results,
     write_chomsky_results,
@@ -18,7 +18,7 @@ TINY = ExperimentSettings(
 
 def experiment(state_file, seed=1, **settings):
     settings = ExperimentSettings(**{**vars(TINY), **settings})
-    return Experiment("bucket_sort", "kerple_log", seed, settings, torch.device("cpu"), state_file)
+    return EncoderExperiment("bucket_sort", "kerple_log", seed, settings, torch.device("cpu"), state_file)
 
 
 def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
@@ -73,11 +73,21 @@ def test_training_learns_the_task(tmp_path):
         ({"test_longest": 6}, r"test_longest \(6\) must be above train_longest \(6\)"),
         ({"num_heads": 3}, "hidden_size 16 is not a multiple of num_heads 3"),
         ({"batch": 0}, "batch must be above 0, not 0"),
+        ({"test_every": -1}, "test_every must be at least 0, not -1"),
+        ({"test_every": 0}, r"test_longest \(9\) must be at least twice train_longest \(6\) if test_every is 0"),
+        ({"architecture": "lstm"}, "architecture 'lstm' is unknown; choose one of pre-norm, original, decoder"),
     ],
 )
 def test_invalid_settings(settings, message):
     with pytest.raises(UserError, match=message):
         ExperimentSettings(**{**vars(TINY), **settings})
+
+
+def test_doublings_of_the_training_length_are_tested(tmp_path):
+    learner = experiment(tmp_path / "state.pt", test_every=0, test_longest=30)
+    result = learner.test(lambda tested, length: None)
+    assert list(result["accuracies"]) == ["6", "12", "24"]
+    assert result["score"] == pytest.approx((result["accuracies"]["12"] + result["accuracies"]["24"]) / 2)
 
 
 def test_stored_results(tmp_path):
@@ -93,6 +103,7 @@ def test_stored_results(tmp_path):
         ({"task": "no_task"}, r"results\[1\]\.task does not belong to these settings"),
         ({"accuracies": {"7": 0.5}}, r"results\[1\]\.accuracies does not belong to these settings"),
         ({"accuracies": {**accuracies, "8": "0.5"}}, r"results\[1\]\.accuracies\.8 must be a number, not '0\.5'; corr"),
+        ({"distances": {"7": {"4": [1, 2]}}}, r"results\[1\]\.distances does not belong to these settings"),
         ({"score": 1.5}, r"results\[1\]\.score must be at most 1\.0, not 1\.5"),
     ):
         write_chomsky_results(path, TINY, [result, {**result, **wrong}])

@@ -1,9 +1,14 @@
 """tools/chomsky.py, called in-process."""
 
 import json
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 
+from kerple.positional import primary_names
+from megatron.chomsky.decoder import DecoderExperiment
 from megatron.cli import chomsky as command
 from megatron.cli.chomsky import main
 from megatron.utils.errors import UserError
@@ -46,6 +51,70 @@ def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
 
     with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):
         main(arguments(tmp_path, *words, steps=7))
+
+
+DECODER = {
+    **{"architecture": "decoder", "train_longest": 40, "test_longest": 80, "hidden_size": 16, "num_heads": 2},
+    **{"steps": 3, "batch": 2, "test_samples": 4},
+}
+
+
+def decoder_words(folder, *words):
+    options = [word for name, value in DECODER.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return ["--output", str(folder), *options, *words]
+
+
+def test_decoders_on_all_length_tests(tmp_path, capsys, monkeypatch):
+    """tools/chomsky.py, interrupted between training and testing, and run again."""
+    script = Path(__file__).parents[4] / "tools/chomsky.py"
+    words = ("--methods", "kerple_log", "rotary")
+
+    def run(folder):
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        monkeypatch.setattr(sys, "argv", [str(script), *decoder_words(folder, *words)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(script), run_name="__main__")
+        return end.value.code
+
+    assert not run(tmp_path / "whole")
+    stored = json.loads((tmp_path / "whole/chomsky.json").read_text())
+    assert [(result["task"], result["pos_emb"]) for result in stored["results"]] == [
+        (task, method)
+        for task in ("copying", "induction", "associative_recall", "variable_tracking")
+        for method in ("kerple_log", "rotary")
+    ]
+    text = (tmp_path / "whole/chomsky.md").read_text()
+    assert "accuracy by length" in text
+    assert "accuracy by distance at length 80" in text
+    assert (tmp_path / "whole/chomsky.png").read_bytes()[:4] == b"\x89PNG"
+    with monkeypatch.context() as patch:
+        tested = DecoderExperiment.test
+        patch.setattr(
+            DecoderExperiment, "test", lambda self, report: 1 / 0 if self.name == "induction" else tested(self, report)
+        )
+        with pytest.raises(ZeroDivisionError):
+            main(decoder_words(tmp_path / "killed", *words))
+    assert [path.name for path in (tmp_path / "killed/unfinished").iterdir()] == ["induction-kerple_log-0.pt"]
+    steps = []
+    loss = DecoderExperiment.loss
+    monkeypatch.setattr(DecoderExperiment, "loss", lambda self, *given: steps.append(self.name) or loss(self, *given))
+    capsys.readouterr()
+    assert not run(tmp_path / "killed")
+    assert "8 experiments on cpu, 2 of them already finished" in capsys.readouterr().out
+    assert steps.count("induction") == 3, "only rotary's; the first one was trained"
+    assert json.loads((tmp_path / "killed/chomsky.json").read_text()) == stored
+
+
+def test_decoders_support_every_method(tmp_path):
+    main(decoder_words(tmp_path, "--tasks", "induction", "--methods", "all", "--num-layers", "1"))
+    stored = json.loads((tmp_path / "chomsky.json").read_text())["results"]
+    assert [result["pos_emb"] for result in stored] == list(primary_names())
+    with pytest.raises(
+        UserError, match="--tasks parity_check: not a task of --architecture decoder; choose one of copy"
+    ):
+        main(decoder_words(tmp_path, "--tasks", "parity_check"))
+    with pytest.raises(UserError, match=r"--tasks copying: .* choose --architecture decoder"):
+        main(arguments(tmp_path, "--tasks", "copying"))
 
 
 def test_the_folder_must_be_writable_and_unused(tmp_path, monkeypatch, capsys):

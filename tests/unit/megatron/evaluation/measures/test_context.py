@@ -16,7 +16,7 @@ from megatron.utils.errors import UserError
 from tests.support.language_models import AlibiByHand, direct_losses, random_tokens, small_gpt
 
 STREAM = random_tokens(1000)
-DOCUMENTS = np.array([0, 160, 300, 420, 700, 1000])
+DOCUMENTS = np.array([0, 155, 300, 420, 500])
 
 
 def measure(model, text, lengths, texts=99, modes=("full",), **options):
@@ -27,8 +27,8 @@ def measure(model, text, lengths, texts=99, modes=("full",), **options):
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_differences_are_those_of_the_same_tokens(documents):
     model, length = AlibiByHand(), 160
-    _, (record,) = measure(model, Text(STREAM, documents), [length])
-    starts = range(0, 961 - length, length)
+    _, (record,) = measure(model, Text(STREAM[:500], documents), [length])
+    starts = range(0, 480, length)
     assert record["contexts"] == [64, 128]
     assert record["tokens"] == len(starts) * TARGETS
     full, shorter = {}, {64: {}, 128: {}}

@@ -1,0 +1,87 @@
+"""Decoders of this project on the length tests (`LENGTH_TASKS`)."""
+
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.chomsky.experiment import TEST_SEED, Experiment, Result
+from megatron.chomsky.length_tasks import IGNORED, LENGTH_TASKS
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+from megatron.utils.errors import UserError
+
+TEST_TOKENS = 8192  # computed at once
+
+
+class DecoderExperiment(Experiment):
+    """A causal GPT on a length test. The loss and the accuracy cover the scored positions.
+
+    Raises UserError if the task has no input as short as the longest training input.
+    """
+
+    def build(self) -> nn.Module:
+        settings, self.task = self.settings, LENGTH_TASKS[self.name]
+        if settings.train_longest < self.task.shortest:
+            raise UserError(
+                f"--train-longest {settings.train_longest}: the shortest input of {self.name} has {self.task.shortest} "
+                "tokens; choose a larger value, or leave out the task"
+            )
+        return GPT(
+            ModelSettings(
+                num_layers=settings.num_layers,
+                hidden_size=settings.hidden_size,
+                num_heads=settings.num_heads,
+                padded_vocab_size=self.task.symbols,
+                max_positions=settings.test_longest,
+                pos_emb=self.pos_emb,
+            )
+        )
+
+    @property
+    def shortest(self) -> int:
+        return self.task.shortest
+
+    def loss(self, generator: np.random.Generator, length: int) -> Tensor:
+        batch = self.task.sample(generator, self.settings.batch, length)
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        scored = targets != IGNORED
+        return F.cross_entropy(self._logits(batch.tokens, scored), targets[scored])
+
+    def test(self, report: Callable[[int, int], None]) -> Result:
+        accuracies, distances = {}, {}
+        for tested, length in enumerate(self.settings.test_lengths, start=1):
+            bins = distances[str(length)] = self.correct_by_distance(length)
+            correct, scored = map(sum, zip(*bins.values(), strict=True))
+            accuracies[str(length)] = correct / scored
+            report(tested, length)
+        return {**self.result(accuracies), "distances": distances}
+
+    @torch.no_grad()
+    def correct_by_distance(self, length: int) -> dict[str, list[int]]:
+        """`[correct targets, targets]` of the test samples by bin of the distance; see `Result`."""
+        self.model.eval()
+        batch = self.task.sample(
+            np.random.default_rng([*self.random_seed(length), TEST_SEED]), self.settings.test_samples, length
+        )
+        scored = batch.targets != IGNORED
+        predictions = []
+        for first in range(0, len(scored), max(1, TEST_TOKENS // length)):
+            rows = slice(first, first + max(1, TEST_TOKENS // length))
+            logits = self._logits(batch.tokens[rows], torch.from_numpy(scored[rows]).to(self.device))
+            predictions.append(logits.argmax(dim=-1).cpu().numpy())
+        correct = np.concatenate(predictions) == batch.targets[scored]
+        bins = np.log2(batch.distances[scored]).astype(np.int64)
+        return {
+            str(1 << int(power)): [int(correct[bins == power].sum()), int((bins == power).sum())]
+            for power in np.unique(bins)
+        }
+
+    def _logits(self, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]], scored: Tensor) -> Tensor:
+        """The logits at the scored positions: tokens `[b, n]`, scored bool `[b, n]` -> float32 `[scored, symbols]`."""
+        model = cast(GPT, self.model)
+        hidden = model.hidden(torch.from_numpy(tokens).to(self.device))
+        return model.logits(hidden[scored]).float()

@@ -1,0 +1,122 @@
+"""Results of the length tests of decoders: accuracy by length and by distance, as tables and a figure."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from matplotlib.figure import Figure
+
+from megatron.chomsky.experiment import ExperimentSettings, Result
+from megatron.chomsky.length_tasks import LENGTH_TASKS
+from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, standard_error_of_mean
+from megatron.reporting.style import (
+    SCREEN,
+    Style,
+    band,
+    legend_above,
+    length_ticks,
+    line_style,
+    mark_train_length,
+    new_figure,
+    panel_title,
+)
+from megatron.reporting.tables import Cell, Row, Section, Table
+
+Curve = dict[int, float]  # percent by length, or by the first distance of a bin
+
+
+def length_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
+    """The accuracy of each method at each test length in percent: mean and standard error over seeds."""
+    columns = {length: f"{length:,}" + "*" * (length == settings.train_longest) for length in settings.test_lengths}
+    star = "The star marks the longest training length. " if settings.train_longest in columns else ""
+    return _table("length_tests", "Length tests: accuracy by length", results, _by_length, columns, star, settings)
+
+
+def distance_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
+    """The accuracy of each method at the longest test length in percent, by distance between key and query."""
+    first = sorted({distance for result in results for distance in _by_distance(result)})
+    columns = {distance: f"{distance:,}–{2 * distance - 1:,}" for distance in first}
+    title = f"Length tests: accuracy by distance at length {settings.test_lengths[-1]:,}"
+    note = "Columns: positions between the key and its query. "
+    return _table("length_tests_distance", title, results, _by_distance, columns, note, settings)
+
+
+def _table(
+    name: str,
+    title: str,
+    results: Sequence[Result],
+    curve: Callable[[Result], Curve],
+    columns: dict[int, str],
+    note: str,
+    settings: ExperimentSettings,
+) -> Table:
+    lines: list[Row | Section] = []
+    for task in _tasks_of(results):
+        lines.append(Section(f"{task.replace('_', ' ')} (random guessing: {100 * LENGTH_TASKS[task].guess:.1f})"))
+        by_method: dict[str, list[Curve]] = {}
+        for result in results:
+            if result["task"] == task:
+                by_method.setdefault(result["pos_emb"], []).append(curve(result))
+        cells: dict[str, list[Cell]] = {method: [] for method in by_method}
+        for column in columns:
+            values = [[seed[column] for seed in seeds if column in seed] for seeds in by_method.values()]
+            texts = [format_mean(seeds, 3, standard_error=True) if seeds else NOT_MEASURED for seeds in values]
+            means = [statistics.fmean(seeds) if seeds else float("nan") for seeds in values]
+            for method, text, best in zip(cells, texts, best_texts(means, texts, "highest"), strict=True):
+                cells[method].append(Cell(text, best))
+        lines += [Row((method,), tuple(row)) for method, row in cells.items()]
+    num_seeds = len({result["seed"] for result in results})
+    note += (
+        f"Accuracy in percent (decoders with {settings.num_layers} layers of {settings.hidden_size}, trained at "
+        f"lengths up to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples)."
+    )
+    notes = [note, *([f"Mean ± standard error over up to {num_seeds} seeds."] if num_seeds > 1 else [])]
+    return Table(name, title, ("method",), tuple(columns.values()), tuple(lines), tuple(notes))
+
+
+def length_figure(results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN) -> Figure:
+    """For each task a panel of accuracy by length, and one by distance at the longest length: a line per method (mean
+    over seeds) with a band of ± one standard error.
+    """
+    tasks, methods = _tasks_of(results), list(dict.fromkeys(result["pos_emb"] for result in results))
+    columns = style.columns(2)
+    figure, panels = new_figure(style, 2 * len(tasks), columns, sharey=True)
+    handles = {}
+    for index, axes in enumerate(panels):
+        task, curve = tasks[index // 2], (_by_length, _by_distance)[index % 2]
+        ticks: set[int] = set()
+        for line, method in enumerate(methods):
+            seeds = [curve(result) for result in results if (result["task"], result["pos_emb"]) == (task, method)]
+            x = sorted(set().union(*seeds))
+            if not x:
+                continue
+            ticks |= set(x)
+            values = [[seed[point] for seed in seeds if point in seed] for point in x]
+            means, looks = list(map(statistics.fmean, values)), line_style(style, line)
+            (handles[method],) = axes.plot(x, means, label=method, **looks)
+            band(axes, x, means, [standard_error_of_mean(point) for point in values], looks["color"])
+        axes.axhline(100 * LENGTH_TASKS[task].guess, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.set_ylim(0, 102)
+        length_ticks(axes, style, sorted(ticks), columns)
+        if curve is _by_length:
+            mark_train_length(axes, style, settings.train_longest, label=index == 0)
+        what = "length" if curve is _by_length else f"distance at length {settings.test_lengths[-1]:,}"
+        panel_title(axes, style, columns, f"{task.replace('_', ' ')}: {what}")
+    figure.supxlabel("tokens; dotted: random guessing")
+    figure.supylabel("accuracy (%)")
+    legend_above(figure, style, list(handles.values()))
+    return figure
+
+
+def _by_length(result: Result) -> Curve:
+    return {int(length): 100 * accuracy for length, accuracy in result["accuracies"].items()}
+
+
+def _by_distance(result: Result) -> Curve:
+    """At the longest length, by the first distance of each bin."""
+    longest = list(result["distances"].values())[-1]
+    return {int(distance): 100 * correct / count for distance, (correct, count) in longest.items()}
+
+
+def _tasks_of(results: Sequence[Result]) -> list[str]:
+    """The tasks with results, in the order of `LENGTH_TASKS`."""
+    return [name for name in LENGTH_TASKS if any(result["task"] == name for result in results)]

@@ -1,0 +1,83 @@
+"""Training and testing of decoders on the length tests."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.chomsky.decoder import DecoderExperiment
+from megatron.chomsky.experiment import DECODER_SETTINGS, TEST_SEED
+from megatron.model.gpt import GPT
+from megatron.utils.errors import UserError
+
+TINY = {"steps": 4, "batch": 8, "train_longest": 35, "test_longest": 140, "hidden_size": 16, "num_heads": 2}
+
+
+def experiment(state_file, task="associative_recall", pos_emb="kerple_log", **settings):
+    settings = type(DECODER_SETTINGS)(**{**vars(DECODER_SETTINGS), **TINY, "test_samples": 48, **settings})
+    return DecoderExperiment(task, pos_emb, 1, settings, torch.device("cpu"), state_file)
+
+
+def test_loss_and_accuracy_are_those_of_the_scored_positions(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.chomsky.decoder.TEST_TOKENS", 500)
+    learner = experiment(tmp_path / "state.pt")
+    assert isinstance(learner.model, GPT)
+    batch = learner.task.sample(np.random.default_rng(3), 8, 35)
+    logits = learner.model(torch.from_numpy(batch.tokens))
+    expected = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten())
+    assert learner.loss(np.random.default_rng(3), 35).item() == pytest.approx(expected.item(), rel=1e-6)
+    result = learner.test(lambda tested, length: None)
+    assert list(result["accuracies"]) == list(result["distances"]) == ["35", "70", "140"]
+    tokens, targets, distances = learner.task.sample(
+        np.random.default_rng([*learner.random_seed(140), TEST_SEED]), 48, 140
+    )
+    hits = learner.model(torch.from_numpy(tokens)).argmax(-1).numpy() == targets
+    scored = targets != -100
+    assert result["accuracies"]["140"] == pytest.approx(hits[scored].mean())
+    bins = result["distances"]["140"]
+    assert [int(first) for first in bins] == [2, 4, 8, 16, 32, 64, 128][-len(bins) :]
+    for first, counted in bins.items():
+        within = scored & (distances >= int(first)) & (distances < 2 * int(first))
+        assert counted == [hits[within].sum(), within.sum()]
+    assert sum(count for _, count in bins.values()) == 48 * 8
+    assert result["score"] == pytest.approx((result["accuracies"]["70"] + result["accuracies"]["140"]) / 2)
+
+
+def test_a_decoder_sees_no_later_tokens(tmp_path):
+    model = experiment(tmp_path / "state.pt").model
+    tokens = torch.randint(0, 60, (1, 40))
+    later = tokens.clone()
+    later[:, 20:] += 1
+    torch.testing.assert_close(model(tokens)[:, :20], model(later)[:, :20])
+
+
+def test_training_learns_the_task(tmp_path):
+    sizes = {"hidden_size": 32, "learning_rate": 5e-3, "batch": 32, "train_longest": 12, "test_longest": 24}
+    learner = experiment(tmp_path / "state.pt", "induction", "alibi", steps=250, **sizes)
+    untrained = learner.test(lambda tested, length: None)["accuracies"]["12"]
+    learner.train(lambda step, loss: None)
+    result = learner.test(lambda tested, length: None)
+    assert result["accuracies"]["12"] > untrained + 0.5
+
+
+def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.chomsky.experiment.SAVE_SECONDS", 0.0)
+    whole = experiment(tmp_path / "whole.pt", steps=12)
+    whole.train(lambda step, loss: None)
+
+    def interrupt(step, loss):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        experiment(tmp_path / "state.pt", steps=12).train(interrupt)
+    resumed = experiment(tmp_path / "state.pt", steps=12)
+    assert resumed.step == 9
+    resumed.train(lambda step, loss: None)
+    assert resumed.test(lambda *_: None) == whole.test(lambda *_: None)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_a_training_length_that_is_too_short(tmp_path):
+    with pytest.raises(UserError, match=r"--train-longest 20: the shortest input of associative_recall has 32 tokens"):
+        experiment(tmp_path / "state.pt", train_longest=20)
