@@ -138,7 +138,7 @@ def test_the_later_of_two_methods_is_used():
     assert [re.sub(r"\S*/", "", notice) for notice in config.notices] == [
         'rotary.yml:5: "pos-emb" overrides "pos-emb" at alibi.yml:2'
     ]
-    with pytest.raises(UserError, match=r'rotary\.yml:6: "pos-emb" is already set, as "pos-emb" at .*alibi\.yml:2'):
+    with pytest.raises(UserError, match=r'rotary\.yml:5: "pos-emb" is already set, as "pos-emb" at .*alibi\.yml:2'):
         load_config(files, CONFIGS, strict=True)
 
 

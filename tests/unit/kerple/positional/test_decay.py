@@ -49,9 +49,12 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
         ("sdpa", torch.float64, None),
         ("chunked", torch.float32, None),
         ("chunked", torch.bfloat16, None),
+        pytest.param("fused", torch.float32, 70, marks=pytest.mark.slow),
     ],
 )
 def test_values_and_gradients(backend, dtype, window, kv_heads):
+    if backend == "fused":  # in Triton's interpreter
+        pytest.importorskip("triton")
     states = random_states(4, kv_heads, dtype)
     exact = [state.detach().double().requires_grad_() for state in states]
     attended = decayed_attention(*states, backend, window=window)
