@@ -129,8 +129,11 @@ def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor) -
 def by_pair(table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
     """The values of a table over distance `[..., n]` for all pairs in a chunk, `[..., c, l]`; zeros as `by_distance`.
 
-    The rows are overlapping views of `by_distance`. Unlike indexing, this gives gradients that are summed in a fixed
-    order.
+    For consecutive positions, the rows are overlapping views of `by_distance`. Unlike indexing, this gives gradients
+    that are summed in a fixed order.
     """
+    if any(int(positions[-1] - positions[0]) != len(positions) - 1 for positions in (query_positions, key_positions)):
+        distance = (query_positions[:, None] - key_positions).clamp(min=0)
+        return table[..., distance.to(table.device)]
     # Row 0 of the views begins at the farthest pair, which belongs to the last query.
     return by_distance(table, query_positions, key_positions).unfold(-1, len(key_positions), 1).flip(-2)

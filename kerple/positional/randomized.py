@@ -13,7 +13,7 @@ uses one sample. A shorter text uses the beginning of a sample, so the positions
 texts in evaluation, set `random_length` to the longest length.
 
 Distances of sampled positions are not constant along diagonals. Methods with a bias or a weight therefore look it up
-for each pair, in `modify_scores`.
+for each pair, in `modify_scores`. Methods that have this hook themselves must compute each pair alone (`per_pair`).
 
 Legend: b batch, s tokens, h heads, c queries, l keys, d head size, e hidden size, r `random_range`.
 """
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod, PositionsExceeded
+from kerple.positional.functional import by_pair
 
 OPTIONS = ("random_range", "random_length", "random_seed")
 
@@ -76,7 +77,6 @@ class Randomized(PositionalMethod):
     plain: type[PositionalMethod]
     random: RandomPositions
     step: tuple[int, int] | None = None
-    per_pair = True
 
     def sampled(self, positions: Tensor) -> Tensor:
         """The sampled positions of the tokens at these positions, int64 `[s]`.
@@ -110,8 +110,10 @@ class Randomized(PositionalMethod):
         return super().rotate(query, key, self.sampled(query_positions), self.sampled(key_positions))
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """Bias and weight at the distances below r: float32 `[1 or 2, h, r]`; fewer distances do not suffice."""
+        """The method's own table, or its bias and weight `[1 or 2, h, r]`, at all distances below r."""
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
+        if hasattr(self.plain, "modify_scores"):
+            return super().table(distances)
         values = [hook(distances) for hook in self._tables()]
         return torch.stack(values) if values else None
 
@@ -128,11 +130,13 @@ class Randomized(PositionalMethod):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        assert table is not None
         query_positions, key_positions = self.sampled(query_positions), self.sampled(key_positions)
-        distance = (query_positions[:, None] - key_positions).clamp(min=0).to(scores.device)
         plain: Any = super()
-        values = list(table[:, :, distance].to(scores.dtype))
+        if hasattr(self.plain, "modify_scores"):
+            final: Tensor = plain.modify_scores(scores, query, query_positions, key_positions, mask, table)
+            return final
+        assert table is not None
+        values = list(by_pair(table, query_positions, key_positions).to(scores.dtype))
         if plain.has_weight:
             scores = scores * values.pop()
         return scores + values.pop() if plain.has_bias else scores
@@ -155,12 +159,13 @@ class Randomized(PositionalMethod):
 
     @property
     def modifies_scores(self) -> bool:
-        return bool(self._tables())
+        return hasattr(self.plain, "modify_scores") or bool(self._tables())
 
 
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
     """A subclass of a method's class with random positions. Its parameters have the same names."""
-    return type(f"Randomized{plain.__name__}", (Randomized, plain), {"plain": plain, "__module__": plain.__module__})
+    attributes = {"plain": plain, "per_pair": True, "__module__": plain.__module__}
+    return type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
 
 
 def build_randomized(
@@ -175,11 +180,15 @@ def build_randomized(
     if options.get("random_range") is None:
         raise ValueError(f"{', '.join(options)}: random positions need random_range, the number to sample from")
     method = randomized(plain)(**arguments)
-    if hasattr(plain, "modify_scores") or method.scales_qk or method.length_dependent:
+    mixes_pairs = hasattr(plain, "modify_scores") and not plain.per_pair
+    if mixes_pairs or method.scales_qk or method.length_dependent:
         raise ValueError(
             f"random_range: {plain.__name__} needs consecutive positions for its scores or angles; remove the option"
         )
-    if not (method.embeds or method.rotates or method.modifies_scores):
+    has_positions = method.embeds or method.modifies_scores
+    if getattr(method, "static", method) is None:  # DAPE without a static bias
+        has_positions = False
+    if not (has_positions or method.rotates):
         raise ValueError(f"random_range: {plain.__name__} has no positions that could be random; remove the option")
     length = options.get("random_length") or max_positions
     method.random = RandomPositions(options["random_range"], length, options.get("random_seed") or 0)

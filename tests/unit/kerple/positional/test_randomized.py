@@ -86,6 +86,37 @@ def test_attention_at_sampled_positions(name):
         torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("name", ["fire", "dape_kerple", "dape_fire", "dape_rotary"])
+def test_scores_of_methods_that_modify_them(name):
+    method = random_method(name).train().double()
+    method.begin_step(1)
+    plain = build(name, SHAPE).double()
+    plain.load_state_dict(method.state_dict())
+    positions = method.sampled(POSITIONS)
+    query, key, value = torch.randn(3, 1, 2, LENGTH, 8, dtype=torch.float64).unbind(0)
+    rotated = method.rotate(query, key, POSITIONS, POSITIONS)
+    attended = Attention("chunked", method)(*rotated, value, table=score_table(method, LENGTH, "cpu"))
+
+    query, key = plain.rotate(query, key, positions, positions)
+    scores = query @ key.transpose(-1, -2) / 8**0.5
+    if name == "fire":
+        scores = scores + plain.pair_bias(positions, positions, scores)
+    else:
+        bias = None
+        if name == "dape_kerple":
+            bias = plain.static.bias((positions[:, None] - positions).abs().double()).to(scores.dtype)
+        elif name == "dape_fire":
+            bias = plain.static.pair_bias(positions, positions, scores)
+        inputs = scores if bias is None else torch.cat((scores, bias[None]), dim=1)
+        hidden = plain.first(inputs.movedim(1, -1))
+        change = plain.second(torch.nn.functional.leaky_relu(hidden, 0.01)).movedim(-1, 1)
+        scores = scores + change + (0 if bias is None else bias)
+    future = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ value
+    torch.testing.assert_close(attended, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["sinusoidal", "p_rope"])
 def test_embeddings_and_rotations_at_sampled_positions(name):
     method, plain = random_method(name).train(), build(name, SHAPE)
@@ -107,8 +138,8 @@ def test_methods_that_need_consecutive_positions_are_rejected():
             rejected[name] = str(error)
     for name, message in rejected.items():
         assert "random_range" in message, name
-    kinds = ("dape", "fire", "cope", "transformer_xl", "xpos", "none", "forgetting", "cable", "stick", "per_layer")
-    assert {name for name in primary_names() if name.startswith(kinds)} == set(rejected)
+    kinds = ("dape_v2", "cope", "transformer_xl", "xpos", "none", "forgetting", "cable", "stick", "per_layer")
+    assert {"dape", *(name for name in primary_names() if name.startswith(kinds))} == set(rejected)
 
 
 @pytest.mark.parametrize(
