@@ -20,7 +20,6 @@ Legend: n elements of a fragment.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +41,7 @@ from megatron.checkpoint.layers import (
 from megatron.checkpoint.state_dict import TrainingEngine
 from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
 from megatron.optimizers import get_step, initialize_state, set_step, state_shape
+from megatron.optimizers.whole_parameters import Fragment, WholeParameterOptimizer
 from megatron.utils.errors import first_line
 
 
@@ -73,32 +73,10 @@ def parameter_names(layers: Mapping[int, nn.Module], tied_output: int | None) ->
 # -- the optimizer in memory -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """The part of a parameter that this rank's optimizer owns.
-
-    Attributes:
-        shape: of the parameter's tensor-parallel slice.
-        start: index of the fragment's first element in the flattened slice.
-        master: the fragment of the float32 weights that the optimizer updates, flattened.
-        group: the optimizer's parameter group.
-        key: the tensor under which the optimizer stores the state.
-        offset: index of the fragment's first element in the flattened `key`.
-    """
-
-    shape: torch.Size
-    start: int
-    master: Tensor
-    group: dict[str, Any]
-    key: Tensor
-    offset: int
-
-    def of(self, state: Tensor) -> Tensor:
-        """The fragment's view of a state tensor of `key`, flattened. A tensor that does not have the parameter's shape
-        (see `state_shape`) is returned whole; the optimizer does not work on fragments.
-        """
-        flat = state.detach().view(-1)
-        return flat if flat.numel() != self.key.numel() else flat.narrow(0, self.offset, self.master.numel())
+def wrapped_optimizer(engine: Any) -> torch.optim.Optimizer:
+    """The optimizer that `engine`, DeepSpeed's engine, was given."""
+    optimizer: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return optimizer
 
 
 def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
@@ -108,7 +86,7 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
     DeepSpeed's engine.
     """
     wrapper = engine.optimizer
-    optimizer: torch.optim.Optimizer = getattr(wrapper, "optimizer", wrapper)
+    optimizer = wrapped_optimizer(engine)
     fragments: dict[str, Fragment] = {}
     parameter: Any  # with the attributes that DeepSpeed adds
     if engine.zero_optimization_partition_weights():
@@ -130,15 +108,10 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
             fragments[name] = Fragment(parameter.shape, 0, master, groups[id(parameter)], parameter, 0)
     else:
         # ZeRO 1 and 2 and the bf16 optimizer keep one flat float32 partition per parameter group, which the optimizer
-        # updates, unless it updates whole parameters: views of the flat tensor.
-        whole_parameters = getattr(wrapper, "whole_parameters", {})
+        # updates.
         for name, parameter in parameters.items():
             mapping = parameter._hp_mapping
-            if id(parameter) in whole_parameters:
-                group = optimizer.param_groups[mapping.param_group_index]
-                view = whole_parameters[id(parameter)]
-                fragments[name] = Fragment(parameter.shape, 0, view.view(-1), group, view, 0)
-            elif mapping is not None:
+            if mapping is not None:
                 group = optimizer.param_groups[mapping.param_group_index]
                 (flat,) = group["params"]
                 start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
@@ -147,10 +120,16 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
-    """The contents of this rank's file. The tensors are the optimizer's own, not copies."""
+    """The contents of this rank's file. The tensors are the optimizer's own, not copies.
+
+    A collective, with ZeRO, for optimizers of whole parameters: it gathers the float32 weights of split parameters.
+    """
     parameters = parameter_names(engine.layers(), tied_output(engine.settings))
     fragments = optimizer_fragments(engine.deepspeed, parameters)
-    optimizer = getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer)
+    optimizer = wrapped_optimizer(engine.deepspeed)
+    has_masters = engine.config.precision.dtype != "fp32"
+    if isinstance(optimizer, WholeParameterOptimizer):
+        fragments, optimizer = optimizer.owned(with_weights=has_masters), optimizer.inner
     entries = {}
     for name, fragment in fragments.items():
         state = optimizer.state.get(fragment.key, {})
@@ -160,7 +139,7 @@ def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
             "step": get_step(optimizer, fragment.group, fragment.key),
             **{kind: fragment.of(state[kind]) for kind in engine.config.optimizer.spec.state_tensors if kind in state},
         }
-        if engine.config.precision.dtype != "fp32":
+        if has_masters:
             entries[name]["master"] = fragment.master
     return {"tensor_rank": engine.layout.tensor_rank, "parameters": entries}
 
@@ -186,18 +165,21 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
     layout = engine.layout
     parameters = parameter_names(engine.layers(), tied_output(engine.settings))
     fragments = optimizer_fragments(engine.deepspeed, parameters)
-    optimizer = getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer)
+    optimizer, states = wrapped_optimizer(engine.deepspeed), fragments
+    if isinstance(optimizer, WholeParameterOptimizer):
+        states, optimizer = optimizer.owned(with_weights=False), optimizer.inner
     state_tensors = engine.config.optimizer.spec.state_tensors
     engine.refresh_masters()
     missing = [name for name in parameters if not source.has(name, "step")]
     if missing:
         raise CheckpointError(f"{step}: the optimizer files lack {missing[0]}; the checkpoint is incomplete")
 
-    def local_fragment(name: str, full: Tensor) -> Tensor:
-        local = slice_for_rank(parameters[name], full, layout.tensor_rank).reshape(-1)
-        return local.narrow(0, fragments[name].start, fragments[name].master.numel())
+    def local_fragment(name: str, full: Tensor, fragment: Fragment) -> Tensor:
+        is_whole = fragment.shape == full.shape
+        local = full if is_whole else slice_for_rank(parameters[name], full, layout.tensor_rank)
+        return local.reshape(-1).narrow(0, fragment.start, fragment.master.numel())
 
-    for name, fragment in fragments.items():
+    for name, fragment in states.items():
         shape = full_shape(parameters[name], layout.tensor_size)
         saved_tensors = [kind for kind in state_tensors if source.has(name, kind)]
         state = initialize_state(optimizer, fragment.key, saved_tensors) if saved_tensors else {}
@@ -209,10 +191,13 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
                     f"{step}: {kind} of {name} is {saved.dtype} in the optimizer files, but {state[kind].dtype} in the "
                     "optimizer; the files are damaged"
                 )
-            fragment.of(state[kind]).copy_(local_fragment(name, saved) if kind_shape == shape else saved.view(-1))
+            has_shape = kind_shape == shape
+            fragment.of(state[kind]).copy_(local_fragment(name, saved, fragment) if has_shape else saved.view(-1))
             set_step(optimizer, fragment.group, fragment.key, source.step(name))
+    for name, fragment in fragments.items():
         if source.has(name, "master"):
-            fragment.master.copy_(local_fragment(name, source.tensor(name, "master", shape)))
+            shape = full_shape(parameters[name], layout.tensor_size)
+            fragment.master.copy_(local_fragment(name, source.tensor(name, "master", shape), fragment))
     if engine.config.precision.dtype == "fp32":
         if hasattr(engine.deepspeed.optimizer, "update_lp_params"):
             engine.deepspeed.optimizer.update_lp_params()
@@ -234,7 +219,7 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
             file_name = places[id(parameters[name])][1]
             expected = full_shape(parameters[name], layout.tensor_size)
             full = merge_shards(file_name, [shard[file_name] for shard in shards], expected, step)
-            fragments[name].master.copy_(local_fragment(name, full))
+            fragments[name].master.copy_(local_fragment(name, full, fragments[name]))
 
 
 # -- the optimizer's files ---------------------------------------------------------------------------------------------

@@ -164,8 +164,7 @@ def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> 
             if layout.data_rank == 0:
                 yield layer_file(Path(), index, layout.tensor_rank).name, layer_state(layer)
     # Replicas have the same state, unless DeepSpeed splits it among them.
-    is_split = engine.deepspeed.zero_optimization() and not config.optimizer.spec.whole_parameters
-    if not settings.no_save_optim and (layout.data_rank == 0 or is_split):
+    if not settings.no_save_optim and (layout.data_rank == 0 or engine.deepspeed.zero_optimization()):
         yield optimizer_file(layout.rank), optimizer_state(engine)
     if not settings.no_save_rng:
         yield random_state_file(layout.rank), capture_random_state()

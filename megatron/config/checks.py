@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.schema import split_shares
-from megatron.optimizers import optimizer_setting
 from megatron.utils.errors import UserError, first_line, shortened
 
 if TYPE_CHECKING:
@@ -74,8 +73,6 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
             "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
         )
-    if config.optimizer.spec.whole_parameters:
-        yield from _check_whole_parameters(config)
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
         yield (
             f"attention_dropout {model.attention_dropout} with model_parallel_size "
@@ -140,31 +137,6 @@ def find_notices(config: "Config") -> Iterator[str]:
         yield (
             "use_qk_layernorm: each head is normalized, with separate weights for queries and keys; GPT-NeoX "
             "normalizes all heads of a tensor-parallel rank at once"
-        )
-
-
-def _check_whole_parameters(config: "Config") -> Iterator[str]:
-    """Optimizers whose update or state is not one number per element of a matrix need all of it on one rank."""
-    setting, stage, parallel = optimizer_setting(config.optimizer.name), config.optimizer.zero_stage, config.parallel
-    if config.optimizer.use_bnb_optimizer:
-        reason, others = "its state has one scale per 256 elements of a matrix", "remove use_bnb_optimizer"
-    else:
-        reason, others = "it updates whole matrices", "use the optimizer adam, lion or sgd"
-    if stage > 0:
-        yield (
-            f"{setting} with zero_optimization.stage {stage} is not supported: {reason}, and ZeRO splits matrices over "
-            f"ranks; use stage 0, or {others}"
-        )
-    if parallel.model_parallel_size > 1:
-        yield (
-            f"{setting} with model_parallel_size {parallel.model_parallel_size} is not supported: {reason}, and tensor "
-            "parallelism splits matrices over ranks; use model_parallel_size 1 (data and pipeline parallelism are "
-            f"supported), or {others}"
-        )
-    if config.precision.dtype == "fp16":
-        yield (
-            f"{setting} with fp16 is not supported: {reason}, and DeepSpeed's fp16 optimizer splits matrices; use "
-            f"bfloat16 or fp32, or {others}"
         )
 
 

@@ -5,7 +5,7 @@ schema. The config schema, training and checkpoints read this module. It imports
 because the config must load without torch.
 
 The state of most optimizers has one element per element of the parameter, so it can be partitioned and resharded like
-the parameter. The step count is stored separately, see `get_step`.
+the parameter; for the others, see `whole_parameters.py`. The step count is stored separately, see `get_step`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class OptimizerSpec:
     defaults: the values of the parameters that the YAML file does not set; other parameters are not accepted.
     state_tensors: names of the per-parameter state tensors, which start at zero. A parameter need not have all of them.
     state_per_element: float32 numbers of the state per element of the parameters, at most; without rows and columns.
-    whole_parameters: the update or its state needs each parameter in one piece, with its shape.
+    whole_parameters: the update or its state needs each parameter in one piece, with its shape. `whole_parameters.py`
+        assigns each parameter to a rank.
     separates_matrices: the groups must have the weight matrices of transformer blocks apart from other parameters, with
         the key "matrices".
     """

@@ -68,35 +68,20 @@ def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:
 class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
 
-    def __init__(self, *args: Any, whole_parameters: bool = False, **keywords: Any) -> None:
+    def __init__(self, *args: Any, **keywords: Any) -> None:
         """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with `PatchedBF16Optimizer` or
         `DeviceOnlyBF16Optimizer`, and `PatchedZeroOptimizer`.
 
-        whole_parameters: in bf16, the optimizer updates parameters with their shapes instead of flat partitions.
-
         Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector for each of them.
         """
-        self._whole_parameters = whole_parameters
         with patch.object(bf16_optimizer, "see_memory_usage"):
             super().__init__(*args, **keywords)
         optimizer = self.optimizer
         if type(optimizer) is BF16_Optimizer:
             on_device = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False)
             optimizer.__class__ = DeviceOnlyBF16Optimizer if on_device else PatchedBF16Optimizer
-            if self._whole_parameters:
-                _use_whole_parameters(optimizer)
         elif type(optimizer) is DeepSpeedZeroOptimizer and optimizer.compute_grad_norm and not optimizer.cpu_offload:
             optimizer.__class__ = PatchedZeroOptimizer
-
-    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> BF16_Optimizer:
-        """Upstream: splits the fp32 weights and the optimizer state among the replicas, also without ZeRO. With
-        `whole_parameters`, every replica has all of them. The gradients are averaged over the replicas in any case.
-        """
-        if not self._whole_parameters:
-            return super()._configure_bf16_optimizer(optimizer)
-        only_this_rank, _ = dist.new_subgroups(1)
-        with patch.object(self, "seq_data_parallel_group", only_this_rank):
-            return super()._configure_bf16_optimizer(optimizer)
 
     def _do_sanity_check(self) -> None:
         """Allow fp16 on a CPU.
@@ -142,30 +127,6 @@ class PatchedEngine(DeepSpeedEngine):
         scale = (self.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale)
         self._global_grad_norm = norm
-
-
-def _use_whole_parameters(wrapper: BF16_Optimizer) -> None:
-    """Let the inner optimizer update views of the flat fp32 weights, one per parameter. Its state is by view.
-
-    Upstream: it updates one flat tensor per parameter group.
-    """
-    wrapper.whole_parameters = {}  # id of a parameter -> its view
-    for group, parameters, weights, gradients in zip(
-        wrapper.optimizer.param_groups,
-        wrapper.bf16_groups,
-        wrapper.fp32_groups_flat_partition,
-        wrapper.fp32_groups_gradients,
-        strict=True,
-    ):
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = weights.detach()[: sum(sizes)]  # without padding
-        group["params"] = []
-        for parameter, view, gradient in zip(parameters, flat.split(sizes), gradients, strict=True):
-            shaped = view.view(parameter.shape)
-            shaped.grad = gradient.view(parameter.shape)
-            group["params"].append(shaped)
-            wrapper.whole_parameters[id(parameter)] = shaped
-    wrapper._hp_optimizer_states_linked = True  # links the state of the flat tensors, for DeepSpeed's checkpoints
 
 
 class PatchedPipelineEngine(PatchedEngine, PipelineEngine):

@@ -19,7 +19,8 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 
 from kerple.positional import PositionalMethod, build, project
-from megatron.checkpoint.layers import DTYPES
+from megatron.checkpoint.layers import DTYPES, tied_output
+from megatron.checkpoint.optimizer import parameter_names
 from megatron.config import Config, UserError
 from megatron.data import build_loader
 from megatron.data.datasets import Samples
@@ -30,11 +31,12 @@ from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import ModelSettings
+from megatron.optimizers.whole_parameters import WholeParameterOptimizer
 from megatron.training.cuda_graphs import capture
 from megatron.training.deepspeed_config import deepspeed_curriculum, deepspeed_dict
 from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine, startup_messages
 from megatron.training.distributed import Layout
-from megatron.training.optimizer import configure_optimizer, project_masters
+from megatron.training.optimizer import attach, configure_optimizer, project_masters
 from megatron.utils.errors import shortened
 
 Batch = dict[str, Tensor]  # tokens and labels int64 [b, s], and optionally loss_mask float32 [b, s]
@@ -109,7 +111,7 @@ class Engine:
         self._needs_capture = training.enable_cuda_graph
         if training.enable_cuda_graph and layout.device.type != "cuda":
             raise UserError(f"enable_cuda_graph needs a GPU, but training runs on {layout.device.type}; remove the key")
-        if self.zero_stage != config.optimizer.zero_stage and not config.optimizer.spec.whole_parameters:
+        if self.zero_stage != config.optimizer.zero_stage:
             report(
                 f"zero_optimization.stage: 0 with {config.precision.dtype} runs as stage 1 "
                 "(same arithmetic; the optimizer state is partitioned among replicas)"
@@ -131,8 +133,14 @@ class Engine:
                 config=deepspeed_settings,
                 config_class=_checked_by_deepspeed(deepspeed_settings, grid),
                 dist_init_required=False,
-                whole_parameters=config.optimizer.spec.whole_parameters,
             )
+        if isinstance(optimizer, WholeParameterOptimizer):
+            attach(optimizer, self.deepspeed, parameter_names(self.layers(), tied_output(self.settings)), layout)
+            if optimizer.num_exchanged:
+                report(
+                    f"optimizer: it updates whole parameters; {optimizer.num_exchanged:,} elements of parameters that "
+                    "are split over ranks are gathered for each step"
+                )
         if hasattr(self.deepspeed.optimizer, "loss_scaler"):
             # Instead of a bare Exception, `StepLog` raises a UserError that says what to change.
             self.deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False

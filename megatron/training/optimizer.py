@@ -4,16 +4,22 @@
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from kerple.positional import PositionalMethod
+from megatron.checkpoint.optimizer import optimizer_fragments
 from megatron.config import Config
 from megatron.model.gpt import TransformerBlock
 from megatron.optimizers import build_optimizer
+from megatron.optimizers.whole_parameters import WholeParameterOptimizer
+from megatron.training.distributed import Layout
 
 
 def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.Optimizer, str]:
@@ -28,8 +34,33 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
     optimizer, description = build_optimizer(settings.name, groups, settings.all_params)
     if factor != 1:
         description += f"; learning rate of the positional parameters: {factor:g} times that of the other parameters"
+    if settings.spec.whole_parameters:
+        optimizer = WholeParameterOptimizer(optimizer)
     optimizer.register_step_post_hook(lambda stepped, *_: project_masters(stepped))
     return optimizer, description
+
+
+def attach(
+    optimizer: WholeParameterOptimizer, engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], layout: Layout
+) -> None:
+    """Tell the optimizer how DeepSpeed and tensor parallelism split the parameters, given by name. A collective."""
+    # Without ZeRO, each replica has all of its tensor-parallel slice.
+    size = layout.tensor_size * (layout.data_size if engine.zero_optimization() else 1)
+    group, _ = dist.new_subgroups(size) if size > 1 else (None, [])  # of consecutive ranks
+    tensors = [tensor for options in optimizer.param_groups for tensor in options["params"]]
+    if engine.zero_optimization_partition_weights():  # ZeRO 3 adds its tensors to the parameter groups only for a step
+        tensors = engine.optimizer.fp32_partitioned_groups_flat
+    optimizer.attach(
+        optimizer_fragments(engine, parameters),
+        tensors,
+        split_dims={
+            name: parameter.partition_dim  # type: ignore[attr-defined]  # set by megatron-core
+            for name, parameter in parameters.items()
+            if getattr(parameter, "tensor_model_parallel", False)
+        },
+        tensor_rank=layout.tensor_rank,
+        group=group,
+    )
 
 
 @torch.no_grad()

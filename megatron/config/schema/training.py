@@ -141,14 +141,12 @@ class OptimizerConfig(Group):
     type: OptimizerTypeText = key(
         "adam",
         """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in GPT-NeoX. muon is for the
-        weight matrices of the blocks, with Adam for embeddings, norms, biases and positional parameters. muon and
-        adafactor need ZeRO stage 0, no tensor parallelism, and fp32 or bfloat16.""",
+        weight matrices of the blocks, with Adam for embeddings, norms, biases and positional parameters.""",
         path="optimizer.type",
     )
     use_bnb_optimizer: bool = key(
         False,
-        """With optimizer.type adam: 8-bit Adam of bitsandbytes, which must be installed. Like muon, it needs ZeRO stage
-        0, no tensor parallelism, and fp32 or bfloat16.""",
+        "With optimizer.type adam: 8-bit Adam of bitsandbytes, which must be installed.",
     )
     lr: float = key(
         OPTIMIZERS["adam"].defaults["lr"],

@@ -108,28 +108,6 @@ from megatron.config import Config, UserError
                 ),
             )
         ),
-        *(
-            (
-                {"optimizer": {"type": name}, **keys},
-                f"optimizer.type {name} with {message}.* matrices.* use .*, or use the optimizer adam, lion or sgd",
-            )
-            for name, keys, message in (
-                ("muon", {"zero_optimization": {"stage": 1}}, "zero_optimization.stage 1 is not supported"),
-                ("muon", {"model-parallel-size": 2}, "model_parallel_size 2 is not supported"),
-                ("adafactor", {"precision": "fp16"}, "fp16 is not supported"),
-            )
-        ),
-        *(
-            (
-                {"use_bnb_optimizer": True, **keys},
-                f"use_bnb_optimizer with {message}.*use .*or remove use_bnb_optimizer",
-            )
-            for keys, message in (
-                ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage 1 is not supported"),
-                ({"model-parallel-size": 2}, "model_parallel_size 2 is not supported"),
-                ({"precision": "fp16"}, "fp16 is not supported: its state has one scale per 256 elements"),
-            )
-        ),
         (
             {"use_bnb_optimizer": True, "optimizer": {"type": "Lion"}},
             '"use_bnb_optimizer": bitsandbytes is used only for Adam, but optimizer.type is lion; remove',
