@@ -94,7 +94,7 @@ def evaluate_tasks(
                 task_manager=manager,
                 log_samples=False,
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, AssertionError) as error:
             # Task files and datasets can fail in many ways; only the harness's message says how.
             raise UserError(
                 f"eval_tasks {' '.join(tasks)}: {type(error).__name__}: {str(error).strip()}. Without a network "
@@ -114,7 +114,7 @@ def _find_tasks(tasks: Sequence[str], include_path: Sequence[str]) -> tuple[Any,
             raise UserError(f"--include-path {folder}: not a folder")
     if folders:
         manager = TaskManager(include_path=folders, include_defaults=False)
-        if set(tasks) <= set(manager.all_subtasks):  # indexing the harness's own 14,000 tasks takes seconds
+        if set(tasks) <= set(manager.all_tasks):  # indexing the harness's own 14,000 tasks takes seconds
             return manager, list(tasks)
     manager = TaskManager(include_path=folders or None)
     names: list[str] = []
