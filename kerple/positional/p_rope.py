@@ -1,4 +1,4 @@
-"""p-RoPE: rotary without its lowest frequencies (arXiv 2410.06205, section 6).
+"""p-RoPE: rotary without its lowest frequencies (arXiv 2410.06205).
 
 Of the d/2 frequencies base^(-2i/d) of a head, only the first, int(p d/2), rotate their pairs of dimensions. The other
 pairs are not rotated, so their products do not depend on the distance: p = 1 is rotary, p = 0 no positions. Unlike with

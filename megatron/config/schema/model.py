@@ -179,6 +179,11 @@ class ModelConfig(Group):
                 '"release_bf16_distances": the release computed distances in bfloat16 only for KERPLE and ALiBi, '
                 f"not for pos_emb {self.pos_emb}; remove the key"
             )
+        if self.release_bf16_distances and self.pos_emb_options.get("random_range") is not None:
+            raise UserError(
+                '"release_bf16_distances": distances of random positions (random_range) are not rounded; remove one of '
+                "the two"
+            )
         return self
 
     @property

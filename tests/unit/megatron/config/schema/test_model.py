@@ -86,3 +86,5 @@ def test_release_rounding_is_only_for_methods_of_the_release(flat):
     assert Config.from_flat({**flat, "release_bf16_distances": True}).model.release_bf16_distances
     with pytest.raises(UserError, match=r"release_bf16_distances.*not for pos_emb rotary"):
         Config.from_flat({**flat, "pos-emb": "rotary", "release_bf16_distances": True})
+    with pytest.raises(UserError, match=r"distances of random positions \(random_range\) are not rounded"):
+        Config.from_flat({**flat, "release_bf16_distances": True, "pos_emb_options": {"random_range": 64}})
