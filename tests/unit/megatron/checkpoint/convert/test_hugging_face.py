@@ -87,6 +87,22 @@ def test_left_padding_does_not_change_the_result(pos_emb, tmp_path):
         assert generated[index, -row.shape[1] - 8 :].tolist() == greedy(model, row, 8)[0].tolist()
 
 
+@torch.no_grad()
+def test_layers_with_different_methods(tmp_path):
+    """Grouped queries, and padding, which each method handles in its own way."""
+    methods = ["forgetting", {"dape_kerple": {"mlp_width": 8}}]
+    model, config = make_model("per_layer", pos_emb_options={"methods": methods}, num_kv_heads=2)
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    theirs = load(tmp_path / "hf")
+    assert theirs.config._attn_implementation == "eager"
+    prompt = random_tokens(1, LONG - 8)
+    generated = theirs.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert generated.tolist() == greedy(model, prompt, 8).tolist()
+    tokens = torch.nn.functional.pad(prompt, (5, 0))
+    logits = theirs(tokens, attention_mask=(tokens > 0).long()).logits
+    assert (logits[:, 5:] - model(prompt)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log"])
 @pytest.mark.parametrize(
     "keys",

@@ -174,7 +174,9 @@ def test_compiled_with_graph_breaks():
     assert (compiled(tokens, attention_mask=mask).logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_power_ap_ap", "fire", "dape_v2_kerple", "xpos"])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", "kerple_power_ap_ap", "fire", "dape_v2_kerple", "xpos", "forgetting"]
+)
 @torch.no_grad()
 def test_generation_beyond_the_training_length(pos_emb):
     model, path = export(pos_emb)
@@ -198,7 +200,7 @@ def test_generation_beyond_the_training_length(pos_emb):
         assert generate(**options) == generate(use_cache=False, **options)
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_rotary"])
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_rotary", "forgetting"])
 @torch.no_grad()
 def test_generation_with_a_static_cache_and_padding(pos_emb):
     _, path = export(pos_emb)
