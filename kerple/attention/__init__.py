@@ -4,14 +4,23 @@ from kerple.attention.backends.flex import score_mod
 from kerple.attention.call import FULL, Requirements, Span
 from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
 from kerple.attention.gradients import non_finite_gradients
+from kerple.attention.mode import DEFAULT_MODE, AttentionMode, DynamicNtk, LogLength, ScoreScaling, YarnTemperature
+from kerple.attention.mode_attention import attend_in_mode
 from kerple.attention.tables import jacobians, score_table, tables
 
 __all__ = [
+    "DEFAULT_MODE",
     "FULL",
     "Attention",
+    "AttentionMode",
+    "DynamicNtk",
+    "LogLength",
     "Requirements",
+    "ScoreScaling",
     "Span",
+    "YarnTemperature",
     "attend",
+    "attend_in_mode",
     "backend_names",
     "check_backend",
     "jacobians",

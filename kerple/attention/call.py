@@ -26,16 +26,19 @@ Position = TypeVar("Position", int, Tensor)
 class Span:
     """The keys that a causal query attends to: all keys up to its own position, unless `window` or `block` limits them.
 
-    Raises ValueError if both are set, or if a size is below 1.
+    Raises ValueError if both are set, if a size is below 1, and for sinks without a window.
 
     Attributes:
         window: the last `window` keys, including its own position.
         block: positions are divided into blocks of this size, starting at position 0. A query attends to its own block
             and to the previous one (blockwise causal attention of LEX, arXiv 2212.10554).
+        sinks: with a window, a query also attends to the first `sinks` positions of the text (StreamingLLM, arXiv
+            2309.17453; LM-Infinite, arXiv 2308.16137). Only `attend_in_mode` supports them.
     """
 
     window: int | None = None
     block: int | None = None
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if self.window is not None and self.block is not None:
@@ -43,20 +46,22 @@ class Span:
         for name, size in (("window", self.window), ("block", self.block)):
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, since a query attends to its own position; got {size}")
+        if self.sinks < 0 or (self.sinks and self.window is None):
+            raise ValueError(f"sinks {self.sinks} must be 0 or more, and sinks need a window")
 
     def within(self, window: int | None) -> "Span":
         """This span, limited to the last `window` keys; None: no limit. Raises ValueError with blocks."""
         if window is None or (self.window is not None and self.window <= window):
             return self
-        return Span(window, self.block)
+        return Span(window, self.block, self.sinks)
 
     def max_kv_len(self, length: int) -> int:
         """The largest number of keys that any of `length` queries attends to."""
         limit = self.window if self.block is None else 2 * self.block
-        return length if limit is None else min(length, limit)
+        return length if limit is None else min(length, limit + self.sinks)
 
     def first_key(self, position: Position) -> Position:
-        """The first key position that the query at `position` attends to; elementwise for a tensor."""
+        """The first key position that the query at `position` attends to, without sinks; elementwise for a tensor."""
         if self.block is not None:
             first = (position // self.block - 1) * self.block
         elif self.window is not None:
@@ -75,7 +80,7 @@ class Span:
         query = positions[queries.start - start : queries.stop - start, None]
         key = positions[keys.start - start : keys.stop - start]
         mask = key > query
-        return mask if self == FULL else mask | (key < self.first_key(query))
+        return mask if self == FULL else mask | ((key < self.first_key(query)) & (key >= self.sinks))
 
 
 FULL = Span()

@@ -7,22 +7,34 @@ import torch
 from torch import Tensor
 
 from kerple.positional import PositionalMethod, TableJacobian
+from kerple.positional.distance_maps import DistanceMap
 
 
 def tables(
-    method: PositionalMethod, length: int, device: torch.device | str, *, rounded: bool = False
+    method: PositionalMethod,
+    length: int,
+    device: torch.device | str,
+    *,
+    rounded: bool = False,
+    distance_map: DistanceMap | None = None,
+    first: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(bias, weight) of a positional method at distances 0 ... length-1, float32 `[h, length]` on `device`.
+    """(bias, weight) of a positional method at distances `first` ... length-1, float32 `[h, length - first]` on
+    `device`.
 
     A method without a bias or weight has None in its place. Autograd propagates a table's gradient to the method's
     parameters.
 
     rounded: round distances and tables to bfloat16. The KERPLE release computes in bfloat16, which cannot represent
     odd distances above 256; this reproduces its numbers.
+
+    distance_map: replaces the distances, before they are rounded.
     """
     if not (method.has_bias or method.has_weight):
         return None, None
-    distance = torch.arange(length, dtype=torch.float32, device=device)
+    distance = torch.arange(first, length, dtype=torch.float32, device=device)
+    if distance_map is not None:
+        distance = distance_map(distance)
     if rounded:
         distance = distance.bfloat16().float()
 
@@ -57,9 +69,16 @@ def _has_own_jacobian(method: PositionalMethod, name: str) -> bool:
     return jacobian_class <= table_class
 
 
-def score_table(method: PositionalMethod, length: int, device: torch.device | str) -> Tensor | None:
-    """The `table` for `modify_scores` at distances 0 ... length-1, `[..., length]`; None if the method has none."""
-    return method.table(torch.arange(length, dtype=torch.float32, device=device))
+def score_table(
+    method: PositionalMethod, length: int, device: torch.device | str, *, distance_map: DistanceMap | None = None
+) -> Tensor | None:
+    """The `table` for `modify_scores` at distances 0 ... length-1, `[..., length]`; None if the method has none.
+
+    distance_map: replaces the distances. `length` must then be the length of the text, even with a window (see
+    `PositionalMethod.mapped_table`).
+    """
+    distance = torch.arange(length, dtype=torch.float32, device=device)
+    return method.table(distance) if distance_map is None else method.mapped_table(distance_map(distance))
 
 
 def pair_distances(queries: range, keys: range, mask: Tensor) -> Tensor:

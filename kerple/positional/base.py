@@ -79,6 +79,8 @@ class PositionalMethod(nn.Module):
             pair's positions and scores (of all heads).
         lookahead: for a method with `modify_scores`, the number of masked keys after the last query whose presence (not
             their values) affects the result. `final_scores` adds them.
+        turns: whether `rotate` turns pairs of dimensions by angles proportional to the positions, which may be float64
+            and fractional. A distance map (`distance_maps.py`) then applies to the positions.
         length_dependent: whether the result for a token depends on the length of its text. Then keys of a shorter text
             cannot be cached.
         computed: names of tensors that older checkpoints store and this method computes.
@@ -88,6 +90,7 @@ class PositionalMethod(nn.Module):
     shared: bool = True
     per_pair: bool = False
     lookahead: int = 0
+    turns: bool = False
     length_dependent: bool = False
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
@@ -153,6 +156,12 @@ class PositionalMethod(nn.Module):
     def table(self, distance: Tensor) -> Tensor | None:
         """Values for `modify_scores` at the float32 distances `[n]`, of any shape that ends in n, or None."""
         return None
+
+    def mapped_table(self, distance: Tensor) -> Tensor | None:
+        """Like `table`, at mapped distances (see `distance_maps.py`). A method that computes distances from positions
+        returns the distances; it gets values for all distances up to the query's position, even with a window.
+        """
+        return self.table(distance)
 
     def final_scores(
         self,

@@ -89,6 +89,9 @@ class Adaptive(PositionalMethod):
         """The static bias over distance, `[h, n]`; None if there is none, or if it is not a function of distance."""
         return self.static.bias(distance) if self.static is not None and self.static.has_bias else None
 
+    def mapped_table(self, distance: Tensor) -> Tensor | None:
+        return self.static.mapped_table(distance) if isinstance(self.static, Fire) else self.table(distance)
+
     def modify_scores(
         self,
         scores: Tensor,
@@ -99,10 +102,10 @@ class Adaptive(PositionalMethod):
         table: Tensor | None,
     ) -> Tensor:
         bias = None
-        if table is not None:
+        if isinstance(self.static, Fire):
+            bias = self.static.pair_bias(query_positions, key_positions, scores, table)
+        elif table is not None:
             bias = by_pair(table, query_positions, key_positions).to(scores.dtype)
-        elif isinstance(self.static, Fire):
-            bias = self.static.pair_bias(query_positions, key_positions, scores)
         return self.adapt(scores, bias, (mask, self.hidden_mask(mask, query_positions, key_positions)))
 
     def adapt(self, scores: Tensor, bias: Tensor | None, masks: tuple[Tensor, Tensor]) -> Tensor:
@@ -189,6 +192,8 @@ class DapeRotary(DapePerPair):
 
     Options `fraction` and `base`: see `Rotary`.
     """
+
+    turns = True
 
     def __init__(
         self, num_heads: int, head_size: int, mlp_width: int = 32, fraction: float = 1.0, base: float = 10_000.0

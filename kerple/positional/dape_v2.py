@@ -98,6 +98,8 @@ class DapeV2Rotary(DapeConvolution):
     Options `fraction` and `base`: see `Rotary`. The authors' module has twice as many input channels as it gets.
     """
 
+    turns = True
+
     def __init__(
         self,
         num_heads: int,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import PositionalMethod, draw_layer
-from kerple.positional.functional import cast_together, positions_on
+from kerple.positional.functional import by_pair, cast_together, positions_on
 from kerple.positional.registry import register
 
 INITIAL_C, INITIAL_M = 0.1, 1.0
@@ -48,8 +48,18 @@ class Fire(PositionalMethod):
         for layer in (self.first, self.second):
             draw_layer(layer, generator)
 
-    def pair_bias(self, query_positions: Tensor, key_positions: Tensor, like: Tensor) -> Tensor:
-        """The bias of all pairs, `[h, c, l]`, with the dtype and device of `like`."""
+    def mapped_table(self, distance: Tensor) -> Tensor:
+        """The mapped distances themselves, `[n]`, because the bias also depends on the query's position."""
+        return distance
+
+    def pair_bias(
+        self, query_positions: Tensor, key_positions: Tensor, like: Tensor, mapped: Tensor | None = None
+    ) -> Tensor:
+        """The bias of all pairs, `[h, c, l]`, with the dtype and device of `like`.
+
+        mapped: a distance map's values for the distances 0 ... n-1, `[n]`. The query's position is mapped like a
+        distance: it is the distance to the first token.
+        """
         query, key = (
             positions_on(positions, like.device, like.dtype) for positions in (query_positions, key_positions)
         )
@@ -57,7 +67,11 @@ class Fire(PositionalMethod):
         first_weight, second_weight, first_bias, second_bias, c, m = cast_together(
             (first.weight, second.weight, first.bias, second.bias, self.c, self.m), like.dtype
         )
-        distance = (query[:, None] - key).abs_()
+        if mapped is None:
+            distance = (query[:, None] - key).abs_()
+        else:
+            mapped = mapped.to(like.dtype)
+            distance, query = by_pair(mapped, query_positions, key_positions), mapped[query.long()]
         normalizer = (c.abs() * torch.maximum(query, m.abs() * self.threshold)).log1p() + EPSILON
         relative = (c.abs() * distance).log1p() / normalizer[:, None]
         hidden = self.activation(torch.addcmul(first_bias[:, None], first_weight, relative.flatten()))
@@ -73,4 +87,4 @@ class Fire(PositionalMethod):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        return scores + self.pair_bias(query_positions, key_positions, scores)
+        return scores + self.pair_bias(query_positions, key_positions, scores, table)

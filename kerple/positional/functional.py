@@ -87,7 +87,7 @@ class Angles:
         self._cache: list[tuple[Tensor, torch.device, tuple[Tensor, Tensor]]] = []
 
     def __call__(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cosines, sines) on `device` for int64 positions `[s]`."""
+        """(cosines, sines) on `device` for int64 or floating-point positions `[s]`."""
         if positions.device.type != "cpu":
             return self._compute(positions, device)
         for cached_positions, cached_device, result in self._cache:
@@ -102,7 +102,7 @@ class Angles:
     @torch.no_grad()
     def _compute(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         if device.type != "mps":  # MPS has no float64
-            positions = positions_on(positions, device)
+            positions = positions.to(device) if positions.is_floating_point() else positions_on(positions, device)
         if self.frequencies is None:
             exponents = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size
             values = 1.0 / self.base**exponents

@@ -14,6 +14,8 @@ class KerpleLogRotary(KerpleLog):
     Options `fraction` and `base`: see `Rotary`; `parameters`: see `Kerple`.
     """
 
+    turns = True
+
     def __init__(
         self,
         num_heads: int,

@@ -50,7 +50,7 @@ class PerLayer(PositionalMethod):
         sizes = (num_heads, head_size, hidden_size, num_layers, max_positions, layer)
         shape = ModelShape(**dict(zip((field.name for field in fields(ModelShape)), sizes, strict=True)))
         self.method = build(names[layer % len(names)], shape, **options)
-        for attribute in ("per_pair", "lookahead", "length_dependent"):
+        for attribute in ("per_pair", "lookahead", "turns", "length_dependent"):
             setattr(self, attribute, getattr(self.method, attribute))
 
     @classmethod
@@ -93,6 +93,9 @@ class PerLayer(PositionalMethod):
 
     def table(self, distance: Tensor) -> Tensor | None:
         return self.method.table(distance)
+
+    def mapped_table(self, distance: Tensor) -> Tensor | None:
+        return self.method.mapped_table(distance)
 
     @property
     def rotates(self) -> bool:

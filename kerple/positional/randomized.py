@@ -117,6 +117,10 @@ class Randomized(PositionalMethod):
         values = [hook(distances) for hook in self._tables()]
         return torch.stack(values) if values else None
 
+    def mapped_table(self, distance: Tensor) -> Tensor | None:
+        """None: distances of sampled positions are not mapped."""
+        return None
+
     def _tables(self) -> list[Any]:
         plain: Any = super()
         return [getattr(plain, name) for name in ("bias", "weight") if getattr(plain, f"has_{name}")]
@@ -191,5 +195,6 @@ def build_randomized(
     if not (has_positions or method.rotates):
         raise ValueError(f"random_range: {plain.__name__} has no positions that could be random; remove the option")
     length = options.get("random_length") or max_positions
+    method.turns = False  # by positions that may be fractional
     method.random = RandomPositions(options["random_range"], length, options.get("random_seed") or 0)
     return method

@@ -115,9 +115,21 @@ class Rotary(PositionalMethod):
             scaled = llama3_frequencies(self.rotated, base, factor, length, low, high)
         elif factor is not None and scaling == "dynamic":
             self.dynamic = DynamicBase(base, factor, length, self.rotated)
+        self.scaling = scaling
         self.length_dependent = self.dynamic is not None
+        self.turns = scaling != "dynamic"
         self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
         self._longer: Angles | None = None
+        self._stretched: tuple[float, Rotary] | None = None
+
+    def stretched(self, factor: float) -> "Rotary":
+        """This method with the base of NTK-aware scaling by `factor`. Raises ValueError if it has a scaling already."""
+        if self.scaling is not None or self.rotated <= 2:
+            raise ValueError("NTK-aware scaling needs more than 2 rotated dimensions, and no other scaling")
+        if self._stretched is None or self._stretched[0] != factor:  # kept, because all layers use the same angles
+            base = _ntk_base(self.angles.base, factor, self.rotated)
+            self._stretched = factor, Rotary(self.rotated, base=base)
+        return self._stretched[1]
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor

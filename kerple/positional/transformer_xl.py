@@ -56,7 +56,7 @@ class TransformerXL(PositionalMethod):
 
     def table(self, distance: Tensor) -> Tensor:
         """W r_δ per head, `[h, d, n]`."""
-        cosine, sine = self.angles(distance.long(), distance.device)
+        cosine, sine = self.angles(distance, distance.device)
         dtype = torch.promote_types(self.content_bias.dtype, torch.float32)
         vectors: Tensor = self.relative(torch.cat((sine, cosine), dim=-1).to(dtype))
         return vectors.view(len(distance), self.num_heads, -1).permute(1, 2, 0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod
-from kerple.positional.functional import Angles, DeviceConstant
+from kerple.positional.functional import Angles, DeviceConstant, positions_on
 from kerple.positional.registry import register
 
 # Smaller factors are set to zero: they would produce denormal numbers, which are slow on a CPU.
@@ -28,6 +28,7 @@ class XPos(PositionalMethod):
     """The option `scale_base` is the distance at which the first pair of dimensions has decayed to 0.4 / 1.4."""
 
     CACHE_SIZE = 2
+    turns = True
 
     def __init__(self, head_size: int, base: float = 10_000.0, scale_base: float = 512.0):
         super().__init__()
@@ -41,7 +42,7 @@ class XPos(PositionalMethod):
         half = head_size // 2
         zeta = (torch.arange(half, dtype=torch.float64, device="cpu") / half + 0.4) / 1.4
         self.log_zeta = DeviceConstant(zeta.log().tolist(), torch.float64)
-        self._cache: list[tuple[tuple[object, ...], tuple[Tensor, Tensor]]] = []
+        self._cache: list[tuple[Tensor, Tensor, torch.device, tuple[Tensor, Tensor]]] = []
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
@@ -51,8 +52,7 @@ class XPos(PositionalMethod):
     def scale_qk(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        queries, keys = ((int(positions[0]), int(positions[-1])) for positions in (query_positions, key_positions))
-        query_factors, key_factors = self._factors(queries, keys, query.device)
+        query_factors, key_factors = self._factors(query_positions, key_positions, query.device)
         return (query * query_factors).to(query.dtype), (key * key_factors).to(key.dtype)
 
     def _rotate(self, states: Tensor, positions: Tensor) -> Tensor:
@@ -61,26 +61,27 @@ class XPos(PositionalMethod):
         rotated = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)
         return rotated.flatten(-2).to(states.dtype)
 
-    def _factors(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for positions given as (first, last).
+    def _factors(self, queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for their positions, int64 or float64.
 
         The latest results are cached, because all layers need the same factors.
         """
-        cache_key = (queries, keys, device)
-        for cached_key, factors in self._cache:
-            if cached_key == cache_key:
+        for cached_queries, cached_keys, cached_device, factors in self._cache:
+            if cached_device == device and torch.equal(cached_queries, queries) and torch.equal(cached_keys, keys):
                 return factors
         # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
         with torch.inference_mode(False), torch.no_grad():
             log_zeta = self.log_zeta(device) / self.scale_base
-            middle = (queries[0] + queries[1]) / 2
-            query_offsets = torch.arange(queries[0], queries[1] + 1, dtype=torch.float64, device=device) - middle
-            key_offsets = middle - torch.arange(keys[0], keys[1] + 1, dtype=torch.float64, device=device)
+            middle = float(queries[0] + queries[-1]) / 2
+            query_offsets, key_offsets = (
+                positions_on(positions, device, torch.float64) - middle for positions in (queries, keys)
+            )
             query_factors, key_factors = (
                 torch.threshold((offsets[:, None] * log_zeta).exp(), MIN_FACTOR, 0.0)
                 .float()
                 .repeat_interleave(2, dim=-1)
-                for offsets in (query_offsets, key_offsets)
+                for offsets in (query_offsets, -key_offsets)
             )
-        self._cache = [(cache_key, (query_factors, key_factors)), *self._cache[: self.CACHE_SIZE - 1]]
+            cached = queries.clone(), keys.clone(), device, (query_factors, key_factors)
+        self._cache = [cached, *self._cache[: self.CACHE_SIZE - 1]]
         return query_factors, key_factors

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kerple.positional import build_layers
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
@@ -28,8 +29,9 @@ from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
+from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Protocol
-from megatron.evaluation.records import Checkpoint, Provenance, ResultsFile
+from megatron.evaluation.records import Checkpoint, Provenance, Record, ResultsFile
 from megatron.evaluation.runner import (
     LOSS_NOTE,
     EvalTask,
@@ -38,6 +40,7 @@ from megatron.evaluation.runner import (
     run_eval_tasks,
 )
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
+from megatron.inference.decoder import unsupported_reason
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.reporting.summary import print_summary, write_summary
@@ -131,18 +134,23 @@ def _evaluate(
     text = _read_text(config, options, lengths, protocols, budget, report, quiet=rank > 0)
     prompts = Prompts(_tokenizer(config)) if options.passkey else None
     planned: list[list[EvalTask]] = []
-    for model in models:
+    not_measured: list[Record] = []
+    for model, (modes, unsupported) in zip(models, _supported_modes(models, options.modes), strict=True):
         source = model.provenance
         tasks: list[EvalTask] = []
-        tasks += plan_extrapolation(text, lengths, options.modes, protocols, budget, source, options.by_position)
+        tasks += plan_extrapolation(text, lengths, modes, protocols, budget, source, options.by_position)
         if options.resolution is not None:
-            tasks += plan_resolution(text, lengths, options.modes, options.resolution, source)
+            tasks += plan_resolution(text, lengths, modes, options.resolution, source)
         if options.context_utilization is not None:
-            tasks += plan_context(text, lengths, options.modes, options.context_utilization, source)
+            tasks += plan_context(text, lengths, modes, options.context_utilization, source)
         if prompts is not None:
             depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
-            tasks += plan_passkey(prompts, lengths, options.modes, depths, trials, source, text.corpus)
+            tasks += plan_passkey(prompts, lengths, modes, depths, trials, source, text.corpus)
         planned.append(tasks)
+        for name, reason in unsupported.items():
+            report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
+            for task in plan_extrapolation(text, lengths, [name], protocols, budget, source, options.by_position):
+                not_measured += task.not_measured(reason)
     for line in _sample_lines(text, planned[0]):
         report(line)
 
@@ -175,10 +183,33 @@ def _evaluate(
             )
             del loaded  # free its memory before the next one is loaded
         if rank == 0:
+            for record in not_measured:
+                if results.find(record) is None:
+                    results.add(record)
             print_summary(results.records, options.title, compare_with=options.compare_with)
             for path in write_summary(results.records, output, options.title, compare_with=options.compare_with):
                 report(str(path))
             _check_losses(results)
+
+
+def _supported_modes(models: Sequence[EvaluatedModel], names: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """For each model, the names of the modes that it supports, and for the others why it does not.
+
+    Raises UserError for a mode that no model supports.
+    """
+    result: list[tuple[list[str], dict[str, str]]] = []
+    for model in models:
+        settings = ModelSettings.from_config(model.saved, padded_vocab_size=1)
+        methods = build_layers(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
+        modes = parse_modes(names, model.provenance.train_length)
+        reasons = {mode.name: unsupported_reason(mode.attention, methods, settings) for mode in modes}
+        unsupported = {name: reason for name, reason in reasons.items() if reason is not None}
+        result.append(([name for name in reasons if name not in unsupported], unsupported))
+    for name in {name for _, unsupported in result for name in unsupported}:
+        if not any(name in modes for modes, _ in result):
+            reason = next(unsupported[name] for _, unsupported in result if name in unsupported)
+            raise UserError(f"inference mode {name} {reason}")
+    return result
 
 
 def _check_weights(model: GPT, step: Path) -> None:

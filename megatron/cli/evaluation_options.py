@@ -10,7 +10,7 @@ from megatron.cli.model_options import (
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS
-from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.modes import SPANS, grammar, parse_mode
 from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
 from megatron.evaluation.runner import (
     BATCH_TOKENS_CPU,
@@ -64,8 +64,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["full"],
         metavar="MODE",
-        help="full, window@W (each query attends to W keys), blockwise (blockwise causal attention with blocks of half "
-        "the training length), blockwise@L (with blocks of L / 2)",
+        help="inference modes, such as full (default), window@W (each query attends to W keys) or "
+        "sinks@4+508+clip@256; --list-modes explains them",
+    )
+    measurement.add_argument(
+        "--list-modes", action=ListModes, nargs=0, help="print the inference modes and their modifiers, and exit"
     )
     measurement.add_argument(
         "--protocol",
@@ -176,6 +179,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"tokens per batch of short texts (default: {BATCH_TOKENS_CPU} on CPU, {BATCH_TOKENS_GPU} on GPU)",
     )
     add_task_options(parser)
+
+
+class ListModes(argparse.Action):
+    """Prints the inference modes, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        rows = grammar()
+        width = max(len(syntax) for syntax, _ in rows)
+        print("An inference mode is one of")
+        for index, (syntax, meaning) in enumerate(rows):
+            if index == len(SPANS):
+                print("followed by any of these modifiers, at most one distance map and one scaling of the scores:")
+            print(f"  {syntax:{width}}  {meaning}")
+        print(
+            "L is the training length by default. Examples: full+clip@256  sinks@4+508+reindexed  full+dynamic-ntk+logn"
+        )
+        parser.exit()
 
 
 def check_run(words: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:

@@ -19,7 +19,9 @@ from megatron.cli.model_options import (
 )
 from megatron.config.command_line import integer
 from megatron.config.schema import GenerationConfig
-from megatron.inference.generation import Generation, generate
+from megatron.evaluation.modes import FULL_MODE, Mode, parse_mode
+from megatron.inference.decoder import as_decoder
+from megatron.inference.generation import PROMPT_CHUNK, Generation, generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     settings = config.generation
     # Reject invalid requests before loading the model.
+    inference_mode = parse_mode(options.mode, config.model.seq_length)
     mode, prompt_file = _generation_mode(settings, options.input)
     output = options.output or settings.sample_output_file
     contexts: list[str] = []
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     model, saved = load(checkpoint_folders(config, options)[0], config, options)
     tokenizer = load_tokenizer(config, saved, model.settings.padded_vocab_size)
-    generator = TextGenerator(model, tokenizer, settings, config.training.seed, options.batch_size)
+    generator = TextGenerator(model, tokenizer, settings, config.training.seed, options.batch_size, inference_mode)
     if mode == "interactive":
         interact(generator, settings.prompt_end)
         return
@@ -99,6 +102,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=integer(1, 2**20),
         default=32,
         help="number of texts generated at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--mode",
+        default="full",
+        help="inference mode, such as window@512 or sinks@4+508, whose KV cache is bounded (default: "
+        "%(default)s; see evaluate.py --list-modes)",
     )
 
 
@@ -156,12 +165,24 @@ def split_prompts(text: str, prompt_end: str) -> list[str]:
 class TextGenerator:
     """Continues texts with the configured sampling. Its records have the same fields as GPT-NeoX's."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, settings: GenerationConfig, seed: int, batch_size: int):
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        settings: GenerationConfig,
+        seed: int,
+        batch_size: int,
+        mode: Mode = FULL_MODE,
+    ):
         self._model = model
         self._tokenizer = tokenizer
         self._settings = settings
         self._seed = seed
         self._batch_size = batch_size
+        self._mode = mode
+        reason = as_decoder(model).unsupported_reason(mode.attention)
+        if reason is not None:
+            raise UserError(f"inference mode {mode.name} {reason}")
 
     def generate(self, contexts: Sequence[str], *, turn: int = 0, show_progress: bool = False) -> list[dict[str, Any]]:
         """One record per context, in order. An empty context starts with the end-of-document token.
@@ -192,6 +213,7 @@ class TextGenerator:
                 vocab_size=tokenizer.vocab_size,
                 batch_size=self._batch_size,
                 recompute=settings.recompute,
+                mode=self._mode.attention,
                 on_generation=update,
             )
         return [
@@ -210,7 +232,10 @@ class TextGenerator:
         """Raises UserError if the KV cache of a batch cannot fit into memory. longest: longest prompt, in tokens."""
         model, limit = self._model.settings, self._settings.maximum_tokens
         parameter = next(self._model.parameters())
-        needed = 2 * rows * (longest + limit) * model.num_layers * model.hidden_size * parameter.element_size()
+        tokens, window = longest + limit, self._mode.span.window
+        if window is not None:  # see `LayerCache`
+            tokens = min(tokens, 2 * window + self._mode.span.sinks + PROMPT_CHUNK)
+        needed = 2 * rows * tokens * model.num_layers * model.hidden_size * parameter.element_size()
         if parameter.is_cuda:
             available = torch.cuda.mem_get_info(parameter.device)[0]
         else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional import PositionsExceeded
-from megatron.evaluation.modes import Mode, parse_mode
+from megatron.evaluation.modes import Mode, parse_modes
 from megatron.evaluation.protocols import Protocol, Segments, parse_protocol
 from megatron.evaluation.records import (
     ExtrapolationRecord,
@@ -26,7 +26,7 @@ from megatron.evaluation.records import (
 )
 from megatron.evaluation.scoring import LossAccumulator, SegmentReader
 from megatron.evaluation.text import IntArray, Text, as_text
-from megatron.inference.decoder import NativeDecoder, as_decoder, inference, model_device
+from megatron.inference.decoder import as_decoder, inference, model_device
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 from megatron.utils.ranks import run_on_all_ranks
@@ -88,7 +88,7 @@ class ExtrapolationTask(EvalTask):
         sums = LossAccumulator(self.text, self.segments, context.rank, context.world_size)
         note = None
         try:
-            for chunk in context.reader.losses(self.text.tokens, share, self.mode.span):
+            for chunk in context.reader.losses(self.text.tokens, share, self.mode.attention):
                 sums.add(chunk)
                 advance(chunk.losses.numel())
         except PositionsExceeded as error:
@@ -98,6 +98,13 @@ class ExtrapolationTask(EvalTask):
             sums.reduce()
             if not math.isfinite(sums.loss):
                 note = f"{LOSS_NOTE} {sums.loss}"
+        return self._records(sums, note)
+
+    def not_measured(self, note: str) -> list[Record]:
+        """The planned records with a note instead of values."""
+        return self._records(LossAccumulator(self.text, self.segments), note)
+
+    def _records(self, sums: LossAccumulator, note: str | None) -> list[Record]:
         measured = note is None
         losses: ExtrapolationRecord = {
             **self.planned[0],
@@ -136,7 +143,7 @@ def plan_extrapolation(
 ) -> list[ExtrapolationTask]:
     """The tasks of `evaluate_extrapolation`, by protocol, mode and length in this order. Raises UserError."""
     lengths = unique_lengths(lengths)
-    parsed_modes = [parse_mode(name, provenance.train_length) for name in dict.fromkeys(modes)]
+    parsed_modes = parse_modes(modes, provenance.train_length)
     tasks = []
     for protocol in dict.fromkeys(parse_protocol(name) if isinstance(name, str) else name for name in protocols):
         if text.row is None:
@@ -181,16 +188,9 @@ def run_eval_tasks(
     decoder = as_decoder(model)
     model_name = getattr(model, "__name__", type(model).__name__)
     for task in tasks:
-        if not decoder.supports(task.mode.span):
-            if isinstance(decoder, NativeDecoder):
-                raise UserError(
-                    f"inference mode {task.mode.name} is not supported for models with sliding_window_width: a query "
-                    "attends to no keys outside of the model's window; use full, or window@W with a smaller W"
-                )
-            argument = "window" if task.mode.span.block is None else "block"
-            raise UserError(
-                f"inference mode {task.mode.name} needs a model with a `{argument}` argument; {model_name} has none"
-            )
+        reason = decoder.unsupported_reason(task.mode.attention)
+        if reason is not None:
+            raise UserError(f"inference mode {task.mode.name} {reason}")
     device = model_device(model) if device is None else torch.device(device)
     if batch_tokens is None:
         batch_tokens = BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
@@ -276,7 +276,7 @@ def evaluate_extrapolation(
             the length.
         tokens: int64 `[n]`, or a `Text`, which also knows its documents. The first token is only context.
         lengths: segment lengths in tokens. Lengths that divide the longest make the best use of the text.
-        modes: `full`, `window@W`, `blockwise`, `blockwise@L`; see `megatron.evaluation.modes`.
+        modes: such as `full` or `window@512`; see `megatron.evaluation.modes`.
         protocols: `non-overlapping`, `kerple`, `last-k`, `sliding`; see `megatron.evaluation.protocols`.
         token_budget: maximum number of tokens to score, the same ones at every length, evenly spaced in the text; None
             for no limit.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kerple.attention import Span
+from kerple.attention import DEFAULT_MODE, AttentionMode
 from megatron.data.streams import TokenStream
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import DocumentGroups
@@ -64,25 +64,32 @@ class SegmentReader:
     query_chunk: int
     batch_tokens: int
 
-    def hidden_states(self, tokens: Tensor | TokenStream, segments: Segments, span: Span) -> Iterator[HiddenChunk]:
-        """The hidden states of segments of `tokens` `[n]`, in order. All chunks of a batch of
-        segments precede the next batch. Raises what the model raises, e.g. PositionsExceeded.
+    def hidden_states(
+        self, tokens: Tensor | TokenStream, segments: Segments, mode: AttentionMode = DEFAULT_MODE
+    ) -> Iterator[HiddenChunk]:
+        """The hidden states of segments of `tokens` `[n]`, in order. All chunks of a batch of segments precede the next
+        batch. Raises what the model raises, e.g. PositionsExceeded.
+
+        mode: for texts of the segments' length.
         """
         length = segments.length
+        mode = mode.at_length(length)
         batch = max(1, self.batch_tokens // length)
         chunk = self.query_chunk if self.decoder.cached else length
         offsets = torch.arange(length + 1)
         for segment in range(0, len(segments.starts), batch):
             starts = torch.tensor(segments.starts[segment : segment + batch])
             text = tokens[starts[:, None] + offsets].to(self.device)
-            cache = self.decoder.new_cache(len(starts), length) if chunk < length else None
+            cache = self.decoder.new_cache(len(starts), length, mode) if chunk < length else None
             for position in range(0, length, chunk):
                 inputs = text[:, position : min(position + chunk, length)]
-                yield HiddenChunk(segment, position, text, self.decoder.hidden(inputs, cache, span))
+                yield HiddenChunk(segment, position, text, self.decoder.hidden(inputs, cache, mode))
 
-    def losses(self, tokens: Tensor | TokenStream, segments: Segments, span: Span) -> Iterator[LossChunk]:
+    def losses(
+        self, tokens: Tensor | TokenStream, segments: Segments, mode: AttentionMode = DEFAULT_MODE
+    ) -> Iterator[LossChunk]:
         """The losses of the scored tokens, as they are computed. Arguments and exceptions as for `hidden_states`."""
-        for chunk in self.hidden_states(tokens, segments, span):
+        for chunk in self.hidden_states(tokens, segments, mode):
             end = chunk.position + chunk.hidden.shape[1]
             if end <= segments.first:
                 continue

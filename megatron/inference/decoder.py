@@ -2,24 +2,27 @@
 
 A decoder computes hidden states from tokens, and logits from hidden states. Logits are the largest tensor of a language
 model; this way they can be computed for a few positions at a time. A decoder declares what else it supports: `cached`
-(a KV cache, so that a long text is fed in chunks) and `supports` (which attention spans).
+(a KV cache, so that a long text is fed in chunks), and which attention modes it supports.
 
 Legend: b batch, s new tokens, e hidden size, v padded vocabulary.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kerple.attention import FULL, Span
-from kerple.positional import PositionsExceeded
+from kerple.attention import DEFAULT_MODE, AttentionMode, Span
+from kerple.positional import PositionalMethod, PositionsExceeded
 from megatron.checkpoint.configuration import describe_method
+from megatron.model.settings import ModelSettings
+
+# The backends for modes that `attend_in_mode` computes.
+MODE_BACKENDS = ("auto", "chunked", "reference")
 
 
 class Decoder(Protocol):
@@ -35,13 +38,17 @@ class Decoder(Protocol):
     vocab_size: int | None
     pos_emb: str | None
 
-    def new_cache(self, batch_size: int, max_length: int | None) -> Any:
-        """An empty cache for `batch_size` rows of up to `max_length` tokens (None: any); None if not `cached`."""
+    def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
+        """An empty cache for `batch_size` rows of up to `max_length` tokens (None: any) in a mode; None if not
+        `cached`.
+        """
 
-    def supports(self, span: Span) -> bool:
-        """Whether `hidden` supports this span."""
+    def unsupported_reason(self, mode: AttentionMode) -> str | None:
+        """Why `hidden` does not support this mode, as a complete sentence part after the mode's name; None if it
+        does.
+        """
 
-    def hidden(self, tokens: Tensor, cache: Any = None, span: Span = FULL) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         """Hidden states `[b, s, e]` of int64 tokens `[b, s]`, which follow those in the cache."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -72,11 +79,11 @@ class NativeDecoder:
         settings = getattr(model, "settings", None)
         self.vocab_size: int | None = None if settings is None else settings.padded_vocab_size
         self.pos_emb = None if settings is None else describe_method(settings.pos_emb, dict(settings.pos_emb_options))
-        self._window = None if settings is None else settings.window
+        self._settings = settings
+        self._methods = list(methods)
 
-    def supports(self, span: Span) -> bool:
-        """A model with a sliding window supports no blocks and no wider window."""
-        return self._window is None or (span.block is None and (span.window or 0) <= self._window)
+    def unsupported_reason(self, mode: AttentionMode) -> str | None:
+        return unsupported_reason(mode, self._methods, self._settings)
 
 
 class CallableDecoder:
@@ -90,20 +97,24 @@ class CallableDecoder:
 
     def __init__(self, model: Callable[..., Any]):
         self._model = model
+        self._name = getattr(model, "__name__", type(model).__name__)
         try:
             signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
             self._arguments = set(signature.parameters)
         except (TypeError, ValueError):  # some built-in callables have no signature
             self._arguments = set()
 
-    def new_cache(self, batch_size: int, max_length: int | None) -> None:
+    def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> None:
         return None
 
-    def supports(self, span: Span) -> bool:
-        return _span_sizes(span).keys() <= self._arguments
+    def unsupported_reason(self, mode: AttentionMode) -> str | None:
+        if mode != AttentionMode(mode.span) or mode.span.sinks:
+            return f"needs a model of this project, and {self._name} is none; use full, window@W or blockwise@L"
+        missing = sorted(_span_sizes(mode.span).keys() - self._arguments)
+        return f"needs a model with a `{missing[0]}` argument; {self._name} has none" if missing else None
 
-    def hidden(self, tokens: Tensor, cache: None = None, span: Span = FULL) -> Tensor:
-        output = self._model(tokens, **_span_sizes(span))
+    def hidden(self, tokens: Tensor, cache: None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
+        output = self._model(tokens, **_span_sizes(mode.span))
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape:
             actual = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -140,15 +151,20 @@ class TransformersDecoder:
         has_table = limit is not None and any(size >= limit for size in table_sizes)
         self._max_positions: int | None = limit if has_table else None
 
-    def new_cache(self, batch_size: int, max_length: int | None) -> Any:
+    def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
         from transformers import DynamicCache
 
         return DynamicCache(config=self._model.config)
 
-    def supports(self, span: Span) -> bool:
-        return span == FULL
+    def unsupported_reason(self, mode: AttentionMode) -> str | None:
+        if mode == DEFAULT_MODE:
+            return None
+        name = "a `block` argument" if mode.span.block is not None else "a `window` argument"
+        if mode != AttentionMode(mode.span) or mode.span.sinks:
+            name = "this project's attention (convert it: tools/ckpts/convert.py from-hf)"
+        return f"needs a model with {name}; {type(self._model).__name__} has none"
 
-    def hidden(self, tokens: Tensor, cache: Any = None, span: Span = FULL) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         end = tokens.shape[1] + (cache.get_seq_length() if cache is not None else 0)
         if self._max_positions is not None and end > self._max_positions:
             raise PositionsExceeded(
@@ -161,9 +177,36 @@ class TransformersDecoder:
         return hidden
 
 
+def unsupported_reason(
+    mode: AttentionMode, methods: Iterable[PositionalMethod], settings: ModelSettings | None
+) -> str | None:
+    """Why a model of this project does not support a mode, and what to do instead, as the rest of a sentence about the
+    mode; None if it does. A model with a sliding window supports no blocks, no sinks and no wider window.
+    """
+    window, span = None if settings is None else settings.window, mode.span
+    if window is not None and (span.block is not None or span.sinks or (span.window or 0) > window):
+        return (
+            "is not supported for models with sliding_window_width: a query attends to no keys outside of the model's "
+            "window; use full, or window@W with a smaller W"
+        )
+    backend = "auto" if settings is None else settings.attention_backend
+    for method in methods:
+        reason = mode.unsupported_reason(method)
+        if reason is not None:
+            return (
+                f"is not supported: pos_emb {type(method).__name__ if settings is None else settings.pos_emb} {reason}"
+            )
+        if mode.is_explicit(method) and backend not in MODE_BACKENDS:
+            return (
+                f"is not supported by attention-backend {backend}: it is computed in chunks of queries; use "
+                f"attention-backend {' or '.join(MODE_BACKENDS)}"
+            )
+    return None
+
+
 def _span_sizes(span: Span) -> dict[str, int]:
     """The span's sizes that are set, by name."""
-    return {name: size for name, size in asdict(span).items() if size is not None}
+    return {name: size for name, size in (("window", span.window), ("block", span.block)) if size is not None}
 
 
 def model_device(model: Any) -> torch.device:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kerple.attention import DEFAULT_MODE, AttentionMode
 from kerple.positional import PositionsExceeded
 from megatron.inference.decoder import Decoder, as_decoder, inference, model_device
 from megatron.utils.errors import UserError
@@ -127,6 +128,7 @@ def generate(
     vocab_size: int | None = None,
     batch_size: int = 32,
     recompute: bool = False,
+    mode: AttentionMode = DEFAULT_MODE,
     ended: Callable[[list[int]], bool] | None = None,
     on_generation: Callable[[int, Generation], None] | None = None,
 ) -> list[Generation]:
@@ -144,11 +146,14 @@ def generate(
         vocab_size: ids at and above it, which pad the vocabulary, are never sampled, and rejected in prompts.
         batch_size: largest number of rows computed at once.
         recompute: recompute the whole prefix for each token instead of using a cache.
+        mode: how the model attends, for texts of the longest prompt and `maximum_tokens` more. With a window (and
+            sinks), the cache keeps only the tokens that later queries attend to.
         ended: called with a row's new tokens after each token; returns True to end the row.
         on_generation: called with a prompt's index and result as soon as it is complete.
 
     Raises:
-        UserError: for invalid arguments, or a model without a KV cache if `recompute` is False.
+        UserError: for invalid arguments, a mode that the model does not support, or a model without a KV cache if
+            `recompute` is False.
     """
     sampling = Sampling(temperature, top_k, top_p, vocab_size)
     for name, value in (("maximum_tokens", maximum_tokens), ("batch_size", batch_size)):
@@ -173,12 +178,16 @@ def generate(
             f"pos_emb {decoder.pos_emb}: its angles change with the length of the text, so keys cannot be cached: "
             "generate with recompute"
         )
+    reason = decoder.unsupported_reason(mode)
+    if reason is not None:
+        raise UserError(f"the inference mode {reason}")
+    mode = mode.at_length(max(map(len, prompts), default=0) + maximum_tokens)
     stop = eod if stop_at_eod else None
     results: dict[int, Generation] = {}
     with inference(model):
         for indices in _batches(prompts, batch_size, maximum_tokens):
             rows = [_Row(index, list(prompts[index]), np.random.default_rng([seed, index])) for index in indices]
-            logits = _NextTokenLogits(decoder, rows, maximum_tokens, model_device(model), recompute)
+            logits = _NextTokenLogits(decoder, rows, maximum_tokens, model_device(model), recompute, mode)
             for index, generation in _continue(logits, rows, sampling, maximum_tokens, stop, ended):
                 results[index] = generation
                 if on_generation is not None:
@@ -258,22 +267,31 @@ def _continue(
 class _NextTokenLogits:
     """Logits after the first tokens of every row, with a KV cache or by recomputing the prefix."""
 
-    def __init__(self, decoder: Decoder, rows: list[_Row], maximum_tokens: int, device: torch.device, recompute: bool):
+    def __init__(
+        self,
+        decoder: Decoder,
+        rows: list[_Row],
+        maximum_tokens: int,
+        device: torch.device,
+        recompute: bool,
+        mode: AttentionMode,
+    ):
         self._decoder = decoder
         self._device = device
         # The last generated token is never fed.
         max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
         allocated = max_length if max_length <= _ALLOCATED_TOKENS else None  # otherwise the cache grows
-        self._cache = None if recompute else decoder.new_cache(len(rows), allocated)
+        self._mode = mode
+        self._cache = None if recompute else decoder.new_cache(len(rows), allocated, self._mode)
         self._cached = 0
 
     def after(self, rows: list[_Row], length: int) -> Tensor:
         """Logits `[b, v]` after the first `length` tokens of each row."""
         tokens = torch.tensor([row.text[self._cached : length] for row in rows], device=self._device)
         if self._cache is None:
-            return self._decoder.logits(self._decoder.hidden(tokens)[:, -1])
+            return self._decoder.logits(self._decoder.hidden(tokens, None, self._mode)[:, -1])
         for chunk in tokens.split(PROMPT_CHUNK, dim=1):
-            hidden = self._decoder.hidden(chunk, self._cache)
+            hidden = self._decoder.hidden(chunk, self._cache, self._mode)
         self._cached = length
         return self._decoder.logits(hidden[:, -1])
 

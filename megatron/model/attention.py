@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kerple.attention import FULL, Attention, Span, jacobians, score_table, tables
+from kerple.attention import (
+    DEFAULT_MODE,
+    Attention,
+    AttentionMode,
+    attend_in_mode,
+    jacobians,
+    score_table,
+    tables,
+)
 from kerple.positional import PositionalMethod, TableJacobian, append_decay, extra_dimensions
 from megatron.model.cache import LayerCache
 from megatron.model.layers import HeadNorm
@@ -102,14 +110,14 @@ class SelfAttention(nn.Module):
         self,
         hidden: Tensor,
         cache: LayerCache | None = None,
-        span: Span = FULL,
+        mode: AttentionMode = DEFAULT_MODE,
         tables: PositionTables | None = None,
     ) -> Tensor:
         """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None."""
         decay = None
         if self.decays:
             decay = sum_head_gradients(self.rpe.decay(hidden), self.tp)[:, self.local_heads]
-        return self.dense(self.context(self.query_key_value(hidden), cache, span, tables, decay))
+        return self.dense(self.context(self.query_key_value(hidden), cache, mode, tables, decay))
 
     def attended_size(self, dtype: torch.dtype) -> int:
         """The size of a head in attention: with the dimensions of a decay."""
@@ -126,27 +134,43 @@ class SelfAttention(nn.Module):
         self,
         qkv: Tensor,
         cache: LayerCache | None,
-        span: Span,
+        mode: AttentionMode,
         tables: PositionTables | None,
         decay: Tensor | None = None,
     ) -> Tensor:
         """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. `compiled.py` excludes this part from
         compilation. decay: `[b, h, s]`, if the positional method has it.
         """
-        span = span.within(self.window)
+        span = mode.span.within(self.window)
         query, key, value = self.heads(qkv)
-        if self.rotates:
-            start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + qkv.shape[1], device="cpu")
-            query, key = self.rpe.rotate(query, key, positions, positions)
+        start = cache.length if cache is not None else 0
+        length = start + qkv.shape[1]
+        query = mode.scale_query(query, start)
         scale = self.head_size**-0.5
+        explicit = mode.is_explicit(getattr(self, "rpe", None))
+        if self.rotates and not explicit:
+            positions = torch.arange(start, length, device="cpu")
+            query, key = mode.rotation(self.rpe).rotate(query, key, positions, positions)
         if decay is not None:
             last_key = cache.last_key() if cache is not None else None
             query, key, value = append_decay(query, key, value, decay, scale, last_key)
         if cache is not None:
             key, value = cache.append(key, value)
+        if explicit:
+            method = cast(PositionalMethod, self.attention.positional)
+            context = attend_in_mode(
+                query,
+                key,
+                value,
+                method,
+                replace(mode, span=span),
+                start=start,
+                scale=scale,
+                tables_at=lambda first, end: self._tables(method, end, query.device, mode, first),
+            )
+            return context[..., : self.head_size].transpose(1, 2).flatten(2)
         if tables is None:
-            tables = self.position_tables(span.max_kv_len(key.shape[2]), query)
+            tables = self.position_tables(length, query, mode)
         context = self.attention(
             query,
             key,
@@ -163,24 +187,27 @@ class SelfAttention(nn.Module):
         )
         return context[..., : self.head_size].transpose(1, 2).flatten(2)
 
-    def position_tables(self, max_kv_len: int, states: Tensor) -> PositionTables:
-        """Tables over the distances below `max_kv_len`, of this rank's heads, on the device of the states
+    def position_tables(self, length: int, states: Tensor, mode: AttentionMode = DEFAULT_MODE) -> PositionTables:
+        """Tables over the distances in a text of `length` tokens, of this rank's heads, on the device of the states
         `[b, ..., s, e or d]`. All layers that share a positional method can share its tables.
         """
         device, method = states.device, getattr(self, "rpe", None)
-        if method is None:
+        if method is None or mode.is_explicit(method):
             return PositionTables()
+        max_kv_len = mode.span.within(self.window).max_kv_len(length)
         if method.modifies_scores:
-            return PositionTables(scores=score_table(method, max_kv_len, device))
+            distances = max_kv_len if mode.distance_map is None else length
+            return PositionTables(scores=score_table(method, distances, device, distance_map=mode.distance_map))
         if not (method.has_bias or method.has_weight):
             return PositionTables()
-        bias, weight = (
-            None if table is None else self._local(table)
-            for table in tables(method, max_kv_len, device, rounded=self.bf16_distances)
-        )
+        bias, weight = self._tables(method, max_kv_len, device, mode)
         heads = self.local_heads.stop - self.local_heads.start
         shape = (len(states), heads, states.shape[-2], self.head_size)
-        if self.bf16_distances or not self.attention.uses_jacobians(device, states.dtype, shape):
+        if (
+            self.bf16_distances
+            or mode.distance_map is not None
+            or not self.attention.uses_jacobians(device, states.dtype, shape)
+        ):
             return PositionTables(bias, weight)
         bias_jacobian, weight_jacobian = (
             jacobian
@@ -192,6 +219,23 @@ class SelfAttention(nn.Module):
             for jacobian in jacobians(method, max_kv_len, device)
         )
         return PositionTables(bias, weight, bias_jacobian, weight_jacobian)
+
+    def _tables(
+        self, method: PositionalMethod, end: int, device: torch.device, mode: AttentionMode, first: int = 0
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(bias, weight) at the distances `first` ... end-1, of this rank's heads."""
+        bias, weight = (
+            None if table is None else self._local(table)
+            for table in tables(
+                method,
+                end,
+                device,
+                rounded=self.bf16_distances,
+                distance_map=mode.distance_map,
+                first=first,
+            )
+        )
+        return bias, weight
 
     def _local(self, values: Tensor) -> Tensor:
         """The rows of this rank's heads, from values `[h, ...]` of all heads, computed from replicated parameters."""

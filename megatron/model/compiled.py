@@ -10,7 +10,7 @@ Legend: b batch, s tokens, e hidden size.
 import torch
 from torch import Tensor, nn
 
-from kerple.attention import FULL, Span
+from kerple.attention import DEFAULT_MODE, AttentionMode
 from megatron.model.attention import PositionTables, SelfAttention
 from megatron.model.cache import LayerCache
 from megatron.model.gpt import TransformerBlock
@@ -35,12 +35,12 @@ class _CompiledBlock(TransformerBlock):
         self,
         hidden: Tensor,
         cache: LayerCache | None = None,
-        span: Span = FULL,
+        mode: AttentionMode = DEFAULT_MODE,
         tables: PositionTables | None = None,
     ) -> Tensor:
-        if self.training and torch.is_grad_enabled() and cache is None and span == FULL:
+        if self.training and torch.is_grad_enabled() and cache is None and mode == DEFAULT_MODE:
             return self._compiled(hidden, tables=tables)
-        return super().forward(hidden, cache, span, tables)
+        return super().forward(hidden, cache, mode, tables)
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> bool:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kerple.attention import FULL
+from kerple.attention import DEFAULT_MODE
 from megatron.model.layers import GatedMLP
 from megatron.model.parallel import tensor_parallel_group
 
@@ -160,7 +160,7 @@ def _run_block(
     group = tensor_parallel_group(attention.tp)
     projection = attention.query_key_value
     hidden, qkv = _norm_linear(hidden, update, block.input_layernorm, projection.weight, projection.bias, group)
-    context = attention.context(qkv.view(*shape[:2], -1), None, FULL, tables).flatten(0, 1)
+    context = attention.context(qkv.view(*shape[:2], -1), None, DEFAULT_MODE, tables).flatten(0, 1)
     attended = _dropped(block, _RowLinear.apply(context, attention.dense.weight, group), attention.dense.bias)
     update = None if block.parallel_residual else attended
     norm = block.post_attention_layernorm

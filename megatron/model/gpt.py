@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kerple.attention import FULL, Span
+from kerple.attention import DEFAULT_MODE, AttentionMode
 from kerple.positional import PositionalMethod, build, outermost
 from megatron.model import fused_block
 from megatron.model.attention import PositionTables, SelfAttention
@@ -48,12 +48,12 @@ class TransformerBlock(nn.Module):
         self,
         hidden: Tensor,
         cache: LayerCache | None = None,
-        span: Span = FULL,
+        mode: AttentionMode = DEFAULT_MODE,
         tables: PositionTables | None = None,
     ) -> Tensor:
-        if cache is None and span == FULL and fused_block.supports(self, hidden):
+        if cache is None and mode == DEFAULT_MODE and fused_block.supports(self, hidden):
             return fused_block.run_blocks([self], hidden, tables)
-        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, span, tables))
+        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, mode, tables))
         if self.parallel_residual:
             return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         hidden = hidden + attended
@@ -220,27 +220,36 @@ class GPT(nn.Module):
         """Layer index -> its positional method; one entry if the layers share the method."""
         return positional_methods(self.layers())
 
-    def new_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
-        """An empty cache for incremental decoding; allocates `max_length` tokens at once if it is given.
+    def new_cache(
+        self, batch_size: int | None = None, max_length: int | None = None, mode: AttentionMode = DEFAULT_MODE
+    ) -> KVCache:
+        """An empty cache for incremental decoding in a mode; allocates `max_length` tokens at once if it is given.
 
-        batch_size is ignored: the cache has the batch size of the first tokens appended to it. With a sliding window,
-        it drops keys outside the window, unless the method's scores depend on positions, which are the keys' indices.
+        batch_size is ignored: the cache has the batch size of the first tokens appended to it. With a window, it drops
+        keys that no later query attends to, unless the method's scores depend on positions, which are the keys' indices
+        (`attend_in_mode` knows the positions of keys, but methods whose scores depend on several keys need them all).
         """
-        positional = any(method.modifies_scores or method.scales_qk for method in self.positional_methods().values())
-        return KVCache(self.settings.num_layers, max_length, None if positional else self.settings.window)
+        span, methods = mode.span.within(self.settings.window), self.positional_methods().values()
+        needs_all = any(
+            method.modifies_scores and not method.per_pair
+            if mode.is_explicit(method)
+            else method.modifies_scores or method.scales_qk
+            for method in methods
+        )
+        return KVCache(self.settings.num_layers, max_length, None if needs_all else span.window, span.sinks)
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None, span: Span = FULL) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached ones.
 
-        span: which keys each query sees, in every layer.
+        mode: how every layer attends. A cache must be that of `new_cache` for the same mode.
         """
         start = cache.length if cache is not None else 0
         hidden = self.embedding(tokens, offset=start)
         blocks = self.blocks
-        tables = self.shared_tables(hidden, span.within(self.settings.window).max_kv_len(start + tokens.shape[1]))
-        if cache is not None or span != FULL:
+        tables = self.shared_tables(hidden, start + tokens.shape[1], mode)
+        if cache is not None or mode != DEFAULT_MODE:
             for index, block in enumerate(blocks):
-                hidden = block(hidden, cache.layers[index] if cache is not None else None, span, tables)
+                hidden = block(hidden, cache.layers[index] if cache is not None else None, mode, tables)
         elif self.checkpoint_every and self.training and torch.is_grad_enabled():
             for first in range(0, len(blocks), self.checkpoint_every):
                 group = blocks[first : first + self.checkpoint_every]
@@ -249,22 +258,24 @@ class GPT(nn.Module):
             hidden = _run_blocks(blocks, hidden, tables)
         return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
 
-    def shared_tables(self, hidden: Tensor, max_kv_len: int) -> PositionTables | None:
-        """The tables that all layers share, computed once; None if each layer must compute its own."""
+    def shared_tables(self, hidden: Tensor, length: int, mode: AttentionMode = DEFAULT_MODE) -> PositionTables | None:
+        """The tables that all layers share, computed once, for a text of `length` tokens; None if each layer must
+        compute its own.
+        """
         attention, *later = (block.attention for block in self.blocks)
         method = getattr(attention, "rpe", None)
         if method is None or any(layer.rpe is not method for layer in later):
             return None
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
             return None  # ZeRO 3 gathers the method's parameters only during a layer's call
-        return attention.position_tables(max_kv_len, hidden)
+        return attention.position_tables(length, hidden, mode)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""
         return gather_vocabulary(self.output(hidden), self.settings.tp)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, span: Span = FULL) -> Tensor:
-        return self.logits(self.hidden(tokens, cache, span))
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
+        return self.logits(self.hidden(tokens, cache, mode))
 
     def loss(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats over the tokens with a non-zero mask; labels int64 `[b, s]`, mask float

@@ -7,7 +7,7 @@ evaluation may wait for the device or copy from pageable memory.
 import pytest
 import torch
 
-from kerple.attention import Attention, Span, backend_names, score_table, tables
+from kerple.attention import Attention, AttentionMode, Span, backend_names, score_table, tables
 from kerple.positional import build
 from megatron.config import UserError, load_config
 from megatron.model.gpt import GPT
@@ -116,8 +116,8 @@ def check_evaluation(method: str, dtype: str) -> None:
             layer.length = 15_000  # as if this many tokens had been processed
         hidden(tokens(1, 512), cache)
         hidden(tokens(1, 1), cache)
-        hidden(tokens(1, 2048), span=Span(window=512))
-        hidden(tokens(1, 2048), span=Span(block=512))
+        hidden(tokens(1, 2048), mode=AttentionMode(Span(window=512)))
+        hidden(tokens(1, 2048), mode=AttentionMode(Span(block=512)))
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [*((name, "bf16") for name in ("auto", *BACKENDS)), ("sdpa", "fp32")])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kerple.positional import PositionsExceeded
-from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import LastK, Segments
 from megatron.evaluation.records import ContextRecord, Provenance, Record
 from megatron.evaluation.runner import LOSS_NOTE, EvalContext, EvalTask
@@ -50,7 +50,7 @@ class ContextTask(EvalTask):
         try:
             for segments, accumulator in zip(plans, sums, strict=True):
                 part = segments.share(rank, world_size)
-                for chunk in context.reader.losses(self.text.tokens, part, self.mode.span):
+                for chunk in context.reader.losses(self.text.tokens, part, self.mode.attention):
                     accumulator.add(chunk)
                     read += chunk.losses.numel() / segments.targets * segments.length / tokens
                     advance(int(read * self.segments.targets) - advanced)
@@ -89,8 +89,7 @@ def plan_context(
     shorter. Raises UserError if a length is too short, or the text.
     """
     protocol, tasks = LastK(TARGETS), []
-    for name in dict.fromkeys(modes):
-        mode = parse_mode(name, provenance.train_length)
+    for mode in parse_modes(modes, provenance.train_length):
         for length in lengths:
             contexts = [SHORTEST << power for power in range(length.bit_length())]
             contexts = [size for size in contexts if size + TARGETS - 1 < length]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional import PositionsExceeded
-from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import PasskeyRecord, Provenance, Record
 from megatron.evaluation.runner import EvalContext, EvalTask
@@ -137,7 +137,7 @@ class PasskeyTask(EvalTask):
         longest, correct, note = max(answer_lengths), torch.zeros((), dtype=torch.int64), None
         try:
             hidden: list[Tensor] = []
-            for chunk in context.reader.hidden_states(rows.flatten(), share, self.mode.span):
+            for chunk in context.reader.hidden_states(rows.flatten(), share, self.mode.attention):
                 advance(chunk.hidden.shape[0] * chunk.hidden.shape[1])
                 end = chunk.position + chunk.hidden.shape[1]
                 if end > length - longest:
@@ -186,8 +186,7 @@ def plan_passkey(
             prompts.check(length, depth, trials)
             determined_by[length, depth] = prompts.determined_by(length, depth, trials)
     tasks = []
-    for name in dict.fromkeys(modes):
-        mode = parse_mode(name, provenance.train_length)
+    for mode in parse_modes(modes, provenance.train_length):
         for (length, depth), origin in determined_by.items():
             planned: PasskeyRecord = {
                 **provenance.record(

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention import Attention, Span
+from kerple.attention import Attention, AttentionMode, Span
 from kerple.positional import PositionsExceeded
-from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import Provenance, Record, ResolutionRecord
 from megatron.evaluation.runner import EvalContext, EvalTask
@@ -55,7 +55,7 @@ class ResolutionTask(EvalTask):
         totals, note = torch.zeros(len(model.blocks), dtype=torch.float64), None
         try:
             with record_scores(model) as recorders:
-                for chunk in context.reader.hidden_states(self.text.tokens, share, self.mode.span):
+                for chunk in context.reader.hidden_states(self.text.tokens, share, self.mode.attention):
                     advance(chunk.hidden.shape[0] * chunk.hidden.shape[1])
                     if chunk.position + chunk.hidden.shape[1] == share.length:
                         totals += torch.stack([layer.resolution().mean(dim=1).sum() for layer in recorders]).cpu()
@@ -87,8 +87,12 @@ def plan_resolution(
     segments are the starts of the first rows. Raises UserError if the text has fewer.
     """
     tasks = []
-    for name in dict.fromkeys(modes):
-        mode = parse_mode(name, provenance.train_length)
+    for mode in parse_modes(modes, provenance.train_length):
+        if mode.attention != AttentionMode(mode.span) or mode.span.sinks:
+            raise UserError(
+                f"--resolution: not measured in inference mode {mode.name}; use full, window@W and blockwise, and run "
+                "the other modes without --resolution"
+            )
         for length in lengths:
             stride = length if text.row is None else text.row
             available = (len(text.tokens) - 1) // length if text.row is None else len(text.tokens) // text.row

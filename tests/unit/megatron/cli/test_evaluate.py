@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kerple.attention import FULL, Span
+from kerple.attention import FULL, AttentionMode, Span
 from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
 from megatron.data.streams import validation_stream
@@ -79,7 +79,7 @@ def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
     ]
     for row in rows:
         span = spans[row["mode"]]
-        loss = mean_loss(checkpoints["kerple_log"][1], data, row["length"], 768, 256, span=span)
+        loss = mean_loss(checkpoints["kerple_log"][1], data, row["length"], 768, 256, mode=AttentionMode(span))
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
         known = {key: row[key] for key in ("pos_emb", "seed", "train_length", "tokens")}
         assert known == {"pos_emb": "kerple_log", "seed": 77, "train_length": TRAIN_LENGTH, "tokens": 768}

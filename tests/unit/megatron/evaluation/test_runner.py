@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from kerple.attention import FULL, Span
+from kerple.attention import FULL, AttentionMode, Span
 from megatron.evaluation import evaluate_extrapolation
 from megatron.evaluation.runner import unique_lengths
 from megatron.evaluation.text import Text
@@ -58,7 +58,7 @@ def test_losses_of_a_model(method):
     assert [(row["mode"], row["length"]) for row in rows] == [(mode, n) for mode in spans for n in LENGTHS]
     for row in rows:
         span = spans[row["mode"]]
-        assert row["loss"] == pytest.approx(mean_loss(exact, row["length"], 576, span=span), abs=1e-5)
+        assert row["loss"] == pytest.approx(mean_loss(exact, row["length"], 576, mode=AttentionMode(span)), abs=1e-5)
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
         assert row["tokens"] == 576
         assert (row["pos_emb"], row["seed"], row["train_length"], row["note"]) == (method, 3, 8, None)
@@ -292,7 +292,7 @@ def direct(model, protocol, length, longest, span):
     with torch.no_grad():
         for start, targets in by_start.items():
             text = DOCUMENT_STREAM[None, start : start + length + 1]
-            by_position = direct_losses(model(text[:, :-1], span=Span(**span)), text[:, 1:])[0]
+            by_position = direct_losses(model(text[:, :-1], mode=AttentionMode(Span(**span))), text[:, 1:])[0]
             losses += [(target, target - start - 1, float(by_position[target - start - 1])) for target in targets]
     return losses
 

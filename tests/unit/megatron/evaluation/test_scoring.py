@@ -8,9 +8,11 @@ import scipy.stats
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from kerple.attention import FULL, Span
+from kerple.attention import DEFAULT_MODE, FULL, AttentionMode, Span
 from kerple.positional import primary_names
+from kerple.positional.distance_maps import Clip
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.scoring import LossAccumulator, LossChunk, SegmentReader, standard_error
 from megatron.evaluation.text import Text
@@ -24,11 +26,11 @@ def reader_of(model, query_chunk=16, batch_tokens=128) -> SegmentReader:
     return SegmentReader(as_decoder(model), torch.device("cpu"), query_chunk, batch_tokens)
 
 
-def losses_of(model, segments: Segments, *, span=FULL, **sizes) -> torch.Tensor:
+def losses_of(model, segments: Segments, *, mode=DEFAULT_MODE, **sizes) -> torch.Tensor:
     """`[segments, scored positions]`, assembled from the chunks."""
     losses = torch.full((len(segments.starts), segments.length), torch.nan, dtype=torch.float64)
     with torch.inference_mode():
-        for chunk in reader_of(model, **sizes).losses(STREAM, segments, span):
+        for chunk in reader_of(model, **sizes).losses(STREAM, segments, mode):
             rows, columns = chunk.losses.shape
             losses[chunk.segment : chunk.segment + rows, chunk.position : chunk.position + columns] = chunk.losses
     return losses[:, segments.first :]
@@ -47,7 +49,10 @@ def test_a_callable_without_a_cache(sizes):
     model = AlibiByHand()
     segments = Segments(40, range(0, 360, 40))
     torch.testing.assert_close(
-        losses_of(model, segments, span=Span(**sizes)), direct(model, segments, **sizes), rtol=0, atol=1e-12
+        losses_of(model, segments, mode=AttentionMode(Span(**sizes))),
+        direct(model, segments, **sizes),
+        rtol=0,
+        atol=1e-12,
     )
 
 
@@ -64,8 +69,8 @@ def test_chunks_equal_one_call_for_every_method(method, span):
     """50 tokens in chunks of 16, batches of three segments and one of the rest, float32 compared with float64."""
     model = small_gpt(method)
     segments = Segments(50, range(0, 350, 50))
-    chunked = losses_of(model, segments, span=span, batch_tokens=150)
-    expected = direct(copy.deepcopy(model).double(), segments, span=span)
+    chunked = losses_of(model, segments, mode=AttentionMode(span), batch_tokens=150)
+    expected = direct(copy.deepcopy(model).double(), segments, mode=AttentionMode(span))
     torch.testing.assert_close(chunked, expected, rtol=0, atol=1e-5)
     assert expected.std() > 0.5  # the model is not a constant
 
@@ -73,11 +78,13 @@ def test_chunks_equal_one_call_for_every_method(method, span):
 def changed_losses(span: Span, **sizes) -> list[int]:
     """Positions of a one-layer model whose loss changes with token 10."""
     model = small_gpt("kerple_log", num_layers=1)
-    before = losses_of(model, Segments(40, [0]), span=span, **sizes)[0]
+    before = losses_of(model, Segments(40, [0]), mode=AttentionMode(span), **sizes)[0]
     text = STREAM[:41].clone()
     text[10] = (text[10] + 1) % VOCABULARY
     with torch.no_grad():
-        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], span=span), text[None, 1:])[0]
+        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], mode=AttentionMode(span)), text[None, 1:])[
+            0
+        ]
     return ((after - before).abs() > 1e-4).nonzero().flatten().tolist()
 
 
@@ -123,21 +130,39 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("method", ["kerple_log", "rotary"])
-def test_memory_grows_linearly_with_the_length(method):
+@pytest.mark.parametrize(
+    ("method", "mode"),
+    [
+        ("kerple_log", DEFAULT_MODE),
+        ("rotary", DEFAULT_MODE),
+        ("rotary", AttentionMode(distance_map=Clip(128))),
+        ("kerple_log", AttentionMode(Span(window=128, sinks=4))),
+    ],
+)
+def test_memory_grows_linearly_with_the_length(method, mode):
     """No tensor is length x length or length x vocabulary: the largest one is heads x chunk x length."""
     model = small_gpt(method, padded_vocab_size=5000)
     stream = torch.randint(0, 5000, (2049,))
 
     def largest(length: int) -> int:
         with torch.inference_mode(), LargestTensor() as tensors:
-            for _ in reader_of(model, query_chunk=32, batch_tokens=1).losses(stream, Segments(length, [0]), FULL):
+            for _ in reader_of(model, query_chunk=32, batch_tokens=1).losses(stream, Segments(length, [0]), mode):
                 pass
         return tensors.elements
 
     elements = largest(2048)
     assert elements <= 4 * 32 * 2048
     assert elements <= 2 * largest(1024)
+
+
+def test_the_cost_of_sinks_does_not_grow_with_the_length():
+    model, mode = small_gpt("rotary"), AttentionMode(Span(window=64, sinks=4))
+    stream, operations = random_tokens(1025), []
+    for length in (512, 1024):
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            list(reader_of(model, query_chunk=100).losses(stream, Segments(length, [0]), mode))
+        operations.append(counter.get_total_flops())
+    assert operations[1] <= 2.1 * operations[0]
 
 
 def test_equal_documents_have_the_standard_error_of_their_mean():

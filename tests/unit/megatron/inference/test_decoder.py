@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kerple.attention import FULL, Span
+from kerple.attention import FULL, AttentionMode, Span
 from kerple.positional import PositionsExceeded
 from megatron.inference.decoder import CallableDecoder, NativeDecoder, TransformersDecoder, as_decoder, inference
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
@@ -14,7 +14,7 @@ def test_a_model_of_this_project():
     model = small_gpt("alibi")
     decoder = as_decoder(model)
     assert isinstance(decoder, NativeDecoder)
-    assert decoder.supports(Span(window=8))
+    assert decoder.unsupported_reason(AttentionMode(Span(window=8))) is None
     tokens = random_tokens(6)[None]
     cache = decoder.new_cache(1, 6)
     chunks = [decoder.hidden(chunk, cache) for chunk in tokens.split(4, dim=1)]
@@ -29,10 +29,12 @@ def test_a_function_supports_the_spans_it_has_arguments_for():
     assert isinstance(decoder, CallableDecoder)
     assert not decoder.cached
     assert decoder.new_cache(1, 8) is None
-    assert [decoder.supports(span) for span in (FULL, Span(window=8), Span(block=8))] == [True, True, False]
+    assert [
+        decoder.unsupported_reason(AttentionMode(span)) is None for span in (FULL, Span(window=8), Span(block=8))
+    ] == [True, True, False]
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    assert decoder.logits(decoder.hidden(tokens, span=Span(window=8))).unique().item() == 8
-    assert not as_decoder(int).supports(Span(window=8))
+    assert decoder.logits(decoder.hidden(tokens, mode=AttentionMode(Span(window=8)))).unique().item() == 8
+    assert as_decoder(int).unsupported_reason(AttentionMode(Span(window=8)))
 
 
 @pytest.mark.parametrize("output", [None, torch.zeros(2, 3), torch.zeros(2, 4, 9)])
@@ -47,7 +49,7 @@ def test_a_table_of_positions_is_detected():
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     decoder = as_decoder(GPT2LMHeadModel(config).eval())
     assert isinstance(decoder, TransformersDecoder)
-    assert not decoder.supports(Span(window=8))
+    assert decoder.unsupported_reason(AttentionMode(Span(window=8)))
     tokens = torch.ones(1, 10, dtype=torch.long)
     cache = decoder.new_cache(1, 20)
     assert decoder.hidden(tokens, cache).shape == (1, 10, VOCABULARY)

@@ -7,8 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kerple.attention import AttentionMode, DynamicNtk, Span
 from kerple.positional import primary_names
+from kerple.positional.distance_maps import Clip, Linear
 from megatron.inference.generation import Sampling, generate
+from megatron.model.cache import KVCache
+from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 
@@ -315,3 +319,58 @@ def test_logits_that_are_nan():
 def test_values_out_of_range(values, message):
     with pytest.raises(UserError, match=message):
         Sampling(**values)
+
+
+SINKS = Span(window=6, sinks=2)
+MODES = [
+    ("kerple_log", AttentionMode(SINKS, reindexed=True)),
+    ("dape_kerple", AttentionMode(SINKS)),
+    ("cope", AttentionMode(SINKS)),
+    ("sinusoidal", AttentionMode(SINKS)),
+    ("rotary", AttentionMode(SINKS, distance_map=Clip(3))),
+    ("rotary", AttentionMode(distance_map=Linear(16), dynamic_ntk=DynamicNtk(1.0, 16))),
+    ("alibi", AttentionMode(Span(window=6), distance_map=Clip(3))),
+]
+
+
+@pytest.mark.parametrize(("method", "mode"), MODES)
+def test_modes_with_a_cache_give_the_tokens_of_the_complete_text(method, mode):
+    model = small_gpt(method).double()
+    cached = generate(model, PROMPTS, maximum_tokens=20, mode=mode, **SAMPLED)
+    recomputed = generate(model, PROMPTS, maximum_tokens=20, recompute=True, mode=mode, **SAMPLED)
+    assert [generation.tokens for generation in cached] == [generation.tokens for generation in recomputed]
+    plain = generate(model, PROMPTS, maximum_tokens=20, **SAMPLED)
+    assert [generation.tokens for generation in cached] != [generation.tokens for generation in plain]
+
+
+@pytest.mark.parametrize("tokens", [120, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["kerple_log", "rotary"])
+def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
+    """The same tokens as with all keys in memory and the same mask, with a cache of constant size."""
+    model, mode = small_gpt(method, num_layers=1).double(), AttentionMode(Span(window=12, sinks=4))
+    caches, sizes = [], []
+    new_cache, hidden = GPT.new_cache, GPT.hidden
+
+    def recorded_cache(*arguments):
+        caches.append(new_cache(*arguments))
+        return caches[-1]
+
+    def recorded_hidden(*arguments):
+        result = hidden(*arguments)
+        sizes.append(sum(part.numel() for layer in caches[-1].layers for part in (layer._buffer, layer._sinks)))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "new_cache", recorded_cache)
+        patch.setattr(GPT, "hidden", recorded_hidden)
+        bounded = generate(model, PROMPTS[-1:], maximum_tokens=tokens, mode=mode, **SAMPLED)[0]
+    assert len(sizes) == tokens
+    heads_and_size = 2 * model.settings.hidden_size
+    assert max(sizes[30:]) == min(sizes[30:]) <= heads_and_size * (len(PROMPTS[-1]) + 12 + 4)
+    monkeypatch.setattr(GPT, "new_cache", lambda *_: KVCache(1))
+    assert bounded.tokens == generate(model, PROMPTS[-1:], maximum_tokens=tokens, mode=mode, **SAMPLED)[0].tokens
+
+
+def test_modes_that_a_method_does_not_support():
+    with pytest.raises(UserError, match="the inference mode is not supported: pos_emb none is not a function"):
+        generate(small_gpt("none"), PROMPTS, maximum_tokens=2, mode=AttentionMode(distance_map=Clip(3)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerple.attention import Span
+from kerple.attention import AttentionMode, Span
 from kerple.positional import build
 from megatron.model.attention import SelfAttention, split_heads
 from megatron.model.settings import ModelSettings
@@ -58,11 +58,11 @@ def test_layer_against_its_formula(groups, window, norm):
 def test_the_narrower_of_two_windows_applies():
     hidden = torch.randn(1, 9, 12, dtype=torch.float64)
     attention = layer(window=3)
-    assert torch.equal(attention(hidden, span=Span(window=5)), attention(hidden))
-    narrower = attention(hidden, span=Span(window=2))
+    assert torch.equal(attention(hidden, mode=AttentionMode(Span(window=5))), attention(hidden))
+    narrower = attention(hidden, mode=AttentionMode(Span(window=2)))
     assert not torch.allclose(narrower, attention(hidden))
     attention.window = None
-    assert torch.equal(narrower, attention(hidden, span=Span(window=2)))
+    assert torch.equal(narrower, attention(hidden, mode=AttentionMode(Span(window=2))))
     attention.window = 3
     with pytest.raises(ValueError, match=r"window \(3\) and block \(4\) are both set"):
-        attention(hidden, span=Span(block=4))
+        attention(hidden, mode=AttentionMode(Span(block=4)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from kerple.attention import FULL, Span
+from kerple.attention import FULL, AttentionMode, Span
 from kerple.positional import KerpleLog, primary_names
 from megatron.checkpoint.layers import load_layers
 from megatron.config import load_config
@@ -91,9 +91,12 @@ def test_layers_that_share_a_method_share_its_tables(options, times, recompute, 
 def test_decoding_with_a_cache_gives_the_logits_of_the_full_sequence(method, span, tokens):
     model = small_model(method)
     with torch.no_grad():
-        expected = model(tokens, span=span)
+        expected = model(tokens, mode=AttentionMode(span))
         cache = model.new_cache()
-        parts = [model(tokens[:, start:stop], cache=cache, span=span) for start, stop in ((0, 20), (20, 21), (21, 48))]
+        parts = [
+            model(tokens[:, start:stop], cache=cache, mode=AttentionMode(span))
+            for start, stop in ((0, 20), (20, 21), (21, 48))
+        ]
     assert cache.length == 48
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
 
@@ -242,7 +245,9 @@ def test_llama_style_blocks_with_every_method(pos_emb):
 @torch.no_grad()
 def test_grouped_heads_are_repeated_heads(pos_emb, span):
     model, tokens = small_gpt(pos_emb, num_kv_heads=2, qk_norm=True), random_tokens(60).view(2, 30)
-    torch.testing.assert_close(model(tokens, span=span), with_repeated_heads(model)(tokens, span=span))
+    torch.testing.assert_close(
+        model(tokens, mode=AttentionMode(span)), with_repeated_heads(model)(tokens, mode=AttentionMode(span))
+    )
 
 
 # The original KERPLE code.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
-from kerple.attention import FULL, Span
+from kerple.attention import FULL, AttentionMode, Span
 from megatron.checkpoint.convert.hub import PATTERNS, download, local_checkpoint
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
@@ -111,7 +111,7 @@ def test_evaluation_in_every_mode(hub, tmp_path, capsys):
         if row["mode"] == "full":
             logits = hub["main"](segments[:, :-1]).logits
         else:
-            logits = ours(segments[:, :-1], span=modes[row["mode"]])
+            logits = ours(segments[:, :-1], mode=AttentionMode(modes[row["mode"]]))
         assert row["loss"] == pytest.approx(direct_losses(logits, segments[:, 1:]).mean().item(), abs=1e-5)
     records = [json.loads(line) for line in (tmp_path / "report" / "results.jsonl").read_text().splitlines()]
     assert {record["checkpoint"]["path"] for record in records} == {"hf:org/tiny"}

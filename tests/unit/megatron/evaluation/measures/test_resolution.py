@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kerple.attention import FULL, Span
+from kerple.attention import FULL, AttentionMode, Span
 from megatron.evaluation.measures.resolution import plan_resolution, sum_by_distance
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
@@ -35,7 +35,7 @@ def scores_of(model, layer, tokens, span):
     inputs = []
     attention = model.blocks[layer].attention
     hook = attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-    model.hidden(tokens[None], span=span)
+    model.hidden(tokens[None], mode=AttentionMode(span))
     hook.remove()
     heads, size = model.settings.num_heads, model.settings.head_size
     states = attention.query_key_value(inputs[0])[0].view(LENGTH, heads, 3, size)

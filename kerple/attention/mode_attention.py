@@ -1,0 +1,164 @@
+"""Attention in modes with sinks, or with a distance map of a rotation, in chunks of queries.
+
+A chunk of queries attends to at most two ranges of keys: the sinks, and the keys from its window on. The scores of both
+are computed with all hooks of the positional method, at the distances that the mode defines, and share one softmax. The
+cost is proportional to the number of keys in these ranges, and only the scores of one chunk are in memory.
+
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: c queries, l keys.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kerple.attention.backends.chunked import MODIFY_MAX_ROWS, MODIFY_MIN_ROWS, modify_budget
+from kerple.attention.call import without_autocast
+from kerple.attention.mode import AttentionMode
+from kerple.attention.tables import pair_distances, score_table, tables
+from kerple.positional import PositionalMethod
+
+# (first, end) -> (bias, weight) at the distances first ... end-1, mapped if the mode has a map: `[h, n]` or None.
+Tables = Callable[[int, int], tuple[Tensor | None, Tensor | None]]
+
+
+def attend_in_mode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    method: PositionalMethod,
+    mode: AttentionMode,
+    *,
+    start: int = 0,
+    scale: float | None = None,
+    tables_at: Tables | None = None,
+) -> Tensor:
+    """Attention of one positional method in any mode that it supports, `[b, h, s, d]`.
+
+    Args:
+        query: `[b, h, s, d]` at the positions from `start` on, before the method's rotation, scaled by the mode.
+        key, value: `[b, g, t, d]` before rotation. If t < start + s, positions are missing: between the sinks and the
+            window if the mode has sinks, otherwise before the window. No query may see a missing key.
+        scale: factor of q.k, 1 / sqrt(d) by default.
+        tables_at: the method's bias and weight; by default those of all its heads.
+
+    Raises ValueError if the method does not support the mode, or needs missing keys.
+    """
+    reason = mode.unsupported_reason(method)
+    if reason is not None:
+        raise ValueError(f"{type(method).__name__} {reason}")
+    s, device = query.shape[2], query.device
+    total = start + s
+    missing = total - key.shape[2]
+    if missing and method.modifies_scores and not method.per_pair:
+        raise ValueError(f"{type(method).__name__} needs all keys of the text, but {missing} are missing")
+    if tables_at is None:
+
+        def tables_at(first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
+            return tables(method, end, device, distance_map=mode.distance_map, first=first)
+
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    row_bytes = 4 * query.shape[0] * query.shape[1] * mode.span.max_kv_len(total)
+    rows = max(MODIFY_MIN_ROWS, modify_budget(device) // row_bytes)
+    rows = min(rows, MODIFY_MAX_ROWS) if device.type == "cpu" else rows
+    if method.scales_qk:
+        rows = min(rows, method.segment)
+    contexts = []
+    with without_autocast(device):
+        for first in range(0, s, rows):
+            queries = range(start + first, min(start + first + rows, total))
+            chunk = query[:, :, first : first + rows]
+            scores, values = [], []
+            for keys in _key_ranges(mode, method, queries):
+                begin = keys.start if keys.start < mode.span.sinks else keys.start - missing
+                part = slice(begin, begin + len(keys))
+                scores.append(_scores(chunk, key[:, :, part], method, mode, queries, keys, scale, tables_at))
+                values.append(value[:, :, part])
+            probabilities = torch.cat(scores, dim=-1).softmax(dim=-1)
+            contexts.append(_by_kv_head(probabilities, torch.cat(values, dim=2)).to(query.dtype))
+    return torch.cat(contexts, dim=2)
+
+
+def _key_ranges(mode: AttentionMode, method: PositionalMethod, queries: range) -> list[range]:
+    """The positions of the keys that a chunk of queries attends to, some of which may be masked."""
+    sinks, first_key, end = mode.span.sinks, mode.span.first_key(queries.start), queries.stop
+    if sinks == 0:
+        return [range(first_key, end)]
+    # Scores that depend on several keys are computed for all keys, of which the mask excludes some.
+    if (method.modifies_scores and not method.per_pair) or (first_key <= sinks and not mode.reindexed):
+        return [range(end)]
+    ranges = range(min(sinks, end)), range(max(sinks, first_key), end)
+    return [keys for keys in ranges if len(keys)]
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    method: PositionalMethod,
+    mode: AttentionMode,
+    queries: range,
+    keys: range,
+    scale: float,
+    tables_at: Tables,
+) -> Tensor:
+    """The final scores of a chunk `[b, h, c, l]`, -inf for masked pairs."""
+    span, distance_map = mode.span, mode.distance_map
+    mask = span.mask(queries, keys, query.device)
+    query_positions, key_positions = (torch.arange(part.start, part.stop) for part in (queries, keys))
+    distance = pair_distances(queries, keys, mask)
+    if mode.reindexed and keys.start < span.sinks:
+        # In the cache, the query has the last of sinks + window positions, and the sinks have the first ones.
+        last = span.max_kv_len(queries.stop) - 1
+        query_positions = query_positions.clamp(max=last)
+        distance = (query_positions.to(query.device)[:, None] - key_positions.to(query.device)).masked_fill(mask, 0)
+    nearest = max(0, int(query_positions[0] - key_positions[-1]))
+    farthest = int(query_positions[-1] - key_positions[0])
+
+    rotated, scores = query, None
+    if distance_map is None or not method.turns or nearest < distance_map.near:
+        rotated, scores = _products(query, key, method, mode, query_positions, key_positions, scale)
+    if distance_map is not None and method.turns and farthest >= distance_map.near:
+        far_positions = distance_map.far_positions(query_positions, key_positions)
+        _, far = _products(query, key, method, mode, *far_positions, scale)
+        scores = far if scores is None else torch.where(distance < distance_map.near, scores, far)
+    assert scores is not None
+
+    if method.modifies_scores:
+        table = score_table(method, queries.stop, query.device, distance_map=distance_map)
+        scores = method.final_scores(scores, rotated, query_positions, key_positions, mask, table)
+    else:
+        bias, weight = tables_at(nearest, farthest + 1)
+        index = (distance - nearest).clamp_(min=0)
+        if weight is not None:
+            scores = scores * weight[:, index]
+        if bias is not None:
+            scores = scores + bias[:, index]
+    return scores.masked_fill(mask, float("-inf"))
+
+
+def _products(
+    query: Tensor,
+    key: Tensor,
+    method: PositionalMethod,
+    mode: AttentionMode,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32) with these positions."""
+    if method.rotates:
+        query, key = mode.rotation(method).rotate(query, key, query_positions, key_positions)
+    rotated = query
+    if method.scales_qk:
+        query, key = method.scale_qk(query, key, query_positions, key_positions)
+    return rotated, _by_kv_head(query, key.transpose(-1, -2)) * scale
+
+
+def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:
+    """`[b, h, c, n]` @ `[b, g, n, m]` -> `[b, h, c, m]` in at least float32. The rows of all heads that share a
+    key/value head are one matrix.
+    """
+    dtype = torch.promote_types(right.dtype, torch.float32)
+    rows = left.to(dtype).unflatten(1, (right.shape[1], -1)).flatten(2, 3)
+    products: Tensor = (rows @ right.to(dtype)).unflatten(2, (-1, left.shape[2])).flatten(1, 2)
+    return products

@@ -1,0 +1,182 @@
+"""Distance maps: functions of the distance between query and key, applied before the bias or the rotation.
+
+A map changes the distances that a trained model sees at inference, without training. With distance δ = i - j >= 0 of a
+query at position i and a key at position j, in a text of N tokens:
+
+    Clip(W)        min(δ, W)                                  ReRoPE (Su, https://kexue.fm/archives/9708)
+    Leaky(W, k)    δ below W, then W + (δ - W) / k            Leaky ReRoPE (same source)
+    Group(G, W)    δ below W, then floor(δ/G) + W - floor(W/G)   Self-Extend (arXiv 2401.01325, equations 3 and 4)
+    Linear(L)      δ L / max(L, N)                            position interpolation (arXiv 2306.15595, equation 4)
+    Log(W)         δ up to W, then W (1 + ln(δ/W))            continuous, with continuous derivative at W
+
+A method that is a function of the distance is evaluated at the mapped distances. For a rotation, a map is two
+computations of the scores: with the true positions for distances below `near`, and with `far_positions` for the others,
+whose difference is the mapped distance. Self-Extend divides positions, floor(i/G) - floor(j/G), which is floor(δ/G) or
+one more, depending on i. `far_positions` does the same, so rotary agrees with the paper; for tables over distance,
+which have one value per distance, it is floor(δ/G).
+
+Legend: s queries, t keys, n distances.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DistanceMap:
+    """Base class of the maps. Raises ValueError for invalid arguments."""
+
+    @property
+    def near(self) -> int:
+        """Distances below this one are unchanged."""
+        raise NotImplementedError
+
+    @property
+    def piecewise_linear(self) -> bool:
+        """Whether `far_positions` exist."""
+        return True
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        """The mapped distances, of any shape, in the dtype of `distance`, a floating-point dtype."""
+        raise NotImplementedError
+
+    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Float64 positions `[s]` and `[t]` whose differences are the mapped distances of pairs that are at least
+        `near` apart.
+        """
+        raise NotImplementedError
+
+    def at_length(self, length: int) -> "DistanceMap":
+        """The map for texts of up to `length` tokens."""
+        return self
+
+
+@dataclass(frozen=True)
+class Clip(DistanceMap):
+    """min(δ, window)."""
+
+    window: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "window")
+
+    @property
+    def near(self) -> int:
+        return self.window
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        return distance.clamp(max=self.window)
+
+    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = query_positions.double(), key_positions.double()
+        return torch.full_like(query, self.window), torch.zeros_like(key)
+
+
+@dataclass(frozen=True)
+class Leaky(DistanceMap):
+    """δ below `window`, then window + (δ - window) / factor."""
+
+    window: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "window", "factor")
+
+    @property
+    def near(self) -> int:
+        return self.window
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        return torch.where(distance < self.window, distance, self.window + (distance - self.window) / self.factor)
+
+    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+        offset = self.window - self.window / self.factor
+        return query_positions.double() / self.factor + offset, key_positions.double() / self.factor
+
+
+@dataclass(frozen=True)
+class Group(DistanceMap):
+    """δ below `window`, then floor(δ / size) + window - floor(window / size)."""
+
+    size: int
+    window: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "size", "window")
+
+    @property
+    def near(self) -> int:
+        return self.window
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        far = (distance / self.size).floor() + self.window - self.window // self.size
+        return torch.where(distance < self.window, distance, far)
+
+    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = (positions // self.size for positions in (query_positions, key_positions))
+        return (query + self.window - self.window // self.size).double(), key.double()
+
+
+@dataclass(frozen=True)
+class Linear(DistanceMap):
+    """δ length / N for a text of N > `length` tokens. `divisor` is N / length, at least 1; `at_length` sets it."""
+
+    length: int
+    divisor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "length")
+
+    @property
+    def near(self) -> int:
+        return 0
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        return distance / self._divisor
+
+    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+        return query_positions.double() / self._divisor, key_positions.double() / self._divisor
+
+    def at_length(self, length: int) -> "Linear":
+        return replace(self, divisor=max(1.0, length / self.length))
+
+    @property
+    def _divisor(self) -> float:
+        if self.divisor is None:
+            raise ValueError("a linear distance map depends on the length of the text: call at_length(length) first")
+        return self.divisor
+
+
+@dataclass(frozen=True)
+class Log(DistanceMap):
+    """δ up to `window`, then window * (1 + ln(δ / window)). Not linear, so rotations cannot use it."""
+
+    window: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "window")
+
+    @property
+    def near(self) -> int:
+        return self.window
+
+    @property
+    def piecewise_linear(self) -> bool:
+        return False
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        return torch.where(
+            distance <= self.window,
+            distance,
+            self.window * (1 + (distance.clamp(min=self.window) / self.window).log()),
+        )
+
+
+def _check_sizes(distance_map: DistanceMap, *names: str) -> None:
+    for name in names:
+        value = getattr(distance_map, name)
+        if not 1 <= value < math.inf:
+            raise ValueError(f"{type(distance_map).__name__.lower()}: {name} must be at least 1, not {value}")

@@ -1,0 +1,184 @@
+"""Modes of attention against explicit masks and distance matrices in float64: one method of each kind, with a KV cache
+and without, across the boundaries of chunks and of the cache.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature
+from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
+from megatron.model.attention import SelfAttention
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+
+LENGTH, HEADS, HEAD_SIZE = 150, 2, 8
+
+
+def mapped_distances(mode: AttentionMode) -> Tensor:
+    """The distance of each pair in a mode, float64 `[s, s]`, written pair by pair."""
+    distances = torch.zeros(LENGTH, LENGTH, dtype=torch.float64)
+    for i in range(LENGTH):
+        for j in range(i + 1):
+            last = mode.span.sinks + (mode.span.window or 0) - 1
+            distance: float = min(i, last) - j if mode.reindexed and j < mode.span.sinks else i - j
+            match mode.distance_map:
+                case Clip(window):
+                    distance = min(distance, window)
+                case Leaky(window, factor) if distance >= window:
+                    distance = window + (distance - window) / factor
+                case Group(size, window) if distance >= window:
+                    distance = i // size - j // size + window - window // size
+                case Linear(length):
+                    distance = distance * min(1, length / LENGTH)
+                case Log(window) if distance > window:
+                    distance = window + window * math.log(distance / window)
+            distances[i, j] = distance
+    return distances
+
+
+def visible(span: Span) -> Tensor:
+    """Bool `[s, s]`: whether the query attends to the key."""
+    i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    window = LENGTH if span.window is None else span.window
+    return (j <= i) & ((i - j < window) | (j < span.sinks))
+
+
+def rotated_products(query: Tensor, key: Tensor, distances: Tensor, base: float = 10_000.0) -> Tensor:
+    """q.k after rotations by angles in proportion to the distances: real parts of complex products."""
+    half = HEAD_SIZE // 2
+    angles = distances[..., None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
+    query, key = (torch.complex(states[..., :half], states[..., half:]) for states in (query, key))
+    products = query[:, :, :, None] * key[:, :, None].conj()
+    return (products * torch.polar(torch.ones_like(angles), angles)).real.sum(-1)
+
+
+def xpos_products(query: Tensor, key: Tensor, distances: Tensor, scale_base: float = 16.0) -> Tensor:
+    half = HEAD_SIZE // 2
+    pairs = torch.arange(half, dtype=torch.float64)
+    decay = ((pairs / half + 0.4) / 1.4) ** (distances[..., None] / scale_base)
+    query, key = (torch.complex(states[..., 0::2], states[..., 1::2]) for states in (query, key))
+    turns = torch.polar(decay, distances[..., None] * 10_000.0 ** (-pairs / half))
+    return (query[:, :, :, None] * key[:, :, None].conj() * turns).real.sum(-1)
+
+
+def fire_bias(method, mode: AttentionMode, distances: Tensor) -> Tensor:
+    positions = torch.arange(LENGTH, dtype=torch.float64)
+    if mode.distance_map is not None:
+        positions = distances[:, 0]
+    normalizer = ((method.c * positions.clamp(min=float(method.m * method.threshold))) + 1).log() + 1e-6
+    relative = (method.c * distances + 1).log() / normalizer[:, None]
+    return method.second(torch.relu(method.first(relative[..., None]))).permute(2, 0, 1)
+
+
+def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, pos_emb: str) -> Tensor:
+    """Attention with explicit masks and distances, float64."""
+    query, key, value = layer.heads(layer.query_key_value(hidden))
+    method, distances = layer.attention.positional, mapped_distances(mode)
+    positions = torch.arange(1, LENGTH + 1, dtype=torch.float64)
+    match mode.scaling:
+        case LogLength(length):
+            query = query * (positions.log() / math.log(length)).clamp(min=1)[:, None]
+        case YarnTemperature(factor):
+            query = query * (0.1 * math.log(factor) + 1) ** 2
+    if pos_emb in ("rotary", "kerple_log_rotary"):
+        base = 10_000.0
+        if mode.dynamic_ntk is not None:
+            growth = mode.dynamic_ntk.factor * LENGTH / mode.dynamic_ntk.length - mode.dynamic_ntk.factor + 1
+            base *= growth ** (HEAD_SIZE / (HEAD_SIZE - 2))
+        products = rotated_products(query, key, distances, base)
+    elif pos_emb == "xpos":
+        products = xpos_products(query, key, distances)
+    else:
+        products = query @ key.transpose(-1, -2)
+    scores = products / math.sqrt(HEAD_SIZE)
+    if pos_emb == "forgetting":
+        sums = method.decay(hidden).double().cumsum(-1)
+        scores = scores + sums[..., :, None] - sums[..., None, :]
+    if pos_emb in ("kerple_log", "kerple_log_rotary"):
+        scale, slope = (method.scalar(name).double()[:, None, None] for name in ("bias_p", "bias_a"))
+        scores = scores - scale * (1 + slope * distances).log()
+    if pos_emb == "fire":
+        scores = scores + fire_bias(method, mode, distances)
+    if pos_emb == "transformer_xl":
+        frequencies = 10_000.0 ** -(torch.arange(0, HEADS * HEAD_SIZE, 2, dtype=torch.float64) / (HEADS * HEAD_SIZE))
+        angles = distances[..., None] * frequencies
+        vectors = method.relative(torch.cat((angles.sin(), angles.cos()), -1)).unflatten(-1, (HEADS, HEAD_SIZE))
+        content = (query + method.content_bias) @ key.transpose(-1, -2)
+        scores = content + torch.einsum("bhid,ijhd->bhij", query + method.position_bias, vectors)
+        scores = scores / math.sqrt(HEAD_SIZE)
+    context = scores.masked_fill(~visible(mode.span), float("-inf")).softmax(-1) @ value
+    return layer.dense(context.transpose(1, 2).flatten(2))
+
+
+SINKS = Span(window=20, sinks=4)
+MAPS = [Clip(9), Leaky(9, 3.0), Group(4, 9), Linear(32), Log(9)]
+MODES = {
+    "none": [AttentionMode(SINKS), AttentionMode(scaling=LogLength(16)), AttentionMode(SINKS, scaling=LogLength(16))],
+    "kerple_log": [
+        AttentionMode(SINKS, reindexed=True),
+        AttentionMode(SINKS, distance_map=Clip(9), scaling=YarnTemperature(4.0)),
+        AttentionMode(Span(window=30), distance_map=Log(9)),
+        *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Group)),
+    ],
+    "rotary": [
+        AttentionMode(SINKS),
+        AttentionMode(SINKS, reindexed=True, distance_map=Clip(9), scaling=LogLength(16)),
+        AttentionMode(Span(window=30), distance_map=Leaky(9, 3.0)),
+        AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32)),
+        AttentionMode(SINKS, dynamic_ntk=DynamicNtk(1.0, 32)),
+        *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Log)),
+    ],
+    "kerple_log_rotary": [AttentionMode(SINKS, reindexed=True, distance_map=Clip(9))],
+    "forgetting": [AttentionMode(SINKS, scaling=LogLength(16))],
+    "xpos": [
+        AttentionMode(SINKS, reindexed=True),
+        *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Log)),
+    ],
+    "fire": [
+        AttentionMode(SINKS, scaling=LogLength(16)),
+        AttentionMode(SINKS, distance_map=Clip(9)),
+        AttentionMode(Span(window=30), distance_map=Log(9)),
+        AttentionMode(distance_map=Linear(32)),
+    ],
+    "transformer_xl": [
+        AttentionMode(SINKS, scaling=LogLength(16)),
+        AttentionMode(SINKS, distance_map=Clip(9)),
+        AttentionMode(Span(window=30), distance_map=Linear(32)),
+    ],
+}
+OPTIONS = {"xpos": (("scale_base", 16.0),), "fire": (("threshold", 5.0),), "transformer_xl": (("init_std", 0.3),)}
+
+
+@pytest.mark.parametrize(("pos_emb", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
+def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
+    """At once, and with a KV cache that drops keys, in chunks that begin before and after the window is full."""
+    settings = ModelSettings(
+        num_layers=1,
+        hidden_size=HEADS * HEAD_SIZE,
+        num_heads=HEADS,
+        padded_vocab_size=64,
+        max_positions=32,
+        pos_emb=pos_emb,
+        pos_emb_options=OPTIONS.get(pos_emb, ()),
+    )
+    torch.manual_seed(0)
+    model = GPT(settings).double().eval()
+    layer = model.blocks[0].attention
+    hidden = torch.randn(2, LENGTH, HEADS * HEAD_SIZE, dtype=torch.float64)
+    mode = mode.at_length(LENGTH)
+    with torch.no_grad():
+        for parameter in layer.query_key_value.parameters():
+            parameter.mul_(8)
+        expected = expected_context(layer, hidden, mode, pos_emb)
+        cache = model.new_cache(mode=mode).layers[0]
+        parts = [
+            layer(part, cache, mode) for part in hidden.split([2, 1, 15, 1, 1, 1, 5, 1, 100, 1, 1, LENGTH - 129], dim=1)
+        ]
+        # Angles, factors and tables are float32.
+        torch.testing.assert_close(layer(hidden, None, mode), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=2e-5)
+        trained = layer(hidden)
+    assert not torch.allclose(expected, trained, atol=1e-3)
