@@ -36,6 +36,10 @@ BATCH, Q_LEN, KV_LEN, WINDOW = 2, 160, 208, 96
 # Largest accepted relative error of a result or gradient in the 2-norm, for inputs rounded to the dtype. In Triton's
 # interpreter, the largest errors are about 4e-7, 5e-4 and 4e-3, and twice that in a smaller example.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# The same for the gradients of query and key if the method modifies the scores. Rounding can move a hidden unit of
+# DAPE's MLP across its activation's kink. There, the result and the gradient of value are continuous, but these jump
+# (by up to 6e-4, as measured).
+MAX_JUMP = 4e-3
 DEVICE_TYPE = "cuda"  # tests set it to "cpu", where Triton's interpreter runs the kernels
 HOW_TO_REPORT = "to report it, run `python -m kerple.doctor` and open an issue with its output"
 
@@ -314,12 +318,16 @@ def _check(call: AttentionCall, fused: Backend, baseline: Backend, subject: str,
     return Verdict(subject, errors, problem, time.perf_counter() - started)
 
 
-def wrong_result(errors: dict[str, float], dtype: torch.dtype) -> str | None:
-    """The first error that is not at most MAX_ERROR, as a sentence; None if there is none."""
+def wrong_result(errors: dict[str, float], dtype: torch.dtype, *, kinks: bool = False) -> str | None:
+    """The first error that is not at most MAX_ERROR, as a sentence; None if there is none.
+
+    kinks: whether the scores may have kinks as functions of query and key (see MAX_JUMP).
+    """
     for name, error in errors.items():
-        if not error <= MAX_ERROR[dtype]:  # also for NaN
+        limit = max(MAX_ERROR[dtype], MAX_JUMP) if kinks and name in ("query", "key") else MAX_ERROR[dtype]
+        if not error <= limit:  # also for NaN
             what = "the result" if name == "result" else f"the gradient of {name.replace('_', ' ')}"
-            return f"{what} has a relative error of {error:.1e}, more than {MAX_ERROR[dtype]:.0e}"
+            return f"{what} has a relative error of {error:.1e}, more than {limit:.0e}"
     return None
 
 
