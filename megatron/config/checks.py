@@ -146,6 +146,7 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
 
     from kerple import positional
     from kerple.attention import Requirements, check_backend
+    from kerple.positional.randomized import Randomized
 
     model = config.model
     if model.pos_emb_module is not None:
@@ -197,6 +198,11 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
             yield (
                 f"{name} {length} is more than max_position_embeddings {model.max_position_embeddings}, and pos_emb "
                 "learned has no embeddings beyond; raise max_position_embeddings or choose another pos_emb"
+            )
+        if isinstance(methods[0], Randomized) and length is not None and length > methods[0].random.length:
+            yield (
+                f"{name} {length} is more than random_length {methods[0].random.length}, the number of random "
+                "positions; set pos_emb_options.random_length to the longest length"
             )
 
 

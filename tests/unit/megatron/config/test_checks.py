@@ -68,6 +68,10 @@ from megatron.config import Config, UserError
             {"pos-emb": "learned", "max-position-embeddings": 8},
             "seq_length 16 is more than max_position_embeddings 8, and pos_emb learned",
         ),
+        (
+            {"pos-emb-options": {"random_range": 64}, "seq-length-val": 32},
+            "seq_length_val 32 is more than random_length 16",
+        ),
         ({"pos-emb": "learned", "seq-length-val": 32}, "seq_length_val 32 is more than max_position_embeddings 16"),
         (
             {"zero_optimization": {"stage": 2}, "pipe-parallel-size": 1},
