@@ -114,7 +114,10 @@ def test_two_ranks_train_like_one(layout, run_in):
     [
         ({"pos_emb": "transformer_xl"}, "zero-3", ()),
         ({"pos_emb": "xpos"}, "tensor", ()),
-        ({"pos_emb": "forgetting"}, "tensor", ("kernel/layer_02/gate/mean", "kernel/layer_03/gate/max")),
+        pytest.param(
+            *({"pos_emb": "forgetting"}, "tensor", ("kernel/layer_02/gate/mean", "kernel/layer_03/gate/max")),
+            marks=pytest.mark.slow,
+        ),
         (PER_LAYER, "tensor", ("kernel/layer_02/bias_1_log_a/mean", "kernel/layer_03/bias_2_power_p/max")),
     ],
     ids=["transformer_xl", "xpos", "forgetting", "kerple per layer"],

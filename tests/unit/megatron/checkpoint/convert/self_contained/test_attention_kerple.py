@@ -14,7 +14,7 @@ IMPLEMENTATIONS = {
     "kerple_log": ("eager", "sdpa", "flex_attention"),
     "kerple_power_ap_ap": ("eager", "flex_attention"),
     "sinusoidal": ("eager", "sdpa"),
-    "forgetting": ("eager", "sdpa", "flex_attention"),
+    "forgetting": ("eager", "sdpa"),
     "dape_rotary": ("eager",),
     "xpos": ("eager",),
     "fire": ("eager",),
