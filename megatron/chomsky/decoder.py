@@ -23,6 +23,8 @@ class DecoderExperiment(Experiment):
     Raises UserError if the task has no input as short as the longest training input.
     """
 
+    warmup_steps = 50
+
     def build(self) -> nn.Module:
         settings, self.task = self.settings, LENGTH_TASKS[self.name]
         if settings.train_longest < self.task.shortest:

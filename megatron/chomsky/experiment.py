@@ -152,6 +152,8 @@ class Experiment:
         if state_file.is_file():
             self._resume()
 
+    warmup_steps = 1  # the learning rate rises linearly over these steps
+
     @property
     def shortest(self) -> int:
         """The length of the shortest training input."""
@@ -178,6 +180,8 @@ class Experiment:
             length = int(generator.integers(self.shortest, self.settings.train_longest + 1))
             torch.manual_seed(zlib.crc32(repr(self.random_seed(self.step)).encode()))  # of dropout
             loss = self.loss(generator, length)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.settings.learning_rate * min(1.0, (self.step + 1) / self.warmup_steps)
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -24,12 +24,12 @@ BEGIN, COPY = LETTERS, LETTERS + 1
 ORDINARY = 16  # symbols of induction
 MARK = ORDINARY
 
-PAIRS = 8
+PAIRS = 4
 KEYS, VALUES, RECALL_NOISE = 64, 64, 64
 QUERY_POWER = 0.01
 
 CHAINS, HOPS = 2, 3
-ASK, ASSIGN, FIRST_NUMBER = 0, 1, 2
+ASK, VAR, FIRST_NUMBER = 0, 1, 2
 NUMBERS, NAMES, TRACKING_NOISE = 10, 26, 26
 FIRST_NAME = FIRST_NUMBER + NUMBERS
 FIRST_NOISE = FIRST_NAME + NAMES
@@ -129,7 +129,7 @@ def associative_recall(generator: np.random.Generator, samples: int, length: int
     (https://github.com/HazyResearch/zoology): distinct keys, distinct values, and distinct places for the queries, of
     which the i-th has probability proportional to i^(QUERY_POWER - 1). Two things differ. Keys, values and noise have
     alphabets of their own, of 64 symbols each, where the code has 8,192 symbols and draws noise from all of them. And
-    the number of pairs does not grow with the length.
+    the number of pairs does not grow with the length: it is always 4, the paper's number at length 64.
     """
     keys = _distinct(generator, samples, KEYS, PAIRS)
     values = KEYS + _distinct(generator, samples, VALUES, PAIRS)
@@ -149,7 +149,7 @@ def associative_recall(generator: np.random.Generator, samples: int, length: int
 
 @_task(FIRST_NOISE + TRACKING_NOISE, 3 * CHAINS * (HOPS + 1) + HOPS + 2, NAMES)
 def variable_tracking(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
-    """Assignments `name ASSIGN source` among noise; then ASK, a number, and the variables with this value in order,
+    """Assignments `VAR name source` among noise; then ASK, a number, and the variables with this value in order,
     which are to be predicted from the number on.
 
     The task of RULER (Hsieh et al., arXiv 2404.06654, section 3.2; https://github.com/NVIDIA/RULER) in tokens instead
@@ -171,8 +171,8 @@ def variable_tracking(generator: np.random.Generator, samples: int, length: int)
     context = length - HOPS - 2
     slots = np.sort(_distinct(generator, samples, context - 2 * statements, statements), axis=1)
     places = slots + 2 * np.arange(statements)  # an assignment takes three tokens, but one slot
-    np.put_along_axis(tokens, places, names[rows, chain, step], axis=1)
-    np.put_along_axis(tokens, places + 1, ASSIGN, axis=1)
+    np.put_along_axis(tokens, places, VAR, axis=1)
+    np.put_along_axis(tokens, places + 1, names[rows, chain, step], axis=1)
     source = np.where(step == 0, numbers[rows, chain], names[rows, chain, step - 1])
     np.put_along_axis(tokens, places + 2, source, axis=1)
 

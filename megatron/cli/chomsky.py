@@ -131,8 +131,8 @@ def _run(experiment: Experiment, title: str, console: Console) -> Result:
     """Train and test with a progress bar, then print a line."""
     settings = experiment.settings
     loss_text = ""
-    with Progress(title, settings.steps, log_interval=None, console=console) as bar:
-        bar.restart(experiment.step)
+    with Progress(title, settings.steps, unit="steps", log_interval=60.0, console=console) as bar:
+        bar.restart(experiment.step, experiment.step)
 
         def report_loss(step: int, loss: float) -> None:
             nonlocal loss_text
@@ -142,7 +142,10 @@ def _run(experiment: Experiment, title: str, console: Console) -> Result:
         experiment.train(report_loss)
     with Progress(f"{title}: test", len(settings.test_lengths), log_interval=None, console=console) as bar:
         result = experiment.test(lambda tested, length: bar.update(tested, f"length {length}"))
+    trained = result["accuracies"].get(str(settings.train_longest))
     parts = [loss_text, f"accuracy beyond length {settings.train_longest} {result['score']:.1%}"]
+    if trained is not None:
+        parts.append(f"at it {trained:.1%}")
     console.print(f"{title}: {', '.join(filter(None, parts))}", markup=False)
     return result
 

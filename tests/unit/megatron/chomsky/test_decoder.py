@@ -39,7 +39,7 @@ def test_loss_and_accuracy_are_those_of_the_scored_positions(tmp_path, monkeypat
     for first, counted in bins.items():
         within = scored & (distances >= int(first)) & (distances < 2 * int(first))
         assert counted == [hits[within].sum(), within.sum()]
-    assert sum(count for _, count in bins.values()) == 48 * 8
+    assert sum(count for _, count in bins.values()) == 48 * 4
     assert result["score"] == pytest.approx((result["accuracies"]["70"] + result["accuracies"]["140"]) / 2)
 
 
@@ -53,11 +53,11 @@ def test_a_decoder_sees_no_later_tokens(tmp_path):
 
 def test_training_learns_the_task(tmp_path):
     sizes = {"hidden_size": 32, "learning_rate": 5e-3, "batch": 32, "train_longest": 12, "test_longest": 24}
-    learner = experiment(tmp_path / "state.pt", "induction", "alibi", steps=250, **sizes)
+    learner = experiment(tmp_path / "state.pt", "induction", "alibi", steps=150, **sizes)
     untrained = learner.test(lambda tested, length: None)["accuracies"]["12"]
     learner.train(lambda step, loss: None)
     result = learner.test(lambda tested, length: None)
-    assert result["accuracies"]["12"] > untrained + 0.5
+    assert result["accuracies"]["12"] > untrained + 0.4
 
 
 def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
@@ -79,5 +79,5 @@ def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
 
 
 def test_a_training_length_that_is_too_short(tmp_path):
-    with pytest.raises(UserError, match=r"--train-longest 20: the shortest input of associative_recall has 32 tokens"):
-        experiment(tmp_path / "state.pt", train_longest=20)
+    with pytest.raises(UserError, match=r"--train-longest 10: the shortest input of associative_recall has 16 tokens"):
+        experiment(tmp_path / "state.pt", train_longest=10)

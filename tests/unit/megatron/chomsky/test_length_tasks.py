@@ -27,18 +27,18 @@ def induction(tokens):
 
 
 def associative_recall(tokens):
-    pairs = {tokens[i]: (tokens[i + 1], i) for i in range(0, 16, 2)}
-    assert len(pairs) == len({value for value, _ in pairs.values()}) == 8
+    pairs = {tokens[i]: (tokens[i + 1], i) for i in range(0, 8, 2)}
+    assert len(pairs) == len({value for value, _ in pairs.values()}) == 4
     assert all(key < 64 <= value < 128 for key, (value, _) in pairs.items())
-    queries = {i: pairs[token] for i, token in enumerate(tokens) if i >= 16 and token in pairs}
-    assert all(token >= 128 for i, token in enumerate(tokens) if i >= 16 and i not in queries)
-    assert sorted(key for _, key in queries.values()) == list(range(0, 16, 2)), "each key is asked for once"
+    queries = {i: pairs[token] for i, token in enumerate(tokens) if i >= 8 and token in pairs}
+    assert all(token >= 128 for i, token in enumerate(tokens) if i >= 8 and i not in queries)
+    assert sorted(key for _, key in queries.values()) == list(range(0, 8, 2)), "each key is asked for once"
     assert all(i % 2 == 0 for i in queries)
     return queries
 
 
 def variable_tracking(tokens):
-    assignments = {i + 1: (tokens[i - 1], tokens[i + 1]) for i, token in enumerate(tokens) if token == 1}
+    assignments = {i + 2: (tokens[i + 1], tokens[i + 2]) for i, token in enumerate(tokens) if token == 1}
     assert len(assignments) == 8
     assert len({name for name, _ in assignments.values()}) == 8
     ask = tokens.index(0)
@@ -87,19 +87,21 @@ def assert_probabilities(values, expected):
 
 
 def test_queries_of_associative_recall_follow_zoology_s_power_law():
-    count = (64 - 16) // 2
+    count = (64 - 8) // 2
     power_law = 0.01 * np.arange(1, count + 1) ** (0.01 - 1)
     power_law /= power_law.sum()
     tokens, targets, _ = sample("associative_recall", 64, 20_000)
     first_key = tokens[:, :1]
-    places = np.argmax((tokens[:, 16:] == first_key) & (targets[:, 16:] != IGNORED), axis=1) // 2
+    places = np.argmax((tokens[:, 8:] == first_key) & (targets[:, 8:] != IGNORED), axis=1) // 2
     assert_probabilities(places, power_law)  # the first key's place is drawn first
     # All places, as drawn one after another without replacement.
     generator = np.random.default_rng(0)
-    drawn = np.concatenate([generator.choice(count, 8, replace=False, p=power_law) for _ in range(4000)])
-    scored = (np.nonzero(targets[:, 16:] != IGNORED)[1] // 2)[: 8 * 4000]
-    difference = frequencies(drawn, count) - frequencies(scored, count)
-    assert np.abs(difference).max() < 5 * np.sqrt(2 * 0.125 * 0.875 / 4000) / 8
+    drawn = np.concatenate([generator.choice(count, 4, replace=False, p=power_law) for _ in range(4000)])
+    scored = (np.nonzero(targets[:, 8:] != IGNORED)[1] // 2)[: 4 * 4000]
+    difference = 4 * (
+        frequencies(drawn, count) - frequencies(scored, count)
+    )  # of the probabilities that a place is drawn
+    assert np.abs(difference).max() < 5 * np.sqrt(2 * 0.25 / 4000)
     assert_probabilities(tokens[:, 0], np.full(64, 1 / 64))
 
 
@@ -113,7 +115,7 @@ def test_other_distributions_are_uniform():
     assert_probabilities(targets[:, -1] - 12, np.full(26, 1 / 26))
     # The first of 8 assignments is as often of the queried chain as of the other; its place is that of the smallest
     # of 8 slots among 39.
-    places = np.argmax(tokens == 1, axis=1) - 1
+    places = np.argmax(tokens == 1, axis=1)
     assert places.mean() == pytest.approx((39 + 1) / 9 - 1, abs=0.15)
     queried = tokens[np.arange(20_000), places + 2] == tokens[:, 56]
     assert queried.mean() == pytest.approx(0.5, abs=0.02)
