@@ -151,7 +151,7 @@ def configuration(name: str, prefix: Path) -> str:
   # {steps:,} steps of {step_tokens:,} tokens read the training text {epochs:.2g} times.
   "train-iters": {steps},
   "lr-decay-iters": {steps},
-  "train_micro_batch_size_per_gpu": {size.batch},
+  "train_batch_size": {size.batch},
   "optimizer": {{"type": "Adam", "params": {{"lr": {size.lr}, "betas": [0.9, 0.999], "eps": 1.0e-8}}}},
   "lr-decay-style": "cosine",
   "warmup": 0.01,

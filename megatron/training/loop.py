@@ -90,6 +90,7 @@ class Trainer:
         vocab_size = config.model.padded_vocab_size or padded_vocab_size(
             tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
         )
+        logger.info(str(config.batch.resolve(layout.data_size)))
         check_machine(config, layout, vocab_size)
         load, save = config.checkpoint.load, config.checkpoint.save
         self.lock: Lock | None = None

@@ -56,6 +56,12 @@ def test_every_method_loads_with_every_model(method):
     assert config.checkpoint.save == f"runs/demo/{method}/checkpoints"
 
 
+@pytest.mark.parametrize(("model", "batch"), [("small_bf16", 32), ("modern_162M", 32), ("1-3B", 32), ("demo", 16)])
+def test_the_batch_does_not_depend_on_the_number_of_gpus(model, batch):
+    config = load_config([model, "pos_emb/kerple_log"], CONFIGS)
+    assert [config.batch.resolve(replicas) for replicas in (1, 8)] == [(batch, 1, batch), (batch // 8, 1, batch)]
+
+
 def test_every_run_has_its_own_folder():
     folders = set()
     for data in (*(f"datasets/{name}" for name in DATASETS), "local_setup"):
@@ -126,7 +132,7 @@ def test_large_model_of_the_paper():
 
 def test_evaluation_as_in_the_release():
     files = ["small_bf16", "pos_emb/kerple_log", "datasets/github", "seeds/1235"]
-    overrides = ["train-iters=0", "seq-length-val=2048", "eval-iters=320", "train_micro_batch_size_per_gpu=1"]
+    overrides = ["train-iters=0", "seq-length-val=2048", "eval-iters=320", "train_batch_size=1"]
     config = load_config(files, CONFIGS, overrides)
     assert (config.schedule.train_iters, config.training.seq_length_val, config.training.eval_iters) == (0, 2048, 320)
 

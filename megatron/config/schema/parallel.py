@@ -49,6 +49,14 @@ class BatchSizes(NamedTuple):
     accumulation: int
     global_batch: int
 
+    def __str__(self) -> str:
+        replicas = self.global_batch // (self.micro_batch * self.accumulation)
+        return (
+            f"batch: {self.global_batch:,} sequence{'s' * (self.global_batch > 1)} = {replicas:,} data-parallel "
+            f"rank{'s' * (replicas > 1)} x {self.micro_batch:,} x {self.accumulation:,} accumulation "
+            f"step{'s' * (self.accumulation > 1)}"
+        )
+
 
 class BatchConfig(Group):
     """Batch"""
@@ -78,7 +86,7 @@ class BatchConfig(Group):
             if total % divisor:
                 raise UserError(
                     f"train_batch_size {total} is not a multiple of {key} {value} * {data_parallel_size} data-parallel "
-                    f"rank(s) = {divisor}"
+                    f"rank(s) = {divisor}; change these keys or the number of ranks"
                 )
             return total // divisor
 

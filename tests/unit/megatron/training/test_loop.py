@@ -102,7 +102,9 @@ def test_a_finished_run_is_not_trained_again(tmp_path, data_path, capsys):
     trained(tmp_path, data_path)
     before = weights(tmp_path, 6)
     trained(tmp_path, data_path)
-    assert "iteration 6" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "iteration 6" in output
+    assert output.count("batch: 8 sequences = 1 data-parallel rank x 8 x 1 accumulation step\n") == 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path, 6).items())
 
 
