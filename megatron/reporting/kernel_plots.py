@@ -130,7 +130,7 @@ def _stages_plot(name: str, curves: Mapping[str, Mapping[str, Tensor]], labels: 
             axes.set_xlabel("distance (tokens)")
         if stage == next(iter(curves)):
             axes.set_ylabel(label)
-    lines = panels[len(curves) - 1].get_lines() or panels[0].get_lines()
+    lines = max((axes.get_lines() for axes in panels), key=len)
     if len(lines) > 1:
         legend_above(figure, style, lines, name)
     else:
