@@ -35,7 +35,6 @@ PROTOCOL = "non-overlapping"
 MIN_METHODS = 4  # for a rank correlation
 
 Verdict = Literal["holds", "does not hold", "inconclusive", "one seed", "not measured"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -126,7 +125,7 @@ class Result:
     def verdict(self) -> Verdict:
         if self.estimate is None:
             return "not measured"
-        if self.p is None and len(self.estimate.by_run) == 1:
+        if self.p is None and self.estimate.variances is None:
             return "one seed"
         if self.p is None or self.p >= ALPHA:
             return "inconclusive"
@@ -371,27 +370,59 @@ def _step_times(claim: Claim, seconds: Mapping[str, Sequence[float]]) -> Estimat
 
 
 def claims_table(results: Sequence[Result]) -> Table:
-    """One row per claim, with the verdict, the difference with its interval, and the difference on each corpus."""
+    """One row per claim, with the verdict and the difference with its interval; the difference on each corpus if there
+    are several, and the number of pairs of runs in which the claim is true if a claim has several.
+    """
     corpora = dict.fromkeys(corpus for result in results if result.estimate for corpus in result.estimate.by_corpus)
     names = sorted(corpora, key=lambda corpus: (corpus_rank(corpus), corpus or ""))
+    names = names if len(names) > 1 else []
+    several_runs = has_several_runs(results)
     lines: list[Row | Section] = []
     for paper, group in itertools.groupby(results, key=lambda result: result.claim.paper):
         lines.append(Section(paper))
         for result in group:
-            lines.append(Row((result.claim.text, result.claim.source.partition(", ")[2]), _cells(result, names)))
+            lines.append(
+                Row((result.claim.text, result.claim.source.partition(", ")[2]), _cells(result, names, several_runs))
+            )
     return Table(
         "claims",
         "Claims",
         ("claim", "where, with the paper's numbers"),
-        ("verdict", "difference [95 % interval]", *map(corpus_name, names), "as claimed", "p"),
+        (
+            "verdict",
+            "difference [95 % interval]" if several_runs else "difference",
+            *map(corpus_name, names),
+            *(["as claimed"] if several_runs else []),
+            "p",
+        ),
         tuple(lines),
     )
 
 
-def _cells(result: Result, corpora: Sequence[str | None]) -> tuple[Cell, ...]:
+def has_several_runs(results: Iterable[Result]) -> bool:
+    """Whether any claim was measured with several pairs of runs."""
+    return any(result.estimate is not None and len(result.estimate.by_run) > 1 for result in results)
+
+
+def verdict_summary(results: Sequence[Result]) -> str:
+    """A sentence about the verdicts."""
+    verdicts = [result.verdict for result in results]
+    count = {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)}
+    if count["not measured"] == len(results):
+        return "No claim of the papers has been measured yet."
+    if count["one seed"] and not count["holds"] + count["does not hold"]:
+        return "The claims of the papers are not decided yet, because there is only one seed."
+    text = f"Of {len(results)} claims of the papers, {count['holds']} hold, {count['does not hold']} do not hold and "
+    text += f"{count['inconclusive']} are inconclusive"
+    others = {"not measured": "not measured", "one seed": "measured with only one seed"}
+    rest = [f"{count[verdict]} are {words}" for verdict, words in others.items() if count[verdict]]
+    return "; ".join([text, *rest]) + "."
+
+
+def _cells(result: Result, corpora: Sequence[str | None], several_runs: bool) -> tuple[Cell, ...]:
     estimate, claim = result.estimate, result.claim
     if estimate is None:
-        return (Cell(result.verdict), *[Cell(NOT_MEASURED)] * (len(corpora) + 3))
+        return (Cell(result.verdict), *[Cell(NOT_MEASURED)] * (len(corpora) + 2 + several_runs))
     interval = estimate.interval()
     if claim.kind == "seconds":
         text = f"time x {math.exp(estimate.mean):.3f}"
@@ -402,11 +433,13 @@ def _cells(result: Result, corpora: Sequence[str | None]) -> tuple[Cell, ...]:
         text += f" [{_signed(interval[0])}, {_signed(interval[1])}]" if interval else ""
     by_corpus = (estimate.by_corpus.get(corpus) for corpus in corpora)
     p = NOT_MEASURED if result.p is None else "<0.0001" if result.p < 1e-4 else f"{result.p:.2g}"
+    runs = len(estimate.by_run)
+    as_claimed = f"{sum(difference < claim.limit for difference in estimate.by_run)} of {runs}"
     return (
         Cell(result.verdict, best=result.verdict in ("holds", "does not hold")),
         Cell(text),
         *(Cell(NOT_MEASURED if value is None else _signed(value)) for value in by_corpus),
-        Cell(f"{sum(difference < claim.limit for difference in estimate.by_run)} of {len(estimate.by_run)}"),
+        *([Cell(as_claimed if runs > 1 else NOT_MEASURED)] if several_runs else []),
         Cell(p),
     )
 

@@ -11,6 +11,7 @@ The block between the two markers in the README of the project is replaced too.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from matplotlib.ticker import MaxNLocator
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
 from megatron.reporting.checkpoint_figures import effective_length_plot
-from megatron.reporting.claims import PROTOCOL, VERDICTS, claims_table, evaluate_claims
+from megatron.reporting.claims import PROTOCOL, claims_table, evaluate_claims, has_several_runs, verdict_summary
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import mean_position_curve, perplexity_measurements, perplexity_plot
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, format_number, slug
@@ -56,11 +57,12 @@ LOG = Method("kerple_log")
 MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
 POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
-VERDICT_TEXTS = {
-    "holds": "hold",
-    "does not hold": "do not hold",
-    "one seed": "measured with one seed",
-}  # of several claims
+MAX_LENGTHS = 6  # columns of the main table
+CORPUS_TEXTS = {
+    "debian_c": "C source code of the Linux kernel (in place of GitHub)",
+    "debian_prose": "English prose from Debian packages (in place of OpenWebText2)",
+    "debian_latex": "LaTeX files from Debian packages (in place of ArXiv)",
+}
 
 
 def add_results(folder: Path, pages: Path) -> None:
@@ -110,16 +112,14 @@ def texts(pages: Path) -> dict[Path, str]:
     records = _read(pages)
     times, time_tables = _step_times(pages / RECORDS / STEP_TIMES)
     results = evaluate_claims(records, times)
-    verdicts = [result.verdict for result in results]
     tables = [table for table in perplexity_tables(records) if table.name.startswith("perplexity")]
     tables += [*difference_tables(records), *mode_table(records), *resolution_tables(records), *time_tables]
     values = {
         "claims": _without_heading(claims_table(results)),
-        "summary": ", ".join(
-            f"{verdicts.count(verdict)} {VERDICT_TEXTS.get(verdict, verdict)}" for verdict in VERDICTS
-        ),
+        "summary": verdict_summary(results),
+        "several_runs": has_several_runs(results),
         "main": _without_heading(table) if (table := main_table(records)) else "",
-        "runs": len({_run(record) for record in records}),
+        "runs": _runs(records),
         "settings": _settings(records),
         "environments": _environments(records),
     }
@@ -172,14 +172,19 @@ def figures(pages: Path) -> dict[Path, bytes]:
 
 
 def main_table(records: Sequence[AnyRecord]) -> Table | None:
-    """Perplexity of the methods of KERPLE's Table 3 and bias+wht, at the training length and 64 times, per corpus."""
+    """Perplexity of the methods of KERPLE's Table 3 and bias+wht: at all lengths of a single corpus, or at 1, 8 and 64
+    times the training length of each of several.
+    """
     values = measurements(records, "extrapolation", "perplexity")
     settings = _settings_of(records)
     methods = [method for method in MAIN_METHODS if method in values.methods]
     columns, cells = [], []
     for setting in settings:
-        for length in [length for length in values.select([setting]).lengths if _is_main(length, setting)]:
-            columns.append(f"{corpus_name(setting.corpus)}, {length:,}")
+        lengths = values.select([setting]).lengths
+        if len(settings) > 1 or len(lengths) > MAX_LENGTHS:
+            lengths = [length for length in lengths if length in (setting.train_length or 0) * np.array((1, 8, 64))]
+        for length in lengths:
+            columns.append(f"{corpus_name(setting.corpus)}, {length:,}" if len(settings) > 1 else f"{length:,}")
             column = [values.values(setting, method, length) for method in methods]
             texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in column]
             means = [float("nan") if cell is None else float(cell.mean()) for cell in column]
@@ -190,10 +195,6 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
     rows = zip(methods, zip(*cells, strict=True), strict=True)
     lines = tuple(Row((display_name(method),), tuple(row)) for method, row in rows)
     return Table("main", "Perplexity", ("method",), tuple(columns), lines)
-
-
-def _is_main(length: int, setting: Setting) -> bool:
-    return setting.train_length is not None and length in (setting.train_length, 64 * setting.train_length)
 
 
 def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
@@ -361,8 +362,15 @@ def _folders(pages: Path, *, pilot: bool) -> list[Path]:
     return sorted(folder for folder in folders if folder.name.startswith(PILOT) == pilot)
 
 
-def _run(record: AnyRecord) -> str | None:
-    return (record["checkpoint"] or {}).get("fingerprint")
+def _runs(records: Sequence[AnyRecord]) -> str:
+    """The number of runs, and their methods in the order of the tables, each with its number of runs unless it is 1."""
+    runs = dict.fromkeys(
+        (method_of(record).pos_emb, (record["checkpoint"] or {}).get("fingerprint")) for record in records
+    )
+    counts = Counter(pos_emb for pos_emb, _ in runs)
+    methods = published("kerple-3").ordered(map(Method, counts))
+    names = [display_name(method) + (f" {n}" if (n := counts[method.pos_emb]) > 1 else "") for method in methods]
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(names)}." if runs else ""
 
 
 def _rank(setting: Setting) -> tuple[int, str]:
@@ -384,11 +392,11 @@ def _settings(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
         facts.append(
             {
                 "corpus": corpus_name(setting.corpus),
+                "text": CORPUS_TEXTS.get(setting.corpus or "", corpus_name(setting.corpus)),
                 "train_length": setting.train_length,
                 "model": setting.model,
                 "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in own),
                 "seeds": len({record["seed"] for record in own}),
-                "methods": len({record["pos_emb"].partition(" (")[0] for record in own}),
                 "tokens": max(record["tokens"] for record in own),
                 "documents": max(record["documents"] or 0 for record in own),
                 "stderr": max(errors, default=0.0),

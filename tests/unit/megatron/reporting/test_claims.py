@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 from kerple.positional.registry import canonical_name
 from megatron.reporting.aggregate import Method
-from megatron.reporting.claims import Claim, Term, claims, claims_table, evaluate_claims, holm
+from megatron.reporting.claims import Claim, Term, claims, claims_table, evaluate_claims, holm, verdict_summary
 from tests.support.records import record
 
 TOKENS = [100] * 8
@@ -168,12 +168,32 @@ def test_holm():
 def test_the_table():
     records = [*losses("kerple_log", corpus="debian_prose"), *losses("alibi", corpus="debian_prose"), *losses("alibi")]
     table = claims_table(evaluate_claims(records, {}, [claim(), claim("alibi", "alibi", than_at=(4,))]))
-    assert table.columns == ("verdict", "difference [95 % interval]", "Prose", "as claimed", "p")
+    assert table.columns == ("verdict", "difference [95 % interval]", "as claimed", "p")  # one corpus has no column
     first, second = table.rows
     assert first.cells[0].text == "holds"
     assert first.cells[1].text.startswith("loss -0.3200 [-0.")
-    assert first.cells[3].text == "3 of 3"
-    assert [cell.text for cell in second.cells] == ["not measured", "–", "–", "–", "–"]
+    assert first.cells[2].text == "3 of 3"
+    assert [cell.text for cell in second.cells] == ["not measured", "–", "–", "–"]
+    results = evaluate_claims([*records, *losses("kerple_log")], {}, [claim()])
+    assert claims_table(results).columns[2:4] == ("C", "Prose")
+    assert verdict_summary(results) == "Of 1 claims of the papers, 1 hold, 0 do not hold and 0 are inconclusive."
+
+
+def test_one_seed_decides_nothing():
+    """Neither does one seed on each of several corpora."""
+    records = [
+        *losses("kerple_log", seeds=1),
+        *losses("alibi", seeds=1),
+        *losses("kerple_log", seeds=1, corpus="debian_prose"),
+        *losses("alibi", seeds=1, corpus="debian_prose"),
+    ]
+    assert result_of(records).verdict == "one seed"
+    results = evaluate_claims(records[:2], {}, [claim(), claim("rpe")])
+    assert verdict_summary(results).startswith("The claims of the papers are not decided yet")
+    assert verdict_summary(results[1:]) == "No claim of the papers has been measured yet."
+    table = claims_table(results)
+    assert table.columns == ("verdict", "difference", "p")
+    assert [cell.text for cell in table.rows[0].cells] == ["one seed", "loss -0.3000", "–"]
 
 
 def test_the_claims_of_the_papers():

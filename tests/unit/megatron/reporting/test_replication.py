@@ -90,13 +90,15 @@ def test_the_pages(pages, tmp_path):
     ]
     claims = contents["docs/results/README.md"]
     assert "| Log has a lower loss than ALiBi beyond the training length | Table 3 (GitHub" in claims
-    assert "10 runs; 2 hold, 1 do not hold, 2 inconclusive, " in claims
+    assert "Of 49 claims of the papers, 2 hold, 1 do not hold and 2 are inconclusive; 44 are not measured." in claims
+    assert "10 runs: KERPLE (log) 4, ALiBi 4, xPos 2." in claims
     assert "- Measured with commit ab12, EPYC, 2 cores, Python 3.11, torch 2.13." in claims
-    assert "| C | 3 | 2 | 12 layers of 768 | 128 | 10 | 8,192 | 1,000 (2) | 0.100 |" in claims
+    assert "| C | 2 | 12 layers of 768 | 128 | 10 | 8,192 | 1,000 (2) | 0.100 |" in claims
     readme = contents["README.md"]
     assert readme.startswith(f"before\n{START}\n![Perplexity by length]")
     assert readme.endswith(f"{END}\nafter\n")
     assert "an earlier block" not in readme
+    assert "on C source code of the Linux kernel (in place of GitHub), English prose" in readme
     assert "docs/results/README.md" in readme
     tables = contents["docs/results/replication/tables.md"]
     assert "**C, window@128**" in tables
@@ -113,11 +115,14 @@ def test_the_pages(pages, tmp_path):
     assert rows[3][6].startswith("2.1")  # at length 128
 
 
-def test_the_main_table_has_the_training_length_and_64_times_it(pages):
+def test_the_main_table_has_all_lengths_or_three_of_each_corpus(pages):
     records = [*read_results(pages / "replication" / "c"), *read_results(pages / "replication" / "prose")]
     table = main_table(records)
-    assert table.columns == ("C, 128", "C, 8,192", "Prose, 128", "Prose, 8,192")
+    assert table.columns == tuple(f"{corpus}, {n}" for corpus in ("C", "Prose") for n in ("128", "1,024", "8,192"))
     assert [row.labels[0] for row in table.rows] == ["KERPLE (log)", "ALiBi"]
+    one = [entry for entry in records if entry["corpus"] == "debian_c"]
+    one += [{**entry, "length": 256} for entry in one if entry["length"] == 128]
+    assert main_table(one).columns == ("128", "256", "1,024", "8,192")
     assert main_table([]) is None
 
 
@@ -139,7 +144,7 @@ def test_without_results_nothing_is_measured(tmp_path):
     assert [path.name for path in written] == ["README.md", "tables.md", "pilot.md"]
     text = (folder / "README.md").read_text()
     assert "No results yet." in text
-    assert "0 runs; 0 hold, 0 do not hold, 0 inconclusive, " in text
+    assert "No claim of the papers has been measured yet." in text
     assert "Not measured." in (folder / "pilot.md").read_text()
 
 
