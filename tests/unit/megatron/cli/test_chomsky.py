@@ -106,7 +106,8 @@ def test_decoders_on_all_length_tests(tmp_path, capsys, monkeypatch):
 
 
 def test_decoders_support_every_method(tmp_path):
-    main(decoder_words(tmp_path, "--tasks", "induction", "--methods", "all", "--num-layers", "1"))
+    small = ("--num-layers", "1", "--steps", "1", "--test-samples", "1")
+    main(decoder_words(tmp_path, "--tasks", "induction", "--methods", "all", *small))
     stored = json.loads((tmp_path / "chomsky.json").read_text())["results"]
     assert [result["pos_emb"] for result in stored] == list(primary_names())
     with pytest.raises(

@@ -41,8 +41,10 @@ def solve(name, text):
     return [number for entries in by_key for _, number, _ in entries], [p for entries in by_key for *_, p in entries]
 
 
-@pytest.mark.parametrize("kind", ["characters", "bpe"])
-@pytest.mark.parametrize("name", RULER_TASKS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "characters") for name in RULER_TASKS), ("niah_multikey", "bpe"), ("niah_single", "bpe")],
+)
 def test_prompts_and_answers(name, kind, request):
     tokenizer = CharLevelTokenizer() if kind == "characters" else request.getfixturevalue("bpe")
     found, new_tokens = documents(name, tokenizer, LENGTH, 8, 0)

@@ -33,14 +33,11 @@ def test_differences_are_those_of_the_same_tokens(documents):
     assert record["tokens"] == len(starts) * TARGETS
     full, shorter = {}, {64: {}, 128: {}}
     for start in starts:
-        for target in range(start + length - TARGETS + 1, start + length + 1):
-            logits = model(STREAM[None, start:target])[:, -1:]
-            full[target] = float(direct_losses(logits, STREAM[None, target : target + 1]))
-            for size, losses in shorter.items():
-                # All targets of a text are read from one start, so the later ones have more context.
-                first = start + length - TARGETS + 1 - size
-                logits = model(STREAM[None, first:target])[:, -1:]
-                losses[target] = float(direct_losses(logits, STREAM[None, target : target + 1]))
+        targets = range(start + length - TARGETS + 1, start + length + 1)
+        # All targets of a text are read from one start, so the later ones have more context.
+        for losses, first in ((full, start), *((shorter[size], targets[0] - size) for size in shorter)):
+            logits = model(STREAM[None, first : start + length])[:, -TARGETS:]
+            losses |= zip(targets, direct_losses(logits, STREAM[None, targets])[0].tolist(), strict=True)
     assert record["loss"] == pytest.approx(np.mean(list(full.values())), rel=1e-9)
     for size, difference, error in zip(record["contexts"], record["differences"], record["stderrs"], strict=True):
         differences = {target: loss - full[target] for target, loss in shorter[size].items()}
