@@ -19,6 +19,7 @@ from megatron.reporting.context import context_figures, context_tables
 from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures, position_figures
 from megatron.reporting.formatting import slug
 from megatron.reporting.html import Chapter, render_page
+from megatron.reporting.modes import mode_figures, mode_tables
 from megatron.reporting.paper_tables import (
     REFERENCE,
     difference_tables,
@@ -138,6 +139,13 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
             "Perplexity at the training length and beyond. Lower is better.",
             tables=perplexity_tables(records, reference) + difference_tables(records, reference),
             figures=perplexity_figures(records),
+        ),
+        Chapter(
+            "modes",
+            "Inference modes",
+            "The loss of each method in each inference mode, and the best combinations. Lower is better.",
+            tables=mode_tables(records),
+            figures=mode_figures(records),
         ),
         Chapter("positions", "Perplexity by position", figures=position_figures(records)),
         Chapter(

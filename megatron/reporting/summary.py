@@ -27,6 +27,7 @@ from megatron.reporting.aggregate import (
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.formatting import NOT_AVAILABLE, format_mean, format_number, format_percent
+from megatron.reporting.modes import best_combinations, best_notes, mode_figures
 from megatron.reporting.paper_tables import missing_notes
 from megatron.reporting.style import render
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table, markdown
@@ -68,7 +69,8 @@ def write_summary(
     compare_with: str | None = None,
 ) -> list[Path]:
     """Write the losses as `extrapolation.json` (`{"rows": [...]}`), the table as `extrapolation.md` and the plot as
-    `extrapolation.png`. Each file is replaced atomically.
+    `extrapolation.png`. With several inference modes, the JSON also has the best combinations of method and mode
+    (`best`), and there is a heat map per setting, `modes-SETTING.png`. Each file is replaced atomically.
 
     Args:
         compare_with: see `summary_table`.
@@ -78,11 +80,17 @@ def write_summary(
     rows = [record for record in records if record["kind"] == "extrapolation"]
     if not rows:
         raise UserError("there are no results to report")
-    draw = partial(perplexity_plot, *perplexity_measurements(_label_checkpoints(records)), title=title)
+    labeled = _label_checkpoints(records)
+    draw = partial(perplexity_plot, *perplexity_measurements(labeled), title=title)
+    values: dict[str, object] = {"rows": rows}
+    best = best_combinations(labeled)
+    if best:
+        values["best"] = [combination.to_json() for combination in best]
     contents = {
-        "extrapolation.json": (json.dumps({"rows": rows}, indent=1, allow_nan=False) + "\n").encode(),
+        "extrapolation.json": (json.dumps(values, indent=1, allow_nan=False) + "\n").encode(),
         "extrapolation.md": markdown(summary_table(records, title, compare_with), heading="#").encode(),
         "extrapolation.png": render(draw),
+        **{f"{figure.name}.png": figure.render() for figure in mode_figures(labeled)},
     }
     folder = Path(directory)
     try:
@@ -173,9 +181,17 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
                         ratio = f"{format_number(means[longest] / means[train_length], 3)}x"
                 cells.append(Cell(ratio if name == PERPLEXITY else ""))
             table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
+    against_full = _against_full(records, perplexities, lengths)
+    if against_full:
+        if len(sections) == 1:
+            table_lines.insert(0, Section(PERPLEXITY))
+        table_lines.append(Section("loss minus that of the method in mode full"))
+        for setting, method, texts in against_full:
+            cells = [Cell(text) for text in (*texts, *[""] * has_ratio)]
+            table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
     differences = [] if compare_with is None else _differences(records, perplexities, compare_with, lengths)
     if differences:
-        if len(sections) == 1:
+        if len(sections) == 1 and not against_full:
             table_lines.insert(0, Section(PERPLEXITY))
         table_lines.append(Section(f"loss minus that of {compare_with}"))
         for setting, method, texts in differences:
@@ -183,7 +199,8 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
             table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
 
     notes = _notes(records, train_length in perplexities.lengths, compare_with)
-    if differences:
+    notes += best_notes(records)
+    if differences or against_full:
         notes.append(DIFFERENCE_NOTE)
     for kind in dict.fromkeys(measure.kind for measure in MEASURES.values()):
         values = next(measured[name] for name, measure in MEASURES.items() if measure.kind == kind)
@@ -221,6 +238,20 @@ def _differences(
             pairs = [((setting, method, length), (setting, reference, length)) for length in lengths]
             if any(losses.difference(*pair) for pair in pairs):
                 rows.append((setting, method, [losses.text(*pair) for pair in pairs]))
+    return rows
+
+
+def _against_full(
+    records: Iterable[AnyRecord], perplexities: Measurements, lengths: Sequence[int]
+) -> list[tuple[Setting, Method, list[str]]]:
+    """For each method in a mode other than full with paired losses in mode full: its texts."""
+    losses = PairedLosses(records)
+    rows = []
+    for setting, method in perplexities.lines:
+        reference = Method(method.pos_emb)
+        pairs = [((setting, method, length), (setting, reference, length)) for length in lengths]
+        if method != reference and any(losses.difference(*pair) for pair in pairs):
+            rows.append((setting, method, [losses.text(*pair) for pair in pairs]))
     return rows
 
 

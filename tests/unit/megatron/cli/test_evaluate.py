@@ -87,6 +87,7 @@ def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
         "extrapolation.json",
         "extrapolation.md",
         "extrapolation.png",
+        f"modes-text-2x32-{TRAIN_LENGTH}-non-overlapping.png",
         "results.jsonl",
     ]
     assert "kerple_log" in output.out

@@ -1,11 +1,14 @@
-"""Options of evaluate.py that a sweep checks before any run is trained."""
+"""Options of evaluate.py: those that a sweep checks before any run is trained, and inference modes."""
+
+import json
 
 import pytest
 
+from megatron.cli.evaluate import main
 from megatron.cli.evaluation_options import check_run
 from megatron.config import Config
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import write_corpus
+from tests.support.checkpoints import write_checkpoint, write_corpus
 
 
 def test_options_are_checked_without_a_checkpoint(tmp_path):
@@ -22,3 +25,27 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             check_run(words, config, "sweep.yml", has_data=True)
+
+
+def test_methods_and_modes(tmp_path, capsys):
+    """A mode that a method does not support is n/a, with the reason; one that no method supports is an error."""
+    data = write_corpus(tmp_path)
+    models = {method: write_checkpoint(tmp_path / method, method, data) for method in ("kerple_log", "learned")}
+    folders = [str(tmp_path / method) for method in models]
+    output = tmp_path / "report"
+    words = ["--checkpoint", *folders, "--lengths", "32", "64", "--output", str(output)]
+    main([*words, "--modes", "full", "sinks@4+12+reindexed+logn", "full+clip@16"])
+    results = json.loads((output / "extrapolation.json").read_text())
+    rows = {(row["pos_emb"], row["mode"], row["length"]): row for row in results["rows"]}
+    assert rows["learned", "full+clip@16", 32]["loss"] is None
+    assert "distance map clip has no meaning" in rows["learned", "full+clip@16", 32]["note"]
+    assert results["best"][0]["length"] == 32
+    printed = capsys.readouterr().out
+    assert "learned: inference mode full+clip@16 is not supported: pos_emb learned" in printed
+    losses = {mode: rows["kerple_log", mode, 64]["loss"] for _, mode, _ in rows}
+    assert len(set(losses.values())) == 3
+    with pytest.raises(UserError, match=r"inference mode full\+dynamic-ntk is not supported: pos_emb kerple_log"):
+        main([*words, "--modes", "full", "full+dynamic-ntk"])
+    with pytest.raises(SystemExit):
+        main(["--list-modes"])
+    assert "sinks@S+W" in capsys.readouterr().out

@@ -1,0 +1,193 @@
+"""Methods in inference modes: heat maps of the loss, and the best combination of both at each length."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements
+from megatron.reporting.differences import Difference, PairedLosses
+from megatron.reporting.figures import ReportFigure
+from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_number, slug
+from megatron.reporting.paper_tables import setting_title
+from megatron.reporting.published import display_name
+from megatron.reporting.style import CHARACTER, SCREEN, SMALL, Style, new_figure
+from megatron.reporting.tables import Cell, Row, Table
+
+COLOR_RANGE = 1.0  # nats per token above the lowest loss at which colors end
+BEST_NOTE = (
+    "The best combination is the one with the lowest loss, chosen on the same tokens, so its loss is slightly too low. "
+    "The difference from the same method in mode full compares the same tokens; ± is the standard error over documents."
+)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The combination of method and mode with the lowest loss at a length.
+
+    Attributes:
+        loss: mean over the seeds, in nats per token.
+        difference: the loss minus that of the same method in mode full; None in that mode, or if not measured.
+    """
+
+    setting: Setting
+    length: int
+    method: Method
+    loss: float
+    difference: Difference | None
+
+    def __str__(self) -> str:
+        text = (
+            f"{display_name(Method(self.method.pos_emb))} in mode {self.method.mode}, loss {format_number(self.loss)}"
+        )
+        return text if self.difference is None else f"{text} ({self.difference} against full)"
+
+    def to_json(self) -> dict[str, object]:
+        difference = self.difference
+        return {
+            "protocol": self.setting.protocol,
+            "length": self.length,
+            "pos_emb": self.method.pos_emb,
+            "mode": self.method.mode,
+            "loss": self.loss,
+            "minus_full": None if difference is None else difference.mean,
+            "minus_full_stderr": None if difference is None else difference.stderr,
+        }
+
+
+def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
+    """The best combination for each setting and length. Empty if there is only one mode."""
+    losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
+    if len({method.mode for method in losses.methods}) < 2:
+        return []
+    found = []
+    for setting in losses.settings:
+        for length in losses.lengths:
+            means = {line: _mean(losses, *line, length) for line in losses.lines if line[0] == setting}
+            known = {method: mean for (_, method), mean in means.items() if mean is not None}
+            if not known:
+                continue
+            method = min(known, key=known.__getitem__)
+            difference = None
+            if method.mode != "full":
+                difference = paired.difference((setting, method, length), (setting, Method(method.pos_emb), length))
+            found.append(Best(setting, length, method, known[method], difference))
+    return found
+
+
+def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
+    """A table per setting with more than one mode: a row per method and mode with its loss minus that of the same
+    method in mode full, by length, and a row with the best combination.
+    """
+    losses, paired, best = (
+        measurements(records, "extrapolation", "loss"),
+        PairedLosses(records),
+        best_combinations(records),
+    )
+    tables = []
+    for setting in dict.fromkeys(found.setting for found in best):
+        lines = [method for other, method in losses.lines if other == setting and method.mode != "full"]
+        rows = []
+        for method in lines:
+            reference = Method(method.pos_emb)
+            texts = []
+            for length in losses.lengths:
+                text = paired.text((setting, method, length), (setting, reference, length))
+                values = losses.values(setting, method, length)
+                texts.append(NOT_AVAILABLE if values is not None and values.isna().all() else text)
+            rows.append(Row((display_name(reference), method.mode), tuple(map(Cell, texts))))
+        notes = [f"Best at length {found.length:,}: {found}." for found in best if found.setting == setting]
+        tables.append(
+            Table(
+                slug("modes", setting.name).lower(),
+                f"Loss minus that of the same method in mode full, {setting_title(setting)}",
+                ("Method", "Mode"),
+                tuple(f"{length:,}" for length in losses.lengths),
+                tuple(rows),
+                (*notes, BEST_NOTE),
+            )
+        )
+    return tables
+
+
+def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
+    """A heat map per setting with more than one mode."""
+    losses = measurements(records, "extrapolation", "loss")
+    figures = []
+    for setting in dict.fromkeys(found.setting for found in best_combinations(records)):
+        title = f"Methods and inference modes: {setting_title(setting)}"
+        figures.append(
+            ReportFigure(
+                slug("modes", setting.name).lower(),
+                title,
+                "Loss by method and inference mode, a panel per length; the lowest loss is framed. Colors end at "
+                f"{COLOR_RANGE:g} nat above it.",
+                "Heat map of the loss by method and inference mode for each length.",
+                partial(heat_map, losses.select([setting]), setting),
+            )
+        )
+    return figures
+
+
+def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> Figure:
+    """A panel per length: methods by modes, colored by the loss."""
+    methods = list(dict.fromkeys(method.pos_emb for method in losses.methods))
+    modes = list(dict.fromkeys(method.mode for method in losses.methods))
+    names = [display_name(Method(pos_emb)) for pos_emb in methods]
+    labels, ticks = (SMALL * CHARACTER * max(map(len, texts)) for texts in (names, modes))
+    columns = style.columns(len(losses.lengths), labels + 3.2 * len(modes) + 1)
+    aspect = (1.8 * len(methods) + ticks + 2) * style.em / (style.width / columns)
+    figure, panels = new_figure(style, len(losses.lengths), columns, aspect)
+    for axes, length in zip(panels, losses.lengths, strict=True):
+        values = np.array(
+            [[_mean(losses, setting, Method(method, mode), length) for mode in modes] for method in methods],
+            dtype=float,
+        )
+        axes.set_title(f"length {length:,}", loc="left")
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+        axes.set_xticks(range(len(modes)), modes, rotation=90)
+        axes.set_yticks(range(len(methods)), names)
+        axes.tick_params(length=0, labelbottom=True)
+        lowest = np.nanmin(values) if not np.isnan(values).all() else 0.0
+        axes.imshow(values, cmap="viridis_r", vmin=lowest, vmax=lowest + COLOR_RANGE, aspect="auto")
+        for (row, column), value in np.ndenumerate(values):
+            dark = value > lowest + COLOR_RANGE / 2
+            measured = losses.values(setting, Method(methods[row], modes[column]), length) is not None
+            text = format_number(value, 3) if not np.isnan(value) else NOT_AVAILABLE if measured else NOT_MEASURED
+            axes.text(
+                column,
+                row,
+                text,
+                ha="center",
+                va="center",
+                size=SMALL * style.size,
+                weight="bold" if value == lowest else "normal",
+                color="white" if dark else "black",
+            )
+            if value == lowest:
+                box = (column - 0.5, row - 0.5), 1, 1
+                axes.add_patch(Rectangle(*box, fill=False, edgecolor="#D55E00", linewidth=0.2 * style.size))
+    return figure
+
+
+def best_notes(records: Iterable[AnyRecord]) -> list[str]:
+    """The best combinations, one sentence each, and how they were chosen."""
+    best = best_combinations(list(records))
+    several = len({found.setting for found in best}) > 1
+    notes = [
+        f"Best at length {found.length:,}{f' ({setting_title(found.setting)})' if several else ''}: {found}."
+        for found in best
+    ]
+    return [*notes, BEST_NOTE] if notes else []
+
+
+def _mean(losses: Measurements, setting: Setting, method: Method, length: int) -> float | None:
+    """The mean over the seeds; None if there is no value."""
+    values = losses.values(setting, method, length)
+    known = [] if values is None else values.dropna().tolist()
+    return statistics.fmean(known) if known else None

@@ -1,0 +1,76 @@
+"""Methods in inference modes: the best combination with its paired error, the table and the heat map."""
+
+import json
+import math
+import statistics
+
+import pytest
+
+from megatron.reporting.aggregate import measurements
+from megatron.reporting.modes import best_combinations, best_notes, heat_map, mode_figures, mode_tables
+from megatron.reporting.summary import summary_table, write_summary
+from tests.support.records import record
+
+LOSSES = {
+    ("alibi", "full"): [3.0, 3.2, 3.4, 3.6],
+    ("alibi", "sinks@4+508"): [2.9, 3.0, 3.3, 3.4],
+    ("rotary", "full"): [7.0, 7.1, 7.2, 7.3],
+    ("rotary", "sinks@4+508"): [2.8, 3.0, 3.1, 3.4],
+}
+
+
+def records(length=2048):
+    return [
+        record(
+            pos_emb,
+            length,
+            math.exp(statistics.fmean(losses)),
+            mode=mode,
+            targets="same",
+            groups={"tokens": [250] * 4, "losses": losses},
+        )
+        for (pos_emb, mode), losses in LOSSES.items()
+    ] + [record("rotary", length, None, mode="full+log@64", note="rotates by positions", groups=None, targets=None)]
+
+
+def test_the_best_combination():
+    (best,) = best_combinations(records())
+    assert (best.method.pos_emb, best.method.mode, best.length) == ("rotary", "sinks@4+508", 2048)
+    differences = [
+        one - other for one, other in zip(LOSSES["rotary", "sinks@4+508"], LOSSES["rotary", "full"], strict=True)
+    ]
+    assert best.loss == pytest.approx(3.075)
+    assert best.difference.mean == pytest.approx(statistics.fmean(differences))
+    assert best.difference.stderr == pytest.approx(statistics.stdev(differences) / 2)
+    assert "rotary in mode sinks@4+508" in str(best).lower()
+    assert best.to_json()["minus_full"] == best.difference.mean
+    assert best_combinations([row for row in records() if row["mode"] == "full"]) == []
+    assert best_notes([row for row in records() if row["mode"] == "full"]) == []
+
+
+def test_tables_and_files(tmp_path):
+    (table,) = mode_tables(records())
+    assert [row.labels[1] for row in table.rows] == ["sinks@4+508", "sinks@4+508", "full+log@64"]
+    assert [row.cells[0].text for row in table.rows] == ["-0.150 ± 0.029", "-4.075 ± 0.063", "n/a"]
+    summary = summary_table(records())
+    texts = [cell.text for line in summary.rows if hasattr(line, "cells") for cell in line.cells]
+    assert "-4.075 ± 0.063" in texts
+    assert any("Best at length 2,048" in note for note in summary.notes)
+    names = [path.name for path in write_summary(records(), tmp_path)]
+    (figure,) = mode_figures(records())
+    assert names == ["extrapolation.json", "extrapolation.md", "extrapolation.png", f"{figure.name}.png"]
+    assert json.loads((tmp_path / "extrapolation.json").read_text())["best"][0]["mode"] == "sinks@4+508"
+
+
+def test_heat_map():
+    rows = [*records(512), *records(2048)]
+    losses = measurements(rows, "extrapolation", "loss")
+    figure = heat_map(losses, losses.settings[0])
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title(loc="left") for axes in panels] == ["length 512", "length 2,048"]
+    for axes in panels:
+        values = axes.images[0].get_array()
+        assert values[:, :2].flatten().tolist() == pytest.approx([3.3, 3.15, 7.15, 3.075])
+        assert [text.get_text() for text in axes.texts] == ["3.30", "3.15", "–", "7.15", "3.08", "n/a"]
+        (frame,) = axes.patches  # around the best
+        assert frame.get_xy() == (0.5, 0.5)
