@@ -11,7 +11,9 @@ S+n-1 of the flattened slice: all of them, or the fragment that ZeRO assigned to
 defines which tensors an optimizer has ("exp_avg" and "exp_avg_sq" are Adam's), and the shape of those that do not have
 the parameter's (Adafactor's, and the scales "absmax1" and "absmax2" of 8-bit Adam); "master", the float32 weights, is
 added if the model's weights have another precision. All are float32 except the uint8 codes "state1" and "state2" of
-8-bit Adam. Loading joins the fragments of a parameter and cuts them for the current layout.
+8-bit Adam. Loading joins the fragments of a parameter and cuts them for the current layout. An optimizer of whole
+parameters (`megatron.optimizers.whole_parameters`) has each of them in one piece, on one rank; "shape" is that of the
+unsliced parameter.
 
 Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number,
 under "optimizer" in `mp_rank_00_model_states.pt`. `read_released_optimizer` maps it to these names.
