@@ -203,6 +203,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 f"--tasks {task}: not a task of --architecture {options.settings.architecture}; choose "
                 + (f"one of {', '.join(available)}" if task in TASKS else f"--architecture {DECODER}")
             )
+        shortest = LENGTH_TASKS[task].shortest if task in LENGTH_TASKS else 1
+        if options.settings.train_longest < shortest:
+            raise UserError(
+                f"--train-longest {options.settings.train_longest}: the shortest input of {task} has {shortest} "
+                "tokens; choose a larger value, or leave out the task"
+            )
     if options.methods == ["all"]:
         options.methods = primary_names()
     return options

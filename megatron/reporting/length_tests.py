@@ -98,10 +98,10 @@ def length_figure(results: Sequence[Result], settings: ExperimentSettings, style
         axes.set_ylim(0, 102)
         length_ticks(axes, style, sorted(ticks), columns)
         if curve is _by_length:
-            mark_train_length(axes, style, settings.train_longest, label=index == 0)
-        what = "length" if curve is _by_length else f"distance at length {settings.test_lengths[-1]:,}"
-        panel_title(axes, style, columns, f"{task.replace('_', ' ')}: {what}")
-    figure.supxlabel("tokens; dotted: random guessing")
+            mark_train_length(axes, style, settings.train_longest, label=False)
+        axes.set_xlabel("length" if curve is _by_length else f"distance at length {settings.test_lengths[-1]:,}")
+        panel_title(axes, style, columns, task.replace("_", " "))
+    figure.supxlabel("in tokens; dashed: training length, dotted: random guessing")
     figure.supylabel("accuracy (%)")
     legend_above(figure, style, list(handles.values()))
     return figure

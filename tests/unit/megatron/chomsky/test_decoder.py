@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from megatron.chomsky.decoder import DecoderExperiment
 from megatron.chomsky.experiment import DECODER_SETTINGS, TEST_SEED
 from megatron.model.gpt import GPT
-from megatron.utils.errors import UserError
 
 TINY = {"steps": 4, "batch": 8, "train_longest": 35, "test_longest": 140, "hidden_size": 16, "num_heads": 2}
 
@@ -76,8 +75,3 @@ def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
     assert resumed.test(lambda *_: None) == whole.test(lambda *_: None)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
-
-
-def test_a_training_length_that_is_too_short(tmp_path):
-    with pytest.raises(UserError, match=r"--train-longest 10: the shortest input of associative_recall has 16 tokens"):
-        experiment(tmp_path / "state.pt", train_longest=10)

@@ -114,6 +114,9 @@ def test_decoders_support_every_method(tmp_path):
         UserError, match="--tasks parity_check: not a task of --architecture decoder; choose one of copy"
     ):
         main(decoder_words(tmp_path, "--tasks", "parity_check"))
+    with pytest.raises(UserError, match="--train-longest 10: the shortest input of associative_recall has 16 tokens"):
+        main(decoder_words(tmp_path / "new", "--train-longest", "10"))
+    assert not (tmp_path / "new").exists()
     with pytest.raises(UserError, match=r"--tasks copying: .* choose --architecture decoder"):
         main(arguments(tmp_path, "--tasks", "copying"))
 
