@@ -35,6 +35,7 @@ from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import print_table
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable, write_atomically
+from megatron.utils.gpus import use_gpus
 from megatron.utils.locks import Lock
 from megatron.utils.progress import Progress
 
@@ -91,7 +92,7 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
     for name in options.methods:
         check_method(name)
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(options.device or ("cuda" if use_gpus() else "cpu"))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"--device {options.device} cannot be used: {first_line(error)}") from error

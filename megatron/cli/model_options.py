@@ -30,6 +30,7 @@ from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.errors import UserError, first_line
+from megatron.utils.gpus import use_gpus
 
 # Keys that the user's configuration decides, not the checkpoint's.
 RUNTIME_KEYS = ("attention_backend", "pos_emb_module", "release_bf16_distances")
@@ -239,7 +240,7 @@ def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
 def choose_device(name: str | None) -> torch.device:
     """The named device; by default, this process's GPU if there is one. Raises UserError for an invalid name."""
     if name is None:
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if use_gpus() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -22,6 +22,7 @@ from megatron.sweep.planning import State, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner
 from megatron.sweep.slurm import array_script
 from megatron.utils.files import check_writable, write_atomically
+from megatron.utils.gpus import use_gpus
 from megatron.utils.locks import Lock, LockBusyError
 from megatron.utils.progress import readable_time
 
@@ -133,7 +134,7 @@ def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> li
 
 
 def _visible_gpus() -> list[str]:
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+    if not use_gpus():
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]

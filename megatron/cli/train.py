@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Sequence
 from unittest.mock import patch
 
-import torch
-
 from megatron.config.command_line import add_lock_option
 from megatron.launcher.script_arguments import parse_arguments
+from megatron.utils.gpus import use_gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # On import, DeepSpeed warns if it finds no accelerator and this variable is not set.
-    variables = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
+    variables = {} if use_gpus() else {"DS_ACCELERATOR": "cpu"}
     with patch.dict(os.environ, variables):
         from megatron.training.loop import train
         from megatron.training.output import detachable_output

@@ -204,10 +204,12 @@ def _resources_of_this_machine(config: Config) -> Resources:
 
 
 def _visible_gpus() -> list[int] | None:
-    """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None without a GPU."""
+    """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None to use the CPU."""
     import torch
 
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+    from megatron.utils.gpus import use_gpus
+
+    if not use_gpus():
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

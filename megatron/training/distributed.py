@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.config import Config, UserError
 from megatron.model.settings import TensorParallel
 from megatron.utils.errors import first_line
+from megatron.utils.gpus import use_gpus
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def initialize(config: Config) -> Layout:
     """Join the process group of the launcher, or create one for this process alone; return the layout of the ranks.
 
     The tensor-parallel rank varies fastest, then the data-parallel rank, then the pipeline stage, as in DeepSpeed and
-    megatron-core. Raises UserError if the number of ranks does not fit the parallel sizes.
+    megatron-core. Raises UserError if the number of ranks does not fit the parallel sizes, or if torch cannot use the
+    machine's GPU.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -60,7 +62,7 @@ def initialize(config: Config) -> Layout:
     from megatron.core import parallel_state
     from megatron.training.deepspeed_patches import disable_shared_memory_collectives
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = use_gpus()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if on_gpu:
         gpus = torch.cuda.device_count()
