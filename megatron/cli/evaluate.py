@@ -205,7 +205,7 @@ def _supported_modes(models: Sequence[EvaluatedModel], names: Sequence[str]) -> 
         reasons = {mode.name: unsupported_reason(mode.attention, methods, settings) for mode in modes}
         unsupported = {name: reason for name, reason in reasons.items() if reason is not None}
         result.append(([name for name in reasons if name not in unsupported], unsupported))
-    for name in {name for _, unsupported in result for name in unsupported}:
+    for name in dict.fromkeys(name for _, unsupported in result for name in unsupported):
         if not any(name in modes for modes, _ in result):
             reason = next(unsupported[name] for _, unsupported in result if name in unsupported)
             raise UserError(f"inference mode {name} {reason}")

@@ -232,9 +232,10 @@ class TextGenerator:
         """Raises UserError if the KV cache of a batch cannot fit into memory. longest: longest prompt, in tokens."""
         model, limit = self._model.settings, self._settings.maximum_tokens
         parameter = next(self._model.parameters())
-        tokens, window = longest + limit, self._mode.span.window
-        if window is not None:  # see `LayerCache`
-            tokens = min(tokens, 2 * window + self._mode.span.sinks + PROMPT_CHUNK)
+        layer = self._model.new_cache(mode=self._mode.attention).layers[0]
+        tokens = longest + limit
+        if layer.window is not None:
+            tokens = min(tokens, 2 * layer.window + layer.sinks + PROMPT_CHUNK)
         needed = 2 * rows * tokens * model.num_layers * model.hidden_size * parameter.element_size()
         if parameter.is_cuda:
             available = torch.cuda.mem_get_info(parameter.device)[0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature
+from kerple.positional import primary_names
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
@@ -83,7 +84,7 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
             query = query * (positions.log() / math.log(length)).clamp(min=1)[:, None]
         case YarnTemperature(factor):
             query = query * (0.1 * math.log(factor) + 1) ** 2
-    if pos_emb in ("rotary", "kerple_log_rotary"):
+    if pos_emb in ("rotary", "kerple_log_rotary", "dape_rotary"):
         base = 10_000.0
         if mode.dynamic_ntk is not None:
             growth = mode.dynamic_ntk.factor * LENGTH / mode.dynamic_ntk.length - mode.dynamic_ntk.factor + 1
@@ -94,6 +95,8 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
     else:
         products = query @ key.transpose(-1, -2)
     scores = products / math.sqrt(HEAD_SIZE)
+    if pos_emb == "dape_rotary":
+        scores = method.adapt(scores, None, (~visible(mode.span), ~visible(mode.span)))
     if pos_emb == "forgetting":
         sums = method.decay(hidden).double().cumsum(-1)
         scores = scores + sums[..., :, None] - sums[..., None, :]
@@ -132,6 +135,7 @@ MODES = {
         *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Log)),
     ],
     "kerple_log_rotary": [AttentionMode(SINKS, reindexed=True, distance_map=Clip(9))],
+    "dape_rotary": [AttentionMode(SINKS, distance_map=Clip(9)), AttentionMode(distance_map=Leaky(9, 3.0))],
     "forgetting": [AttentionMode(SINKS, scaling=LogLength(16))],
     "xpos": [
         AttentionMode(SINKS, reindexed=True),
@@ -182,3 +186,26 @@ def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=2e-5)
         trained = layer(hidden)
     assert not torch.allclose(expected, trained, atol=1e-3)
+
+
+@pytest.mark.parametrize("pos_emb", primary_names())
+def test_without_sinks_and_maps_it_computes_what_the_backends_compute(pos_emb, monkeypatch):
+    """Every method with grouped heads: in the mode of training, with a window, and with blocks."""
+    settings = ModelSettings(
+        num_layers=1,
+        hidden_size=HEADS * HEAD_SIZE,
+        num_heads=HEADS,
+        num_kv_heads=1,
+        padded_vocab_size=64,
+        max_positions=32,
+        pos_emb=pos_emb,
+    )
+    torch.manual_seed(0)
+    layer = GPT(settings).double().eval().blocks[0].attention
+    hidden = torch.randn(2, LENGTH, HEADS * HEAD_SIZE, dtype=torch.float64)
+    modes = [AttentionMode(), AttentionMode(Span(window=20)), AttentionMode(Span(block=16))]
+    with torch.no_grad():
+        expected = [layer(hidden, mode=mode) for mode in modes]
+        monkeypatch.setattr(AttentionMode, "is_explicit", lambda *_: True)
+        for mode, context in zip(modes, expected, strict=True):
+            torch.testing.assert_close(layer(hidden, mode=mode), context, rtol=0, atol=1e-6)

@@ -96,6 +96,14 @@ def test_recompute_and_batches_of_one_give_the_same(tmp_path, configuration):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_modes(tmp_path, configuration):
+    output, texts = tmp_path / "a", {}
+    for mode in ("full", "sinks@2+6"):
+        main([configuration(text_gen_type="unconditional"), "-o", str(output), "--mode", mode])
+        texts[mode] = read_records(output)[0]["text"]
+    assert texts["full"] != texts["sinks@2+6"]
+
+
 def test_texts_are_printed_by_default(tmp_path, monkeypatch, configuration, trained, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.txt").write_text("ab\ncd")
@@ -234,6 +242,8 @@ def test_bad_prompt_files(tmp_path, content, message):
             ["--set", "maximum-tokens=1000000000000"],
             "maximum-tokens.: must be less than or equal",
         ),
+        ({"text_gen_type": "unconditional"}, ["--mode", "sinks@4"], "inference mode 'sinks@4' is unknown"),
+        ({"text_gen_type": "unconditional"}, ["--mode", "full+dynamic-ntk"], "full.dynamic-ntk is not supported"),
         ({}, ["-i", "/dev/zero"], "/dev/zero is not a regular file"),
         ({"text_gen_type": "unconditional"}, ["-o", "/"], "cannot write /: it is a folder"),
         ({"text_gen_type": "interactive", "prompt_end": ""}, [], "prompt_end is empty"),
