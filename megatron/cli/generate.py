@@ -112,7 +112,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tuple[str, str | None]:
-    """(text_gen_type, file of prompts); -i overrides both. The file is None in other modes."""
+    """(text_gen_type, file of prompts); -i overrides both. The file is None in other modes. Without text_gen_type:
+    input-file if a file is set, otherwise unconditional.
+    """
     mode = settings.text_gen_type
     if input_file is not None:
         if mode not in (None, "input-file"):
@@ -120,7 +122,9 @@ def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tupl
             print(note, file=sys.stderr, flush=True)
         return "input-file", input_file
     if mode is None:
-        raise UserError("text_gen_type is not set: use unconditional, input-file or interactive (or give -i FILE)")
+        mode = "unconditional" if settings.sample_input_file is None else "input-file"
+        reason = "no file of prompts" if settings.sample_input_file is None else "sample_input_file is set"
+        print(f"note: text_gen_type is not set; using {mode} ({reason})", file=sys.stderr, flush=True)
     if mode == "input-file" and settings.sample_input_file is None:
         raise UserError("text_gen_type is input-file, but no file is set: set sample_input_file, or give -i FILE")
     return mode, settings.sample_input_file if mode == "input-file" else None

@@ -1,7 +1,10 @@
-"""docs/tutorial.md and examples/tutorial.ipynb: the same commands and files. The notebook runs with a small text."""
+"""docs/tutorial.md and examples/tutorial.ipynb: the same commands and files. The notebook runs with a small text; a
+command that fails stops it.
+"""
 
 import os
 import re
+import shlex
 import shutil
 import sys
 
@@ -9,6 +12,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from megatron.cli.generate import main as generate
+from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.runs import ROOT, environment
 
 BLOCK = re.compile(r"```(?:bash|python|yaml)\n(.*?)```", re.DOTALL)
@@ -22,6 +27,14 @@ def test_the_notebook_has_the_commands_and_files_of_the_page():
     commands = "\n".join(cells).replace("\n!", "\n").removeprefix("!")
     for block in blocks:
         assert block.strip() in commands
+
+
+def test_the_page_generates_text(tmp_path, capsys):
+    (line,) = re.findall(r"^kerple generate (.*)", (ROOT / "docs" / "tutorial.md").read_text(), re.MULTILINE)
+    words = [str(tmp_path) if word.startswith("runs/") else word for word in shlex.split(line)]
+    write_checkpoint(tmp_path, "kerple_log", write_corpus(tmp_path))
+    generate(words)
+    assert capsys.readouterr().out.startswith("--- sample 1 of 1, ")
 
 
 @pytest.mark.slow
@@ -38,7 +51,10 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False) if name not in variables else monkeypatch.setenv(name, variables[name])
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("FOLDER", "notes")
+        source = cell.source.replace("FOLDER", "notes")
+        if cell.cell_type == "code":  # IPython ignores the exit status of a command
+            source = re.sub(r"^(!.*)$", r"\1\nassert _exit_code == 0", source, flags=re.MULTILINE)
+        cell.source = source
     NotebookClient(notebook, timeout=3600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     tables = [
         output.data["text/markdown"]

@@ -43,7 +43,8 @@ class GenerationConfig(Group):
 
     text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = key(
         None,
-        "unconditional: no prompt; input-file: prompts from sample_input_file; interactive: prompts from the console.",
+        "unconditional: no prompt; input-file: prompts from sample_input_file; interactive: prompts from the console. "
+        "Default: input-file if sample_input_file is set, otherwise unconditional.",
     )
     temperature: float = key(0.0, "Sampling temperature. 0: greedy decoding.", ge=0)
     top_p: float = key(

@@ -218,7 +218,6 @@ def test_bad_prompt_files(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("keys", "words", "message"),
     [
-        ({}, [], "text_gen_type is not set"),
         ({"text_gen_type": "input-file"}, [], "sample_input_file"),
         ({"text_gen_type": "unconditional"}, ["-o", "nowhere/out.jsonl"], "folder nowhere does not exist"),
         ({"text_gen_type": "unconditional"}, ["-o", "/proc/out.jsonl"], r"--output: cannot write to /proc: .*choose"),
@@ -269,6 +268,18 @@ def test_an_error_is_one_line_and_status_2(configuration, capsys):
     assert run_main(lambda: main(arguments)) == 2
     errors = capsys.readouterr().err
     assert errors == "error: cannot read missing.txt: No such file or directory\n"
+
+
+def test_the_default_type(tmp_path, configuration, capsys):
+    (tmp_path / "p.txt").write_text("ab")
+    for keys, context, mode in (
+        ({}, "", "unconditional"),
+        ({"sample_input_file": tmp_path / "p.txt"}, "ab", "input-file"),
+    ):
+        main([configuration(**{name: str(path) for name, path in keys.items()}), "-o", "-"])
+        output, errors = capsys.readouterr()
+        assert json.loads(output)["context"] == context
+        assert errors.count(f"text_gen_type is not set; using {mode}") == 1
 
 
 def test_a_file_of_prompts_overrides_the_type(tmp_path, configuration, capsys):
