@@ -107,7 +107,7 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
         import boto3
     except ImportError as error:
         raise UserError(
-            f"data-path {prefix} needs the package boto3, which is not installed: {install_command('data')}"
+            f"data-path {prefix} needs the package boto3, which is not installed: {install_command('s3')}"
         ) from error
     client = _request(prefix, boto3.client, "s3")
     sizes_and_tags = {}

@@ -244,7 +244,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise UserError(
             f"reading {protocol}:// needs a package that is not installed: {first_line(error)} "
-            f"(the one for s3://: {install_command('data')})"
+            f"(the one for s3://: {install_command('s3')})"
         ) from error
     except ValueError as error:
         raise UserError(f"input {url}: fsspec does not support {protocol}:// ({first_line(error)})") from error
