@@ -34,6 +34,7 @@ from kerple.positional.p_rope import PRope
 from kerple.positional.per_layer import PerLayer
 from kerple.positional.randomized import OPTIONS as RANDOM_OPTIONS
 from kerple.positional.registry import (
+    PluginError,
     build,
     build_layers,
     load_plugin,
@@ -83,6 +84,7 @@ __all__ = [
     "NoPositions",
     "PRope",
     "PerLayer",
+    "PluginError",
     "PositionalMethod",
     "PositionsExceeded",
     "Rotary",

@@ -18,6 +18,11 @@ from kerple.positional.base import ModelShape, PositionalMethod
 
 _METHODS: dict[str, type[PositionalMethod]] = {}
 
+
+class PluginError(ValueError):
+    """A file or module does not exist, or registers no positional method."""
+
+
 Method = TypeVar("Method", bound=type[PositionalMethod])
 
 
@@ -80,20 +85,20 @@ def build_layers(name: str, shape: ModelShape, **options: Any) -> list[Positiona
 def load_plugin(path_or_module: str | Path) -> None:
     """Import a file (`methods/mine.py`) or a module (`package.mine`) that registers methods.
 
-    Does nothing if it is already loaded. Raises ValueError if it does not exist or registers no new method.
+    Does nothing if it is already loaded. Raises PluginError if it does not exist or registers no new method.
     """
     text = str(path_or_module)
     before = set(_METHODS)
     if text.endswith(".py"):
         path = Path(text).resolve()
         if not path.is_file():
-            raise ValueError(f"positional plugin {text!r}: no such file")
+            raise PluginError(f"{text}: no such file")
         name = f"positional_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
         if name in sys.modules:
             return
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
-            raise ValueError(f"positional plugin {text!r}: cannot be imported")
+            raise PluginError(f"{text}: cannot be imported")
         module = importlib.util.module_from_spec(spec)
         # As for a normal import, so that its classes can be pickled and inspected.
         sys.modules[name] = module
@@ -110,8 +115,8 @@ def load_plugin(path_or_module: str | Path) -> None:
         try:
             importlib.import_module(text)
         except ModuleNotFoundError as error:
-            raise ValueError(
-                f"positional plugin {text!r}: cannot be imported ({error}); give the path of a .py file, or a module"
+            raise PluginError(
+                f"{text}: cannot be imported ({error}); give the path of a .py file, or a module"
             ) from error
     if set(_METHODS) == before:
-        raise ValueError(f"positional plugin {text!r} registers no new method; decorate its class with @register(name)")
+        raise PluginError(f"{text}: registers no new method; decorate its class with @register(name)")

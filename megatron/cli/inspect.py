@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="checkpoint to compare with")
     parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(argv)
     folders = [folder for folder in (options.directory, options.other) if folder is not None]
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if options.accept:
         accept(steps[0])
-    descriptions = [describe_with_config(step) for step in steps]
+    descriptions = [describe_with_config(step, options.pos_emb_module) for step in steps]
     report: dict[str, Any] = descriptions[0]
     if options.other is not None:
         changes = differences(descriptions[0], descriptions[1], *steps)
@@ -65,10 +66,10 @@ def accept(step: Path) -> None:
     write_manifest_of_folder(step, iteration_of(step))
 
 
-def describe_with_config(step: Path) -> dict[str, Any]:
+def describe_with_config(step: Path, pos_emb_module: str | None = None) -> dict[str, Any]:
     """`describe`, with the positional parameters if the checkpoint has a usable configuration."""
     try:
-        config = checkpoint_config(step)
+        config = checkpoint_config(step, {"pos_emb_module": pos_emb_module} if pos_emb_module else None)
     except CheckpointError as error:
         return {**describe(step), "configuration": str(error)}
     return describe(step, ModelSettings.from_config(config, embedding_rows(open_layers(step, [0]), step)))

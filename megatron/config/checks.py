@@ -152,14 +152,20 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
     if model.pos_emb_module is not None:
         try:
             positional.load_plugin(model.pos_emb_module)
+        except positional.PluginError as error:
+            yield f"pos_emb_module {shortened(str(error))}"
+            return
         except Exception as error:  # the module is the user's own code
             yield f"pos_emb_module {shortened(model.pos_emb_module)}: {type(error).__name__}: {first_line(error)}"
             return
     names = sorted(positional.registered_names())
     if model.pos_emb not in names:
-        nearest = difflib.get_close_matches(model.pos_emb, names, n=3, cutoff=0.4)
-        hint = f"nearest: {', '.join(nearest)}; known: " if nearest else "known: "
-        yield f'pos_emb "{model.pos_emb}" is not a known method; {hint}{", ".join(names)}'
+        nearest = difflib.get_close_matches(model.pos_emb, names, n=3, cutoff=0.0)
+        yield (
+            f'pos_emb "{model.pos_emb}" is not a known method; nearest: {", ".join(nearest)}. The file of your own '
+            "method must be named each time: --set pos-emb-module=FILE (for kerple convert and inspect, "
+            "--pos-emb-module FILE)"
+        )
         return
     try:
         with torch.device("meta"):  # checks the options without allocating memory

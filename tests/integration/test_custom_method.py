@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from kerple.positional import registry
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.cli.evaluate import main as evaluate
+from megatron.cli.inspect import main as inspect
 from megatron.config import Config
 from megatron.inference import load_model
 from megatron.training.loop import train
@@ -46,7 +47,7 @@ class SquareRoot(PositionalMethod):
 '''
 
 
-def test_a_custom_method(tmp_path, data_path, monkeypatch):
+def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     path = tmp_path / "square_root.py"
     path.write_text(METHOD)
@@ -66,6 +67,13 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch):
         ("test_square_root (floor 0.02)", 64),
     ]
     assert all(0 < row["loss"] < 10 for row in rows)
+
+    with monkeypatch.context() as patch:
+        patch.delitem(registry._METHODS, "test_square_root")
+        inspect([str(folder)])
+        assert "--pos-emb-module FILE" in capsys.readouterr().out
+    inspect([str(folder), "--pos-emb-module", str(path)])
+    assert "pos-emb         test_square_root" in capsys.readouterr().out
 
     model, config = load_model(folder, overrides={"pos_emb_module": str(path)})
     to_hugging_face(model, config, tmp_path / "hf", report=lambda _: None)

@@ -161,5 +161,5 @@ def test_invalid_plugins_are_rejected(tmp_path, monkeypatch, name, text, message
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"positional plugin '{name}'.*{message}"):
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
         load_plugin(name)

@@ -30,8 +30,14 @@ from megatron.config import Config, UserError
             {"model-parallel-size": 2, "padded_vocab_size": 129},
             "padded_vocab_size 129 is not divisible by model_parallel_size 2",
         ),
-        ({"pos-emb": "kerple_logg"}, 'pos_emb "kerple_logg" is not a known method; nearest: kerple_log'),
-        ({"pos-emb": "zzz"}, 'pos_emb "zzz" is not a known method; known: .*alibi.*rotary'),
+        (
+            {"pos-emb": "kerple_logg"},
+            'pos_emb "kerple_logg" is not a known method; nearest: kerple_log, ',
+        ),
+        (
+            {"pos-emb": "zzz"},
+            'pos_emb "zzz" is not a known method; nearest: (\\w+, ){2}\\w+\\. .*--set pos-emb-module=FILE',
+        ),
         ({"pos-emb": "rotary", "pos-emb-options": {"fraction": 2.0}}, "pos_emb rotary: .*fraction"),
         (
             {"pos-emb": "kerple_power__ap", "attention-backend": "sdpa"},
@@ -62,7 +68,7 @@ from megatron.config import Config, UserError
             "pos_emb per_layer: .*did you mean rotary",
         ),
         ({"pos-emb": "dape", "model-parallel-size": 2}, "pos_emb dape computes the scores of all heads together"),
-        ({"pos-emb-module": "no/such/file.py"}, "pos_emb_module no/such/file.py: "),
+        ({"pos-emb-module": "no/such/file.py"}, "pos_emb_module no/such/file.py: no such file"),
         ({"pos-emb-module": "no_such_module_anywhere"}, "pos_emb_module no_such_module_anywhere: "),
         (
             {"pos-emb": "learned", "max-position-embeddings": 8},
