@@ -1,5 +1,6 @@
-# GPU image. NVIDIA apex is built from source. It is optional: without it, PyTorch's fused optimizer is used.
-#   docker build -t kerple-neox .
+# GPU image. It has not been built or run yet: tests only check that the files named here exist.
+# NVIDIA apex is built from source. It is optional: without it, PyTorch's fused optimizer is used.
+#   docker build --build-arg COMMIT=$(git describe --always --dirty --abbrev=40 --exclude='*') -t kerple-neox .
 #   docker run --gpus all --shm-size=8g -v "$PWD/data:/workspace/data" -v "$PWD/runs:/workspace/runs" -it kerple-neox
 # The CUDA version must be that of the PyTorch build: apex checks this.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
@@ -33,6 +34,10 @@ RUN if [ "$APEX" = 1 ]; then \
 
 WORKDIR /workspace
 COPY requirements requirements
-RUN cd requirements && DS_BUILD_OPS=0 pip install -r core.txt -r train.txt -r report.txt -r tracking.txt -r gpu.txt
+RUN cd requirements && DS_BUILD_OPS=0 pip install -r core.txt -r train.txt -r data.txt -r report.txt -r eval.txt \
+      -r tracking.txt -r gpu.txt
 COPY . .
+# .git is not copied. Results name this commit.
+ARG COMMIT=
+ENV KERPLE_COMMIT=${COMMIT}
 CMD ["bash"]

@@ -2,28 +2,42 @@
 
 import os
 import platform
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from megatron.utils.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INFO = Path("/proc/cpuinfo")
+# Set in the Dockerfile: the image contains no git repository.
+COMMIT_VARIABLE = "KERPLE_COMMIT"
 
 
 @cache
 def commit() -> str | None:
-    """The commit of this project's working tree, followed by -dirty if files were changed; None if it is not a git
-    working tree.
+    """The commit of this project's working tree, followed by -dirty if files were changed. Without a git working tree,
+    for example in a container, the value of the environment variable KERPLE_COMMIT; None if it is not set.
+
+    Raises UserError if KERPLE_COMMIT is not the hash of a commit.
     """
+    # git also searches the parent folders, which may be a working tree of another project.
+    if not (ROOT / ".git").exists():
+        value = os.environ.get(COMMIT_VARIABLE, "")
+        if value and not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", value):
+            raise UserError(
+                f"{COMMIT_VARIABLE}={value!r} is not a commit; set it to the output of `git rev-parse HEAD`"
+            )
+        return value or None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # git also searches the parent folders, which may be a working tree of another project.
-    return result.stdout.strip() if result.returncode == 0 and (ROOT / ".git").exists() else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def machine() -> str:

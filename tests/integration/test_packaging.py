@@ -8,6 +8,8 @@ from packaging.requirements import Requirement
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
 
+from megatron.utils.environment import COMMIT_VARIABLE
+
 ROOT = Path(__file__).parents[2]
 IMAGE = (ROOT / "Dockerfile").read_text()
 
@@ -61,6 +63,7 @@ def test_files_in_the_dockerfile_exist_and_are_not_ignored():
     assert copied == ["requirements", "."]
     assert all((ROOT / name).exists() and name not in ignored for name in copied)
     assert [name for name in re.findall(r"requirements/\S+", IMAGE) if not (ROOT / name).is_file()] == []
+    assert f"ENV {COMMIT_VARIABLE}=${{COMMIT}}" in IMAGE
     # No folder that the image needs is ignored.
     assert not {"requirements", "megatron", "configs", "tools", "tests", "docs", "benchmarks"} & set(ignored)
 

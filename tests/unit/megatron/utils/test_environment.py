@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from megatron.utils import environment
+from megatron.utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def no_cache():
+def no_cache(monkeypatch):
+    monkeypatch.delenv("KERPLE_COMMIT", raising=False)
     environment.commit.cache_clear()
     yield
     environment.commit.cache_clear()
@@ -54,6 +56,22 @@ def test_without_git_there_is_no_commit(monkeypatch):
 
     monkeypatch.setattr(environment.subprocess, "run", run)
     assert environment.commit() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("", None), ("0123abc", "0123abc"), ("0" * 40 + "-dirty", "0" * 40 + "-dirty")]
+)
+def test_without_a_working_tree_the_commit_is_that_of_the_variable(value, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setenv("KERPLE_COMMIT", value)
+    assert environment.commit() == expected
+
+
+def test_a_variable_that_is_not_a_commit_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setenv("KERPLE_COMMIT", "main")
+    with pytest.raises(UserError, match="KERPLE_COMMIT='main' is not a commit"):
+        environment.commit()
 
 
 def test_the_machine_is_the_gpu_or_the_processor(monkeypatch):
