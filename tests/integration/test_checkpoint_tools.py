@@ -134,8 +134,12 @@ def test_continued_pretraining_with_another_method(tmp_path, capsys):
     log = capsys.readouterr().out
     assert "the checkpoint's positional parameters are not used; those of kerple_log are new" in log
     assert "curriculum_learning: length 32 from iteration 2" in log
-    evaluate_main(["--checkpoint", run, "--lengths", "32", "256", "--tokens", "512"])
-    assert "kerple_log full non-overlapping at 256: perplexity" in capsys.readouterr().err
+    corpus = [f"data_path={tmp_path}/data_text_document", "split=2,1,0"]
+    options = ["--lengths", "32", "256", "--tokens", "512", "--compare-with", "kerple_log", "--set", *corpus]
+    evaluate_main(["--checkpoint", ours, run, "--output", str(tmp_path / "results"), *options])
+    lines = capsys.readouterr().err
+    assert "rotary (fraction 0.25) full non-overlapping at 256: perplexity" in lines
+    assert "kerple_log full non-overlapping at 256: perplexity" in lines
 
 
 def test_an_imported_folder_is_evaluated_and_generates(tmp_path):

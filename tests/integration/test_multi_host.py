@@ -243,7 +243,7 @@ def test_sbatch(command, cluster, tmp_path, data_path, expected_losses):
     output.write_text("")
     job = cluster.run_in(tmp_path, ["sbatch", "--parsable", "job.sh"]).communicate()[0].strip()
     wait_for(lambda: "iteration 5/" in output.read_text())
-    # What Slurm does at --signal=TERM@120, before the time limit.
+    # What Slurm does at --signal=TERM@300, before the time limit.
     cluster.run_in(tmp_path, ["scancel", "--signal=TERM", job]).wait()
     wait_for_none(tmp_path)
     assert "received a signal to stop" in output.read_text()
