@@ -93,7 +93,7 @@ class ExperimentSettings:
 
 
 DECODER_SETTINGS = ExperimentSettings(
-    steps=2000,
+    steps=1500,
     batch=64,
     learning_rate=2e-3,
     train_longest=64,
