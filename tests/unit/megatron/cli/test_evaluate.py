@@ -486,7 +486,7 @@ def test_a_random_range_that_is_too_short_has_a_note(rotary, tmp_path):
             "option fraction of pos_emb rotary cannot be changed .* can: scaling, ",
         ),
         ("rotary", ["pos-emb-options.scaling=cubic"], "scaling 'cubic' is unknown"),
-        ("kerple", ["pos-emb-options.bias=log"], "pos_emb kerple cannot be changed after training .* can: none"),
+        ("kerple", ["pos-emb-options.bias=log"], "pos_emb kerple cannot be changed after training .* can: random"),
     ],
 )
 def test_options_that_change_the_weights_are_rejected(pos_emb, words, message, data, tmp_path):
