@@ -82,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         has_data = not missing_data([run])
         for words in run.evaluation:
             check_run(words, run.config, place, has_data=has_data)
+    missing = missing_data(runs)
+    if options.write_slurm is not None or options.dry_run:
+        for prefix in missing:
+            console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
     if options.write_slurm is not None:
         script = array_script(_command(options), sweep, options.slurm_tasks, options.slurm_options)
         sweep.output.mkdir(parents=True, exist_ok=True)  # for the logs of the tasks
@@ -89,11 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"start it with: sbatch {options.write_slurm}", highlight=False, markup=False)
         return 0
     devices = _select_devices(options, runs)
-    missing = missing_data(runs)
     if options.dry_run:
         _print_plan(console, sweep, runs, devices, options.rate)
-        for prefix in missing:
-            console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
         return 0
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")

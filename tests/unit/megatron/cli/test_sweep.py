@@ -12,7 +12,8 @@ def test_dry_run_changes_nothing(sweep):
     assert "about 12s of training at 256 tokens/s each" in output  # 2 runs of 6 steps of 256 tokens
     assert not (sweep.folder / "out").exists()
     (sweep.folder / "text_document.idx").unlink()
-    assert "text_document.idx (create it with prepare_data.py)" in sweep("--dry-run", write=False)
+    for option in ("--dry-run", f"--write-slurm={sweep.folder / 'sweep.sh'}"):
+        assert sweep(option, write=False).count("text_document.idx (create it with prepare_data.py)") == 1
 
 
 def test_errors_before_anything_is_started(sweep, monkeypatch):
