@@ -12,6 +12,7 @@ from megatron.utils.errors import UserError
 
 # DeepSpeed and GPT-NeoX read this hostfile if none is given, or the one that DLTS_HOSTFILE names.
 DEFAULT_HOSTFILE = "/job/hostfile"
+MOCK_HOSTFILE = "/mock_path"  # in GPT-NeoX's configs; it does not exist
 
 # MPICH and the MPI libraries derived from it.
 HYDRA_LAUNCHERS = ("mvapich", "mpich", "impi")
@@ -55,8 +56,7 @@ def find_resources(config: Config) -> Resources:
     if hostfile is None and Path(default).is_file():
         hostfile = default
     needs_hostfile = launcher.num_nodes > 1 or launcher.force_multi or launcher.launcher != "pdsh"
-    if hostfile is not None and not needs_hostfile and not Path(hostfile).exists():
-        # GPT-NeoX's configs name "/mock_path".
+    if hostfile == MOCK_HOSTFILE and not needs_hostfile and not Path(hostfile).exists():
         print(f"deepy: hostfile {hostfile} does not exist; using only this machine, as GPT-NeoX does", flush=True)
         hostfile = None
     if hostfile is not None:

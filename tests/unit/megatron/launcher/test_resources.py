@@ -61,13 +61,15 @@ def test_this_machine_with_gpus(gpus):
             find_resources(make_config(**keys))
 
 
-def test_a_missing_hostfile_means_this_machine(gpus, capsys):
+def test_a_missing_hostfile(gpus, capsys):
     gpus(2)
     assert find_resources(make_config(hostfile="/mock_path")).slots == {"localhost": [0, 1]}
     assert capsys.readouterr().out.startswith("deepy: hostfile /mock_path does not exist; using only this machine")
     for keys in ({"num_nodes": 2}, {"force_multi": True}, {"launcher": "slurm"}):
         with pytest.raises(UserError, match="hostfile /mock_path: No such file or directory"):
             find_resources(make_config(hostfile="/mock_path", **keys))
+    with pytest.raises(UserError, match="hostfile nowhere: No such file or directory"):
+        find_resources(make_config(hostfile="nowhere"))
 
 
 def test_visible_devices_are_respected(gpus):
