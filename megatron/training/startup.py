@@ -155,8 +155,7 @@ def checkpoint_bytes(config: Config, padded_vocab_size: int) -> tuple[int, str]:
     if not config.checkpoint.no_save_optim:
         tensors = config.optimizer.spec.state_per_element + (dtype != torch.float32)  # master weights
         optimizer = int(parameters * tensors * torch.float32.itemsize)
-    description = f"{parameters:,} parameters: weights {_readable(weights)}, optimizer {_readable(optimizer)}"
-    return weights + optimizer, description
+    return weights + optimizer, f"weights {_readable(weights)}, optimizer {_readable(optimizer)}"
 
 
 def _count_saves(config: Config, start: int) -> int:

@@ -76,7 +76,7 @@ def test_a_full_disk(tmp_path, data_path, nothing_is_built, free):
     free(1_000_000)
     message = (
         r"save: .*checkpoints has 1.00 MB of free space, but training needs 1.40 MB for 2 checkpoints of about 0.70 MB "
-        r"\(58,240 parameters: weights 0.23 MB, optimizer 0.47 MB\); free some space"
+        r"\(weights 0.23 MB, optimizer 0.47 MB\); free some space"
     )
     with pytest.raises(UserError, match=message):
         train(Config.from_flat(training_settings(tmp_path, data_path)))
@@ -218,7 +218,7 @@ def test_the_number_of_checkpoints_that_must_fit(keep, existing, needed, tmp_pat
     free(needed * size)
     startup.check_space(config, 512, 10 * existing, lines.append)
     (line,) = lines
-    assert line.startswith(f"checkpoints: {10 - existing} up to iteration 100, about 0.70 MB each (58,")
+    assert line.startswith(f"checkpoints: {10 - existing} up to iteration 100, about 0.70 MB each (weights ")
     assert line.endswith(f"only about {needed} of them fit: set keep_last_n_checkpoints") == (keep is None)
     free(needed * size - 1)
     with pytest.raises(UserError, match=rf"for {needed} checkpoint"):
