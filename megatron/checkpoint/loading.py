@@ -8,6 +8,7 @@ from megatron.checkpoint.configuration import checkpoint_config, model_differenc
 from megatron.checkpoint.directory import (
     STATE_FILE,
     find_damage,
+    find_step,
     find_valid_step,
     has_checkpoint,
     iteration_of,
@@ -80,6 +81,52 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
             f"finetune: the checkpoint's positional parameters are not used; those of {config.model.pos_emb} are new"
         )
     return step
+
+
+def check_save_folder(config: Config, padded_vocab_size: int) -> None:
+    """Raises CheckpointError if `save` already contains checkpoints of another model than the configured one.
+
+    If the run resumes from `save`, `locate_checkpoint` compares the models.
+    """
+    settings = config.checkpoint
+    save = settings.save
+    if save is None or not has_checkpoint(save) or (settings.load == save and not settings.finetune):
+        return
+    try:
+        step = find_step(save)
+    except CheckpointError:  # `latest` is damaged, so it is not known what the folder contains
+        return
+    try:
+        check_sizes(step, ModelSettings.from_config(config, padded_vocab_size), positional=False)
+    except CheckpointError as error:
+        problem = str(error)
+    else:
+        try:
+            problem = "; ".join(model_differences(_saved_config(step, config), config))
+        except CheckpointError:  # the checkpoint has no usable configuration
+            return
+    if problem:
+        raise CheckpointError(
+            f"save: {save} already contains checkpoints of another model: {problem}. Choose another folder"
+        )
+
+
+def continued_finetuning(config: Config) -> Config | None:
+    """The configuration that resumes the run which `finetune` has started in `save`; None if there is none.
+
+    If `save` is also `load`, its checkpoints may be those to start from. The configuration in the latest one tells
+    whether finetuning saved it.
+    """
+    settings = config.checkpoint
+    if not settings.finetune or settings.save is None or not has_checkpoint(settings.save):
+        return None
+    if settings.load is not None and Path(settings.load) == Path(settings.save):
+        try:
+            if not _saved_config(find_step(settings.save), config).checkpoint.finetune:
+                return None
+        except CheckpointError:
+            return None
+    return config.updated(load=settings.save, finetune=False, iteration=None)
 
 
 def _saved_config(step: Path, config: Config) -> Config:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from megatron.checkpoint.directory import has_checkpoint, iteration_of
-from megatron.checkpoint.loading import load_checkpoint, locate_checkpoint
+from megatron.checkpoint.loading import check_save_folder, continued_finetuning, load_checkpoint, locate_checkpoint
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
@@ -94,17 +94,25 @@ class Trainer:
         check_machine(config, layout, vocab_size)
         load, save = config.checkpoint.load, config.checkpoint.save
         self.lock: Lock | None = None
+        resumed: Config | None = None
         if save is not None and self.last_iteration > 0:
             self.lock = lock_save_folder(save, resources, force=force_lock)
-        checkpoint = locate_checkpoint(config, layout, vocab_size, logger.info)
+            check_save_folder(config, vocab_size)
+            resumed = continued_finetuning(config)
+        if resumed is not None:
+            logger.info(
+                f"finetune: save: {save} already contains checkpoints of this run, which resumes from them; to start "
+                f"again from load: {load}, choose another folder"
+            )
+        source = resumed or config  # of the weights
+        checkpoint = locate_checkpoint(source, layout, vocab_size, logger.info)
         if checkpoint is None and self.last_iteration == 0:
             problem = f"load: {load} contains no checkpoint" if load else "load is not set"
             raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
-        if save is not None and save != load and has_checkpoint(save):
-            resume = f". To resume that run, set load={save} finetune=false" if config.checkpoint.finetune else ""
-            logger.info(f"save: {save} already contains checkpoints of another run; this run adds to them{resume}")
+        if save is not None and save != source.checkpoint.load and has_checkpoint(save):
+            logger.info(f"save: {save} already contains checkpoints of another run; this run adds to them")
         if self.lock is not None:
-            start = 0 if checkpoint is None or config.checkpoint.finetune else iteration_of(checkpoint)
+            start = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
             check_space(config, vocab_size, start, logger.info)
         datasets = self._build_datasets(tokenizer)
         self.curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
@@ -117,7 +125,7 @@ class Trainer:
             f"({config.model.pos_emb}); vocabulary {tokenizer.vocab_size:,} padded to {vocab_size:,}; "
             f"{config.precision.dtype}"
         )
-        self.state = load_checkpoint(self.engine, config, checkpoint, logger.info)
+        self.state = load_checkpoint(self.engine, source, checkpoint, logger.info)
         self.engine.project()
 
         data_order = self.state.data_order if datasets.train is None else datasets.train.order

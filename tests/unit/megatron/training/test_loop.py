@@ -122,11 +122,34 @@ def test_finetuning_loads_only_the_weights(tmp_path, data_path, capsys):
     first, finetuned = metrics(tmp_path / "first"), metrics(tmp_path / "finetuned")
     assert list(finetuned) == [1, 2, 3, 4, 5, 6]
     assert finetuned[1] < first[1] - 0.5
-    trained(tmp_path / "finetuned", data_path, **keys, train_iters=1, eval_iters=0)
-    save = tmp_path / "finetuned/checkpoints"
-    assert f"To resume that run, set load={save} finetune=false" in capsys.readouterr().out
     with pytest.raises(UserError, match="finetune"):
         trained(tmp_path / "none", data_path, load=str(tmp_path / "nothing"), finetune=True)
+
+
+@pytest.mark.parametrize("folder", ["first", "finetuned"])
+def test_the_same_command_resumes_finetuning(folder, tmp_path, data_path, capsys):
+    """Also if it saves to the folder of the checkpoint that it starts from."""
+    trained(tmp_path / "first", data_path, eval_iters=0, save_interval=6)
+    keys = {"load": str(tmp_path / "first/checkpoints"), "finetune": True, "iteration": 6, "eval_iters": 0}
+    trained(tmp_path / folder, data_path, **keys, train_iters=2)
+    assert "finetune: weights from" in capsys.readouterr().out
+    trained(tmp_path / folder, data_path, **keys, train_iters=4)
+    output = capsys.readouterr().out
+    assert output.count("already contains checkpoints of this run, which resumes from them") == 1
+    assert "global_step2: iteration 2, 16 samples read" in output
+    assert "finetune: weights from" not in output
+
+
+@pytest.mark.parametrize("keys", [{"load": None}, {"finetune": True}])
+def test_two_models_cannot_save_to_one_folder(keys, tmp_path, data_path):
+    trained(tmp_path / "first", data_path, train_iters=1, eval_iters=0)
+    trained(tmp_path / "second", data_path, train_iters=1, eval_iters=0, pos_emb="none")
+    load, save = (str(tmp_path / name / "checkpoints") for name in ("first", "second"))
+    message = r"save: .*second.*of another model: pos_emb none in the checkpoint, kerple_log here. Choose another"
+    with pytest.raises(CheckpointError, match=message):
+        trained(tmp_path / "second", data_path, **{"load": load, "save": save, **keys})
+    with pytest.raises(CheckpointError, match=r"of another model: .*layer_00.* Choose another folder"):
+        trained(tmp_path / "second", data_path, hidden_size=64, pos_emb="none", load=None)
 
 
 def test_iteration_selects_the_checkpoint(tmp_path, data_path):
