@@ -95,6 +95,11 @@ class Measurements:
         rows = self.frame[(self.frame["setting"] == setting) & (self.frame["method"] == method)]
         return rows.groupby("length")["value"].agg(["mean", "std"]).dropna(subset="mean")
 
+    def by_seed(self, setting: Setting, method: Method) -> DataFrame:
+        """The values with a row per length, ascending, and a column per seed; NaN if there is none."""
+        rows = self.frame[(self.frame["setting"] == setting) & (self.frame["method"] == method)].dropna(subset="value")
+        return rows.pivot(index="length", columns="seed", values="value").sort_index()
+
     def select(self, settings: Iterable[Setting], methods: Iterable[Method] | None = None) -> "Measurements":
         """The values of these settings, and of these methods only."""
         rows = self.frame["setting"].isin(list(settings))

@@ -201,13 +201,19 @@ def _symlog_distance(axes: Axes, base: int = 10) -> None:
 
 
 def effective_length_figure(
-    lengths: Mapping[str, Sequence[int]], *, model: str, name: str, limit: int = LIMIT
+    lengths: Mapping[str, Sequence[int]],
+    *,
+    model: str,
+    name: str,
+    limit: int = LIMIT,
+    numbers: Mapping[str, int] | None = None,
 ) -> ReportFigure:
     """The cumulative number of heads by effective length.
 
     Args:
         lengths: label -> effective lengths of all heads (of all layers, if the layers differ).
         limit: the effective length of heads whose bias never falls below the threshold.
+        numbers: those of the line styles by label (default: in order).
     """
     below = (
         f"{label}: {sum(length < limit for length in head_lengths)} of {len(head_lengths)} heads below {limit:,}"
@@ -220,16 +226,23 @@ def effective_length_figure(
         "length of a head is the smallest distance with a bias below -2. If a line ends below the number of heads, the "
         f"effective lengths of the remaining heads are larger than {limit:,} tokens.",
         "; ".join(below),
-        partial(effective_length_plot, lengths, limit),
+        partial(effective_length_plot, lengths, limit, numbers=numbers),
     )
 
 
-def effective_length_plot(lengths: Mapping[str, Sequence[int]], limit: int, style: Style = SCREEN) -> Figure:
+def effective_length_plot(
+    lengths: Mapping[str, Sequence[int]],
+    limit: int,
+    style: Style = SCREEN,
+    *,
+    numbers: Mapping[str, int] | None = None,
+) -> Figure:
     figure, (axes,) = new_figure(style)
     for index, (label, head_lengths) in enumerate(lengths.items()):
         ends = sorted(length for length in head_lengths if length < limit)
         distances, counts = [0, *ends, limit], [*range(len(ends) + 1), len(ends)]
-        axes.step(distances, counts, where="post", label=label, **{**line_style(style, index), "marker": None})
+        looks = {**line_style(style, index if numbers is None else numbers[label]), "marker": None}
+        axes.step(distances, counts, where="post", label=label, **looks)
     _symlog_distance(axes)
     axes.set_xlim(0, limit)
     axes.set_ylim(0, max(map(len, lengths.values())) * 1.04)

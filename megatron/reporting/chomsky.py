@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.tasks import TASKS
 from megatron.reporting.formatting import best_texts, format_mean
-from megatron.reporting.style import COLORS, LINE_STYLES, SCREEN, Style, legend_above, new_figure
+from megatron.reporting.published import line_numbers
+from megatron.reporting.style import SCREEN, Style, legend_above, line_style, new_figure
 from megatron.reporting.tables import Cell, Row, Table
 
 
@@ -39,15 +40,15 @@ def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings, styl
     tasks = _tasks_of(results)
     methods = list(dict.fromkeys(result["pos_emb"] for result in results))
     figure, panels = new_figure(style, len(tasks), style.columns(len(tasks)), sharex=True, sharey=True)
-    handles = {}
+    numbers, handles = line_numbers({method: method for method in methods}), {}
     for axes, task in zip(panels, tasks, strict=True):
-        for index, method in enumerate(methods):
+        for method in methods:
             seeds = [r["accuracies"] for r in results if (r["task"], r["pos_emb"]) == (task, method)]
             if seeds:
                 lengths = [int(length) for length in seeds[0]]
                 means = [100 * statistics.fmean(seed[str(length)] for seed in seeds) for length in lengths]
-                color, dashes = COLORS[index % len(COLORS)], LINE_STYLES[index % len(LINE_STYLES)]
-                (handles[method],) = axes.plot(lengths, means, label=method, color=color, linestyle=dashes)
+                looks = {**line_style(style, numbers[method]), "marker": None}
+                (handles[method],) = axes.plot(lengths, means, label=method, **looks)
         axes.axhline(100 / TASKS[task].classes, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
         axes.set_title(task.replace("_", " "), loc="left")
         axes.set_ylim(0, 102)

@@ -1,7 +1,7 @@
 """Context utilization: tables and figures of what models gain from the context beyond k tokens."""
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, 
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_difference, slug
 from megatron.reporting.paper_tables import setting_title
-from megatron.reporting.published import display_name, published
+from megatron.reporting.published import display_name, line_numbers, published
 from megatron.reporting.style import (
     SCREEN,
     Style,
@@ -55,6 +55,8 @@ def context_tables(records: Iterable[AnyRecord]) -> list[Table]:
 
 def context_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     """A figure per setting and length: the difference by k, a line per method and mode."""
+    records = list(records)
+    pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
     figures = []
     for (setting, length), (gains, notes) in _gains(records).items():
         measured = {method: by_context for method, by_context in gains.items() if by_context}
@@ -66,18 +68,25 @@ def context_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
                     f"Context utilization at length {length:,}: {setting_title(setting)}",
                     f"Loss with k tokens of context minus that of the same tokens with {length:,}. Bands: {notes[0]}",
                     f"Line plot of the difference of the loss by tokens of context for {names}.",
-                    partial(context_plot, measured, setting.train_length),
+                    partial(context_plot, measured, setting.train_length, pos_embs=pos_embs),
                 )
             )
     return figures
 
 
-def context_plot(gains: Mapping[Method, Mapping[int, Gain]], train_length: int | None, style: Style = SCREEN) -> Figure:
+def context_plot(
+    gains: Mapping[Method, Mapping[int, Gain]],
+    train_length: int | None,
+    style: Style = SCREEN,
+    *,
+    pos_embs: Sequence[str] = (),
+) -> Figure:
     """One line per method and mode, with a band of ± the error."""
     figure, (axes,) = new_figure(style)
     handles: list[Any] = []
-    for line, (method, by_context) in enumerate(gains.items()):
-        looks, contexts = line_style(style, line), list(by_context)
+    numbers = line_numbers({display_name(method): method.pos_emb for method in gains}, pos_embs)
+    for method, by_context in gains.items():
+        looks, contexts = line_style(style, numbers[display_name(method)]), list(by_context)
         means, errors = zip(*by_context.values(), strict=True)
         handles += axes.plot(contexts, means, label=display_name(method), zorder=3, **looks)
         band(axes, contexts, means, [error or 0.0 for error in errors], looks["color"])

@@ -1,8 +1,5 @@
-"""The figures of evaluation results: perplexity by length and by position, and passkey accuracy."""
+"""The figures of evaluation results: perplexity by length, and passkey accuracy."""
 
-import itertools
-import math
-import statistics
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
+from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of
 from megatron.reporting.formatting import slug
 from megatron.reporting.paper_tables import setting_title
-from megatron.reporting.published import corpus_name, display_name, published
+from megatron.reporting.published import corpus_name, display_name, line_numbers, published
 from megatron.reporting.style import (
     GRAY,
     SCREEN,
@@ -32,9 +29,10 @@ from megatron.reporting.style import (
     new_figure,
     panel_title,
     render,
+    seeds,
+    seeds_caption,
     thousands,
 )
-from megatron.utils.errors import UserError
 
 LOG_AXIS_RATIO = 4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
 ZOOM_RATIO = 1.5  # lines within this ratio of the smallest perplexity are then shown enlarged in a second panel
@@ -72,16 +70,20 @@ class ReportFigure:
 
 
 def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
-    """Perplexity by length: a figure per corpus, model size, training length and protocol."""
+    """Perplexity by length: a figure per corpus, model size, training length and protocol. The methods are in the order
+    of the tables.
+    """
+    pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
+    order = {method: index for index, method in enumerate(published("kerple-3").ordered(map(Method, pos_embs)))}
+    records = sorted(records, key=lambda record: order[Method(method_of(record).pos_emb)])
     perplexities, errors = perplexity_measurements(records)
     figures = []
     for setting in perplexities.settings:
         group = perplexities.select([setting])
         trained = f", trained at length {setting.train_length}" if setting.train_length else ""
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
-        if group.num_seeds > 1:
-            caption += f" Lines: mean; bands: ± one standard deviation, over {group.num_seeds} seeds."
-        elif errors.select([setting]).frame["value"].notna().any():
+        caption += seeds_caption(group.num_seeds)
+        if group.num_seeds == 1 and errors.select([setting]).frame["value"].notna().any():
             caption += " Bands: ± one standard error over documents."
         names = ", ".join(map(display_name, group.methods))
         figure = ReportFigure(
@@ -89,7 +91,9 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
             corpus_name(setting.corpus) + trained,
             caption,
             f"Line plot of perplexity by sequence length for {names}.",
-            partial(perplexity_plot, group, errors, name=lambda pos_emb: display_name(Method(pos_emb))),
+            partial(
+                perplexity_plot, group, errors, name=lambda pos_emb: display_name(Method(pos_emb)), pos_embs=pos_embs
+            ),
         )
         figures.append(figure)
     return figures
@@ -112,21 +116,24 @@ def perplexity_plot(
     *,
     name: Callable[[str], str] = str,
     title: str = "",
+    pos_embs: Iterable[str] = (),
 ) -> Figure:
     """One line per method and a panel per mode; a single method has one line per mode instead.
 
-    The bands are one standard deviation over the seeds, or with one seed, one standard error over documents. If large
-    values make the axis logarithmic, a second panel shows the lowest lines on a linear axis.
+    `seeds` draws the spread over the seeds. With one seed, bands are one standard error over documents. If large values
+    make the axis logarithmic, a second panel shows the lowest lines on a linear axis. The legend has the order of the
+    measurements.
 
     Args:
         name: the label of a `pos-emb`.
+        pos_embs: see `line_numbers`.
     """
     curves = {line: perplexities.curve(*line) for line in perplexities.lines}
     curves = {line: curve for line, curve in curves.items() if len(curve)}
     labels = {line: _labels(*line, list(curves), name) for line in curves}
     if any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
         labels = {line: (", ".join(filter(None, parts)), "") for line, parts in labels.items()}
-    methods = list(dict.fromkeys(label for label, _ in labels.values()))
+    numbers = line_numbers({labels[line][0]: line[1].pos_emb for line in curves}, pos_embs)
     ranges: dict[str, list[tuple[float, float]]] = {}
     for line, curve in curves.items():
         ranges.setdefault(labels[line][1], []).append((curve["mean"].min(), curve["mean"].max()))
@@ -143,17 +150,15 @@ def perplexity_plot(
             label, line_mode = labels[line]
             if line_mode != mode:
                 continue
-            looks, x, mean = line_style(style, methods.index(label)), curve.index.tolist(), curve["mean"].tolist()
+            looks, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
-            deviation = curve["std"]
-            if deviation.isna().all():
-                deviation = errors.curve(*line)["mean"].reindex(curve.index)
-            if deviation.any():
-                band(axes, x, mean, deviation.fillna(0.0).tolist(), looks["color"])
+            seeds(axes, style, perplexities.by_seed(*line), looks["color"])
+            if curve["std"].isna().all():
+                error = errors.curve(*line)["mean"].reindex(curve.index)
+                if error.any():
+                    band(axes, x, mean, error.fillna(0.0).tolist(), looks["color"])
     figure.supxlabel("sequence length (tokens)")
-    # The legend lists the lines in the order of their right ends, from top to bottom.
-    ends = {labels[line][0]: curve["mean"].iloc[-1] for line, curve in reversed(curves.items())}
-    legend_above(figure, style, [handles[label] for label in sorted(methods, key=lambda label: -ends[label])], title)
+    legend_above(figure, style, [handles[label] for label in numbers], title)
     if not curves:
         axes = figure.axes[0]
         axes.text(0.5, 0.5, "no perplexity available", transform=axes.transAxes, ha="center", va="center")
@@ -211,96 +216,6 @@ def _labels(
             value = corpus_name(setting.corpus) if part == "corpus" else getattr(setting, part)
             modes.append(value or f"unknown {part}")
     return ", ".join(parts), ", ".join(modes)
-
-
-# -- perplexity by position -------------------------------------------------------------------------------------------
-
-# One seed's (bin edges, losses); there is one more edge than losses.
-PositionCurve = tuple[Sequence[float], Sequence[float | None]]
-
-
-def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
-    """KERPLE's Figures 5 and 7: perplexity by position, a figure per setting and length."""
-    curves: dict[tuple[Setting, int], dict[Method, list[PositionCurve]]] = {}
-    for record in records:
-        if record["kind"] == "positions":
-            by_method = curves.setdefault((setting_of(record), record["length"]), {})
-            by_method.setdefault(method_of(record), []).append((record["edges"], record["losses"]))
-    figures = []
-    for (setting, length), by_method in curves.items():
-        methods = published("kerple-3").ordered(by_method)
-        means = {method: mean_position_curve(by_method[method]) for method in methods}
-        num_seeds = max(map(len, by_method.values()))
-        caption = f"Perplexity by position in segments of {length:,} tokens, protocol {setting.protocol}"
-        caption += " (KERPLE, Figures 5 and 7)."
-        if num_seeds > 1:
-            caption += f" Lines: mean; bands: ± one standard deviation, over {num_seeds} seeds."
-        figure = ReportFigure(
-            f"positions-{setting.name}-{length}",
-            f"Perplexity by position at length {length:,}: {corpus_name(setting.corpus)}",
-            caption,
-            f"Line plot of perplexity by position for {', '.join(map(display_name, methods))}.",
-            partial(position_plot, means, length, setting.train_length),
-        )
-        figures.append(figure)
-    return figures
-
-
-# The centers of the bins; the mean perplexities and their standard deviations over the seeds (0 with one seed).
-MeanCurve = tuple[list[float], list[float], list[float]]
-
-
-def position_plot(
-    curves: Mapping[Method, MeanCurve], length: int, train_length: int | None, style: Style = SCREEN
-) -> Figure:
-    """One line per method and a panel per mode; a single method has one line per mode instead."""
-    pos_embs = list(dict.fromkeys(method.pos_emb for method in curves))
-    modes = sorted({method.mode for method in curves}, key=lambda mode: (mode != "full", mode))
-    several = len(pos_embs) > 1 and len(modes) > 1
-    ranges: dict[str, list[tuple[float, float]]] = {mode: [] for mode in (modes if several else [""])}
-    for method, (_, means, _) in curves.items():
-        # The first positions have a higher perplexity, and do not determine the scale.
-        if finite := [perplexity for perplexity in means if math.isfinite(perplexity)]:
-            ranges[method.mode if several else ""].append((min(finite), statistics.median(finite)))
-    figure, panels, _ = _mode_panels(style, ranges)
-    handles: dict[str, Any] = {}
-    for index, (axes, mode) in enumerate(panels):
-        for method, (centers, means, deviations) in curves.items():
-            if mode not in ("", method.mode):
-                continue
-            label = display_name(Method(method.pos_emb) if several else method)
-            color = modes.index(method.mode) if len(pos_embs) == 1 else pos_embs.index(method.pos_emb)
-            looks = line_style(style, color)
-            (handles[label],) = axes.plot(centers, means, label=label, markevery=0.1, zorder=3, **looks)
-            if any(deviations):
-                band(axes, centers, means, deviations, looks["color"])
-        thousands(axes)
-        axes.set_xlim(0, length)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-        if train_length and train_length < length:
-            mark_train_length(axes, style, train_length, label=index == 0)
-    figure.supxlabel("position in the segment (tokens)")
-    legend_above(figure, style, list(handles.values()))
-    return figure
-
-
-def mean_position_curve(curves: Sequence[PositionCurve]) -> MeanCurve:
-    """exp of each seed's loss, averaged over the seeds that have one.
-
-    Raises UserError if the seeds have different bins.
-    """
-    edges = list(curves[0][0])
-    if any(list(other_edges) != edges for other_edges, _ in curves):
-        raise UserError(
-            "losses by position: the seeds of one method have different bins; evaluate them with the same options"
-        )
-    centers = [(start + end) / 2 for start, end in itertools.pairwise(edges)]
-    means, deviations = [], []
-    for losses in zip(*(losses for _, losses in curves), strict=True):
-        values = [math.exp(min(loss, 700.0)) for loss in losses if loss is not None]
-        means.append(statistics.fmean(values) if values else math.nan)
-        deviations.append(statistics.stdev(values) if len(values) > 1 else 0.0)
-    return centers, means, deviations
 
 
 # -- passkey retrieval ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.length_tasks import LENGTH_TASKS
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, standard_error_of_mean
+from megatron.reporting.published import line_numbers
 from megatron.reporting.style import (
     SCREEN,
     Style,
@@ -80,18 +81,18 @@ def length_figure(results: Sequence[Result], settings: ExperimentSettings, style
     tasks, methods = _tasks_of(results), list(dict.fromkeys(result["pos_emb"] for result in results))
     columns = style.columns(2)
     figure, panels = new_figure(style, 2 * len(tasks), columns, sharey=True)
-    handles = {}
+    numbers, handles = line_numbers({method: method for method in methods}), {}
     for index, axes in enumerate(panels):
         task, curve = tasks[index // 2], (_by_length, _by_distance)[index % 2]
         ticks: set[int] = set()
-        for line, method in enumerate(methods):
+        for method in methods:
             seeds = [curve(result) for result in results if (result["task"], result["pos_emb"]) == (task, method)]
             x = sorted(set().union(*seeds))
             if not x:
                 continue
             ticks |= set(x)
             values = [[seed[point] for seed in seeds if point in seed] for point in x]
-            means, looks = list(map(statistics.fmean, values)), line_style(style, line)
+            means, looks = list(map(statistics.fmean, values)), line_style(style, numbers[method])
             (handles[method],) = axes.plot(x, means, label=method, **looks)
             band(axes, x, means, [standard_error_of_mean(point) for point in values], looks["color"])
         axes.axhline(100 * LENGTH_TASKS[task].guess, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))

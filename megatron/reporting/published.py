@@ -1,5 +1,6 @@
 """The results that the papers report, read from `published.yml`, and the names that the papers use."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -120,6 +121,28 @@ def display_name(method: Method, name: str | None = None) -> str:
         plain, options = _split_options(method.pos_emb)
         name = _names().get(plain, plain) + options
     return name if method.mode == "full" else f"{name}, {method.mode}"
+
+
+def line_numbers(labels: Mapping[str, str], pos_embs: Iterable[str] = ()) -> dict[str, int]:
+    """The number of the style of each line (see `line_style`). Methods in the papers' tables have the same number in
+    all figures. Other methods have the lowest numbers that are left, the same in all figures of a report.
+
+    Args:
+        labels: the label of each line -> its `pos-emb`. If a method has several lines, the first one has its number.
+        pos_embs: all methods of the report.
+    """
+    known = list(_names())
+    methods = dict.fromkeys([*pos_embs, *labels.values()])
+    numbers = {method: known.index(method) for method in methods if method in known}
+    free = (number for number in itertools.count() if number not in numbers.values())
+    numbers |= {method: next(free) for method in methods if method not in known}
+    free = (number for number in itertools.count() if number not in numbers.values())
+    result: dict[str, int] = {}
+    drawn: set[str] = set()
+    for label, method in labels.items():
+        result[label] = next(free) if method in drawn else numbers[method]
+        drawn.add(method)
+    return result
 
 
 def corpus_name(corpus: str | None) -> str:

@@ -10,9 +10,10 @@ The block between the two markers in the README of the project is replaced too.
 """
 
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,22 +22,23 @@ from typing import Any, cast
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
 from megatron.reporting.checkpoint_figures import effective_length_plot
 from megatron.reporting.claims import PROTOCOL, claims_table, evaluate_claims, has_several_runs, verdict_summary
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
-from megatron.reporting.figures import mean_position_curve, perplexity_measurements, perplexity_plot
+from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, format_number, slug
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
-from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
+from megatron.reporting.positions import Curves, curve_of, position_plot
+from megatron.reporting.published import corpus_name, corpus_rank, display_name, line_numbers, published
 from megatron.reporting.speed import benchmark_tables, read_benchmarks
 from megatron.reporting.style import (
+    GRAY,
     SCREEN,
+    SMALL,
     Style,
-    band,
     legend_above,
     length_ticks,
     line_style,
@@ -44,7 +46,8 @@ from megatron.reporting.style import (
     new_figure,
     panel_title,
     render,
-    thousands,
+    seeds,
+    seeds_caption,
 )
 from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, markdown
 from megatron.utils.errors import UserError
@@ -57,6 +60,7 @@ LOG = Method("kerple_log")
 MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
 POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
+MIN_PIXELS = 1200  # of the width of a figure
 MAX_LENGTHS = 6  # columns of the main table
 CORPUS_TEXTS = {
     "debian_c": "C source code of the Linux kernel (in place of GitHub)",
@@ -114,12 +118,14 @@ def texts(pages: Path) -> dict[Path, str]:
     results = evaluate_claims(records, times)
     tables = [table for table in perplexity_tables(records) if table.name.startswith("perplexity")]
     tables += [*difference_tables(records), *mode_table(records), *resolution_tables(records), *time_tables]
+    spread = seeds_caption(len({record["seed"] for record in records}))
     values = {
         "claims": _without_heading(claims_table(results)),
         "summary": verdict_summary(results),
         "several_runs": has_several_runs(results),
         "main": _without_heading(table) if (table := main_table(records)) else "",
         "runs": _runs(records),
+        "spread": f".{spread}" if spread else ", one seed.",
         "settings": _settings(records),
         "environments": _environments(records),
     }
@@ -141,30 +147,43 @@ def figures(pages: Path) -> dict[Path, bytes]:
     records = _read(pages)
     folder = pages / RECORDS
     drawings: dict[str, tuple[Callable[[Style], Figure], Style]] = {}
+    pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
+    numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
     if settings := _settings_of(records):
         full = [record for record in records if record["mode"] == "full"]
-        perplexities, errors = perplexity_measurements(sorted(full, key=lambda record: _rank(setting_of(record))))
+        perplexities, errors = perplexity_measurements(sorted(full, key=_order))
         main = perplexities.select(settings, MAIN_METHODS)
         drawings["main"] = partial(main_plot, main), _wide(len(main.settings))
         others = [method for method in perplexities.methods if method not in MAIN_METHODS]
         with_others = [setting for setting, method in perplexities.lines if method in others]
         for name, group in (("perplexity", main), ("other-methods", perplexities.select(with_others, [LOG, *others]))):
             if group.methods:
-                draw = partial(perplexity_plot, group, errors, name=lambda pos_emb: display_name(Method(pos_emb)))
+                draw = partial(
+                    perplexity_plot, group, errors, name=lambda name: display_name(Method(name)), pos_embs=pos_embs
+                )
                 drawings[name] = draw, SCREEN
     for length in sorted({record["length"] for record in records if record["kind"] == "positions"}):
         if curves := position_differences(records, length):
-            drawings[f"positions-{length}"] = partial(position_difference_plot, curves, length), _wide(len(curves))
+            draw = partial(
+                position_plot,
+                curves,
+                length,
+                settings[0].train_length,
+                pos_embs=pos_embs,
+                label="loss minus that of log with a window",
+            )
+            drawings[f"positions-{length}"] = draw, _wide(len(curves))
     for setting in settings:
         lengths: dict[str, list[int]] = {}
-        for record in records:
+        for record in sorted(records, key=_order):
             own = record["kind"] == "effective_length" and record["corpus"] == setting.corpus
             if own and method_of(record) in MAIN_METHODS and record["effective_lengths"]:
                 heads = lengths.setdefault(display_name(method_of(record)), [])
                 heads += [length for layer in record["effective_lengths"] for length in layer]
         if lengths:
             limit = max(record["length"] for record in records if record["kind"] == "effective_length")
-            drawings[slug("effective-lengths", setting.corpus)] = partial(effective_length_plot, lengths, limit), SCREEN
+            draw = partial(effective_length_plot, lengths, limit, numbers=numbers)
+            drawings[slug("effective-lengths", setting.corpus)] = draw, SCREEN
     return {folder / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
 
 
@@ -262,7 +281,8 @@ def _run_name(record: AnyRecord) -> str:
 
 def _wide(panels: int) -> Style:
     """The style of figures with one panel per corpus, side by side."""
-    return Style(width=min(9.5, 2.3 + 2.4 * panels), size=10.0, dpi=160)
+    width = min(9.5, 2.3 + 2.4 * panels)
+    return Style(width=width, size=10.0, dpi=max(160, math.ceil(MIN_PIXELS / width)))
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -270,14 +290,17 @@ def _wide(panels: int) -> Style:
 
 def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
     """Perplexity by length, a panel per corpus that contains the lines of all methods whose perplexity does not rise by
-    more than half from the shortest to the longest length. Other lines leave the panels.
+    more than half from the shortest to the longest length. Other lines leave the panels; a text names those that are
+    completely above the panel.
     """
     columns = style.columns(len(perplexities.settings))
     figure, panels = new_figure(style, len(perplexities.settings), columns, sharex=True)
+    numbers = line_numbers({display_name(method): method.pos_emb for method in MAIN_METHODS})
     handles: dict[str, Any] = {}
     for axes, setting in zip(panels, perplexities.settings, strict=True):
         curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
         curves = {method: curve for method, curve in curves.items() if len(curve)}
+        above: list[str] = []
         low = min(curve["mean"].min() for curve in curves.values())
         stable = [mean for curve in curves.values() if (mean := curve["mean"]).iloc[-1] <= 1.5 * mean.iloc[0]]
         high = max((mean.max() for mean in stable), default=low)
@@ -286,11 +309,22 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
         if setting.train_length is not None:
             mark_train_length(axes, style, setting.train_length, label=False)  # lines would cross the label
         for method, curve in curves.items():
-            looks, label = line_style(style, MAIN_METHODS.index(method)), display_name(method)
-            x, mean = curve.index.tolist(), curve["mean"].tolist()
-            (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
-            if curve["std"].any():
-                band(axes, x, mean, curve["std"].fillna(0.0).tolist(), looks["color"])
+            label = display_name(method)
+            looks = line_style(style, numbers[label])
+            if curve["mean"].min() > axes.get_ylim()[1]:
+                above.append(label)
+                continue
+            (handles[label],) = axes.plot(curve.index, curve["mean"], label=label, zorder=3, **looks)
+            seeds(axes, style, perplexities.by_seed(setting, method), looks["color"])
+        if above:
+            axes.text(
+                *(1, 1, f"above: {', '.join(above)}"),
+                transform=axes.transAxes,
+                ha="right",
+                va="top",
+                fontsize=SMALL * style.size,
+                color=GRAY,
+            )
         panel_title(axes, style, columns, corpus_name(setting.corpus))
     figure.supxlabel("sequence length (tokens); dashed: training length")
     figure.supylabel("perplexity")
@@ -299,53 +333,21 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
     return figure
 
 
-# Corpus -> label -> (centers of the bins, mean difference, standard deviation over the seeds).
-PositionDifferences = Mapping[Setting, Mapping[str, tuple[list[float], list[float], list[float]]]]
-
-
-def position_differences(records: Iterable[AnyRecord], length: int) -> PositionDifferences:
-    """The loss by position minus that of log with a window of the training length, whose text is the same."""
-    losses: dict[tuple[Setting, Method], dict[int | None, AnyRecord]] = {}
+def position_differences(records: Iterable[AnyRecord], length: int) -> dict[str, Curves]:
+    """For each corpus, the loss by position minus that of log with a window of the training length."""
+    losses: dict[Setting, dict[Method, dict[int | None, AnyRecord]]] = {}
     for record in records:
         if record["kind"] == "positions" and record["length"] == length and record["losses"]:
-            losses.setdefault((setting_of(record), method_of(record)), {})[record["seed"]] = record
-    result: dict[Setting, dict[str, tuple[list[float], list[float], list[float]]]] = {}
-    for setting in dict.fromkeys(setting for setting, _ in losses):
-        window = losses.get((setting, Method(LOG.pos_emb, f"window@{setting.train_length}")), {})
-        for method in POSITION_METHODS:
-            by_seed = losses.get((setting, method), {})
-            seeds = [seed for seed in by_seed if seed in window]
-            if seeds:
-                differences = [np.subtract(by_seed[seed]["losses"], window[seed]["losses"]) for seed in seeds]
-                centers, _, _ = mean_position_curve([(by_seed[seeds[0]]["edges"], by_seed[seeds[0]]["losses"])])
-                deviation = np.std(differences, axis=0, ddof=1) if len(seeds) > 1 else np.zeros(len(centers))
-                mean = np.mean(differences, axis=0)
-                result.setdefault(setting, {})[display_name(method)] = (centers, mean.tolist(), deviation.tolist())
-    return {setting: result[setting] for setting in sorted(result, key=_rank)}
-
-
-def position_difference_plot(curves: PositionDifferences, length: int, style: Style = SCREEN) -> Figure:
-    """A panel per corpus, a line per method; 0 is log with a window."""
-    columns = style.columns(len(curves), 20)
-    figure, panels = new_figure(style, len(curves), columns, sharex=True)
-    handles: dict[str, Any] = {}
-    for index, (axes, (setting, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
-        axes.axhline(0, color="#444444", linewidth=0.1 * style.size, zorder=1)
-        for number, (label, (centers, mean, deviation)) in enumerate(lines.items()):
-            looks = {**line_style(style, number), "marker": None}
-            (handles[label],) = axes.plot(centers, mean, label=label, zorder=3, **looks)
-            if any(deviation):
-                band(axes, centers, mean, deviation, looks["color"])
-        panel_title(axes, style, columns, corpus_name(setting.corpus))
-        thousands(axes)
-        axes.set_xlim(0, length)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-        if setting.train_length and setting.train_length < length:
-            mark_train_length(axes, style, setting.train_length, label=index == 0)
-    figure.supxlabel("position in the segment (tokens)")
-    figure.supylabel("loss minus that of log with a window")
-    legend_above(figure, style, list(handles.values()))
-    return figure
+            by_method = losses.setdefault(setting_of(record), {})
+            by_method.setdefault(method_of(record), {})[record["seed"]] = record
+    result: dict[str, Curves] = {}
+    for setting in sorted(losses, key=_rank):
+        by_method = losses[setting]
+        window = by_method.get(Method(LOG.pos_emb, f"window@{setting.train_length}"), {})
+        curves = {method: curve_of(by_method[method], window) for method in POSITION_METHODS if method in by_method}
+        if any(curve.shape[1] for curve in curves.values()):
+            result[corpus_name(setting.corpus)] = {method: c for method, c in curves.items() if c.shape[1]}
+    return result
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
@@ -371,6 +373,13 @@ def _runs(records: Sequence[AnyRecord]) -> str:
     methods = published("kerple-3").ordered(map(Method, counts))
     names = [display_name(method) + (f" {n}" if (n := counts[method.pos_emb]) > 1 else "") for method in methods]
     return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(names)}." if runs else ""
+
+
+def _order(record: AnyRecord) -> tuple[tuple[int, str], int]:
+    """By corpus, then with the methods of KERPLE's Table 3 first."""
+    method = Method(method_of(record).pos_emb)
+    number = MAIN_METHODS.index(method) if method in MAIN_METHODS else len(MAIN_METHODS)
+    return _rank(setting_of(record)), number
 
 
 def _rank(setting: Setting) -> tuple[int, str]:

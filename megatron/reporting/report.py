@@ -16,7 +16,7 @@ from megatron.reporting.checkpoint_figures import (
     effective_length_figure,
 )
 from megatron.reporting.context import context_figures, context_tables
-from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures, position_figures
+from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures
 from megatron.reporting.formatting import slug
 from megatron.reporting.html import Chapter, render_page
 from megatron.reporting.modes import mode_figures, mode_tables
@@ -27,7 +27,8 @@ from megatron.reporting.paper_tables import (
     perplexity_tables,
     resolution_tables,
 )
-from megatron.reporting.published import corpus_name, display_name
+from megatron.reporting.positions import position_figures
+from megatron.reporting.published import corpus_name, display_name, line_numbers
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
 from megatron.reporting.style import SCREEN, Style
 from megatron.reporting.summary import TITLE
@@ -147,7 +148,7 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
             tables=mode_tables(records),
             figures=mode_figures(records),
         ),
-        Chapter("positions", "Perplexity by position", figures=position_figures(records)),
+        Chapter("positions", "Loss by position", figures=position_figures(records)),
         Chapter(
             "context",
             "Context utilization",
@@ -216,8 +217,10 @@ def _checkpoint_figures(sources: Sources) -> tuple[list[ReportFigure], list[Repo
         head_lengths = recorded_lengths.get(_fingerprint(record)) or _effective_lengths(tables)
         if head_lengths:
             lengths.setdefault(setting, {})[name] = head_lengths
+    pos_embs = dict.fromkeys(method_of(record).pos_emb for record in sources.records)
+    numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
     length_figures = [
-        effective_length_figure(by_method, model=corpus_name(setting.corpus), name=setting.name)
+        effective_length_figure(by_method, model=corpus_name(setting.corpus), name=setting.name, numbers=numbers)
         for setting, by_method in lengths.items()
     ]
 

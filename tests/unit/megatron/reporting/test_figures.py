@@ -9,7 +9,6 @@ import pytest
 
 from megatron.reporting import figures
 from megatron.reporting.style import SCREEN
-from megatron.utils.errors import UserError
 from tests.support.records import passkey_record, record, seeds
 
 LENGTHS = (128, 256, 512)
@@ -37,11 +36,12 @@ def data(axes):
 
 
 def test_perplexity_by_length():
-    records = [*seeds("kerple_log", 512, [3.0, 3.4]), *seeds("kerple_log", 1024, [2.8, 3.0]), record("rpe", 512, 3.1)]
+    records = [*seeds("kerple_log", 512, [3.0, 3.4, 3.2]), *seeds("kerple_log", 1024, [2.8, 3.0, 2.9])]
+    records.append(record("rpe", 512, 3.1))
     (figure,) = figures.perplexity_figures([*records, record("rpe", 1024, None)])
     assert figure.name == "extrapolation-github-12x768-512-non-overlapping"
     assert figure.title == "GitHub, trained at length 512"
-    assert figure.caption.endswith("bands: ± one standard deviation, over 2 seeds.")
+    assert figure.caption.endswith("bands: ± one standard deviation, over 3 seeds.")
     drawn = figure.draw(SCREEN)
     (axes,) = drawn.axes
     lines = data(axes)
@@ -50,10 +50,10 @@ def test_perplexity_by_length():
     assert list(lines["T5"][0]) == [512], "a length without a value is left out"
     (band,) = axes.collections
     low, high = band.get_datalim(axes.transData).intervaly
-    deviation = np.std([3.0, 3.4], ddof=1)
-    assert (low, high) == (pytest.approx(2.9 - np.std([2.8, 3.0], ddof=1)), pytest.approx(3.2 + deviation))
+    deviation = np.std([3.0, 3.4, 3.2], ddof=1)
+    assert (low, high) == (pytest.approx(2.9 - np.std([2.8, 3.0, 2.9], ddof=1)), pytest.approx(3.2 + deviation))
     legend = [text.get_text() for text in drawn.legends[0].get_texts()]
-    assert legend == ["T5", "KERPLE (log)"], "from the highest right end to the lowest"
+    assert legend == ["KERPLE (log)", "T5"], "the order of the tables"
     assert figure.render(format="pdf")[:5] == b"%PDF-"
     image = matplotlib.image.imread(io.BytesIO(figure.render()))
     assert image.shape[0] > 500
@@ -89,6 +89,16 @@ def test_the_second_panel_enlarges_the_lowest_lines():
     assert 21 < high < 23
 
 
+def test_two_seeds_are_lines():
+    records = [*seeds("alibi", 128, [20.0, 22.0]), *seeds("alibi", 256, [21.0, 25.0]), record("rpe", 128, 20.0)]
+    (figure,) = figures.perplexity_figures(records)
+    (axes,) = figure.draw(SCREEN).axes
+    assert not axes.collections
+    thin = [list(line.get_ydata()) for line in axes.lines if line.get_label().startswith("_child")]
+    assert thin[-2:] == [[20.0, 21.0], [22.0, 25.0]]
+    assert figure.caption.endswith("Lines: mean of 2 seeds; thin lines: each seed.")
+
+
 def test_lines_differ_in_grayscale():
     (axes,) = plot(records_of({f"method {index}": (20, 19, 18) for index in range(7)})).axes
     lines = [line for line in axes.lines if line.get_label().startswith("method")]
@@ -111,7 +121,7 @@ def test_modes_are_panels_in_which_methods_look_the_same():
     ]
     assert len(looks) == 3
     assert len(set(looks)) == 1
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["rotary", "rpe", "alibi"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["rpe", "alibi", "rotary"]
 
 
 def test_modes_are_lines_if_there_is_one_method():
@@ -122,52 +132,12 @@ def test_modes_are_lines_if_there_is_one_method():
 
 def test_with_one_seed_the_band_is_the_standard_error():
     records = [record(name, length, 20.0, stderr=0.05) for name in ("alibi", "rpe") for length in (128, 256)]
-    records += [record("rpe", length, 22.0, 2, stderr=0.05) for length in (128, 256)]
+    records += [record("rpe", length, 22.0, seed, stderr=0.05) for length in (128, 256) for seed in (2, 3)]
     bands = [band.get_datalim(band.axes.transData).intervaly for band in plot(records).axes[0].collections]
-    deviation = math.sqrt(2)
-    np.testing.assert_allclose(bands, [(19.0, 21.0), (21 - deviation, 21 + deviation)])
+    deviation, mean = math.sqrt(4 / 3), 64 / 3
+    np.testing.assert_allclose(bands, [(19.0, 21.0), (mean - deviation, mean + deviation)])
     assert figures.perplexity_figures(records[:2])[0].caption.endswith("Bands: ± one standard error over documents.")
     assert "Bands" not in figures.perplexity_figures(TWO_METHODS)[0].caption
-
-
-def positions(mode: str, seed: int, losses: list[float], **keys: object) -> dict:
-    fields = {"kind": "positions", "edges": [0, 10, 20, 40], "losses": losses, "mode": mode}
-    return {**record("kerple_log", 40, None, seed), **fields, **keys}
-
-
-def test_perplexity_by_position():
-    records = [positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.2, 2.2, 1.2])]
-    records += [positions("window@10", 1, [3.0, 2.1, None]), positions("blockwise", 1, [3.0, 2.2, 1.5])]
-    (figure,) = figures.position_figures(records)
-    (axes,) = figure.draw(SCREEN).axes
-    lines = {line.get_label(): line for line in axes.lines}
-    x, y = lines["KERPLE (log)"].get_data()
-    assert list(x) == [5.0, 15.0, 30.0]
-    np.testing.assert_allclose(y, [(math.exp(a) + math.exp(a + 0.2)) / 2 for a in (3.0, 2.0, 1.0)])
-    x, y = lines["KERPLE (log), window@10"].get_data()
-    np.testing.assert_allclose(y, [math.exp(3.0), math.exp(2.1), math.nan])
-    assert lines["KERPLE (log)"].get_linestyle() != lines["KERPLE (log), window@10"].get_linestyle()
-    (band,) = axes.collections
-    low, high = band.get_datalim(axes.transData).intervaly
-    perplexities = [[math.exp(loss) for loss in losses] for losses in ([3.0, 3.2], [1.0, 1.2])]
-    assert high == pytest.approx(np.mean(perplexities[0]) + np.std(perplexities[0], ddof=1))
-    assert low == pytest.approx(np.mean(perplexities[1]) - np.std(perplexities[1], ddof=1))
-    assert figure.caption.endswith("Lines: mean; bands: ± one standard deviation, over 2 seeds.")
-
-
-def test_a_position_figure_per_protocol():
-    records = [positions("full", 1, [3.0, 2.0, 1.0], protocol=name) for name in ("non-overlapping", "last-k@16")]
-    assert [figure.name for figure in figures.position_figures(records)] == [
-        "positions-github-12x768-512-non-overlapping-40",
-        "positions-github-12x768-512-last-k-16-40",
-    ]
-
-
-def test_seeds_with_different_bins_are_rejected():
-    with pytest.raises(UserError, match="different bins"):
-        figures.position_figures(
-            [positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.0, 2.0], edges=[0, 20, 40])]
-        )
 
 
 def test_passkey_heat_maps():

@@ -7,7 +7,14 @@ import pytest
 
 from kerple.positional import registered_names
 from megatron.reporting.aggregate import Method, Setting
-from megatron.reporting.published import corpus_name, corpus_rank, display_name, published, published_tables
+from megatron.reporting.published import (
+    corpus_name,
+    corpus_rank,
+    display_name,
+    line_numbers,
+    published,
+    published_tables,
+)
 
 NUMBER = r"\d+(\.\d+)?"
 CELL = re.compile(rf"{NUMBER}( ± {NUMBER})?( †)?|OOM")
@@ -92,3 +99,11 @@ def test_order():
 def test_kerple_s_methods_are_registered():
     pos_embs = {method.pos_emb for number in (3, 4, 5, 6) for method in published(f"kerple-{number}").methods}
     assert pos_embs <= set(registered_names())
+
+
+def test_methods_have_the_same_style_in_all_figures():
+    first = line_numbers({"KERPLE (log)": "kerple_log", "ALiBi": "alibi", "mine": "mine"})
+    other = line_numbers({"ALiBi": "alibi", "ALiBi, window": "alibi"}, ["mine", "alibi", "kerple_log"])
+    assert first["ALiBi"] == other["ALiBi"] == 2
+    assert (first["KERPLE (log)"], first["mine"]) == (0, 1)
+    assert other["ALiBi, window"] == 3, "1 is that of another method of the report"

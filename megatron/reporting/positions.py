@@ -1,0 +1,157 @@
+"""The figures of the loss by position (KERPLE, Figures 5 and 7)."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from pandas import DataFrame
+
+from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
+from megatron.reporting.figures import ReportFigure
+from megatron.reporting.published import corpus_name, display_name, line_numbers, published
+from megatron.reporting.style import (
+    SCREEN,
+    Style,
+    legend_above,
+    line_style,
+    mark_train_length,
+    new_figure,
+    panel_title,
+    seeds,
+    seeds_caption,
+    thousands,
+)
+from megatron.utils.errors import UserError
+
+FAR = 1.0  # nats: lines with a larger median difference are left out, because the others would look alike
+
+PositionRecords = Mapping[int | None, AnyRecord]  # of one method, by seed
+Curves = Mapping[Method, DataFrame]  # a row per bin, indexed by its center, and a column per seed
+
+
+def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
+    """A figure per setting and length: the loss by position minus that of the first method in the order of the tables,
+    on the same text. The variation of the text, which all methods share, cancels. A single method has its perplexity.
+    """
+    records = list(records)
+    pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
+    groups: dict[tuple[Setting, int], dict[Method, dict[int | None, AnyRecord]]] = {}
+    for record in records:
+        if record["kind"] == "positions" and record["losses"]:
+            by_method = groups.setdefault((setting_of(record), record["length"]), {})
+            by_method.setdefault(method_of(record), {})[record.get("seed")] = record
+    figures = []
+    for (setting, length), by_method in groups.items():
+        first, *others = published("kerple-3").ordered(by_method)
+        found = {method: curve_of(by_method[method], by_method[first]) for method in others}
+        differences = {method: curve for method, curve in found.items() if curve.shape[1]}
+        what = "Perplexity"
+        notes = seeds_caption(max(map(len, by_method.values())))
+        curves: Curves = {first: np.exp(curve_of(by_method[first]).clip(upper=700.0))}
+        if others:
+            what = f"Loss (nats per token) minus that of {display_name(first)}"
+            notes += " The differences are those on the same text; below 0 is better."
+            near = {method: curve for method, curve in differences.items() if curve.mean(axis=1).abs().median() <= FAR}
+            curves = near or differences
+            if far := [display_name(method) for method in differences if method not in curves]:
+                notes += f" Not shown, with a median of more than {FAR:g} nat: {', '.join(far)}."
+            if unpaired := [display_name(method) for method in others if method not in differences]:
+                notes += f" Not shown, measured with other texts, bins or seeds: {', '.join(unpaired)}."
+        if not curves:
+            continue
+        figure = ReportFigure(
+            f"positions-{setting.name}-{length}",
+            f"{what.partition(' (')[0]} by position at length {length:,}: {corpus_name(setting.corpus)}",
+            f"{what} by position in segments of {length:,} tokens, protocol {setting.protocol} (KERPLE, Figures 5 and "
+            f"7).{notes}",
+            f"Line plot of the {what[0].lower() + what[1:]} by position for {', '.join(map(display_name, curves))}.",
+            partial(
+                position_plot,
+                _by_mode(curves),
+                length,
+                setting.train_length,
+                pos_embs=pos_embs,
+                label="perplexity" if not others else f"loss minus that of {display_name(first)}",
+            ),
+        )
+        figures.append(figure)
+    return figures
+
+
+def _by_mode(curves: Curves) -> dict[str, Curves]:
+    """A panel per mode; a single method has one panel, with a line per mode."""
+    modes = sorted({method.mode for method in curves}, key=lambda mode: (mode != "full", mode))
+    if len(modes) == 1 or len({method.pos_emb for method in curves}) == 1:
+        return {"": curves}
+    return {mode: {method: curve for method, curve in curves.items() if method.mode == mode} for mode in modes}
+
+
+def curve_of(records: PositionRecords, reference: PositionRecords | None = None) -> DataFrame:
+    """The loss by position, or the difference from the reference for the seeds that were measured on the same text in
+    the same bins: a row per bin, indexed by its center, and a column per seed.
+
+    Raises UserError if the seeds have different bins.
+    """
+    edges = list(next(iter(records.values()))["edges"])
+    if any(list(record["edges"]) != edges for record in records.values()):
+        raise UserError(
+            "losses by position: the seeds of one method have different bins; evaluate them with the same options"
+        )
+    columns = {}
+    for seed, record in records.items():
+        losses = np.array(record["losses"], dtype=float)
+        if reference is not None:
+            other = reference.get(seed)
+            if other is None or list(other["edges"]) != edges or other.get("targets") != record.get("targets"):
+                continue
+            losses = losses - np.array(other["losses"], dtype=float)
+        columns[seed] = losses
+    return DataFrame(columns, index=[(start + end) / 2 for start, end in itertools.pairwise(edges)])
+
+
+def position_plot(
+    panels: Mapping[str, Curves],
+    length: int,
+    train_length: int | None,
+    style: Style = SCREEN,
+    *,
+    label: str,
+    pos_embs: Sequence[str] = (),
+) -> Figure:
+    """A panel per title, in it a line per method. A mode that is the title of the panel is not repeated in the legend.
+
+    Args:
+        label: of the y axis.
+        pos_embs: see `line_numbers`.
+    """
+    columns = style.columns(len(panels), 20)
+    figure, all_axes = new_figure(style, len(panels), columns, sharex=True)
+    names = {
+        (title, method): display_name(Method(method.pos_emb) if method.mode == title else method)
+        for title, curves in panels.items()
+        for method in curves
+    }
+    numbers = line_numbers({name: method.pos_emb for (_, method), name in names.items()}, pos_embs)
+    handles: dict[str, Any] = {}
+    for index, (axes, (title, curves)) in enumerate(zip(all_axes, panels.items(), strict=True)):
+        if label != "perplexity":
+            axes.axhline(0, color="#444444", linewidth=0.1 * style.size, zorder=1)
+        for method, curve in curves.items():
+            name = names[title, method]
+            looks = {**line_style(style, numbers[name]), "marker": None}
+            (handles[name],) = axes.plot(curve.index, curve.mean(axis=1), label=name, zorder=3, **looks)
+            seeds(axes, style, curve, looks["color"])
+        panel_title(axes, style, columns, title)
+        thousands(axes)
+        axes.set_xlim(0, length)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        if train_length and train_length < length:
+            mark_train_length(axes, style, train_length, label=index == 0)
+    figure.supxlabel("position in the segment (tokens)")
+    figure.supylabel(label)
+    legend_above(figure, style, [handles[name] for name in numbers])
+    return figure

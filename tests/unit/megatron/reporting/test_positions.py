@@ -1,0 +1,68 @@
+"""Losses by position, read back from the axes."""
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron.reporting.positions import position_figures
+from megatron.reporting.style import SCREEN
+from megatron.utils.errors import UserError
+from tests.support.records import record
+
+
+def positions(mode: str, seed: int, losses: list[float], pos_emb: str = "kerple_log", **keys: object) -> dict:
+    fields = {"kind": "positions", "edges": [0, 10, 20, 40], "losses": losses, "mode": mode, "targets": "ab"}
+    return {**record(pos_emb, 40, None, seed), **fields, **keys}
+
+
+def drawn(records):
+    (figure,) = position_figures(records)
+    return figure, figure.draw(SCREEN).axes
+
+
+def test_differences_from_the_first_method():
+    records = [positions("full", seed, [3.0 + seed, 2.0, 1.0], "alibi") for seed in (1, 2, 3)]
+    records += [positions("full", seed, [3.0, 2.0, 0.9 + seed / 10]) for seed in (1, 2, 3)]
+    records.append(positions("full", 1, [9.0, 9.0, 9.0], "sinusoidal"))
+    records.append(positions("full", 1, [3.0, 2.0, 1.0], "rpe", targets="cd"))
+    figure, (axes,) = drawn(records)
+    (line,) = [line for line in axes.lines if line.get_label() == "ALiBi"]
+    assert list(line.get_xdata()) == [5.0, 15.0, 30.0]
+    np.testing.assert_allclose(line.get_ydata(), [2.0, 0.0, -0.1], atol=1e-12)
+    (band,) = axes.collections
+    np.testing.assert_allclose(band.get_datalim(axes.transData).intervaly, [-0.2, 3.0])
+    assert figure.title == "Loss by position at length 40: GitHub"
+    assert "over 3 seeds" in figure.caption
+    assert "Not shown, with a median of more than 1 nat: Sinusoidal." in figure.caption
+    assert figure.caption.endswith("Not shown, measured with other texts, bins or seeds: T5.")
+
+
+def test_a_single_method_has_its_perplexity_or_a_line_per_mode():
+    figure, (axes,) = drawn([positions("full", 1, [3.0, 2.0, 1.0])])
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), np.exp([3.0, 2.0, 1.0]))
+    assert figure.title.startswith("Perplexity by position")
+    _, (axes,) = drawn([positions(mode, 1, [3.0, 2.0, loss]) for mode, loss in (("full", 1.0), ("window@10", None))])
+    (line,) = [line for line in axes.lines if line.get_label() == "KERPLE (log), window@10"]
+    np.testing.assert_allclose(line.get_ydata(), [0.0, 0.0, math.nan])
+
+
+def test_modes_of_several_methods_are_panels():
+    records = [positions(mode, 1, [3.0, 2.0, 1.0], name) for mode in ("full", "window@10") for name in ("alibi", "rpe")]
+    _, axes = drawn(records)
+    assert [panel.get_title(loc="left") for panel in axes] == ["full", "window@10"]
+    colors = [{line.get_label(): line.get_color() for line in panel.lines} for panel in axes]
+    assert colors[0]["T5"] == colors[1]["T5"] != colors[1]["ALiBi"]
+
+
+def test_a_position_figure_per_protocol():
+    records = [positions("full", 1, [3.0, 2.0, 1.0], protocol=name) for name in ("non-overlapping", "last-k@16")]
+    assert [figure.name for figure in position_figures(records)] == [
+        "positions-github-12x768-512-non-overlapping-40",
+        "positions-github-12x768-512-last-k-16-40",
+    ]
+
+
+def test_seeds_with_different_bins_are_rejected():
+    with pytest.raises(UserError, match="different bins"):
+        position_figures([positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.0, 2.0], edges=[0, 20, 40])])
