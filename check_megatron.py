@@ -1,4 +1,5 @@
-"""Reports another package named `megatron` that hides this project's, and Ctrl-C during imports in one line.
+"""Reports another package named `megatron` that hides this project's, and in one line Ctrl-C during imports and missing
+packages.
 
 Every entry point imports this module first.
 
@@ -12,6 +13,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
+OWN_PACKAGES = ("kerple", "megatron", "tools", "tests", "check_megatron", "kerple_command")
+# The extra of pyproject.toml that each script needs, if it is not `all`.
+EXTRAS = {
+    "deepy": "train",
+    "train": "train",
+    "evaluate": "eval",
+    "generate": "eval",
+    "convert": "eval",
+    "inspect": "eval",
+    "import_release": "eval",
+    "prepare_data": "data",
+    "report": "report",
+}
+
 
 def find_foreign_megatron() -> Path | None:
     """The `__init__.py` of the package that `import megatron` would import, if it is not a namespace package."""
@@ -23,6 +38,14 @@ def report_exception(kind: type[BaseException], error: BaseException, trace: Tra
     """A `sys.excepthook`. After `run_main` has started, it handles all exceptions; importing torch takes seconds."""
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
+    elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in OWN_PACKAGES:
+        script = Path(sys.argv[0])
+        extra = EXTRAS.get(script.stem, "all")
+        print(
+            f"error: {script.name} needs the module {error.name}, which is not installed for {sys.executable}: run "
+            f"`make setup` and `source .venv/bin/activate`, or pip install '.[{extra}]'",
+            file=sys.stderr,
+        )
     else:
         sys.__excepthook__(kind, error, trace)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import check_megatron
+import kerple_command
 from megatron.config.command_line import OptionParser
 from tests.support.forks import fork_script
 
@@ -66,6 +67,19 @@ def test_benchmarks_have_help(script, tmp_path):
 def test_an_interrupt_during_imports_is_one_line(capsys):
     check_megatron.report_exception(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_missing_package_during_imports_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tools/report.py"])
+    for name, expected in (("scipy", True), ("megatron.absent", False)):
+        error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+        check_megatron.report_exception(ModuleNotFoundError, error, None)
+        message = capsys.readouterr().err
+        assert message.startswith("error: report.py needs the module scipy, which is not installed") is expected
+        assert ("pip install '.[report]'" in message) is expected
+    for script, extra in check_megatron.EXTRAS.items():
+        command = {"prepare_data": "prepare", "deepy": "train"}.get(script, script.replace("_", "-"))
+        assert extra == kerple_command.COMMANDS[command].extra
 
 
 def test_a_foreign_megatron_is_found_without_importing_it(foreign_megatron, monkeypatch):
