@@ -133,6 +133,12 @@ def find_notices(config: "Config") -> Iterator[str]:
             "use_bnb_optimizer with pos_emb learned: the position embeddings have no layer norm, unlike those of "
             "GPT-NeoX with this key (bitsandbytes' StableEmbedding)"
         )
+    schedule = config.schedule
+    if schedule.lr_decay_iters is not None and 0 < (schedule.train_iters or 0) < schedule.lr_decay_iters:
+        yield (
+            f"lr_decay_iters {schedule.lr_decay_iters:,} is above train_iters {schedule.train_iters:,}: training ends "
+            "before the learning rate has decayed; without lr_decay_iters, both end together"
+        )
     if model.use_qk_layernorm:
         yield (
             "use_qk_layernorm: each head is normalized, with separate weights for queries and keys; GPT-NeoX "

@@ -197,6 +197,13 @@ def test_positional_method_from_a_file(flat, write, monkeypatch):
     assert config.model.pos_emb == "only_in_this_test"
 
 
+def test_a_decay_that_ends_after_training_is_a_notice(flat):
+    keys = {**flat, "train_iters": 60}
+    (notice,) = Config.from_flat({**keys, "lr_decay_iters": 600}).notices
+    assert notice.startswith("lr_decay_iters 600 is above train_iters 60")
+    assert not Config.from_flat({**keys, "lr_decay_iters": 60}).notices
+
+
 def test_a_broken_positional_file_is_one_error(flat, write):
     path = write("broken.py", "def (:\n")
     with pytest.raises(UserError, match=r"pos_emb_module .*broken\.py: "):
