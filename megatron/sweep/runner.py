@@ -54,11 +54,14 @@ class Failure:
     log: Path
 
 
+EVALUATION_SHARE = 0.1
+
+
 class Display:
     """Progress of a sweep: a bar on a terminal, lines elsewhere. A context manager.
 
-    The time left is estimated from the iterations that this sweep has trained so far, including the time that its
-    evaluations took.
+    The percentage counts training steps, and the evaluation of a run as `EVALUATION_SHARE` of its steps. The time left
+    is estimated from the pace so far.
     """
 
     def __init__(self, runs: Sequence[SweepRun], statuses: Sequence[Status], console: Console):
@@ -66,9 +69,13 @@ class Display:
         self._finished = sum(status.state is State.FINISHED for status in statuses)
         self._failed = 0
         self._steps_left = {run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)}
-        self._steps_done = dict.fromkeys(self._steps_left, 0)
+        self._work_done = dict.fromkeys(self._steps_left, 0.0)
         self._refreshed_at = time.monotonic()
-        total = max(1, sum(self._steps_left.values()))
+        self._work = {
+            run.name: self._steps_left[run.name] + EVALUATION_SHARE * run.steps * (status.state is not State.FINISHED)
+            for run, status in zip(runs, statuses, strict=True)
+        }
+        total = max(1, sum(self._work.values()))
         self._progress = Progress("sweep", total, log_interval=LOG_INTERVAL, console=console)
 
     def __enter__(self) -> "Display":
@@ -83,17 +90,17 @@ class Display:
 
     def finished(self, run: SweepRun, seconds: float) -> None:
         self._finished += 1
-        self._steps_done[run.name] = self._steps_left[run.name]
+        self._work_done[run.name] = self._work[run.name]
         self.print(f"[{self._counts()}] {run.name}: finished in {readable_time(seconds)}")
 
     def finished_elsewhere(self, run: SweepRun) -> None:
         self._finished += 1
-        self._steps_done[run.name] = self._steps_left[run.name]
+        self._work_done[run.name] = self._work[run.name]
         self.print(f"[{self._counts()}] {run.name}: finished by another sweep process")
 
     def failed(self, failure: Failure) -> None:
         self._failed += 1
-        self._steps_done[failure.run.name] = self._steps_left[failure.run.name]
+        self._work_done[failure.run.name] = self._work[failure.run.name]
         self.print(
             f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} (exit status {failure.exit_status}); the "
             f"sweep continues. The last lines of {failure.log}:"
@@ -114,12 +121,12 @@ class Display:
             if job.task == "training":
                 iteration = run.logged_iteration()
                 trained = iteration - (run.steps - steps_left)
-                self._steps_done[run.name] = min(max(trained, 0), steps_left)
+                self._work_done[run.name] = min(max(trained, 0), steps_left)
                 text += f" ({iteration:,}/{run.steps:,})"
             elif job.task == "evaluation":
-                self._steps_done[run.name] = steps_left
+                self._work_done[run.name] = steps_left
             texts.append(text)
-        self._progress.update(sum(self._steps_done.values()), f"{self._counts()} runs | {', '.join(texts)}")
+        self._progress.update(sum(self._work_done.values()), f"{self._counts()} runs finished | {', '.join(texts)}")
 
     def _counts(self) -> str:
         return f"{self._finished}/{self._total}" + (f", {self._failed} failed" if self._failed else "")
