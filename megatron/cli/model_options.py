@@ -121,9 +121,8 @@ def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path
     for folder in folders:
         if has_checkpoint(folder) or options.iteration is not None:
             return [folder]
-    raise UserError(
-        f"{' and '.join(map(str, folders))}: contains no checkpoint (no file `latest`); train a model first"
-    )
+    names = " and ".join(map(str, dict.fromkeys(folders)))
+    raise UserError(f"no checkpoint in {names} (no file `latest`); train a model first")
 
 
 def _find_step(folder: str | Path, iteration: int | None, fallback: bool) -> Path:

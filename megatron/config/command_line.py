@@ -100,7 +100,8 @@ def integer(lowest: int, highest: int = MAX_INT) -> Callable[[str], int]:
             value = lowest - 1
         if not lowest <= value <= highest:
             limits = f"of at least {lowest:,}" if highest == MAX_INT else f"from {lowest:,} to {highest:,}"
-            raise argparse.ArgumentTypeError(f"must be an integer {limits}, not {shortened(text)!r}")
+            hint = "; separate several values with spaces" if re.fullmatch(r"\d+(,\d+)+,?", text) else ""
+            raise argparse.ArgumentTypeError(f"must be an integer {limits}, not {shortened(text)!r}{hint}")
         return value
 
     return parse

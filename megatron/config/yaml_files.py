@@ -150,7 +150,7 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
                     return candidate
         if path.exists():
             raise UserError(f"{path} is not a regular file")
-        folders = [place.parent for place in paths if place.parent.is_dir()]
+        folders = list(dict.fromkeys(place.parent for place in paths if place.parent.is_dir()))
         if not folders:
             raise UserError(f"{path}: no such file, and no folder {path.parent}")
         names = sorted({file.name for folder in folders for file in folder.iterdir() if file.suffix in ENDINGS})
@@ -158,7 +158,8 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
         raise UserError(f"{shortened(str(path))}: {getattr(error, 'strerror', None) or error}") from error
     name_with_ending = path.name if path.suffix in ENDINGS else path.name + ENDINGS[0]
     nearest = difflib.get_close_matches(name_with_ending, names, n=3)
-    hint = f"nearest: {', '.join(nearest)}" if nearest else f"{folders[0]} contains {len(names)} YAML files"
+    searched = " and ".join(str(folder.resolve()) for folder in folders)
+    hint = f"nearest: {', '.join(nearest)}" if nearest else f"searched {searched}, which have {len(names)} YAML files"
     raise UserError(f"{path}: no such file; {hint}")
 
 

@@ -48,7 +48,7 @@ ID_TYPE_CODES = {dtype: code for code, dtype in ID_TYPES.items()}
 _VALIDATION_BLOCK = 1 << 20
 _TOKEN_BLOCK = 1 << 22
 
-_BUILD_COMMANDS = "prepare_data.py or tools/datasets/preprocess_data.py"
+_BUILD_COMMANDS = "kerple prepare (prepare_data.py) or tools/datasets/preprocess_data.py"
 _REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
 
 
@@ -189,6 +189,11 @@ def find_files(prefix: str | Path) -> tuple[Path, Path]:
         else:
             nearby = sorted(path.stem for path in binary.parent.glob("*.idx") if not path.stem.endswith(".partial"))
             hint = f"datasets in that folder: {', '.join(nearby[:5])}" if nearby else f"build it with {_BUILD_COMMANDS}"
+            if not Path(prefix).is_absolute():
+                hint += (
+                    ". The path is that of the configuration (with --checkpoint, of the run that saved it), relative "
+                    f"to the working folder, {Path.cwd()}; --set data-path=PREFIX names another"
+                )
         raise UserError(f"no data at {prefix}: {' and '.join(str(path) for path in missing)} missing; {hint}")
     return binary, index
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.command_line import TRACEBACK_VARIABLE, OptionParser, extract_overrides, option_name, run_main
+from megatron.config.command_line import (
+    TRACEBACK_VARIABLE,
+    OptionParser,
+    extract_overrides,
+    integer,
+    option_name,
+    run_main,
+)
 from megatron.config.yaml_files import parse_override
 from megatron.utils.errors import UserError
 
@@ -32,6 +39,13 @@ def parser() -> OptionParser:
 def test_dashes_and_underscores_are_the_same(parser, words, method):
     options = getattr(parser, method)(words)
     assert (options.query_chunk, options.own_word, options.files) == (3, ["a_b", "c"], [])
+
+
+def test_integers_with_commas():
+    with pytest.raises(argparse.ArgumentTypeError, match=r"not '128,512'; separate several values with spaces"):
+        integer(1, 1000)("128,512")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"not '2000'$"):
+        integer(1, 1000)("2000")
 
 
 def test_values_and_unknown_options_are_unchanged(parser):

@@ -149,7 +149,7 @@ def test_missing_file(write, tmp_path):
         load_config(["smal_bf16"], tmp_path)
     with pytest.raises(UserError, match="no such file, and no folder"):
         load_config(["a.yml"], tmp_path / "nowhere")
-    with pytest.raises(UserError, match="contains 1 YAML files"):
+    with pytest.raises(UserError, match=f"searched {tmp_path}, which have 1 YAML files"):
         load_config(["qqqqqq"], tmp_path)
 
 

@@ -54,8 +54,12 @@ def _edit(path, offset, content):
 def test_both_missing(tmp_path, pair):
     with pytest.raises(UserError, match=r"absent.bin and .*absent.idx missing; datasets in that folder: pair$"):
         open_indexed_files(tmp_path / "absent")
-    with pytest.raises(UserError, match=r"missing; build it with prepare_data.py or tools/datasets/preprocess_data.py"):
+    with pytest.raises(
+        UserError, match=r"missing; build it with kerple prepare .prepare_data.py. or tools/datasets/preprocess_data.py"
+    ):
         open_indexed_files(tmp_path / "nowhere" / "absent")
+    with pytest.raises(UserError, match=r"relative to the working folder, /.*--set data-path=PREFIX"):
+        open_indexed_files("nowhere/absent")
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx"])
