@@ -128,53 +128,56 @@ def configuration(name: str, prefix: Path) -> str:
     return f"""\
 # Written by `kerple init {name}` for {train:,} tokens of training text and this machine: {machine()}.
 # configs/neox_arguments.md describes every key. Train with: kerple train {name}.yml pos_emb/kerple_log.yml
-{{
-  # The model. The positional method comes from a second file (pos_emb/*.yml).
-  "num-layers": {size.layers},
-  "hidden-size": {size.hidden},
-  "num-attention-heads": {size.heads},
-  "norm": "layernorm",
-  "no-weight-tying": true,
-  # Sequences are short in training; evaluation is up to {lengths[-1] // size.length} times as long.
-  "seq-length": {size.length},
-  "max-position-embeddings": {size.length},
-  # {_PRECISION[bf16, on_gpu]}
-  "precision": "{"bfloat16" if bf16 else "fp32"}",
+# The model. The positional method comes from a second file (pos_emb/*.yml).
+num-layers: {size.layers}
+hidden-size: {size.hidden}
+num-attention-heads: {size.heads}
+norm: layernorm
+no-weight-tying: true
+# Sequences are short in training; evaluation is up to {lengths[-1] // size.length} times as long.
+seq-length: {size.length}
+max-position-embeddings: {size.length}
+# {_PRECISION[bf16, on_gpu]}
+precision: {"bfloat16" if bf16 else "fp32"}
 
-  # The text, divided into training, validation and test.
-  "data-path": "{prefix.as_posix()}",
-  "split": "{SPLIT}",
-  "tokenizer-type": "HFTokenizer",
-  "vocab-file": "{(prefix.parent / "tokenizer.json").as_posix()}",
-  "num-workers": 0,
+# The text, divided into training, validation and test.
+data-path: "{prefix.as_posix()}"
+split: "{SPLIT}"
+tokenizer-type: HFTokenizer
+vocab-file: "{(prefix.parent / "tokenizer.json").as_posix()}"
+num-workers: 0
 
-  # {steps:,} steps of {step_tokens:,} tokens read the training text {epochs:.2g} times.
-  "train-iters": {steps},
-  "lr-decay-iters": {steps},
-  "train_batch_size": {size.batch},
-  "optimizer": {{"type": "Adam", "params": {{"lr": {size.lr}, "betas": [0.9, 0.999], "eps": 1.0e-8}}}},
-  "lr-decay-style": "cosine",
-  "warmup": 0.01,
-  "gradient_clipping": 1.0,
-  "weight-decay": 0.0,
-  "hidden-dropout": 0.0,
-  "attention-dropout": 0.0,
+# {steps:,} steps of {step_tokens:,} tokens read the training text {epochs:.2g} times. The learning rate
+# decays until the last one, unless lr-decay-iters is set. Keys with underscores are DeepSpeed's.
+train-iters: {steps}
+train_batch_size: {size.batch}
+optimizer:
+  type: Adam
+  params:
+    lr: {size.lr}
+    betas: [0.9, 0.999]
+    eps: 1.0e-8
+lr-decay-style: cosine
+warmup: 0.01
+gradient_clipping: 1.0
+weight-decay: 0.0
+hidden-dropout: 0.0
+attention-dropout: 0.0
 
-  # Validation and checkpoints. After an interruption, the same command continues from the last checkpoint.
-  "seed": 1234,
-  "log-interval": {max(1, steps // 20)},
-  "eval-interval": {max(1, steps // 4)},
-  "eval-iters": 10,
-  "save-interval": {max(1, steps // 4)},
-  "keep-last-n-checkpoints": 1,
-  "save": "{folder}/checkpoints",
-  "load": "{folder}/checkpoints",
-  "log-dir": "{folder}/logs",
+# Validation and checkpoints. After an interruption, the same command continues from the last checkpoint.
+seed: 1234
+log-interval: {max(1, steps // 20)}
+eval-interval: {max(1, steps // 4)}
+eval-iters: 10
+save-interval: {max(1, steps // 4)}
+keep-last-n-checkpoints: 1
+save: "{folder}/checkpoints"
+load: "{folder}/checkpoints"
+log-dir: "{folder}/logs"
 
-  # Evaluation: the lengths, and how many tokens of the validation text to score at each.
-  "evaluation-lengths": {lengths},
-  "eval-tokens": {scored},
-}}
+# Evaluation: the lengths, and how many tokens of the validation text to score at each.
+evaluation-lengths: {lengths}
+eval-tokens: {scored}
 """
 
 

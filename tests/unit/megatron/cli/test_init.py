@@ -46,6 +46,10 @@ def test_files(dataset, tmp_path, capsys):
     config = load_config(["mytext.yml", "pos_emb/kerple_log.yml"])
     text = (tmp_path / "mytext.yml").read_text()
     train_tokens = int(re.search(r"for ([\d,]+) tokens of training text", text)[1].replace(",", ""))
+    assert "{\n" not in text
+    assert '"num-layers"' not in text
+    assert config.schedule.lr_decay_iters is None  # the decay ends with training
+    assert config.optimizer.lr == 2e-3
     steps = config.schedule.train_iters
     assert steps == min(600, 4 * train_tokens // 2048)
     assert config.data.split == "80,10,10"
