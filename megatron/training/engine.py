@@ -113,8 +113,8 @@ class Engine:
             raise UserError(f"enable_cuda_graph needs a GPU, but training runs on {layout.device.type}; remove the key")
         if self.zero_stage != config.optimizer.zero_stage:
             report(
-                f"zero_optimization.stage: 0 with {config.precision.dtype} runs as stage 1 "
-                "(same arithmetic; the optimizer state is partitioned among replicas)"
+                f"ZeRO stage 1 is used instead of 0, because training is in {config.precision.dtype} "
+                "(zero_optimization.stage; same arithmetic, the optimizer state is partitioned among replicas)"
             )
         optimizer, description = configure_optimizer(config, self.model)
         report(f"optimizer: {description}")

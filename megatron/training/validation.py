@@ -109,7 +109,10 @@ class ExtrapolationCurves:
         self._text = Text(torch.cat(rows), row=common + 1) if rows else None
         for line in text.sample_lines("extrapolation", pieces):
             logger.info(line)
-        logger.info(f"extrapolation: measured every {training.eval_interval:,} iterations")
+        logger.info(
+            f"extrapolation: measured every {training.eval_interval:,} iterations, on these tokens at every length; "
+            "the validation loss is of other samples of the validation text, so it differs"
+        )
 
     def measure(self, engine: Engine, iteration: int) -> None:
         """Log the mean loss (in nats) and the perplexity at each length. A collective."""
