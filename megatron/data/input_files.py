@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, cast
 
 from megatron.utils.errors import UserError, first_line, install_command, visible
 from megatron.utils.files import open_file
+from megatron.utils.progress import readable_size
 
 _FORMATS = {
     ".jsonl": "lines",
@@ -121,7 +122,7 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
             files += _remote_files(name, suffixes) if "://" in name else _local_files(Path(name), suffixes)
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
             raise UserError(f"cannot read input {name}: {getattr(error, 'strerror', None) or error}") from error
-    _note(f"input: {_count(len(files))}, {sum(file.size for file in files) / 1e6:,.1f} MB")
+    _note(f"input: {_count(len(files))}, {readable_size(sum(file.size for file in files))}")
     return files
 
 

@@ -7,11 +7,13 @@ from megatron.data.corpora import DocumentCorpus, first_training_texts, source_p
 from megatron.data.documents import DocumentOptions, RejectedDocuments, read_texts
 from megatron.data.readers import FileCorpus
 from megatron.utils.errors import UserError
-from megatron.utils.progress import Progress
+from megatron.utils.progress import Progress, readable_size
 
 # No document is longer than this share of the text, so that every split has several, even of a single book.
 LARGEST_SHARE = 0.01
 MIN_DOCUMENT_BYTES = 4000
+# About 25,600 tokens for training, which `kerple init` requires.
+ENOUGH_BYTES = 100_000
 # Shares of the documents for training, validation and test.
 SPLIT = "80,10,10"
 # (bytes of text, vocabulary size): the size for texts below this number of bytes.
@@ -55,12 +57,17 @@ class OwnText(DocumentCorpus):
             for text in read_texts(self.files.chunks(), self._options, rejected):
                 texts.append(text.encode())
                 size += len(texts[-1])
-                display.update(self.files.bytes_read, f"{size / 1e6:,.0f} MB", size / 1e6)
+                display.update(self.files.bytes_read, readable_size(size), size / 1e6)
         for line in rejected.lines():
             print(line)
         documents = _pieces(texts, max(MIN_DOCUMENT_BYTES, int(size * LARGEST_SHARE)))
         if not documents:
             raise UserError(f"there is no text in {', '.join(file.name for file in self.files.files[:3])}")
+        if size < ENOUGH_BYTES:
+            print(
+                f"note: {readable_size(size)} of text in {len(documents):,} documents is too little for training, "
+                f"validation and test: `kerple init` needs about {readable_size(ENOUGH_BYTES)}"
+            )
         return sorted(((hashlib.sha256(text).hexdigest(), text) for text in documents), key=lambda item: item[0])
 
 
@@ -77,7 +84,5 @@ def _pieces(texts: Sequence[bytes], limit: int) -> list[bytes]:
         pieces += len(parts)
         documents += parts
     if divided:
-        print(
-            f"documents of more than {limit:,} bytes: {divided:,}, divided into {pieces:,} so that every split has some"
-        )
+        print(f"documents of more than {limit:,} bytes: {divided:,}, divided into {pieces:,} pieces")
     return documents

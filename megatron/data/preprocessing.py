@@ -31,7 +31,7 @@ from megatron.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, visible
 from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.locks import Lock
-from megatron.utils.progress import Progress
+from megatron.utils.progress import Progress, readable_size
 
 # A kill loses at most this much work. Each commit takes a fraction of a second.
 COMMIT_INTERVAL_SECONDS = 10.0
@@ -277,7 +277,7 @@ class _Job:
             if self.state.position == START:
                 self.journal.remove()  # of an earlier run that is not resumed: its files are overwritten from here on
             try:
-                size = "" if source.total_bytes is None else f" of {source.total_bytes / 1e6:,.1f} MB"
+                size = "" if source.total_bytes is None else f" of {readable_size(source.total_bytes)}"
                 note = f"{self.name}: tokenizing input{size} with {self.tokenizer.name}"
                 print(visible(note), file=sys.stderr, flush=True)
                 with Progress(Path(self.name).name, source.total_bytes, unit="MB") as display:

@@ -144,6 +144,13 @@ class Progress:
         return ", ".join(part for part in parts if part)
 
 
+def readable_size(size: float) -> str:
+    """A number of bytes, for example 850 bytes, 6.1 kB, 2.3 MB."""
+    if size < 1e3:
+        return f"{size:.0f} bytes"
+    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
+
+
 def readable_time(seconds: float) -> str:
     """For example 45s, 3m10s, 2h05m."""
     seconds = int(seconds)

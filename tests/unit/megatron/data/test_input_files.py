@@ -190,7 +190,7 @@ def test_files_of_other_types_are_counted(tmp_path, capsys):
     shown = capsys.readouterr().err
     assert f"{tmp_path}: skipped 5 files that are hidden, named README or of other types (2 .png, " in shown
     assert "1 no extension" in shown
-    assert "input: 2 files, 0.0 MB" in shown
+    assert "input: 2 files, 0 bytes" in shown
     assert "\x1b" not in shown
 
 

@@ -44,10 +44,17 @@ def test_documents(folder, capsys):
     assert "skipped 1 file that are hidden, named README or of other types (1 .png)" in captured.err
 
 
-def test_documents_of_the_largest_share_are_not_divided(tmp_path):
+def test_documents_of_the_largest_share_are_not_divided(tmp_path, capsys):
     for number in range(100):
         (tmp_path / f"{number}.txt").write_text(f"{number} " + "word " * 2000)
     assert len(corpus(tmp_path).documents) == 100
+    assert "too little" not in capsys.readouterr().out
+
+
+def test_too_little_text_is_a_note(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("word " * 10)
+    assert len(corpus(tmp_path).documents) == 1
+    assert "note: 50 bytes of text in 1 documents is too little for training" in capsys.readouterr().out
 
 
 def test_identity(folder):

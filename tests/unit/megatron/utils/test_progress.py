@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from megatron.utils import progress
-from megatron.utils.progress import Progress, readable_time
+from megatron.utils.progress import Progress, readable_size, readable_time
 
 
 @pytest.fixture
@@ -77,3 +77,7 @@ def test_disabled(capsys, clock):
 @pytest.mark.parametrize(("seconds", "text"), [(7.9, "7s"), (75, "1m15s"), (7260, "2h01m")])
 def test_readable_time(seconds, text):
     assert readable_time(seconds) == text
+
+
+def test_readable_size():
+    assert [readable_size(size) for size in (46, 6_120, 2_300_000)] == ["46 bytes", "6.1 kB", "2.3 MB"]
