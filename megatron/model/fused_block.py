@@ -84,6 +84,9 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     randoms = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     for matrix in (randoms[5], randoms[7]):
         matrix /= matrix.shape[1] ** 0.5  # float16 would overflow
+    if mlp.activation_name == "relu":
+        # Keep the hidden units away from 0, where rounding would change the derivative from 0 to 1.
+        randoms[6] = 8 * randoms[6].sign()
     values = [random.to(device, dtype) for random in randoms]
     if type(values[0]) is not Tensor:  # a FakeTensor has no values
         return None

@@ -92,6 +92,7 @@ def test_dropout_is_that_of_pytorch(keys, monkeypatch):
         {"norm": "rmsnorm", "activation": "silu"},
         {"norm_bias": False},
         {"norm": "rmsnorm", "activation": "swiglu", "mlp_bias": False},
+        {"activation": "relu"},
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
