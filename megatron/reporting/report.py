@@ -29,6 +29,7 @@ from megatron.reporting.paper_tables import (
 )
 from megatron.reporting.positions import position_figures
 from megatron.reporting.published import corpus_name, display_name, line_numbers
+from megatron.reporting.references import bibtex
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
 from megatron.reporting.style import SCREEN, Style
 from megatron.reporting.summary import TITLE
@@ -71,7 +72,8 @@ def write_report(
     reference: Method = REFERENCE,
     style: Style = SCREEN,
 ) -> Path:
-    """Write `report.html`, `tables/NAME.{md,csv,tex}` and `figures/NAME.{png,pdf}`. Returns the path of `report.html`.
+    """Write `report.html`, `tables/NAME.{md,csv,tex}`, `figures/NAME.{png,pdf}` and `references.bib`. Returns the path
+    of `report.html`.
 
     Args:
         reference: the method that the others are compared with by a t-test.
@@ -106,6 +108,8 @@ def write_report(
             )
     source_notes = [*notes.values(), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
     source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
+    if references := bibtex(record["pos_emb"] for record in sources.records):
+        write_atomically(folder / "references.bib", references.encode())
     path = folder / "report.html"
     write_atomically(path, render_page(title, _lead(sources.records), [*chapters, source_chapter]).encode())
     return path

@@ -56,6 +56,7 @@ def test_files(report):
     assert {file.name for file in (path.parent / "figures").iterdir()} == {
         f"{name}.{extension}" for name in figures for extension in ("png", "pdf")
     }
+    assert (path.parent / "references.bib").read_text().count("@misc{") == 3
     text = (path.parent / "tables" / f"{table}.md").read_text()
     assert "| 512 | **3.17 ± 0.15** | 3.27 ± 0.15 † | 5.17 ± 0.15 † |" in text
     assert "| *512, paper* | *3.40 ± 0.20* | *3.42 ± 0.21* | *3.44 ± 0.20 †* |" in text
