@@ -11,8 +11,9 @@ from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, 
 from megatron.reporting.formatting import NOT_MEASURED, format_difference
 
 DIFFERENCE_NOTE = (
-    "Differences of the loss (nats per token) compare the same tokens; ± is the standard error over documents. It "
-    "does not include the variation between training runs with different seeds."
+    "Differences of the loss (nats per token) compare the same tokens. Several seeds are averaged. ± is the standard "
+    "error over documents only: it does not include the variation between training runs with different seeds, so a "
+    "difference of several ± does not yet show that one method is better."
 )
 
 Key = tuple[Setting, Method, int]  # int: the length
@@ -74,4 +75,4 @@ class PairedLosses:
     def text(self, first: Key, second: Key) -> str:
         """The difference for a cell of a table."""
         difference = self.difference(first, second)
-        return NOT_MEASURED if difference is None else str(difference)
+        return NOT_MEASURED if difference is None else format_difference(difference.mean, difference.stderr, 4)

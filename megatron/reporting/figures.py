@@ -80,7 +80,7 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
     figures = []
     for setting in perplexities.settings:
         group = perplexities.select([setting])
-        trained = f", trained at length {setting.train_length}" if setting.train_length else ""
+        trained = f", trained at length {setting.train_length:,}" if setting.train_length else ""
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
         caption += seeds_caption(group.num_seeds)
         if group.num_seeds == 1 and errors.select([setting]).frame["value"].notna().any():

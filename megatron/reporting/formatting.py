@@ -24,9 +24,9 @@ def format_number(value: float, digits: int = 4) -> str:
 def format_mean(values: Iterable[float], digits: int = 4, *, standard_error: bool = False) -> str:
     """The mean over the seeds; for two or more seeds, `mean ± sample standard deviation` (or standard error).
 
-    The deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2 ± 3.4.
-    Without a deviation the mean has `digits` significant digits. NaN stands for a value that is not available
-    and is ignored.
+    The deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2 ± 3.4. The deviation
+    of two values is too uncertain for this: the mean has `digits` significant digits, as without a deviation, and the
+    deviation as many decimals. NaN stands for a value that is not available and is ignored.
     """
     values = [value for value in values if not math.isnan(value)]
     if not values:
@@ -39,7 +39,9 @@ def format_mean(values: Iterable[float], digits: int = 4, *, standard_error: boo
         return format_number(mean, digits)
     if abs(mean) >= 1e6:
         return f"{format_number(mean, digits)} ± {deviation:.1e}"
-    decimals = _decimals(deviation, 2)
+    decimals = (
+        _decimals(deviation, 2) if len(values) > 2 or standard_error else _decimals(max(abs(mean), deviation), digits)
+    )
     return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
 
@@ -64,11 +66,15 @@ def best_texts(means: Sequence[float], texts: Sequence[str], best: Literal["lowe
     return [sign * number <= limit for number in printed]
 
 
-def format_difference(difference: float, error: float | None) -> str:
-    """A difference with its sign and, if known, its standard error with two significant digits: +0.0123 ± 0.0041."""
+def format_difference(difference: float, error: float | None, decimals: int | None = None) -> str:
+    """A difference with its sign and, if known, its standard error: +0.0123 ± 0.0041.
+
+    decimals: of both (default: those that show two significant digits of the error).
+    """
     if error is None or not math.isfinite(error):
         return f"{'+' if difference > 0 else ''}{format_number(difference)}"
-    decimals = _decimals(error, 2) if error > 1e-12 else 4
+    if decimals is None:
+        decimals = _decimals(error, 2) if error > 1e-12 else 4
     return f"{difference:+,.{decimals}f} ± {error:,.{decimals}f}"
 
 

@@ -80,12 +80,12 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
             title = f"Loss minus that of {display_name(reference)}, {setting_title(setting)}"
             tables.append(
                 Table(
-                    slug("differences", setting.corpus or "text", setting.name).lower(),
+                    slug("differences", setting.name).lower(),
                     f"{title}, protocol {setting.protocol}",
                     ("Method",),
-                    tuple(map(str, group.lengths)),
+                    tuple(f"{length:,}" for length in group.lengths),
                     tuple(lines),
-                    (DIFFERENCE_NOTE, *_seeds_note(group)),
+                    (DIFFERENCE_NOTE,),
                 )
             )
     return tables
@@ -121,7 +121,7 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
             f"Passkey retrieval, {setting_title(setting)}",
             ("Method",),
-            tuple(f"{length}" for length in lengths),
+            tuple(f"{length:,}" for length in lengths),
             tuple(lines),
             tuple(notes),
         )
@@ -131,8 +131,9 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
 
 def setting_title(setting: Setting) -> str:
     """Corpus, model size and training length, for titles."""
-    trained = f"trained at length {setting.train_length}" if setting.train_length else ""
-    return ", ".join(filter(None, (corpus_name(setting.corpus), setting.size, trained)))
+    trained = f"trained at length {setting.train_length:,}" if setting.train_length else ""
+    model = f"{setting.model[0]} layers of {setting.model[1]}" if setting.model else ""
+    return ", ".join(filter(None, (corpus_name(setting.corpus), model, trained)))
 
 
 def missing_notes(values: Measurements, names: Mapping[Method, str]) -> list[str]:
@@ -142,7 +143,7 @@ def missing_notes(values: Measurements, names: Mapping[Method, str]) -> list[str
     for method, name in names.items():
         rows = missing[missing["method"] == method]
         if len(rows):
-            lengths = ", ".join(map(str, sorted(rows["length"].unique())))
+            lengths = ", ".join(f"{length:,}" for length in sorted(rows["length"].unique()))
             notes.append(f"{NOT_AVAILABLE}: {name} at {lengths}: {'; '.join(rows['note'].unique())}.")
     return notes
 
@@ -190,7 +191,7 @@ def _table(
         lengths = shown.select([setting]).lengths if rows == "lengths" else shown.lengths
         grid = [_cells(group, setting, section_methods, length, reference, best) for length in lengths]
         texts = [[paper.value(setting.corpus, method, length) for method in section_methods] for length in lengths]
-        labels = [f"{length}" for length in lengths]
+        labels = [f"{length:,}" for length in lengths]
         if rows != "lengths":
             grid = list(map(list, zip(*grid, strict=True)))
             texts = list(map(list, zip(*texts, strict=True)))
@@ -204,14 +205,14 @@ def _table(
 
     common = group.settings[0]
     title = [paper.title, f"{common.model[0]} layers of {common.model[1]}" if common.model else ""]
-    title.append(f"trained at length {common.train_length}" if common.train_length else "training length unknown")
+    title.append(f"trained at length {common.train_length:,}" if common.train_length else "training length unknown")
     title.append(f"protocol {common.protocol}" if common.protocol else "")
     names = [paper.name(method) for method in methods]
     return Table(
         name=slug("perplexity" if rows == "modes" else name, common.size, common.train_length, common.protocol).lower(),
         title=", ".join(filter(None, title)),
-        label_columns=("Extrp.",) if rows == "lengths" else ("Method",),
-        columns=tuple(names if rows == "lengths" else map(str, shown.lengths)),
+        label_columns=("Length",) if rows == "lengths" else ("Method",),
+        columns=tuple(names if rows == "lengths" else (f"{length:,}" for length in shown.lengths)),
         lines=tuple(lines),
         notes=(
             *([f"Layout: {paper.source}."] if rows != "modes" else []),
@@ -260,8 +261,8 @@ def _notes(
         if cell["tokens"].nunique() > 1:
             counts = " or ".join(f"{count:,.0f}" for count in sorted(cell["tokens"].unique()))
             notes.append(
-                f"{corpus_name(setting.corpus)} at {length}: the values are not comparable, because they were measured "
-                f"on different texts ({counts} tokens)."
+                f"{corpus_name(setting.corpus)} at {length:,}: the values are not comparable, because they were "
+                f"measured on different texts ({counts} tokens)."
             )
     if reference and any(cell.worse for row in rows for cell in row.cells):
         notes.append(

@@ -122,7 +122,10 @@ def comma_separated(table: Table) -> str:
     """
 
     def name(text: str) -> str:
-        return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+        return f"'{text}" if text.startswith(("=", "+", "-", "@")) else plain(text)
+
+    def plain(text: str) -> str:
+        return re.sub(r"(?<=\d),(?=\d{3})", "", text)
 
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -132,7 +135,7 @@ def comma_separated(table: Table) -> str:
         if isinstance(entry, Section):
             section = name(entry.title)
             continue
-        cells = (re.sub(r"(?<=\d),(?=\d{3})", "", _marked(cell, "")) for cell in entry.cells)
+        cells = (plain(_marked(cell, "")) for cell in entry.cells)
         writer.writerow([section, *map(name, entry.labels), "yes" if entry.published else "no", *cells])
     return stream.getvalue()
 
@@ -167,6 +170,7 @@ def latex(table: Table) -> str:
         texts = list(map(escape_latex, entry.labels))
         for cell in entry.cells:
             text, _, deviation = map(escape_latex, cell.text.partition(" ± "))
+            text = re.sub(r"^-(?=\d)", "$-$", text)  # a minus sign instead of a hyphen
             text = rf"\textbf{{{text}}}" if cell.best else text
             text += rf"{{\tiny$\pm${deviation}}}" if deviation else ""
             texts.append(text + (_LATEX[DAGGER] if cell.worse else ""))

@@ -79,9 +79,9 @@ def test_one_document_has_no_standard_error():
 def test_the_tables_show_differences():
     (table,) = difference_tables([LOG, ALIBI])
     assert table.title.startswith("Loss minus that of KERPLE (log), ")
-    assert [[*row.labels, *(cell.text for cell in row.cells)] for row in table.rows] == [["ALiBi", "+0.150 ± 0.076"]]
+    assert [[*row.labels, *(cell.text for cell in row.cells)] for row in table.rows] == [["ALiBi", "+0.1500 ± 0.0764"]]
     assert "standard error over documents" in table.notes[0]
     assert difference_tables([record("kerple_log", 512, 3.0), record("alibi", 512, 3.1)]) == []
     lines = summary_table([LOG, ALIBI], "T", "kerple_log").lines
     start = lines.index(Section("loss minus that of kerple_log"))
-    assert [line.cells[0].text for line in lines[start + 1 :] if isinstance(line, Row)] == ["+0.150 ± 0.076"]
+    assert [line.cells[0].text for line in lines[start + 1 :] if isinstance(line, Row)] == ["+0.1500 ± 0.0764"]

@@ -51,7 +51,7 @@ def test_the_best_combination():
 def test_tables_and_files(tmp_path):
     (table,) = mode_tables(records())
     assert [row.labels[1] for row in table.rows] == ["sinks@4+508", "sinks@4+508", "full+log@64"]
-    assert [row.cells[0].text for row in table.rows] == ["-0.150 ± 0.029", "-4.075 ± 0.063", "n/a"]
+    assert [row.cells[0].text for row in table.rows] == ["-0.1500 ± 0.0289", "-4.0750 ± 0.0629", "n/a"]
     summary = summary_table(records())
     texts = [cell.text for line in summary.rows if hasattr(line, "cells") for cell in line.cells]
     assert "-4.075 ± 0.063" in texts

@@ -29,7 +29,7 @@ def test_kerple_s_layout():
     assert table.columns == ("KERPLE (log)", "ALiBi", "T5"), "in the paper's order"
     assert table.lines[0] == Section("GitHub")
     ours, theirs = table.rows
-    assert (ours.labels, theirs.labels, theirs.published) == (("1024",), ("1024, paper",), True)
+    assert (ours.labels, theirs.labels, theirs.published) == (("1,024",), ("1,024, paper",), True)
     assert ours.cells == (
         Cell("21.58 ± 0.56", best=True),
         Cell("22.64 ± 0.54", worse=True),
@@ -48,7 +48,7 @@ def test_sections_are_in_the_order_of_the_papers():
     table = only(perplexity_tables(records), "kerple-3")
     titles = [line.title for line in table.lines if isinstance(line, Section)]
     assert titles == ["GitHub", "ArXiv", "books", "text"]
-    assert [label for label in labels(table) if "paper" not in label] == ["512", "512", "1024", "512", "512"]
+    assert [label for label in labels(table) if "paper" not in label] == ["512", "512", "1,024", "512", "512"]
 
 
 @pytest.mark.parametrize("name", ["kerple-3", "kerple-5"])
@@ -101,7 +101,7 @@ def test_missing_values_have_a_reason():
     ]
     assert table.notes[-2:] == (
         "n/a: ALiBi at 512: the value overflows a float.",
-        "n/a: learned at 1024: positions end at 511.",
+        "n/a: learned at 1,024: positions end at 511.",
     )
 
 
@@ -132,7 +132,7 @@ def test_methods_are_rows_and_modes_are_sections():
     tables = perplexity_tables(records)
     assert only(tables, "kerple-3").columns == ("KERPLE (log)", "ALiBi", "FIRE")
     table = only(tables, "perplexity")
-    assert (table.name, table.columns) == ("perplexity-12x768-512-non-overlapping", ("512", "1024"))
+    assert (table.name, table.columns) == ("perplexity-12x768-512-non-overlapping", ("512", "1,024"))
     assert table.lines == (
         Section("GitHub, full"),
         Row(("KERPLE (log)",), (Cell("21.58 ± 0.56", best=True), Cell("–"))),
@@ -162,7 +162,7 @@ def test_dape_s_layout():
     records = [record("dape_kerple", length, 4.0 - length / 1e4, **keys) for length in (512, 8192)]
     records += [record("alibi", length, 4.6, **keys) for length in (512, 8192)]
     table = only(perplexity_tables(records), "dape")
-    assert table.columns == ("512", "8192")
+    assert table.columns == ("512", "8,192")
     assert labels(table) == ["ALiBi", "ALiBi, paper", "DAPE-Kerple", "DAPE-Kerple, paper"]
     assert [cell.text for cell in table.rows[3].cells] == ["4.51", "3.86"]
     assert [[cell.best for cell in row.cells] for row in table.rows if not row.published] == [[False] * 2, [True] * 2]
@@ -219,8 +219,8 @@ def test_passkey_accuracies():
     ]
     records += [passkey_record("kerple_log", 512, depth, None) for depth in (0, 0.5)]
     (table,) = passkey_tables(records)
-    assert (table.name, table.columns) == ("passkey-github-12x768-512", ("512", "1024"))
-    assert table.title == "Passkey retrieval, GitHub, 12x768, trained at length 512"
+    assert (table.name, table.columns) == ("passkey-github-12x768-512", ("512", "1,024"))
+    assert table.title == "Passkey retrieval, GitHub, 12 layers of 768, trained at length 512"
     assert [line.title for line in table.lines if isinstance(line, Section)] == [
         "Mean over depths",
         "Depth 0",

@@ -45,7 +45,7 @@ def test_published_step_times(tmp_path):
     ]
     (table,) = step_time_tables(times)
     assert table.columns == ("T5", "x")
-    assert [[cell.text for cell in row.cells] for row in table.rows] == [["0.450 ± 0.071"] * 2, ["0.340", ""]]
+    assert [[cell.text for cell in row.cells] for row in table.rows] == [["0.4500 ± 0.0707"] * 2, ["0.340", ""]]
     assert table.notes[-1] == 'Rows labeled "paper": KERPLE (arXiv 2205.09921), Table 4, on one A100.'
 
 

@@ -109,7 +109,7 @@ def test_table_of_several_modes_seeds_and_training_lengths():
     table = summary_table(rows)
     assert table.headers == ("method", "mode", "trained at", "128", "256", "512")
     assert sections(rows)[PERPLEXITY] == [
-        ["alibi", "full", "128", "20.50 ± 0.71", "21.25 ± 0.35", "23.0 ± 1.4"],
+        ["alibi", "full", "128", "20.50 ± 0.71", "21.25 ± 0.35", "23.00 ± 1.41"],
         ["alibi", "window@64", "256", "30.00", "31.00", "n/a"],
     ]
     assert "Mean ± standard deviation over 3 seeds." in table.notes

@@ -7,7 +7,7 @@ from megatron.reporting.tables import Cell, Row, Section, Table, comma_separated
 TABLE = Table(
     "name",
     "A_title",
-    ("Extrp.",),
+    ("Length",),
     ("KERPLE (log)", "b_c"),
     (
         Section("GitHub"),
@@ -22,7 +22,7 @@ def test_markdown():
     assert markdown(TABLE).splitlines() == [
         "## A_title",
         "",
-        "| Extrp. | KERPLE (log) | b_c |",
+        "| Length | KERPLE (log) | b_c |",
         "| :-- | --: | --: |",
         "| **GitHub** |  |  |",
         "| 512 | **3.40 ± 0.20** | 3,900 ± 10 † |",
@@ -52,7 +52,7 @@ def test_escaped_markdown(text, escaped):
 
 def test_csv():
     assert comma_separated(TABLE).splitlines() == [
-        "section,Extrp.,published,KERPLE (log),b_c",
+        "section,Length,published,KERPLE (log),b_c",
         "GitHub,512,no,3.40 ± 0.20,3900 ± 10 †",
         'GitHub,"512, paper",yes,3.40 ± 0.20,',
     ]
@@ -67,7 +67,7 @@ def test_latex():
         r"\label{tab:name}",
         r"\begin{tabular}{lrr}",
         r"\toprule",
-        r"Extrp. & KERPLE (log) & b\_c \\",
+        r"Length & KERPLE (log) & b\_c \\",
         r"\midrule",
         r"\multicolumn{3}{l}{\textit{GitHub}} \\",
         r"512 & \textbf{3.40}{\tiny$\pm$0.20} & 3,900{\tiny$\pm$10}$^\dagger$ \\",
@@ -84,7 +84,7 @@ def test_names_are_never_commands_or_formulas():
     text = latex(table)
     assert r"\caption{\textbf{\$x\textasciicircum{}2\$ \& 5 \%.}}" in text
     assert r"\multicolumn{2}{l}{\textit{{*}a}} \\" in text
-    assert r"\textbackslash{}input\{/etc/passwd\} & -1 \\" in text
+    assert r"\textbackslash{}input\{/etc/passwd\} & $-$1 \\" in text
     assert '{[}=cmd$|$"c"!A1 & 2' in text
     assert comma_separated(table).splitlines() == [
         "section,'@a,published,'=b",
