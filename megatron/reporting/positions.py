@@ -27,6 +27,7 @@ from megatron.reporting.style import (
 )
 from megatron.utils.errors import UserError
 
+MAX_POINTS = 16  # of a line of differences: adjacent bins are averaged, because single ones are noisy
 FAR = 1.0  # nats: lines with a larger median difference are left out, because the others would look alike
 
 PositionRecords = Mapping[int | None, AnyRecord]  # of one method, by seed
@@ -48,13 +49,15 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     for (setting, length), by_method in groups.items():
         first, *others = published("kerple-3").ordered(by_method)
         found = {method: curve_of(by_method[method], by_method[first]) for method in others}
-        differences = {method: curve for method, curve in found.items() if curve.shape[1]}
+        differences = {method: _smooth(curve) for method, curve in found.items() if curve.shape[1]}
         what = "Perplexity"
         notes = seeds_caption(max(map(len, by_method.values())))
         curves: Curves = {first: np.exp(curve_of(by_method[first]).clip(upper=700.0))}
         if others:
             what = f"Loss (nats per token) minus that of {display_name(first)}"
             notes += " The differences are those on the same text; below 0 is better."
+            if (bins := -(-len(by_method[first][next(iter(by_method[first]))]["losses"]) // MAX_POINTS)) > 1:
+                notes += f" Points are means of {bins} adjacent bins."
             near = {method: curve for method, curve in differences.items() if curve.mean(axis=1).abs().median() <= FAR}
             curves = near or differences
             if far := [display_name(method) for method in differences if method not in curves]:
@@ -111,6 +114,12 @@ def curve_of(records: PositionRecords, reference: PositionRecords | None = None)
             losses = losses - np.array(other["losses"], dtype=float)
         columns[seed] = losses
     return DataFrame(columns, index=[(start + end) / 2 for start, end in itertools.pairwise(edges)])
+
+
+def _smooth(curve: DataFrame) -> DataFrame:
+    """The means of adjacent bins, at most MAX_POINTS, indexed by the means of their centers."""
+    size = -(-len(curve) // MAX_POINTS)
+    return curve.reset_index(names="center").groupby(np.arange(len(curve)) // size).mean().set_index("center")
 
 
 def position_plot(

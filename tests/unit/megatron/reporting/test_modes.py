@@ -54,7 +54,7 @@ def test_tables_and_files(tmp_path):
     assert [row.cells[0].text for row in table.rows] == ["-0.1500 ± 0.0289", "-4.0750 ± 0.0629", "n/a"]
     summary = summary_table(records())
     texts = [cell.text for line in summary.rows if hasattr(line, "cells") for cell in line.cells]
-    assert "-4.075 ± 0.063" in texts
+    assert "-4.0750 ± 0.0629" in texts
     assert any("Best at length 2,048" in note for note in summary.notes)
     names = [path.name for path in write_summary(records(), tmp_path)]
     (figure,) = mode_figures(records())

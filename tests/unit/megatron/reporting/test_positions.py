@@ -66,3 +66,14 @@ def test_a_position_figure_per_protocol():
 def test_seeds_with_different_bins_are_rejected():
     with pytest.raises(UserError, match="different bins"):
         position_figures([positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.0, 2.0], edges=[0, 20, 40])])
+
+
+def test_many_bins_are_averaged():
+    edges = list(range(0, 68, 2))
+    records = [positions("full", 1, list(range(33)), name, edges=edges) for name in ("kerple_log", "alibi")]
+    records[1]["losses"] = [2 * loss / 100 + loss for loss in records[0]["losses"]]
+    figure, (axes,) = drawn(records)
+    (line,) = [line for line in axes.lines if line.get_label() == "ALiBi"]
+    assert list(line.get_xdata()) == [3.0 + 6 * index for index in range(11)]
+    np.testing.assert_allclose(line.get_ydata(), [0.02 + 0.06 * index for index in range(11)])
+    assert figure.caption.endswith("Points are means of 3 adjacent bins.")
