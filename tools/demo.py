@@ -34,6 +34,7 @@ from megatron.utils.errors import UserError, shortened  # noqa: E402
 from megatron.utils.files import check_writable, read_file, write_atomically  # noqa: E402
 from megatron.utils.locks import Lock  # noqa: E402
 from megatron.utils.processes import signal_without_parent  # noqa: E402
+from megatron.utils.progress import readable_time  # noqa: E402
 from megatron.utils.typed_json import load_json  # noqa: E402
 
 METHODS = ("kerple_log", "alibi", "rotary")
@@ -67,8 +68,17 @@ def run(options: argparse.Namespace) -> int:
         "prepare the corpus and the tokenizer, from Python's standard library",
         ["prepare_data.py", "-d", str(options.data), CORPUS],
     )
-    for method in options.methods:
-        status = status or train(method, options)
+    seconds: list[float] = []  # of the models trained by this process
+    for number, method in enumerate(options.methods, start=1):
+        left = len(options.methods) - number + 1
+        if seconds and not status:
+            estimate = readable_time(left * sum(seconds) / len(seconds))
+            console.print(f"about {estimate} of training left, and then the evaluation", markup=False)
+        trained_at = time.perf_counter()
+        status = status or train(method, options, f"model {number} of {len(options.methods)}")
+        seconds.append(time.perf_counter() - trained_at)
+        if seconds[-1] < 1:  # it was already trained
+            seconds.pop()
     status = status or evaluate(options)
     if status:
         console.print("[red]stopped[/]; run the same command again to resume")
@@ -157,8 +167,9 @@ def run_step(title: str, command: list[str]) -> int:
     ).returncode
 
 
-def train(method: str, options: argparse.Namespace) -> int:
-    title = f"train {method} at length 128"
+def train(method: str, options: argparse.Namespace, number: str) -> int:
+    """number: such as "model 1 of 3"."""
+    title = f"train {method} at length 128 ({number})"
     folder, corpus = options.output / method, options.data / CORPUS
     checkpoints = folder / "checkpoints"
     inputs = training_inputs(method, options)

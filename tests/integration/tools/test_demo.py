@@ -21,6 +21,7 @@ def test_the_demo_writes_a_report_and_skips_finished_steps(tmp_path, capsys, mon
     command = [sys.executable, str(ROOT / "tools" / "demo.py"), *arguments, "4"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "train kerple_log at length 128 (model 1 of 1)" in done.stdout
     assert "iteration 4/4" in done.stdout
     precision = "bfloat16" if has_bf16_instructions() else "fp32"
     assert done.stdout.startswith(f"training in {precision}, on a processor that ")
@@ -68,10 +69,10 @@ def test_checkpoints_of_others_and_damaged_records_are_kept(tmp_path):
     (checkpoints / "latest").write_text("global_step9")
     options = demo.parse_options(["--output", str(tmp_path), "--data", str(tmp_path / "data")])
     with pytest.raises(UserError, match=r"checkpoints: was not written by the demo"):
-        demo.train("alibi", options)
+        demo.train("alibi", options, "model 1 of 1")
     (tmp_path / "alibi" / "made_from.json").write_text('{"iterations": 6')
     with pytest.raises(UserError, match=r"made_from\.json: not valid JSON"):
-        demo.train("alibi", options)
+        demo.train("alibi", options, "model 1 of 1")
     assert (checkpoints / "latest").read_text() == "global_step9"
 
 
