@@ -281,7 +281,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_cod
 {note}"""
 
 TOKENIZER_CODE = """
-tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER")
+tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
 prompt = tokenizer(["def main("], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
@@ -316,8 +316,8 @@ def model_card(
     architecture: the class of transformers; None for a self-contained model. name: on the Hugging Face hub.
     """
     trust = "" if architecture else ", trust_remote_code=True"
-    # AutoTokenizer would ask to run the model's code.
     tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
+    comment = "" if architecture else "  # AutoTokenizer reads config.json, and would ask to run this folder's code"
     methods = model.positional_methods().values()
     only_eager = any(method.modifies_scores or method.scales_qk for method in methods)
     compiles = not (only_eager or any(method.embeds or method.rotates for method in methods))
@@ -336,7 +336,7 @@ def model_card(
         method=config.model.pos_emb,
         tokenizer_class=f", {tokenizer_class}" if has_tokenizer else "",
         trust=trust,
-        tokenizer_code=TOKENIZER_CODE.format(tokenizer_class=tokenizer_class) if has_tokenizer else "",
+        tokenizer_code=TOKENIZER_CODE.format(tokenizer_class=tokenizer_class, comment=comment) if has_tokenizer else "",
         note=STOCK_NOTE.format(architecture=architecture) if architecture else note,
     )
     return card.replace("THIS_FOLDER", name or "THIS_FOLDER")

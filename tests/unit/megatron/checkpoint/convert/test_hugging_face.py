@@ -253,7 +253,9 @@ def test_the_tokenizer_needs_no_code(tmp_path, monkeypatch):
     to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
     card = (tmp_path / "hf" / "README.md").read_text()
     line = next(line for line in card.splitlines() if line.startswith("tokenizer = "))
-    assert line == 'tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")'
+    code, _, comment = line.partition("  # ")
+    assert code == 'tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")'
+    assert comment.startswith("AutoTokenizer reads config.json")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
     assert tokenizer("abc").input_ids == [97, 98, 99]
     assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")
