@@ -58,8 +58,10 @@ def attend_in_mode(
             return tables(method, end, device, distance_map=mode.distance_map, first=first)
 
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    row_bytes = 4 * query.shape[0] * query.shape[1] * mode.span.max_kv_len(total)
-    rows = max(MODIFY_MIN_ROWS, modify_budget(device) // row_bytes)
+    # A chunk has at most as many keys more than one of its queries as it has queries.
+    most_keys = total if method.modifies_scores and not method.per_pair else mode.span.max_kv_len(total)
+    row_bytes = 4 * query.shape[0] * query.shape[1] * min(total, 2 * most_keys)
+    rows = max(MODIFY_MIN_ROWS, min(modify_budget(device) // row_bytes, most_keys))
     rows = min(rows, MODIFY_MAX_ROWS) if device.type == "cpu" else rows
     if method.scales_qk:
         rows = min(rows, method.segment)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature
-from kerple.positional import primary_names
+from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature, attend_in_mode, mode_attention
+from kerple.positional import ModelShape, build, primary_names
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
@@ -209,3 +209,23 @@ def test_without_sinks_and_maps_it_computes_what_the_backends_compute(pos_emb, m
         monkeypatch.setattr(AttentionMode, "is_explicit", lambda *_: True)
         for mode, context in zip(modes, expected, strict=True):
             torch.testing.assert_close(layer(hidden, mode=mode), context, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "cope"])
+def test_scores_of_a_chunk_fit_into_the_budget(pos_emb, monkeypatch):
+    """As on a GPU: the budget is the only limit of the chunks of queries."""
+    budget, sizes, scores = 1 << 20, [], mode_attention._scores
+
+    def recorded(*arguments):
+        result = scores(*arguments)
+        sizes.append(4 * result.numel())
+        return result
+
+    monkeypatch.setattr(mode_attention, "_scores", recorded)
+    monkeypatch.setattr(mode_attention, "modify_budget", lambda _: budget)
+    monkeypatch.setattr(mode_attention, "MODIFY_MAX_ROWS", 1 << 30)
+    method = build(pos_emb, ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
+    query, key, value = torch.randn(3, 1, HEADS, 1000, HEAD_SIZE).unbind()
+    with torch.no_grad():
+        attend_in_mode(query, key, value, method, AttentionMode(SINKS))
+    assert 0 < max(sizes) <= budget
