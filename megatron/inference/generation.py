@@ -2,8 +2,8 @@
 
 All rows of a batch start at position 0 and have the same number of tokens, whatever the length of their prompts: each
 step feeds one token per row, and a row that is still within its prompt takes its next token from there instead of
-sampling it. So there is no padding, and a row's result does not depend on the other rows. Each row samples from its own
-random stream.
+sampling it. So there is no padding, and a row's result does not depend on the other rows, except in modes that depend
+on the length (`linear` and `dynamic-ntk`): it is that of the longest text. Each row samples from its own random stream.
 
 Legend: b batch, v vocabulary.
 """
