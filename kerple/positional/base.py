@@ -224,9 +224,10 @@ class PositionalMethod(nn.Module):
     def has_decay(self) -> bool:
         return callable(getattr(type(self), "decay", None))
 
-    def begin_step(self, step: int, seed: int = 0) -> None:
-        """Called before each training step, with the run's seed. Random numbers that a method draws during training
-        must depend only on these two, so that all processes and a resumed run draw the same numbers.
+    def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
+        """Called before each training step, with the run's seed and the length of its sequences in tokens. Random
+        numbers that a method draws during training must depend only on these, so that all processes and a resumed run
+        draw the same numbers.
         """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -121,8 +121,8 @@ class PerLayer(PositionalMethod):
     def has_decay(self) -> bool:
         return self.method.has_decay
 
-    def begin_step(self, step: int, seed: int = 0) -> None:
-        self.method.begin_step(step, seed)
+    def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
+        self.method.begin_step(step, seed, length)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.method.reset_parameters(generator)

@@ -5,12 +5,12 @@ that the model sees distances of longer texts. With these options, `PositionalMe
 the method whose hooks get sampled positions:
 
     random_range    the number of positions to sample from
-    random_length   the number of positions in the sample; default: max_positions, the training length
+    random_length   the number of positions in the sample for evaluation; default: max_positions
     random_seed     of the sample for evaluation; default: 0
 
-Each training step has a new sample, which all layers, sequences, processes and recomputed activations share. Evaluation
-uses one sample. A shorter text uses the beginning of a sample, so the positions of cached keys never change. For longer
-texts in evaluation, set `random_length` to the longest length.
+Each training step has a new sample of as many positions as its sequences have tokens, which all layers, sequences,
+processes and recomputed activations share. Evaluation uses one sample. A shorter text uses its beginning, so the
+positions of cached keys never change. For longer texts in evaluation, set `random_length` to the longest length.
 
 Distances of sampled positions are not constant along diagonals. Methods with a bias or a weight therefore look it up
 for each pair, in `modify_scores`. Methods that have this hook themselves must compute each pair alone (`per_pair`).
@@ -76,12 +76,12 @@ class Randomized(PositionalMethod):
 
     plain: type[PositionalMethod]
     random: RandomPositions
-    step: tuple[int, int] | None = None
+    step: tuple[int, int, int] | None = None  # step, seed, length of the sequences
 
     def sampled(self, positions: Tensor) -> Tensor:
         """The sampled positions of the tokens at these positions, int64 `[s]`.
 
-        Raises PositionsExceeded for a position >= `random_length`, and ValueError in training before `begin_step`.
+        Raises PositionsExceeded for a position beyond the sample, and ValueError in training before `begin_step`.
         """
         if not self.training:
             return self.random.evaluation_positions(positions)
@@ -90,16 +90,17 @@ class Randomized(PositionalMethod):
                 "random positions are drawn for each training step: call begin_step(step) first, or eval() to use the "
                 "positions for evaluation"
             )
-        if len(positions) and int(positions[-1]) >= self.random.length:
+        step, seed, length = self.step
+        if len(positions) and int(positions[-1]) >= length:
             raise PositionsExceeded(
-                f"position {int(positions[-1])} is beyond random_length {self.random.length}; set random_length to the "
-                "sequence length of training"
+                f"position {int(positions[-1])} is beyond the {length} positions of this training step; pass the "
+                "length of its sequences to begin_step"
             )
-        return self.random.training_positions(self.random.length, *self.step)[positions]
+        return self.random.training_positions(length, step, seed)[positions]
 
-    def begin_step(self, step: int, seed: int = 0) -> None:
-        super().begin_step(step, seed)
-        self.step = step, seed
+    def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
+        super().begin_step(step, seed, length)
+        self.step = step, seed, self.random.length if length is None else length
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         return super().embed(hidden, self.sampled(positions))

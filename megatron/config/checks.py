@@ -192,6 +192,7 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
             f"{config.parallel.model_parallel_size} splits over ranks; use model_parallel_size 1 (pipeline parallelism "
             "and ZeRO are supported)"
         )
+    plain = [method.method if isinstance(method, positional.PerLayer) else method for method in methods]
     if isinstance(methods[0], positional.PerLayer):
         entries = positional.PerLayer.names(model.positional_options.get("methods", ["rotary", "none"]))
         if len(entries) > model.num_layers:
@@ -211,11 +212,12 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
                 f"{name} {length} is more than max_position_embeddings {model.max_position_embeddings}, and pos_emb "
                 "learned has no embeddings beyond; raise max_position_embeddings or choose another pos_emb"
             )
-        if isinstance(methods[0], Randomized) and length is not None and length > methods[0].random.length:
-            yield (
-                f"{name} {length} is more than random_length {methods[0].random.length}, the number of random "
-                "positions; set pos_emb_options.random_length to the longest length"
-            )
+        for longest in {method.random.length for method in plain if isinstance(method, Randomized)}:
+            if length is not None and length > longest:
+                yield (
+                    f"{name} {length} is more than random_length {longest}, the number of random positions; set "
+                    "pos_emb_options.random_length to the longest length"
+                )
 
 
 def _keys_that_split_the_model(config: "Config") -> list[str]:

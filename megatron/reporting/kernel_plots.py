@@ -234,10 +234,10 @@ writes a page for other checkpoints to `runs/plots/`. The descriptions are the c
 With {"pos-emb-options": {"random_range": N}}, the tokens of each training step get an increasing sample of N
 positions (arXiv 2305.16843). This works with position embeddings, rotations, biases and weights, FIRE and DAPE, but
 not with xPos, DAPE V2 and Transformer-XL, which need consecutive positions. Methods with a bias or weight then compute
-it for each pair, in the chunked backend. Evaluation uses one sample of "random_length" positions (by default the
-training length), which evaluate.py --set pos-emb-options.random_length=L changes for longer texts. Training is exact
-after a resume, also with a schedule of the sequence length (`curriculum_learning`, see
+it for each pair, in the chunked backend. Evaluation uses one sample of "random_length" positions (by default
+max-position-embeddings), which evaluate.py --set pos-emb-options.random_length=L changes for longer texts. Training is
+exact after a resume, also with a schedule of the sequence length (`curriculum_learning`, see
 [huggingface.md](huggingface.md#continued-pre-training-with-another-positional-method)), which works in training from
-scratch too. Shorter sequences use the beginning of a sample.
+scratch too.
 
 """

@@ -60,17 +60,24 @@ class Best:
 
 
 def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
-    """The best combination for each setting and length. Empty if there is only one mode."""
+    """The best combination for each setting and length, by the mean over the seeds that all combinations with results
+    have; none if there is no such seed. Empty if there is only one mode.
+    """
     losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
     if len({method.mode for method in losses.methods}) < 2:
         return []
     found = []
     for setting in losses.settings:
         for length in losses.lengths:
-            means = {line: _mean(losses, *line, length) for line in losses.lines if line[0] == setting}
-            known = {method: mean for (_, method), mean in means.items() if mean is not None}
-            if not known:
+            series = {
+                method: losses.values(setting, method, length) for other, method in losses.lines if other == setting
+            }
+            by_seed = {method: values.dropna() for method, values in series.items() if values is not None}
+            by_seed = {method: values for method, values in by_seed.items() if len(values)}
+            seeds = set.intersection(*(set(values.index) for values in by_seed.values())) if by_seed else set()
+            if not seeds:
                 continue
+            known = {method: float(values[values.index.isin(seeds)].mean()) for method, values in by_seed.items()}
             method = min(known, key=known.__getitem__)
             difference = None
             if method.mode != "full":

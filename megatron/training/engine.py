@@ -177,7 +177,7 @@ class Engine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_factor", 1.0)
         for method in positional_methods(self.model.layers()).values():
-            method.begin_step(iteration, self.config.training.seed)
+            method.begin_step(iteration, self.config.training.seed, self.length_at(iteration))
         if self.is_pipeline:
             if self._curriculum is not None:
                 self.deepspeed.reset_activation_shape()

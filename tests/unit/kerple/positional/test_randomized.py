@@ -37,8 +37,17 @@ def test_samples_in_training():
     # The k-th smallest of n without repetition from 0 ... L - 1 is (L + 1) k / (n + 1) - 1 on average.
     expected = torch.tensor([(RANGE + 1) * k / (LENGTH + 1) - 1 for k in range(1, LENGTH + 1)])
     torch.testing.assert_close(samples.float().mean(0), expected, rtol=0, atol=1.5)
-    with pytest.raises(PositionsExceeded, match="position 6 is beyond random_length 6"):
+    with pytest.raises(PositionsExceeded, match="position 6 is beyond the 6 positions of this training step"):
         method.sampled(torch.arange(7))
+
+
+def test_the_sample_of_a_training_step_is_as_long_as_its_sequences():
+    method = random_method(random_length=RANGE)
+    method.begin_step(1, 0, 3)
+    few = method.sampled(torch.arange(3))
+    assert few.max() > 2
+    method.begin_step(1, 0, RANGE)
+    assert torch.equal(method.sampled(torch.arange(RANGE)), torch.arange(RANGE))
 
 
 def test_samples_in_evaluation_do_not_depend_on_the_length():

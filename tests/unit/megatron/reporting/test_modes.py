@@ -48,6 +48,16 @@ def test_the_best_combination():
     assert best_notes([row for row in records() if row["mode"] == "full"]) == []
 
 
+def test_the_best_combination_compares_common_seeds():
+    rows = [
+        record("rotary", 512, math.exp(3.0), mode="full", seed=1),
+        record("rotary", 512, math.exp(4.0), mode="full", seed=2),
+        record("rotary", 512, math.exp(3.3), mode="full+clip@32", seed=1),
+    ]
+    (best,) = best_combinations(rows)
+    assert (best.method.mode, best.loss) == ("full", pytest.approx(3.0))
+
+
 def test_tables_and_files(tmp_path):
     (table,) = mode_tables(records())
     assert [row.labels[1] for row in table.rows] == ["sinks@4+508", "sinks@4+508", "full+log@64"]
