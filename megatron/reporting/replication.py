@@ -2,8 +2,10 @@
 
     README.md                            claims, main figure and table
     pilot.md                             the runs that selected the settings
+    modes.md                             methods in all inference modes
     replication/tables.md, *.png         all tables and figures
-    replication/NAME/SEED/results.jsonl  the records of the sweep NAME; those of `pilot*` are used for pilot.md only
+    replication/NAME/SEED/results.jsonl  the records of the sweep NAME; pilot.md has those of `pilot*`, modes.md those of
+                                         `modes*`
     replication/step_times.json          written by benchmarks/train_step.py --json (optional)
 
 The block between the two markers in the README of the project is replaced too.
@@ -30,6 +32,7 @@ from megatron.reporting.claims import PROTOCOL, claims_table, evaluate_claims, h
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, format_number, slug
+from megatron.reporting.modes import mode_figures, mode_tables
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
 from megatron.reporting.positions import Curves, curve_of, position_plot
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, line_numbers, published
@@ -53,7 +56,7 @@ from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
-RECORDS, PILOT, STEP_TIMES = "replication", "pilot", "step_times.json"
+RECORDS, PILOT, MODES, STEP_TIMES = "replication", "pilot", "modes", "step_times.json"
 START, END = "<!-- results: written by tools/report.py --replication docs/results -->", "<!-- end of results -->"
 MAX_BYTES = 1_500_000  # of a file in the repository
 LOG = Method("kerple_log")
@@ -133,6 +136,7 @@ def texts(pages: Path) -> dict[Path, str]:
         pages / "README.md": _render("results.md.j2", **values),
         pages / RECORDS / "tables.md": "# Tables\n\n" + "\n".join(markdown(table) for table in tables),
         pages / "pilot.md": _render("pilot.md.j2", **_pilot(pages)),
+        pages / "modes.md": _render("modes.md.j2", **_modes(pages)),
     }
     readme = pages.resolve().parents[1] / "README.md"
     if readme.is_file() and START in (text := readme.read_text(encoding="utf-8")):
@@ -184,6 +188,8 @@ def figures(pages: Path) -> dict[Path, bytes]:
             limit = max(record["length"] for record in records if record["kind"] == "effective_length")
             draw = partial(effective_length_plot, lengths, limit, numbers=numbers)
             drawings[slug("effective-lengths", setting.corpus)] = draw, SCREEN
+    for figure in mode_figures(read_results(_folders(pages, MODES))):
+        drawings[figure.name] = figure.draw, _wide(2)
     return {folder / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
 
 
@@ -240,7 +246,7 @@ def _pilot(pages: Path) -> dict[str, object]:
     with the shortest name at that length.
     """
     records: list[AnyRecord] = []
-    for folder in _folders(pages, pilot=True):
+    for folder in _folders(pages, PILOT):
         found: list[AnyRecord] = [*read_results(folder)]
         records += [record for record in found if (record["kind"], record["mode"]) == ("extrapolation", "full")]
     keys = {(setting_of(record), method_of(record), record["length"]): record for record in records}
@@ -354,14 +360,25 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> dict[str,
 
 
 def _read(pages: Path) -> list[AnyRecord]:
-    """The records of all sweeps except the pilots."""
-    return [*read_results(_folders(pages, pilot=False))]
+    """The records of all sweeps except those for pilot.md and modes.md."""
+    return [*read_results(sorted({*_folders(pages, "")} - {*_folders(pages, PILOT)} - {*_folders(pages, MODES)}))]
 
 
-def _folders(pages: Path, *, pilot: bool) -> list[Path]:
-    """The folders of the sweeps whose names start with `pilot`, or of the others."""
+def _folders(pages: Path, prefix: str) -> list[Path]:
+    """The folders of the sweeps whose names start with `prefix`."""
     folders = {path.parents[1] for path in (pages / RECORDS).glob(f"*/*/{RESULTS}")}
-    return sorted(folder for folder in folders if folder.name.startswith(PILOT) == pilot)
+    return sorted(folder for folder in folders if folder.name.startswith(prefix))
+
+
+def _modes(pages: Path) -> dict[str, object]:
+    """The losses in each inference mode minus those in mode full."""
+    records = read_results(_folders(pages, MODES))
+    return {
+        "tables": [markdown(table) for table in mode_tables(records)],
+        "figures": [(figure.caption, f"{RECORDS}/{figure.name}.png") for figure in mode_figures(records)],
+        "notes": list(dict.fromkeys(record["note"] for record in records if record["note"])),
+        "environments": _environments(records),
+    }
 
 
 def _runs(records: Sequence[AnyRecord]) -> str:

@@ -86,6 +86,7 @@ def test_the_pages(pages, tmp_path):
         "docs/results/README.md",
         "docs/results/replication/tables.md",
         "docs/results/pilot.md",
+        "docs/results/modes.md",
         "README.md",
     ]
     claims = contents["docs/results/README.md"]
@@ -141,11 +142,24 @@ def test_without_results_nothing_is_measured(tmp_path):
     folder = tmp_path / "docs" / "results"
     folder.mkdir(parents=True)
     written = write_pages(folder)
-    assert [path.name for path in written] == ["README.md", "tables.md", "pilot.md"]
+    assert [path.name for path in written] == ["README.md", "tables.md", "pilot.md", "modes.md"]
     text = (folder / "README.md").read_text()
     assert "No results yet." in text
     assert "No claim of the papers has been measured yet." in text
     assert "Not measured." in (folder / "pilot.md").read_text()
+    assert "Not measured." in (folder / "modes.md").read_text()
+
+
+def test_the_page_of_inference_modes(pages, tmp_path):
+    claims = texts(pages)[pages / "README.md"]
+    records = sweep_records("debian_c", ("kerple_log", "alibi"), seeds=(1,))
+    add_results(write(tmp_path / "runs" / "modes", records), pages)
+    contents = texts(pages)
+    assert contents[pages / "README.md"] == claims
+    page = contents[pages / "modes.md"]
+    assert "| ALiBi | window@128 | n/a | +0.5000 ± 0.0000 | n/a |" in page.replace(" – |", " n/a |")
+    (figure,) = [path for path in figures(pages) if path.name.startswith("modes")]
+    assert f"replication/{figure.name}" in page
 
 
 def test_step_times(pages):
