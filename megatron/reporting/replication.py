@@ -4,8 +4,8 @@
     pilot.md                             the runs that selected the settings
     modes.md                             methods in all inference modes
     replication/tables.md, *.png         all tables and figures
-    replication/NAME/SEED/results.jsonl  the records of the sweep NAME; pilot.md has those of `pilot*`, modes.md those of
-                                         `modes*`
+    replication/NAME/SEED/results.jsonl  the records of the sweep NAME; those of `pilot*` are in pilot.md, of
+                                         `modes*` in modes.md
     replication/step_times.json          written by benchmarks/train_step.py --json (optional)
 
 The block between the two markers in the README of the project is replaced too.
