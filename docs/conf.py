@@ -45,6 +45,7 @@ CONTENTS = {
     "Results": [
         "docs/results/README",
         "docs/results/pilot",
+        "docs/results/modes",
         "docs/results/full-scale",
         "docs/results/replication/tables",
         "docs/chomsky",
