@@ -5,6 +5,7 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -341,8 +342,12 @@ class Attention:
         block: int | None = None,
         dropout_p: float = 0.0,
         scale: float | None = None,
+        dropped: int = 0,
     ) -> Tensor:
         """Like `attend`, for queries and keys after the method's `rotate`. `table` is the one for its `modify_scores`.
+
+        dropped: the position of the first key, if earlier ones are outside of the window of every query. The scores of
+        a method with `modify_scores` must not depend on the missing keys (`per_pair`).
 
         For a method with a decay, `append_decay` extends query, key and value, and `scale` is required.
 
@@ -359,6 +364,9 @@ class Attention:
                 "scale of the head size without the additional dimensions"
             )
         positional = self.positional
+        modify_scores = None
+        if positional is not None and self.modifies_scores:
+            modify_scores = partial(_final_scores, positional, dropped) if dropped else positional.final_scores
         call = AttentionCall(
             query=query,
             key=key,
@@ -368,7 +376,7 @@ class Attention:
             weight_table=weight_table,
             bias_jacobian=bias_jacobian,
             weight_jacobian=weight_jacobian,
-            modify_scores=positional.final_scores if positional is not None and self.modifies_scores else None,
+            modify_scores=modify_scores,
             score_table=table,
             span=Span(window, block),
             dropout_p=dropout_p,
@@ -376,6 +384,20 @@ class Attention:
         if positional is not None and positional.scales_qk:
             return _run_scaled(call, positional, self.backend)
         return _run(call, self.backend)
+
+
+def _final_scores(
+    method: PositionalMethod,
+    dropped: int,
+    scores: Tensor,
+    query: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    mask: Tensor,
+    table: Tensor | None,
+) -> Tensor:
+    """The method's final scores, for positions that are counted from the first key, which is at position `dropped`."""
+    return method.final_scores(scores, query, query_positions + dropped, key_positions + dropped, mask, table)
 
 
 def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str) -> Tensor:

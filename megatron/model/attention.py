@@ -184,6 +184,7 @@ class SelfAttention(nn.Module):
             block=span.block,
             dropout_p=self.dropout if self.training else 0.0,
             scale=scale,
+            dropped=length - key.shape[2],
         )
         return context[..., : self.head_size].transpose(1, 2).flatten(2)
 

@@ -226,16 +226,10 @@ class GPT(nn.Module):
         """An empty cache for incremental decoding in a mode; allocates `max_length` tokens at once if it is given.
 
         batch_size is ignored: the cache has the batch size of the first tokens appended to it. With a window, it drops
-        keys that no later query attends to, unless the method's scores depend on positions, which are the keys' indices
-        (`attend_in_mode` knows the positions of keys, but methods whose scores depend on several keys need them all).
+        keys that no later query attends to, unless the method's scores depend on several keys.
         """
         span, methods = mode.span.within(self.settings.window), self.positional_methods().values()
-        needs_all = any(
-            method.modifies_scores and not method.per_pair
-            if mode.is_explicit(method)
-            else method.modifies_scores or method.scales_qk
-            for method in methods
-        )
+        needs_all = any(method.modifies_scores and not method.per_pair for method in methods)
         return KVCache(self.settings.num_layers, max_length, None if needs_all else span.window, span.sinks)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:

@@ -138,6 +138,7 @@ class ScoreRecorder:
             table=options["table"],
             scale=options["scale"],
             span=Span(options["window"], options["block"]),
+            dropped=options["dropped"],
         )
         return self._attention(query, key, value, **options)
 
@@ -155,9 +156,10 @@ class ScoreRecorder:
         table: Tensor | None,
         scale: float,
         span: Span,
+        dropped: int = 0,
     ) -> None:
-        """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, g, t, d]`; for the
-        tables see `kerple.attention.attend`.
+        """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, g, t, d]`, the first of
+        which is at position `dropped`; for the tables see `kerple.attention.attend`.
         """
         s, t = query.shape[2], key.shape[2]
         method = self._attention.positional
@@ -178,7 +180,8 @@ class ScoreRecorder:
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * scale
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and method.modifies_scores:
-                scores = method.final_scores(scores, queries, query_positions, key_positions, mask, table)
+                positions = query_positions + dropped, key_positions + dropped
+                scores = method.final_scores(scores, queries, *positions, mask, table)
             # All unmasked pairs have a distance below `max_kv_len`, as do the tables.
             distances = min(end - begin, max_kv_len)
             sums = sum_by_distance(scores.masked_fill(mask, 0.0))[..., :distances]

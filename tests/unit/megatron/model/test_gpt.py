@@ -11,6 +11,7 @@ from kerple.positional import KerpleLog, primary_names
 from megatron.checkpoint.layers import load_layers
 from megatron.config import load_config
 from megatron.inference import load_model
+from megatron.model.cache import KVCache
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
@@ -233,6 +234,22 @@ def test_random_positions(pos_emb):
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("pos_emb", primary_names())
+def test_the_cache_of_a_window_is_bounded(pos_emb):
+    """Except for methods whose scores depend on several keys. The logits are those with all keys in memory."""
+    options = (("threshold", 5.0),) if pos_emb == "fire" else ()  # beyond it, the bias depends on the query's position
+    model, tokens = small_gpt(pos_emb, pos_emb_options=options), random_tokens(120).view(2, 60)
+    mode = AttentionMode(Span(window=5))
+    cache, complete = model.new_cache(mode=mode), KVCache(2)
+    with torch.no_grad():
+        expected = model(tokens, complete, mode)
+        logits = [model(token, cache, mode) for token in tokens.split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=2e-5, rtol=1e-4)
+    unbounded = pos_emb in ("cope", "stick_breaking", "transformer_xl") or pos_emb.startswith("dape_v2")
+    last_key = cache.layers[0].last_key()
+    assert cache.layers[0].append(last_key, last_key)[0].shape[2] == (61 if unbounded else 5)
+
+
 LLAMA = {
     **{"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48, "num_kv_heads": 2},
     **{"attention_bias": False, "mlp_bias": False, "qk_norm": True, "window": 7},
@@ -254,7 +271,7 @@ def test_llama_style_blocks_with_every_method(pos_emb):
         torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
         differences = (model(changed) - expected).abs().amax((0, 2))
     method = next(iter(model.positional_methods().values()))
-    keys = 31 if method.modifies_scores or method.scales_qk else 7
+    keys = 31 if method.modifies_scores and not method.per_pair else 7
     last_key = cache.layers[0].last_key()
     assert cache.layers[0].append(last_key, last_key)[0].shape[:3] == (2, 2, keys)
     assert differences[9:22].min() > 1e-4

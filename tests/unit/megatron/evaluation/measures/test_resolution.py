@@ -108,11 +108,13 @@ def test_against_every_pair(method):
             assert value == pytest.approx(sum(expected) / len(expected), abs=1e-5)
 
 
-def test_chunks_and_batches_do_not_change_the_result_or_the_model():
-    model = small_gpt("alibi")
+@pytest.mark.parametrize(("method", "mode"), [("alibi", "full"), ("fire", "window@9")])
+def test_chunks_and_batches_do_not_change_the_result_or_the_model(method, mode):
+    """FIRE's scores depend on the positions of queries beyond the threshold, also after keys were dropped."""
+    model = small_gpt(method, pos_emb_options=(("threshold", 5.0),) if method == "fire" else ())
     attentions = [block.attention.attention for block in model.blocks]
     in_one_call, in_chunks = (
-        measure(model, ["full"], **sizes)[0]["layers"] for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
+        measure(model, [mode], **sizes)[0]["layers"] for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
     )
     assert in_one_call == pytest.approx(in_chunks, rel=1e-5)
     assert [block.attention.attention for block in model.blocks] == attentions
