@@ -121,6 +121,12 @@ class AttentionMode:
         """
         return self.span.sinks > 0 or (self.distance_map is not None and method is not None and method.turns)
 
+    def for_layer(self, method: PositionalMethod) -> "AttentionMode":
+        """The mode in a layer with this method, if other layers have positions: without positions, distances have no
+        effect.
+        """
+        return self if method.has_positions else replace(self, reindexed=False, distance_map=None)
+
     def rotation(self, method: PositionalMethod) -> PositionalMethod:
         """The method whose `rotate` applies to queries and keys."""
         if self.dynamic_ntk is None or self.dynamic_ntk.growth == 1:

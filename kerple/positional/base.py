@@ -224,6 +224,12 @@ class PositionalMethod(nn.Module):
     def has_decay(self) -> bool:
         return callable(getattr(type(self), "decay", None))
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether it has any hook; `none` has none."""
+        in_scores = self.has_bias or self.has_weight or self.modifies_scores or self.scales_qk or self.has_decay
+        return in_scores or self.embeds or self.rotates
+
     def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
         """Called before each training step, with the run's seed and the length of its sequences in tokens. Random
         numbers that a method draws during training must depend only on these, so that all processes and a resumed run

@@ -181,7 +181,8 @@ def unsupported_reason(
     mode: AttentionMode, methods: Iterable[PositionalMethod], settings: ModelSettings | None
 ) -> str | None:
     """Why a model of this project does not support a mode, and what to do instead, as the rest of a sentence about the
-    mode; None if it does. A model with a sliding window supports no blocks, no sinks and no wider window.
+    mode; None if it does. A model with a sliding window supports no blocks, no sinks and no wider window. Layers
+    without positions support all distances if other layers have positions.
     """
     window, span = None if settings is None else settings.window, mode.span
     if window is not None and (span.block is not None or span.sinks or (span.window or 0) > window):
@@ -190,8 +191,10 @@ def unsupported_reason(
             "window; use full, or window@W with a smaller W"
         )
     backend = "auto" if settings is None else settings.attention_backend
+    methods = list(methods)
+    has_positions = any(method.has_positions for method in methods)
     for method in methods:
-        reason = mode.unsupported_reason(method)
+        reason = (mode.for_layer(method) if has_positions else mode).unsupported_reason(method)
         if reason is not None:
             return (
                 f"is not supported: pos_emb {type(method).__name__ if settings is None else settings.pos_emb} {reason}"

@@ -163,7 +163,7 @@ class SelfAttention(nn.Module):
                 key,
                 value,
                 method,
-                replace(mode, span=span),
+                replace(mode.for_layer(method), span=span),
                 start=start,
                 scale=scale,
                 tables_at=lambda first, end: self._tables(method, end, query.device, mode, first),

@@ -6,6 +6,7 @@ from torch import nn
 
 from kerple.attention import FULL, AttentionMode, Span
 from kerple.positional import PositionsExceeded
+from kerple.positional.distance_maps import Clip
 from megatron.inference.decoder import CallableDecoder, NativeDecoder, TransformersDecoder, as_decoder, inference
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 
@@ -19,6 +20,36 @@ def test_a_model_of_this_project():
     cache = decoder.new_cache(1, 6)
     chunks = [decoder.hidden(chunk, cache) for chunk in tokens.split(4, dim=1)]
     torch.testing.assert_close(decoder.logits(torch.cat(chunks, dim=1)), model(tokens))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        AttentionMode(distance_map=Clip(4)),
+        AttentionMode(Span(window=6), distance_map=Clip(4)),
+        AttentionMode(Span(window=6, sinks=2), reindexed=True, distance_map=Clip(4)),
+    ],
+)
+def test_layers_without_positions_support_all_distances(mode):
+    """A layer without positions attends as in the same span; another layer must have distances."""
+    torch.manual_seed(0)
+
+    def per_layer(*methods):
+        return small_gpt("per_layer", pos_emb_options=(("methods", methods),))
+
+    model, tokens = per_layer("rotary", "none"), random_tokens(24)[None]
+    decoder = as_decoder(model)
+    assert decoder.unsupported_reason(mode) is None
+    with torch.no_grad():
+        cache = decoder.new_cache(1, None, mode)
+        chunks = [decoder.hidden(chunk, cache, mode) for chunk in tokens.split(5, dim=1)]
+        expected = decoder.hidden(tokens, mode=mode)
+        torch.testing.assert_close(torch.cat(chunks, dim=1), expected)
+        assert not torch.allclose(expected, decoder.hidden(tokens, mode=AttentionMode(mode.span)), atol=1e-3)
+        states, layer = torch.randn(1, 24, 32), model.blocks[1].attention
+        torch.testing.assert_close(layer(states, mode=mode), layer(states, mode=AttentionMode(mode.span)))
+    for methods in (("none",), ("rotary", "cope"), ("none", "forgetting")):
+        assert "pos_emb per_layer" in str(as_decoder(per_layer(*methods)).unsupported_reason(mode))
 
 
 def test_a_function_supports_the_spans_it_has_arguments_for():
