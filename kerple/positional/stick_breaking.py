@@ -4,9 +4,9 @@ With the scaled scores z, query i gives key j < i the weight
 
     A_ij = sigmoid(z_ij) * product of (1 - sigmoid(z_ik)) for k = j+1 ... i-1
 
-From the nearest key on, each key takes the share sigmoid(z) of the rest. The query's own value gets what remains after
-the first key, as in the authors' models, so the weights add up to 1. The final scores are log A, which the softmax
-leaves as they are. There are no parameters and no other positions.
+From the nearest key on, each key takes the share sigmoid(z) of the rest. The query's own value gets what all earlier
+keys leave, as in the authors' models, so the weights add up to 1. The final scores are log A, which the softmax leaves
+as they are. There are no parameters and no other positions.
 
 Legend: b batch, h heads, c queries, l keys, d head size.
 """
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod
+from kerple.positional.functional import positions_on
 from kerple.positional.registry import register
 
 
@@ -32,7 +33,8 @@ class StickBreaking(PositionalMethod):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        own = (key_positions == query_positions[:, None]).to(scores.device)
+        positions = [positions_on(part, scores.device) for part in (query_positions, key_positions)]
+        own = positions[1] == positions[0][:, None]
         # log(1 - sigmoid(z)) = log sigmoid(-z) of the keys that take a share; the sums from a key to the query.
         left = F.logsigmoid(-scores).masked_fill(mask | own, 0.0)
         sums = left.flip(-1).cumsum(-1).flip(-1)

@@ -17,16 +17,22 @@ from tests.support.simulated_cuda import ROOT, SimulatedCuda, move_to_cuda
 
 METHODS = sorted(path.stem for path in (ROOT / "configs/pos_emb").glob("*.yml"))
 BACKENDS = [name for name in backend_names() if name not in ("auto", "flex")]  # flex is compiled, not simulated
-# One method of each kind: the other dtypes and activation checkpointing are slow for all of them.
+# One method of each kind: the other backends, dtypes and activation checkpointing are slow for all of them.
 KINDS = ("none", "learned", "rotary", "xpos", "alibi", "kerple_log", "kerple_power_ap_ap", "rpe", "fire", "dape_kerple")
+NEW_KINDS = ("forgetting", "per_layer", "stick_breaking")
+STEPS = [
+    pytest.param(name, backend, marks=() if backend == "auto" or name in KINDS + NEW_KINDS else pytest.mark.slow)
+    for name in METHODS
+    for backend in ("auto", *BACKENDS)
+]
 EVERY_METHOD = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in METHODS]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def settings_for(method: str, backend: str = "auto", *overrides: str) -> ModelSettings:
-    """The 162M recipe with two layers."""
-    files = ["small_bf16.yml", f"pos_emb/{method}.yml"]
-    config = load_config(files, ROOT / "configs", ["num-layers=2", f"attention-backend={backend}", *overrides])
+    """The 162M recipe with two layers, or four where they have different methods."""
+    files, layers = ["small_bf16.yml", f"pos_emb/{method}.yml"], 4 if method == "per_layer" else 2
+    config = load_config(files, ROOT / "configs", [f"num-layers={layers}", f"attention-backend={backend}", *overrides])
     return ModelSettings.from_config(config, 50304)
 
 
@@ -59,8 +65,7 @@ def check_training(model: GPT, device: SimulatedCuda) -> None:
     assert device.blocking_copies == []
 
 
-@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "backend"), STEPS)
 def test_training_step(method, backend):
     if not supports(backend, method):
         return

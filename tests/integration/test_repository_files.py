@@ -53,6 +53,8 @@ def test_the_citation():
     assert citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= citation.keys()
     assert f'license = "{citation["license"]}"' in (ROOT / "pyproject.toml").read_text()
-    (paper,) = citation["references"]
-    assert paper["url"] in (ROOT / "README.md").read_text()
-    assert [author["family-names"] for author in paper["authors"]] == ["Chi", "Fan", "Ramadge", "Rudnicky"]
+    assert [paper["title"].split(":")[0] for paper in citation["references"][:2]] == ["KERPLE", "DAPE"]
+    kerple, _, lex = citation["references"]
+    assert lex["title"] == "A Length-Extrapolatable Transformer"
+    assert kerple["url"] in (ROOT / "README.md").read_text()
+    assert [author["family-names"] for author in kerple["authors"]] == ["Chi", "Fan", "Ramadge", "Rudnicky"]

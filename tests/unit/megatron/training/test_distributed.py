@@ -77,6 +77,7 @@ def test_unknown_first_host(tmp_path, monkeypatch):
 
 def test_more_ranks_than_gpus_on_a_host(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(UserError, match=r"was given local rank 2, but has 2 visible GPU\(s\); lower its slots"):
