@@ -38,7 +38,8 @@ BATCH, Q_LEN, KV_LEN, WINDOW = 2, 160, 208, 96
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The same for the gradients of query and key if the method modifies the scores. Rounding can move a hidden unit of
 # DAPE's MLP across its activation's kink. There, the result and the gradient of value are continuous, but these jump,
-# by up to 8e-4 for 100 random draws of the parameters of each version.
+# by up to 8e-4 for 100 random draws of the parameters of each version. The doctor accepts such a jump only if the error
+# in float64 is within the limit of float32 above.
 MAX_JUMP = 4e-3
 DEVICE_TYPE = "cuda"  # tests set it to "cpu", where Triton's interpreter runs the kernels
 HOW_TO_REPORT = "to report it, run `python -m kerple.doctor` and open an issue with its output"
