@@ -32,8 +32,10 @@ class Modifier:
     """A modifier: its field of `AttentionMode`, what it is built from, and what it does.
 
     Attributes:
-        arguments: their letters and types; an argument named L in brackets is the training length by default.
-        build: from the arguments and the training length (None if neither is given) to the field's value.
+        arguments: their letters and types.
+        build: from the arguments to the field's value. Those in `_NEEDS_LENGTH` get the training length in place of a
+            missing L, and dynamic-ntk after its argument.
+        optional: whether the arguments may be left out.
     """
 
     field: str
@@ -80,7 +82,7 @@ MODIFIERS = {
     "dynamic-ntk": Modifier(
         "dynamic_ntk",
         (("F", float),),
-        lambda factor, length: DynamicNtk(factor, length),
+        DynamicNtk,
         "rotary: in texts of N > L tokens, base times (F N / L - (F - 1))^(r/(r-2)); F is 1 by default, L the training "
         "length",
         True,

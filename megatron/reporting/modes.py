@@ -15,7 +15,7 @@ from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_number, slug
 from megatron.reporting.paper_tables import setting_title
 from megatron.reporting.published import display_name
-from megatron.reporting.style import CHARACTER, SCREEN, SMALL, Style, new_figure
+from megatron.reporting.style import CHARACTER, COLORS, SCREEN, SMALL, Style, new_figure
 from megatron.reporting.tables import Cell, Row, Table
 
 COLOR_RANGE = 1.0  # nats per token above the lowest loss at which colors end
@@ -61,17 +61,16 @@ class Best:
 
 def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
     """The best combination for each setting and length, by the mean over the seeds that all combinations with results
-    have; none if there is no such seed. Empty if there is only one mode.
+    have; none if there is no such seed, or if the setting has only one mode.
     """
     losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
-    if len({method.mode for method in losses.methods}) < 2:
-        return []
     found = []
     for setting in losses.settings:
+        methods = [method for other, method in losses.lines if other == setting]
+        if len({method.mode for method in methods}) < 2:
+            continue
         for length in losses.lengths:
-            series = {
-                method: losses.values(setting, method, length) for other, method in losses.lines if other == setting
-            }
+            series = {method: losses.values(setting, method, length) for method in methods}
             by_seed = {method: values.dropna() for method, values in series.items() if values is not None}
             by_seed = {method: values for method, values in by_seed.items() if len(values)}
             seeds = set.intersection(*(set(values.index) for values in by_seed.values())) if by_seed else set()
@@ -178,7 +177,7 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
             )
             if value == lowest:
                 box = (column - 0.5, row - 0.5), 1, 1
-                axes.add_patch(Rectangle(*box, fill=False, edgecolor="#D55E00", linewidth=0.2 * style.size))
+                axes.add_patch(Rectangle(*box, fill=False, edgecolor=COLORS[1], linewidth=0.2 * style.size))
     return figure
 
 

@@ -181,26 +181,26 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
                         ratio = f"{format_number(means[longest] / means[train_length], 3)}x"
                 cells.append(Cell(ratio if name == PERPLEXITY else ""))
             table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
-    against_full = _against_full(records, perplexities, lengths)
-    if against_full:
-        if len(sections) == 1:
-            table_lines.insert(0, Section(PERPLEXITY))
-        table_lines.append(Section("loss minus that of the method in mode full"))
-        for setting, method, texts in against_full:
-            cells = [Cell(text) for text in (*texts, *[""] * has_ratio)]
-            table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
-    differences = [] if compare_with is None else _differences(records, perplexities, compare_with, lengths)
-    if differences:
-        if len(sections) == 1 and not against_full:
-            table_lines.insert(0, Section(PERPLEXITY))
-        table_lines.append(Section(f"loss minus that of {compare_with}"))
-        for setting, method, texts in differences:
+    references: list[tuple[str, Callable[[Method], Method]]] = [
+        ("the method in mode full", lambda method: Method(method.pos_emb))
+    ]
+    if compare_with is not None:
+        references.append((compare_with, lambda method: Method(compare_with, method.mode)))
+    losses = PairedLosses(records)
+    compared = [(name, _differences(losses, perplexities.lines, reference, lengths)) for name, reference in references]
+    has_differences = any(rows for _, rows in compared)
+    if has_differences and len(sections) == 1:
+        table_lines.insert(0, Section(PERPLEXITY))
+    for name, rows in compared:
+        if rows:
+            table_lines.append(Section(f"loss minus that of {name}"))
+        for setting, method, texts in rows:
             cells = [Cell(text) for text in (*texts, *[""] * has_ratio)]
             table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
 
     notes = _notes(records, train_length in perplexities.lengths, compare_with)
     notes += best_notes(records)
-    if differences or against_full:
+    if has_differences:
         notes.append(DIFFERENCE_NOTE)
     for kind in dict.fromkeys(measure.kind for measure in MEASURES.values()):
         values = next(measured[name] for name, measure in MEASURES.items() if measure.kind == kind)
@@ -227,30 +227,17 @@ def _labels(setting: Setting, method: Method, columns: Iterable[str]) -> tuple[s
 
 
 def _differences(
-    records: Iterable[AnyRecord], perplexities: Measurements, compare_with: str, lengths: Sequence[int]
+    losses: PairedLosses,
+    lines: Iterable[tuple[Setting, Method]],
+    reference: Callable[[Method], Method],
+    lengths: Sequence[int],
 ) -> list[tuple[Setting, Method, list[str]]]:
-    """For each other method and mode with a paired difference from `compare_with` in the same mode: its texts."""
-    losses = PairedLosses(records)
+    """For each line with a paired difference from its reference method, which is another one: its texts, by length."""
     rows = []
-    for setting, method in perplexities.lines:
-        if method.pos_emb != compare_with:
-            reference = Method(compare_with, method.mode)
-            pairs = [((setting, method, length), (setting, reference, length)) for length in lengths]
-            if any(losses.difference(*pair) for pair in pairs):
-                rows.append((setting, method, [losses.text(*pair) for pair in pairs]))
-    return rows
-
-
-def _against_full(
-    records: Iterable[AnyRecord], perplexities: Measurements, lengths: Sequence[int]
-) -> list[tuple[Setting, Method, list[str]]]:
-    """For each method in a mode other than full with paired losses in mode full: its texts."""
-    losses = PairedLosses(records)
-    rows = []
-    for setting, method in perplexities.lines:
-        reference = Method(method.pos_emb)
-        pairs = [((setting, method, length), (setting, reference, length)) for length in lengths]
-        if method != reference and any(losses.difference(*pair) for pair in pairs):
+    for setting, method in lines:
+        other = reference(method)
+        pairs = [((setting, method, length), (setting, other, length)) for length in lengths]
+        if method != other and any(losses.difference(*pair) for pair in pairs):
             rows.append((setting, method, [losses.text(*pair) for pair in pairs]))
     return rows
 
