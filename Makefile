@@ -12,8 +12,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
-# On Linux, PyTorch's wheels on PyPI contain CUDA: 2.7 GB to download, 4.8 GB installed. Without an NVIDIA GPU, take those of PyTorch's CPU index,
-# whose versions (2.13.0+cpu) pip prefers. `make demo TORCH_OPTIONS=` takes what pip is configured for.
+# On Linux, PyTorch's wheels on PyPI contain CUDA: 2.7 GB to download, 4.8 GB installed. Without an NVIDIA GPU, take those
+# of PyTorch's CPU index, whose versions (2.13.0+cpu) pip prefers. `make demo TORCH_OPTIONS=` takes what pip is
+# configured for.
 TORCH_OPTIONS ?= $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 # If uv is installed, it is used. It finds the build of PyTorch for this machine itself.
 UV := $(shell command -v uv)
@@ -80,8 +81,8 @@ docs: setup
 	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -q . site
 
 # These methods have no trainable parameters, or training does not change their plot.
-UNTRAINED := learned none sinusoidal cope dape dape_rotary alibi kerple_power_original p_rope per_layer rotary sandwich \
-  stick_breaking xpos
+UNTRAINED := learned none sinusoidal cope dape dape_rotary alibi kerple_power_original p_rope per_layer rotary \
+  sandwich stick_breaking xpos
 TRAINED := $(filter-out $(UNTRAINED),$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
 
 pictures: setup

@@ -194,7 +194,8 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
         )
     plain = [method.method if isinstance(method, positional.PerLayer) else method for method in methods]
     if isinstance(methods[0], positional.PerLayer):
-        entries = positional.PerLayer.names(model.positional_options.get("methods", ["rotary", "none"]))
+        options = {**positional.PerLayer.default_options(), **model.positional_options}
+        entries = positional.PerLayer.names(options["methods"])
         if len(entries) > model.num_layers:
             yield (
                 f"pos_emb per_layer: methods has {len(entries)} entries, but num_layers is {model.num_layers}; remove "

@@ -169,8 +169,8 @@ class WholeParameterOptimizer(Optimizer):
             owned[owner] += parameter.shape.numel()
             if owner == self._rank and fragment is not None:
                 is_whole = len(by_rank) == 1
-                weight = fragment.master if is_whole else fragment.master.new_empty(()).expand(parameter.shape)
-                parameter.weight = weight.view(parameter.shape)
+                master, shape = fragment.master, parameter.shape
+                parameter.weight = master.view(shape) if is_whole else _placeholder(master, shape)
                 inner_groups[id(fragment.group)]["params"].append(parameter.weight)
             self._parameters.append(parameter)
 
@@ -208,7 +208,7 @@ class WholeParameterOptimizer(Optimizer):
         self.inner.step()
         self._from_owners(batch)
         for weight in mine:
-            weight.grad, weight.data = None, _placeholder(weight)
+            weight.grad, weight.data = None, _placeholder(weight, weight.shape)
 
     def owned(self, *, with_weights: bool) -> dict[str, Fragment]:
         """Parameter name -> the whole, unsliced parameter, of those that this rank owns. The state is in `inner`.
@@ -279,9 +279,9 @@ class WholeParameterOptimizer(Optimizer):
         return [iter(part.split(row)) for part, row in zip(incoming.split(totals), sizes, strict=True)]
 
 
-def _placeholder(weight: Tensor) -> Tensor:
-    """A tensor of the same shape in the memory of one element."""
-    return weight.new_empty(()).expand(weight.shape)
+def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor of `shape`, with the device and dtype of `like`, in the memory of one element."""
+    return like.new_empty(()).expand(shape)
 
 
 def _views(parameter: _Parameter, slices: Tensor) -> Iterator[tuple[int, Tensor]]:
