@@ -17,7 +17,6 @@ from rich.console import Console
 from megatron.reporting.aggregate import (
     ALPHA,
     AnyRecord,
-    Measurements,
     Method,
     Setting,
     measurements,
@@ -181,17 +180,19 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
                         ratio = f"{format_number(means[longest] / means[train_length], 3)}x"
                 cells.append(Cell(ratio if name == PERPLEXITY else ""))
             table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
-    references: list[tuple[str, Callable[[Method], Method]]] = [
+    counterparts: list[tuple[str, Callable[[Method], Method]]] = [
         ("the method in mode full", lambda method: Method(method.pos_emb))
     ]
     if compare_with is not None:
-        references.append((compare_with, lambda method: Method(compare_with, method.mode)))
+        counterparts.append((compare_with, lambda method: Method(compare_with, method.mode)))
     losses = PairedLosses(records)
-    compared = [(name, _differences(losses, perplexities.lines, reference, lengths)) for name, reference in references]
-    has_differences = any(rows for _, rows in compared)
+    differences = [
+        (name, _differences(losses, perplexities.lines, counterpart, lengths)) for name, counterpart in counterparts
+    ]
+    has_differences = any(rows for _, rows in differences)
     if has_differences and len(sections) == 1:
         table_lines.insert(0, Section(PERPLEXITY))
-    for name, rows in compared:
+    for name, rows in differences:
         if rows:
             table_lines.append(Section(f"loss minus that of {name}"))
         for setting, method, texts in rows:
@@ -229,13 +230,13 @@ def _labels(setting: Setting, method: Method, columns: Iterable[str]) -> tuple[s
 def _differences(
     losses: PairedLosses,
     lines: Iterable[tuple[Setting, Method]],
-    reference: Callable[[Method], Method],
+    counterpart: Callable[[Method], Method],
     lengths: Sequence[int],
 ) -> list[tuple[Setting, Method, list[str]]]:
     """For each line with a paired difference from its reference method, which is another one: its texts, by length."""
     rows = []
     for setting, method in lines:
-        other = reference(method)
+        other = counterpart(method)
         pairs = [((setting, method, length), (setting, other, length)) for length in lengths]
         if method != other and any(losses.difference(*pair) for pair in pairs):
             rows.append((setting, method, [losses.text(*pair) for pair in pairs]))
