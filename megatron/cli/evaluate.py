@@ -29,7 +29,7 @@ from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
-from megatron.evaluation.modes import parse_modes
+from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import Protocol
 from megatron.evaluation.records import Checkpoint, Provenance, Record, ResultsFile
 from megatron.evaluation.runner import (
@@ -198,17 +198,18 @@ def _supported_modes(models: Sequence[EvaluatedModel], names: Sequence[str]) -> 
     Raises UserError for a mode that no model supports.
     """
     result: list[tuple[list[str], dict[str, str]]] = []
+    supported: set[str] = set()
     for model in models:
         settings = ModelSettings.from_config(model.saved, padded_vocab_size=1)
         methods = build_layers(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
-        modes = parse_modes(names, model.provenance.train_length)
-        reasons = {mode.name: unsupported_reason(mode.attention, methods, settings) for mode in modes}
-        unsupported = {name: reason for name, reason in reasons.items() if reason is not None}
-        result.append(([name for name in reasons if name not in unsupported], unsupported))
-    for name in dict.fromkeys(name for _, unsupported in result for name in unsupported):
-        if not any(name in modes for modes, _ in result):
-            reason = next(unsupported[name] for _, unsupported in result if name in unsupported)
-            raise UserError(f"inference mode {name} {reason}")
+        modes = {name: parse_mode(name, model.provenance.train_length) for name in names}
+        reasons = {name: unsupported_reason(mode.attention, methods, settings) for name, mode in modes.items()}
+        supported |= {name for name, reason in reasons.items() if reason is None}
+        unsupported = {modes[name].name: reason for name, reason in reasons.items() if reason is not None}
+        result.append(([mode.name for mode in modes.values() if mode.name not in unsupported], unsupported))
+    for name in names:
+        if name not in supported:
+            raise UserError(f"inference mode {name} {reasons[name]}")
     return result
 
 

@@ -6,6 +6,10 @@ A mode is a span of keys, followed by any of the modifiers in `SPANS` and `MODIF
 
 It applies in every layer, so a token can depend on more tokens than one query attends to: with a window, on
 layers * (W - 1) earlier tokens. No parameters change.
+
+Each mode has one canonical name: modifiers in the order of `MODIFIERS`, without optional arguments that equal their
+defaults (the training length, if it is known, and the factor 1 of dynamic-ntk), and without decimal places of whole
+numbers. With a training length of 128, `full+logn@128+linear` is `full+linear+logn`.
 """
 
 import re
@@ -33,9 +37,8 @@ class Modifier:
 
     Attributes:
         arguments: their letters and types.
-        build: from the arguments to the field's value. Those in `_NEEDS_LENGTH` get the training length in place of a
-            missing L, and dynamic-ntk after its argument.
-        optional: whether the arguments may be left out.
+        build: from the arguments to the field's value. `dynamic-ntk` also gets the training length.
+        optional: whether the arguments may be left out. L is then the training length, and F is 1.
     """
 
     field: str
@@ -88,7 +91,6 @@ MODIFIERS = {
         True,
     ),
 }
-_NEEDS_LENGTH = ("linear", "logn", "dynamic-ntk")
 _KINDS = {"distance_map": "distance maps", "scaling": "scalings of the scores"}
 _SIZE_PATTERN = "[1-9][0-9]{0,11}"
 _SPAN = re.compile(
@@ -132,13 +134,12 @@ def grammar() -> list[tuple[str, str]]:
 
 
 def parse_modes(names: Sequence[str], train_length: int | None = None) -> list[Mode]:
-    """The modes with these names, without duplicates. See `parse_mode`."""
+    """The modes with these names, each once. See `parse_mode`."""
     return list({mode.name: mode for mode in (parse_mode(name, train_length) for name in names)}.values())
 
 
 def parse_mode(name: str, train_length: int | None = None) -> Mode:
-    """The mode with this name. Its own name has the modifiers in the order of `MODIFIERS`. train_length: in tokens; the
-    default of arguments L.
+    """The mode with this name, under its canonical name. train_length: in tokens; the default of arguments L.
 
     Raises UserError for an unknown name, missing or invalid arguments, and parts that cannot be combined.
     """
@@ -150,13 +151,14 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
             "(see --list-modes)"
         )
     try:
-        mode = AttentionMode(_span(match, name, train_length))
+        span_name, span = _span(match, name, train_length)
+        mode = AttentionMode(span)
         parts: dict[str, str] = {}
         for part in [] if match["rest"] is None else match["rest"].split("+"):
-            key, value = _modifier(part, name, train_length)
+            key, canonical, value = _modifier(part, name, train_length)
             if key in parts:
                 raise UserError(f"inference mode {name}: {key} is given twice; use it once")
-            parts[key] = part
+            parts[key] = canonical
             field = MODIFIERS[key].field
             if getattr(mode, field):
                 other = next(other for other in parts if MODIFIERS[other].field == field)
@@ -168,16 +170,17 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
             mode = replace(mode, **{field: value})
     except ValueError as error:
         raise UserError(f"inference mode {name}: {error}") from error
-    return Mode("+".join([match[1], *(parts[key] for key in MODIFIERS if key in parts)]), mode)
+    return Mode("+".join([span_name, *(parts[key] for key in MODIFIERS if key in parts)]), mode)
 
 
-def _span(match: re.Match[str], name: str, train_length: int | None) -> Span:
+def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[str, Span]:
+    """(canonical name, span)."""
     if match["W"] is not None:
-        return Span(window=int(match["W"]))
+        return match[1], Span(window=int(match["W"]))
     if match["S"] is not None:
-        return Span(window=int(match["SW"]), sinks=int(match["S"]))
+        return match[1], Span(window=int(match["SW"]), sinks=int(match["S"]))
     if not match[1].startswith("blockwise"):
-        return Span()
+        return match[1], Span()
     length = train_length if match["L"] is None else int(match["L"])
     if length is None:
         raise UserError(
@@ -189,11 +192,11 @@ def _span(match: re.Match[str], name: str, train_length: int | None) -> Span:
             f"inference mode {name}: blocks are half the training length, but {length} is odd; "
             f"choose an even length, e.g. blockwise@{length - 1 or 2}"
         )
-    return Span(block=length // 2)
+    return "blockwise" if length == train_length else match[1], Span(block=length // 2)
 
 
-def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, Any]:
-    """(name, value) of a modifier."""
+def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str, Any]:
+    """(name, canonical name with arguments, value) of a modifier."""
     key, has_values, rest = part.partition("@")
     if key not in MODIFIERS:
         raise UserError(
@@ -209,13 +212,13 @@ def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, Any]
             f"inference mode {name}: {part!r} must be {modifier.grammar(key)}, with numbers for the letters"
         )
     values = [kind(text) for kind, text in zip(types, texts, strict=False)]
-    if key == "dynamic-ntk":
-        values = values or [1.0]
-    if key in _NEEDS_LENGTH and (not values or key == "dynamic-ntk"):
-        if train_length is None:
-            advice = "pass train_length" if key == "dynamic-ntk" else f"use {key}@LENGTH, or pass train_length"
-            raise UserError(
-                f"inference mode {name}: {key} depends on the training length, which is not known; {advice}"
-            )
-        values.append(train_length)
-    return key, modifier.build(*values)
+    defaults = [1.0 if letter == "F" else train_length for letter, _ in modifier.arguments if modifier.optional]
+    lengths = [train_length] if key == "dynamic-ntk" else []
+    arguments = [*(values or defaults), *lengths]
+    if None in arguments:
+        advice = "pass train_length" if lengths else f"use {key}@LENGTH, or pass train_length"
+        raise UserError(f"inference mode {name}: {key} depends on the training length, which is not known; {advice}")
+    canonical = key
+    if values and values != defaults:
+        canonical += "@" + ",".join(str(value).removesuffix(".0") for value in values)
+    return key, canonical, modifier.build(*arguments)

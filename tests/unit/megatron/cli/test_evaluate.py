@@ -69,7 +69,7 @@ def rows_in(folder):
 
 def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
     report = tmp_path / "report"
-    modes = ["--modes", "full", "window@16", "blockwise"]
+    modes = ["--modes", "full", "window@16", "blockwise", f"blockwise@{TRAIN_LENGTH}"]
     main([configuration(), *LENGTHS, *modes, "--tokens", "1000", "--output", str(report)])
     output = capsys.readouterr()
     rows = rows_in(tmp_path / "report")
