@@ -115,6 +115,11 @@ class AttentionMode:
             dynamic_ntk=dynamic_ntk and dynamic_ntk.at_length(length),
         )
 
+    @property
+    def length_dependent(self) -> bool:
+        """Whether attention depends on the length of the whole text, so that `at_length` must be called."""
+        return self.at_length(1) != self
+
     def is_explicit(self, method: PositionalMethod | None) -> bool:
         """Whether `attend_in_mode` computes the attention: positions of keys are not consecutive, or there are two
         rotations. Otherwise backends do, with mapped tables.

@@ -12,16 +12,17 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron.checkpoint.directory import iteration_of
-from megatron.cli.model_options import chosen_step, load, load_tokenizer
+from megatron.cli.model_options import chosen_step, load, load_tokenizer, saved_config
 from megatron.config import Config, UserError
 from megatron.config.command_line import integer, number, option_name
 from megatron.config.schema.base import MAX_INT
+from megatron.evaluation.modes import FULL_MODE, supported_modes
 from megatron.reporting.terminal import print_rows, standard_output
 from megatron.utils.errors import install_command
 from megatron.utils.files import write_atomically
 
 TASK_RESULTS = "tasks.json"
-COLUMNS = ("checkpoint", "method", "task", "n-shot", "filter", "metric", "value", "± error")
+COLUMNS = ("checkpoint", "method", "mode", "task", "n-shot", "filter", "metric", "value", "± error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,9 @@ def harness_options(config: Config, options: argparse.Namespace) -> HarnessOptio
 def run_harness(
     harness: HarnessOptions, folders: Sequence[Path], config: Config, options: argparse.Namespace, output: Path
 ) -> None:
-    """Run the tasks on every checkpoint, write `tasks.json` after each, and print the table. Raises UserError."""
+    """Run the tasks on every checkpoint in every mode, write `tasks.json` (one entry for each of both) after each,
+    and print the table. Raises UserError.
+    """
     try:
         import lm_eval.api.model
 
@@ -103,58 +106,74 @@ def run_harness(
         raise UserError(
             f"eval_tasks: lm-evaluation-harness cannot be imported ({error}): {install_command('eval')}"
         ) from error
+    check = len(folders) == 1
+    configs = [saved_config(folder, config, options, check=check) for folder in folders]
+    supported = supported_modes(configs, options.modes)
     checkpoints: list[dict[str, Any]] = []
-    first: Config | None = None
-    path = output / TASK_RESULTS
-    for folder in folders:
-        model, saved = load(folder, config, options, check=len(folders) == 1)
-        first = first or saved
-        # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
-        tokenizer_config = saved if options.own and config.tokenizer == first.tokenizer else config
-        tokenizer = load_tokenizer(tokenizer_config, saved, model.settings.padded_vocab_size)
+    content = {**dataclasses.asdict(harness), "lm_eval": lm_eval.__version__, "checkpoints": checkpoints}
+    for folder, saved, (modes, unsupported) in zip(folders, configs, supported, strict=True):
         print(f"{folder}, {saved.model.pos_emb}, trained at {saved.model.seq_length:,} tokens:", flush=True)
-        results = evaluate_tasks(
-            model,
-            tokenizer,
-            harness.tasks,
-            train_length=saved.model.seq_length,
-            num_fewshot=harness.num_fewshot,
-            limit=harness.limit,
-            include_path=harness.include_path,
-            max_length=harness.max_length,
-            seed=saved.training.seed,
-            report=partial(print, flush=True),
-        )
-        checkpoints.append(
-            {
-                "checkpoint": str(folder),
-                "iteration": iteration_of(chosen_step(folder, config, options)),
-                "pos_emb": saved.model.pos_emb,
-                "seed": saved.training.seed,
-                "train_length": saved.model.seq_length,
-                "precision": options.precision,
-                **results,
-            }
-        )
-        content = {**dataclasses.asdict(harness), "lm_eval": lm_eval.__version__, "checkpoints": checkpoints}
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write results to {output}: {error.strerror or error}") from error
-        write_atomically(path, (json.dumps(content, indent=1, default=str) + "\n").encode())
+        source = {
+            "checkpoint": str(folder),
+            "iteration": iteration_of(chosen_step(folder, config, options)),
+            "pos_emb": saved.model.pos_emb,
+            "seed": saved.training.seed,
+            "train_length": saved.model.seq_length,
+            "precision": options.precision,
+        }
+        for name, reason in unsupported.items():
+            print(f"inference mode {name} {reason} (not in the table)", flush=True)
+            checkpoints.append({**source, "mode": name, "note": reason, "results": {}})
+        if not modes:
+            continue
+        model, _ = load(folder, config, options, check=check)
+        # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
+        tokenizer_config = saved if options.own and config.tokenizer == configs[0].tokenizer else config
+        tokenizer = load_tokenizer(tokenizer_config, saved, model.settings.padded_vocab_size)
+        for mode in modes:
+            if mode != FULL_MODE:
+                print(f"inference mode {mode.name}:", flush=True)
+            results = evaluate_tasks(
+                model,
+                tokenizer,
+                harness.tasks,
+                train_length=saved.model.seq_length,
+                num_fewshot=harness.num_fewshot,
+                limit=harness.limit,
+                include_path=harness.include_path,
+                max_length=harness.max_length,
+                mode=mode.attention,
+                seed=saved.training.seed,
+                report=partial(print, flush=True),
+            )
+            checkpoints.append({**source, "mode": mode.name, "note": None, **results})
+            _write(content, output)
         del model  # free its memory before the next one is loaded
+    path = _write(content, output)
     print_tasks(checkpoints)
     print(path, flush=True)
 
 
+def _write(content: Mapping[str, Any], output: Path) -> Path:
+    """Write `tasks.json` and return its path. Raises UserError."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write results to {output}: {error.strerror or error}") from error
+    path = output / TASK_RESULTS
+    write_atomically(path, (json.dumps(content, indent=1, default=str) + "\n").encode())
+    return path
+
+
 def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Print a table with a row per checkpoint, task and metric."""
+    """Print a table with a row per checkpoint, mode, task and metric."""
     lines = [line for checkpoint in checkpoints for line in _table_lines(checkpoint)]
     # Omit columns that do not distinguish rows: most tasks have no filters, and most checkpoints differ in
     # their method.
-    methods = [checkpoint["pos_emb"] for checkpoint in checkpoints]
+    methods = {checkpoint["checkpoint"]: checkpoint["pos_emb"] for checkpoint in checkpoints}
     shown = {
-        "checkpoint": len(set(methods)) < len(methods),
+        "checkpoint": len(set(methods.values())) < len(methods),
+        "mode": any(line["mode"] != "full" for line in lines),
         "filter": any(line["filter"] != "none" for line in lines),
     }
     titles = [name for name in COLUMNS if shown.get(name, True)]
@@ -163,7 +182,7 @@ def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | Non
 
 
 def _table_lines(checkpoint: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """The rows of one checkpoint, by column. The harness stores metrics under `metric,filter`."""
+    """The rows of one checkpoint in one mode, by column. The harness stores metrics under `metric,filter`."""
     for task, values in {**checkpoint["results"], **checkpoint.get("groups", {})}.items():
         for key, value in values.items():
             metric, comma, filter_name = key.partition(",")
@@ -174,6 +193,7 @@ def _table_lines(checkpoint: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             cells = (
                 checkpoint["checkpoint"],
                 checkpoint["pos_emb"],
+                checkpoint["mode"],
                 values.get("alias", task),
                 str(checkpoint.get("n-shot", {}).get(task, "")),
                 filter_name,

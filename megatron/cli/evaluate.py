@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from kerple.positional import build_layers
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
@@ -29,7 +28,7 @@ from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
-from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.modes import supported_modes
 from megatron.evaluation.protocols import Protocol
 from megatron.evaluation.records import Checkpoint, Provenance, Record, ResultsFile
 from megatron.evaluation.runner import (
@@ -40,7 +39,6 @@ from megatron.evaluation.runner import (
     run_eval_tasks,
 )
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
-from megatron.inference.decoder import unsupported_reason
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.reporting.summary import print_summary, write_summary
@@ -135,8 +133,9 @@ def _evaluate(
     prompts = Prompts(_tokenizer(config)) if options.passkey else None
     planned: list[list[EvalTask]] = []
     not_measured: list[Record] = []
-    for model, (modes, unsupported) in zip(models, _supported_modes(models, options.modes), strict=True):
-        source = model.provenance
+    supported = supported_modes([model.saved for model in models], options.modes)
+    for model, (parsed_modes, unsupported) in zip(models, supported, strict=True):
+        source, modes = model.provenance, [mode.name for mode in parsed_modes]
         tasks: list[EvalTask] = []
         tasks += plan_extrapolation(text, lengths, modes, protocols, budget, source, options.by_position)
         if options.resolution is not None:
@@ -190,27 +189,6 @@ def _evaluate(
             for path in write_summary(results.records, output, options.title, compare_with=options.compare_with):
                 report(str(path))
             _check_losses(results)
-
-
-def _supported_modes(models: Sequence[EvaluatedModel], names: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """For each model, the names of the modes that it supports, and for the others why it does not.
-
-    Raises UserError for a mode that no model supports.
-    """
-    result: list[tuple[list[str], dict[str, str]]] = []
-    supported: set[str] = set()
-    for model in models:
-        settings = ModelSettings.from_config(model.saved, padded_vocab_size=1)
-        methods = build_layers(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
-        modes = {name: parse_mode(name, model.provenance.train_length) for name in names}
-        reasons = {name: unsupported_reason(mode.attention, methods, settings) for name, mode in modes.items()}
-        supported |= {name for name, reason in reasons.items() if reason is None}
-        unsupported = {modes[name].name: reason for name, reason in reasons.items() if reason is not None}
-        result.append(([mode.name for mode in modes.values() if mode.name not in unsupported], unsupported))
-    for name in names:
-        if name not in supported:
-            raise UserError(f"inference mode {name} {reasons[name]}")
-    return result
 
 
 def _check_weights(model: GPT, step: Path) -> None:

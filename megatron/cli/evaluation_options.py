@@ -30,7 +30,6 @@ CONTEXT_TEXTS = 256
 # Options that tasks of lm-evaluation-harness do not support.
 EXTRAPOLATION_OPTIONS = (
     "--lengths",
-    "--modes",
     "--protocol",
     "--tokens",
     "--document-aware",

@@ -23,6 +23,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
+from kerple.attention import DEFAULT_MODE, AttentionMode
 from kerple.positional import PositionsExceeded
 from megatron.evaluation.runner import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU, QUERY_CHUNK
 from megatron.evaluation.scoring import LOGIT_POSITIONS
@@ -53,6 +54,7 @@ def evaluate_tasks(
     limit: int | float | None = None,
     include_path: Sequence[str] = (),
     max_length: int | None = None,
+    mode: AttentionMode = DEFAULT_MODE,
     seed: int = 1234,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -64,14 +66,15 @@ def evaluate_tasks(
         num_fewshot: examples before each question; None for the task's default.
         limit: maximum number of documents per task; below 1, a fraction of them.
         include_path: folders with further task files.
-        max_length: maximum number of tokens read at once; see `HarnessModel`.
+        max_length, mode: see `HarnessModel`.
         report: receives a line about the lengths of each type of request.
 
     Returns:
         The harness's results (`RESULT_KEYS`), and under `lengths` the lengths of each type of request.
 
     Raises:
-        UserError: a task is unknown or cannot be loaded, or a text is longer than the positional method supports.
+        UserError: a task is unknown or cannot be loaded, a text is longer than the positional method supports, or the
+            model does not support the mode.
     """
     with _site_packages_first():
         from lm_eval.evaluator import simple_evaluate
@@ -82,6 +85,7 @@ def evaluate_tasks(
             tokenizer,
             max_length=max_length,
             rolling_length=ROLLING_WINDOW * train_length,
+            mode=mode,
             seed=seed,
             report=report,
         )
@@ -165,13 +169,14 @@ class HarnessModel(TemplateLM):
 
     Args:
         max_length: maximum number of tokens read at once. As with the harness's own models, longer prompts are
-        truncated on the left
-            and longer documents are read in windows. With None, prompts are never truncated, and documents are read
-            in windows of at most `rolling_length`.
+            truncated on the left and longer documents are read in windows. With None, prompts are never truncated, and
+            documents are read in windows of at most `rolling_length`.
+        mode: how the model attends. Modes that depend on the length take the number of tokens that are read at once,
+            or of a prompt and the most tokens that the task generates.
         report: receives a line about the lengths of each type of request; `lengths` contains the same numbers.
 
-    Requests raise UserError if a text is longer than the positional method supports, or for an unknown generation
-    option.
+    Raises UserError if the model does not support the mode. Requests raise UserError if a text is longer than the
+    positional method supports, or for an unknown generation option.
     """
 
     def __init__(
@@ -181,12 +186,17 @@ class HarnessModel(TemplateLM):
         *,
         max_length: int | None = None,
         rolling_length: int,
+        mode: AttentionMode = DEFAULT_MODE,
         seed: int = 1234,
         report: Callable[[str], None] = print,
     ):
         super().__init__()
         self._model = model
         self._decoder = as_decoder(model)
+        reason = self._decoder.unsupported_reason(mode)
+        if reason is not None:
+            raise UserError(f"the inference mode {reason}")
+        self._mode = mode
         self._device = model_device(model)
         self._tokenizer = tokenizer
         self._max_length = max_length
@@ -268,6 +278,8 @@ class HarnessModel(TemplateLM):
         with inference(self._model), bar:
             while start < len(inputs):
                 batch = inputs[start : start + max(1, self._batch_tokens // len(inputs[start]))]
+                if self._mode.length_dependent:
+                    batch = [text for text in batch if len(text) == len(batch[0])]
                 scored = [
                     (row, len(text) - len(pairs[index][1]) + offset, target, index)
                     for row, text in enumerate(batch)
@@ -292,11 +304,12 @@ class HarnessModel(TemplateLM):
         width = len(texts[0])
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=self._device)
         chunk = QUERY_CHUNK if self._decoder.cached else width
-        cache = self._decoder.new_cache(len(texts), width) if width > chunk else None
+        mode = self._mode.at_length(width)
+        cache = self._decoder.new_cache(len(texts), width, mode) if width > chunk else None
         values, is_top = torch.empty(len(rows), dtype=torch.float64), torch.empty(len(rows), dtype=torch.bool)
         for begin in range(0, width, chunk):
             try:
-                hidden = self._decoder.hidden(tokens[:, begin : begin + chunk], cache)
+                hidden = self._decoder.hidden(tokens[:, begin : begin + chunk], cache, mode)
             except PositionsExceeded as error:
                 raise self._too_long(error) from error
             in_chunk = ((positions >= begin) & (positions < begin + chunk)).nonzero()[:, 0]
@@ -318,21 +331,22 @@ class HarnessModel(TemplateLM):
         needed = [len(prompt) + option.new_tokens for prompt, option in zip(prompts, options, strict=True)]
         limit = self._max_length or max(needed, default=0)
         self._record_lengths("generate_until", needed, limit, "truncated on the left")
-        same_options: dict[GenerationOptions, list[int]] = {}
+        together: dict[tuple[GenerationOptions, int], list[int]] = {}
         for index, option in enumerate(options):
             if option.new_tokens >= limit:
                 raise UserError(
                     f"--max-length {limit} leaves no room for a prompt: the task generates {option.new_tokens} tokens"
                 )
-            same_options.setdefault(option, []).append(index)
+            prompts[index] = prompts[index][-(limit - option.new_tokens) :]
+            length = len(prompts[index]) if self._mode.length_dependent else 0
+            together.setdefault((option, length), []).append(index)
         texts = [""] * len(requests)
-        for option, indices in same_options.items():
-            truncated = [prompts[index][-(limit - option.new_tokens) :] for index in indices]
-            longest = max(map(len, truncated)) + option.new_tokens
+        for (option, _), indices in together.items():
+            longest = max(len(prompts[index]) for index in indices) + option.new_tokens
             sampling = dict(option.sampling)
             generations = generate(
                 self._model,
-                truncated,
+                [prompts[index] for index in indices],
                 maximum_tokens=option.new_tokens,
                 temperature=sampling.get("temperature", 0.0),
                 top_k=int(sampling.get("top_k", 0)),
@@ -342,6 +356,7 @@ class HarnessModel(TemplateLM):
                 vocab_size=self._tokenizer.vocab_size,
                 batch_size=max(1, min(MAX_GENERATION_BATCH, self._batch_tokens // longest)),
                 recompute=not self._decoder.cached,
+                mode=self._mode,
                 ended=partial(_ends_with_stop, self._tokenizer, option.until),
             )
             for index, generation in zip(indices, generations, strict=True):

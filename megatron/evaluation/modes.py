@@ -18,7 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kerple.attention import DEFAULT_MODE, AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature
+from kerple.positional import build_layers
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
+from megatron.config import Config
+from megatron.inference.decoder import unsupported_reason
+from megatron.model.settings import ModelSettings
 from megatron.utils.errors import UserError
 
 # Span -> its meaning.
@@ -136,6 +140,28 @@ def grammar() -> list[tuple[str, str]]:
 def parse_modes(names: Sequence[str], train_length: int | None = None) -> list[Mode]:
     """The modes with these names, each once. See `parse_mode`."""
     return list({mode.name: mode for mode in (parse_mode(name, train_length) for name in names)}.values())
+
+
+def supported_modes(configs: Sequence[Config], names: Sequence[str]) -> list[tuple[list[Mode], dict[str, str]]]:
+    """For each model, the modes that it supports, each once, and for the names of the others why it does not.
+
+    Raises UserError for a mode that no model supports.
+    """
+    result: list[tuple[list[Mode], dict[str, str]]] = []
+    supported: set[str] = set()
+    for config in configs:
+        settings = ModelSettings.from_config(config, padded_vocab_size=1)
+        methods = build_layers(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
+        modes = {name: parse_mode(name, config.model.seq_length) for name in names}
+        reasons = {name: unsupported_reason(mode.attention, methods, settings) for name, mode in modes.items()}
+        supported |= {name for name, reason in reasons.items() if reason is None}
+        unsupported = {modes[name].name: reason for name, reason in reasons.items() if reason is not None}
+        unique = {mode.name: mode for mode in modes.values()}
+        result.append(([mode for name, mode in unique.items() if name not in unsupported], unsupported))
+    for name in names:
+        if name not in supported:
+            raise UserError(f"inference mode {name} {reasons[name]}")
+    return result
 
 
 def parse_mode(name: str, train_length: int | None = None) -> Mode:

@@ -146,21 +146,47 @@ def test_several_checkpoints_are_one_table(checkpoints, task_folder, tmp_path, c
     assert output.count("bits_per_byte ↓") == 2
 
 
+def test_tasks_in_modes(checkpoints, task_folder, tmp_path, capsys):
+    """A mode given twice is measured once; one that only some checkpoints support has a note."""
+    words = ["--checkpoint", *map(str, checkpoints.values()), "--eval-tasks", "pages", "--include-path", task_folder]
+    modes = ["full", "window@4", "window@8+clip@4", f"full+logn@{TRAIN_LENGTH}", "full+logn"]
+    main([*words, "--max-length", str(TRAIN_LENGTH), "--limit", "2", "--modes", *modes, "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    entries = {(entry["pos_emb"], entry["mode"]): entry for entry in results_in(tmp_path)["checkpoints"]}
+    assert {mode for _, mode in entries} == {*modes[:3], "full+logn"}
+    assert len(entries) == 8
+    unsupported = entries.pop(("learned", "window@8+clip@4"))
+    assert "distance map clip has no meaning" in unsupported["note"]
+    assert unsupported["note"] in printed
+    assert unsupported["results"] == {}
+    values = {key: entry["results"]["pages"]["byte_perplexity,none"] for key, entry in entries.items()}
+    assert values["learned", "full"] == values["learned", "full+logn"]  # not beyond the training length
+    assert len(set(values.values())) == 5
+    assert printed.count("byte_perplexity ↓") == 7
+    assert all(name in printed.rpartition("Tasks")[2] for name in ("window@4", "full+logn", "window@8+clip@4"))
+
+
 @pytest.mark.parametrize("same_method", [False, True])
 def test_the_table_on_a_narrow_terminal_omits_equal_columns_and_truncates_nothing(same_method):
     values = {"alias": "lambada_openai", "acc,none": 0.31234, "acc_stderr,none": 0.0065}
     if same_method:
         values["exact_match,flexible-extract"] = 0.25
     checkpoints = [
-        {"checkpoint": f"runs/{name}", "pos_emb": "kerple_log" if same_method else name, "results": {"lambada": values}}
+        {
+            "checkpoint": f"runs/{name}",
+            "pos_emb": "kerple_log" if same_method else name,
+            "mode": mode,
+            "results": {"lambada": values},
+        }
         for name in ("kerple_log", "alibi")
+        for mode in (["full"] if same_method else ["full", "window@8"])
     ]
     terminal = io.StringIO()
     print_tasks(checkpoints, Console(file=terminal, width=60))
     text = terminal.getvalue()
     assert all(word in text for word in ("kerple_log", "lambada_openai", "acc", "0.3123", "0.0065"))
     assert "…" not in text
-    assert ("runs/alibi" in text) == ("flexible-extract" in text) == same_method
+    assert ("runs/alibi" in text) == ("flexible-extract" in text) == ("window@8" not in text) == same_method
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -176,7 +202,7 @@ def test_texts_beyond_a_position_table_are_rejected(task, checkpoints, task_fold
     [
         (["--num-fewshot", "3"], "--num-fewshot requires tasks; add --eval-tasks"),
         (["--eval-tasks", "pages", "--lengths", "64"], "--lengths: cannot be combined with tasks"),
-        (["--eval-tasks", "pages", "--modes", "window@8"], "--modes: cannot be combined with tasks"),
+        (["--eval-tasks", "pages", "--modes", "full", "full+dynamic-ntk"], r"mode full\+dynamic-ntk is not supported"),
         (
             ["--eval-tasks", "pages", "--protocol", "last-k@8", "--document-aware"],
             "--protocol, --document-aware: cannot be combined",

@@ -6,7 +6,9 @@ from lm_eval.api.instance import Instance
 
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.evaluation.harness import HarnessModel, evaluate_tasks
+from megatron.evaluation.modes import parse_mode
 from megatron.inference import load_model
+from megatron.inference.generation import generate
 from megatron.tokenizer import CharLevelTokenizer, TokenizerFiles, build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH
@@ -133,6 +135,35 @@ def test_log_likelihoods_in_chunks_and_batches(models):
         expected = logits.log_softmax(-1).gather(1, continuation[:, None]).sum().item()
         assert value == pytest.approx(expected, abs=1e-4)
         assert greedy == (logits.argmax(-1).equal(continuation))
+
+
+@pytest.mark.parametrize("name", ["window@9", "sinks@2+9+reindexed+logn", "full+linear"])
+def test_log_likelihoods_and_texts_in_modes(models, name):
+    """Those of each text alone, without a cache, also in modes that depend on its length."""
+    model, tokenizer, _ = models["kerple_log"]
+    mode = parse_mode(name, TRAIN_LENGTH).attention
+    harness = harness_model(models, "kerple_log", mode=mode)
+    contexts = [PYTHON[: length - 1] + "x" for length in (40, 530, 39)]
+    continuation = torch.tensor(tokenizer.tokenize(" end"))
+    scores = harness.loglikelihood([Instance("loglikelihood", {}, (context, " end"), 0) for context in contexts])
+    texts = harness.generate_until(
+        [Instance("generate_until", {}, (text, {"max_gen_toks": 12, "until": []}), 0) for text in contexts]
+    )
+    for context, (value, _), text in zip(contexts, scores, texts, strict=True):
+        prompt = tokenizer.tokenize(context)
+        tokens = torch.tensor([*prompt, *continuation[:-1]])
+        with torch.no_grad():
+            logits = model(tokens[None], mode=mode.at_length(len(tokens)))[0, -4:].double()
+        assert value == pytest.approx(logits.log_softmax(-1).gather(1, continuation[:, None]).sum().item(), abs=1e-4)
+        (expected,) = generate(
+            model, [prompt], maximum_tokens=12, recompute=True, mode=mode, eod=tokenizer.eod, vocab_size=256
+        )
+        assert text == tokenizer.detokenize(expected.tokens)
+
+
+def test_a_mode_that_the_model_does_not_support(models):
+    with pytest.raises(UserError, match="inference mode is not supported: pos_emb learned"):
+        harness_model(models, "learned", mode=parse_mode("full+clip@8").attention)
 
 
 def test_a_tokenizer_that_puts_a_token_before_texts(models):

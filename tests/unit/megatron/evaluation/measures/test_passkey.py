@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.evaluation.measures.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
+from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
 from megatron.tokenizer import CharLevelTokenizer, build_tokenizer
@@ -103,22 +104,23 @@ def test_only_the_complete_number_is_correct(bpe):
     assert (record["length"], record["depth"], record["protocol"], record["corpus"]) == (600, 0.5, "passkey", "corpus")
 
 
-def test_answers_are_those_of_greedy_decoding():
+@pytest.mark.parametrize("name", ["full", "sinks@2+9+logn"])
+def test_answers_are_those_of_greedy_decoding(name):
     """In every other trial, the answer is replaced by what the model itself decodes."""
-    model = small_gpt("kerple_log", padded_vocab_size=512)
+    model, mode = small_gpt("kerple_log", padded_vocab_size=512), parse_mode(name, 32).attention
 
     class OwnAnswers(Prompts):
         def build(self, length, depth, trials):
             rows, answers = super().build(length, depth, trials)
             for row, answer in list(zip(rows, answers, strict=True))[::2]:
                 for place in range(length + 1 - answer, length + 1):
-                    row[place] = model(row[None, :place])[0, -1].argmax()
+                    row[place] = model(row[None, :place], mode=mode)[0, -1].argmax()
             return rows, answers
 
     with torch.no_grad():
-        tasks = plan_passkey(OwnAnswers(CHARACTERS), [256], ["full"], [0.5], 4, Provenance())
+        tasks = plan_passkey(OwnAnswers(CHARACTERS), [256], [name], [0.5], 4, Provenance(train_length=32))
         (record,) = run_eval_tasks(model, tasks, query_chunk=253, batch_tokens=600, progress=False)
-    assert record["correct"] == 2
+    assert (record["mode"], record["correct"]) == (name, 2)
 
 
 def test_a_length_without_positions_has_a_note():
