@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -204,3 +205,15 @@ class LargestStorage(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.elements = max(self.elements, leaf.untyped_storage().nbytes() // 4)
         return results
+
+
+def peak_memory(compute: Callable[[], object]) -> int:
+    """The peak number of bytes that a computation on the CPU allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return peak

@@ -14,6 +14,7 @@ from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
+from tests.support.attention import peak_memory
 
 LENGTH, HEADS, HEAD_SIZE = 150, 2, 8
 
@@ -229,3 +230,48 @@ def test_scores_of_a_chunk_fit_into_the_budget(pos_emb, monkeypatch):
     with torch.no_grad():
         attend_in_mode(query, key, value, method, AttentionMode(SINKS))
     assert 0 < max(sizes) <= budget
+
+
+WIDE_SINKS = Span(window=124, sinks=4)
+LINEAR_MEMORY = {
+    "kerple_log": [
+        *(AttentionMode(span) for span in (WIDE_SINKS, Span(window=128), Span(block=64))),
+        AttentionMode(WIDE_SINKS, reindexed=True),
+        *(AttentionMode(distance_map=distance_map) for distance_map in (Clip(64), Group(4, 64), Leaky(64, 4.0))),
+        AttentionMode(distance_map=Log(64), scaling=LogLength(128)),
+    ],
+    "rotary": [
+        *(AttentionMode(span) for span in (WIDE_SINKS, Span(window=128), Span(block=64))),
+        AttentionMode(WIDE_SINKS, reindexed=True, distance_map=Clip(64)),
+        *(AttentionMode(distance_map=distance_map) for distance_map in (Clip(64), Group(4, 64), Leaky(64, 4.0))),
+        AttentionMode(distance_map=Linear(128), scaling=LogLength(128)),
+        AttentionMode(dynamic_ntk=DynamicNtk(1.0, 128), scaling=YarnTemperature(4.0)),
+    ],
+}
+
+
+def attention_memory(mode: AttentionMode, length: int, pos_emb: str, backend: str = "auto") -> int:
+    """The peak number of bytes that a layer allocates without gradients."""
+    settings = ModelSettings(
+        num_layers=1,
+        hidden_size=HEADS * HEAD_SIZE,
+        num_heads=HEADS,
+        padded_vocab_size=64,
+        max_positions=32,
+        pos_emb=pos_emb,
+        attention_backend=backend,
+    )
+    layer, hidden = GPT(settings).eval().blocks[0].attention, torch.randn(1, length, HEADS * HEAD_SIZE)
+    with torch.no_grad():
+        return peak_memory(lambda: layer(hidden, mode=mode.at_length(length)))
+
+
+@pytest.mark.parametrize(("pos_emb", "mode"), [(name, mode) for name, modes in LINEAR_MEMORY.items() for mode in modes])
+def test_memory_is_linear_in_the_length(pos_emb, mode):
+    memory, twice = (attention_memory(mode, length, pos_emb) for length in (768, 1536))
+    assert twice < 2.2 * memory
+
+
+def test_memory_of_the_reference_is_quadratic():
+    memory, twice = (attention_memory(AttentionMode(), length, "kerple_log", "reference") for length in (384, 768))
+    assert twice > 3.5 * memory

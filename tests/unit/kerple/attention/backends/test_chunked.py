@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +16,7 @@ from tests.support.attention import (
     attend_arguments,
     attended,
     float64_arguments,
+    peak_memory,
     random_states,
     run_attend,
     run_repeated,
@@ -406,26 +406,19 @@ def test_chunks_of_modified_scores_fit_the_gpu(memory_gib, mib, monkeypatch):
     assert "MiB" not in Attention("auto", make_method("fire")).choice("cpu")
 
 
-def peak_memory(length: int, backend: str) -> int:
+def training_memory(length: int, backend: str) -> int:
     """The peak number of bytes that forward and backward pass allocate."""
     method = build("dape_kerple", SHAPE)
     leaves = [torch.randn(1, 3, length, 4, requires_grad=True) for _ in range(3)]
     table = score_table(method, length, "cpu")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        Attention(backend, method)(*leaves, table=table).sum().backward()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
-    return peak
+    return peak_memory(lambda: Attention(backend, method)(*leaves, table=table).sum().backward())
 
 
 def test_memory_of_modified_scores_in_training(monkeypatch):
     """Twice the length: the reference needs four times the memory, the chunked backend twice."""
     monkeypatch.setattr(chunked, "MODIFY_CPU_BYTES", 1)
-    reference = [peak_memory(length, "reference") for length in (128, 256)]
-    in_chunks = [peak_memory(length, "chunked") for length in (256, 512)]
+    reference = [training_memory(length, "reference") for length in (128, 256)]
+    in_chunks = [training_memory(length, "chunked") for length in (256, 512)]
     assert reference[1] > 3.5 * reference[0]
     assert in_chunks[1] < 2.5 * in_chunks[0]
     assert 5 * in_chunks[0] < reference[1]
