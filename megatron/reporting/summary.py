@@ -21,6 +21,7 @@ from megatron.reporting.aggregate import (
     Setting,
     measurements,
     method_of,
+    setting_of,
     significantly_better,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
@@ -275,8 +276,18 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
     if has_star:
         notes.append("The star marks the training length.")
     for protocol in dict.fromkeys(record["protocol"] for record in losses):
-        counts = sorted({record["tokens"] for record in losses if record["protocol"] == protocol and record["tokens"]})
-        if len(counts) == 1:
+        measured = [record for record in losses if record["protocol"] == protocol]
+        counts = sorted({record["tokens"] for record in measured if record["tokens"]})
+        targets: dict[tuple[Setting, int], set[str]] = {}
+        for record in measured:
+            if record.get("targets"):
+                targets.setdefault((setting_of(record), record["length"]), set()).add(record["targets"])
+        if any(len(digests) > 1 for digests in targets.values()):
+            notes.append(
+                f"Protocol {protocol}: methods or seeds were scored on different tokens, so their values also differ "
+                "because of the text. Evaluate them with the same data and --tokens."
+            )
+        elif len(counts) == 1:
             notes.append(f"Protocol {protocol}: the same {counts[0]:,} tokens are scored at every length.")
         elif counts:
             notes.append(f"Protocol {protocol}: {counts[0]:,} to {counts[-1]:,} tokens are scored.")

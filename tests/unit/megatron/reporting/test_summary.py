@@ -136,6 +136,16 @@ def test_notes():
     assert len(widths) == 1
 
 
+@pytest.mark.parametrize("change", [{"pos_emb": "alibi"}, {"seed": 1235}])
+def test_a_note_if_methods_or_seeds_were_scored_on_different_tokens(change):
+    records = [{**losses, "targets": "a"} for losses in ROWS]
+    others = [{**losses, **change} for losses in records if losses["pos_emb"] == "rotary"]
+    note = "methods or seeds were scored on different tokens"
+    assert note not in markdown(summary_table([*records, *others], "T"), "#")
+    others = [{**losses, "targets": "b"} for losses in others]
+    assert note in markdown(summary_table([*records, *others], "T"), "#")
+
+
 def full_records(seed=1234, shift=0.0) -> list[dict]:
     """All kinds of records of two methods; rotary has no bias, and at 512 there are only losses."""
     records = [
