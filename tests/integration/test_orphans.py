@@ -97,7 +97,7 @@ def test_data_workers(tmp_path, data_path):
     kill_and_wait(process, seconds=4)  # PyTorch's own check is made every five seconds
 
 
-def test_sweep(tmp_path):
+def test_sweep(tmp_path, forked_scripts):
     """tools/sweep.py, its `kerple train`, and the rank, which saves."""
     path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"]}, set={"train-iters": 100_000, "seed": 7})
     process = subprocess.Popen(

@@ -20,8 +20,8 @@ from tests.support.runs import ROOT, environment
 
 PYTHIA = "EleutherAI/pythia-70m"
 SMALL = {"num-layers": 1, "hidden-size": 32, "eval-iters": 1, "extrapolation-tokens": 2048}
-# The first training and the evaluation start new interpreters.
-NEW_INTERPRETERS = ("python prepare_data.py", "python deepy.py evaluate.py", "train-iters=20")
+# Data preparation and the first training start new interpreters.
+NEW_INTERPRETERS = ("python prepare_data.py", "train-iters=20")
 
 BLOCK = re.compile(r"(<!-- these commands are run.*?-->\n)?```bash\n(.*?)```", re.DOTALL)
 
