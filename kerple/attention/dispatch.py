@@ -346,8 +346,7 @@ class Attention:
     ) -> Tensor:
         """Like `attend`, for queries and keys after the method's `rotate`. `table` is the one for its `modify_scores`.
 
-        dropped: the position of the first key, if earlier ones are outside of the window of every query. The scores of
-        a method with `modify_scores` must not depend on the missing keys (`per_pair`).
+        dropped: the position of the first key, if earlier ones are outside of the window of every query.
 
         For a method with a decay, `append_decay` extends query, key and value, and `scale` is required.
 

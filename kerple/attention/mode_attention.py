@@ -1,15 +1,19 @@
 """Attention in modes with sinks, or with a distance map of a rotation, in chunks of queries.
 
 A chunk of queries attends to at most two ranges of keys: the sinks, and the keys from its window on. The scores of both
-are computed with all hooks of the positional method, at the distances that the mode defines, and share one softmax. The
-cost is proportional to the number of keys in these ranges, and only the scores of one chunk are in memory.
+are computed with all hooks of the positional method, at the distances that the mode defines, and share one softmax.
+Methods whose scores depend on several keys get both ranges at once, because the keys between them, which are masked,
+have no influence. The cost is proportional to the number of keys in these ranges, and only the scores of one chunk are
+in memory.
 
 Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: c queries, l keys.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention.backends.chunked import MODIFY_MAX_ROWS, MODIFY_MIN_ROWS, modify_budget
@@ -42,7 +46,7 @@ def attend_in_mode(
         scale: factor of q.k, 1 / sqrt(d) by default.
         tables_at: the method's bias and weight; by default those of all its heads.
 
-    Raises ValueError if the method does not support the mode, or needs missing keys.
+    Raises ValueError if the method does not support the mode.
     """
     reason = mode.unsupported_reason(method)
     if reason is not None:
@@ -50,8 +54,6 @@ def attend_in_mode(
     s, device = query.shape[2], query.device
     total = start + s
     missing = total - key.shape[2]
-    if missing and method.modifies_scores and not method.per_pair:
-        raise ValueError(f"{type(method).__name__} needs all keys of the text, but {missing} are missing")
     if tables_at is None:
 
         def tables_at(first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
@@ -59,7 +61,7 @@ def attend_in_mode(
 
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # A chunk has at most as many keys more than one of its queries as it has queries.
-    most_keys = total if method.modifies_scores and not method.per_pair else mode.span.max_kv_len(total)
+    most_keys = mode.span.max_kv_len(total)
     row_bytes = 4 * query.shape[0] * query.shape[1] * min(total, 2 * most_keys)
     rows = max(MODIFY_MIN_ROWS, min(modify_budget(device) // row_bytes, most_keys))
     rows = min(rows, MODIFY_MAX_ROWS) if device.type == "cpu" else rows
@@ -70,30 +72,78 @@ def attend_in_mode(
         for first in range(0, s, rows):
             queries = range(start + first, min(start + first + rows, total))
             chunk = query[:, :, first : first + rows]
-            scores, values = [], []
-            for keys in _key_ranges(mode, method, queries):
+            ranges = _key_ranges(mode, queries)
+            parts = []
+            for keys in ranges:
                 begin = keys.start if keys.start < mode.span.sinks else keys.start - missing
-                part = slice(begin, begin + len(keys))
-                scores.append(_scores(chunk, key[:, :, part], method, mode, queries, keys, scale, tables_at))
-                values.append(value[:, :, part])
-            probabilities = torch.cat(scores, dim=-1).softmax(dim=-1)
-            contexts.append(_by_kv_head(probabilities, torch.cat(values, dim=2)).to(query.dtype))
+                parts.append(slice(begin, begin + len(keys)))
+            keys_of_parts, values = ([states[:, :, part] for part in parts] for states in (key, value))
+            scores = _scores(chunk, keys_of_parts, method, mode, queries, ranges, scale, tables_at)
+            contexts.append(_by_kv_head(scores.softmax(dim=-1), torch.cat(values, dim=2)).to(query.dtype))
     return torch.cat(contexts, dim=2)
 
 
-def _key_ranges(mode: AttentionMode, method: PositionalMethod, queries: range) -> list[range]:
+def _key_ranges(mode: AttentionMode, queries: range) -> list[range]:
     """The positions of the keys that a chunk of queries attends to, some of which may be masked."""
     sinks, first_key, end = mode.span.sinks, mode.span.first_key(queries.start), queries.stop
-    if sinks == 0:
-        return [range(first_key, end)]
-    # Scores that depend on several keys are computed for all keys, of which the mask excludes some.
-    if (method.modifies_scores and not method.per_pair) or (first_key <= sinks and not mode.reindexed):
-        return [range(end)]
+    if sinks == 0 or (first_key <= sinks and not mode.reindexed):
+        return [range(0 if sinks else first_key, end)]
     ranges = range(min(sinks, end)), range(max(sinks, first_key), end)
     return [keys for keys in ranges if len(keys)]
 
 
+class _Range(NamedTuple):
+    """A chunk of queries and a range of keys.
+
+    Attributes:
+        query: after rotation, `[b, h, c, d]`.
+        scores: scale * q.k, `[b, h, c, l]`.
+        mask: bool `[c, l]`, True where the query does not see the key.
+        query_positions, key_positions: `[c]` and `[l]`.
+        distance: of visible pairs, before a map, `[c, l]`.
+    """
+
+    query: Tensor
+    scores: Tensor
+    mask: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+    distance: Tensor
+
+
 def _scores(
+    query: Tensor,
+    parts: list[Tensor],
+    method: PositionalMethod,
+    mode: AttentionMode,
+    queries: range,
+    ranges: list[range],
+    scale: float,
+    tables_at: Tables,
+) -> Tensor:
+    """The final scores of a chunk `[b, h, c, l]`, -inf for masked pairs, for all ranges of keys together. parts: the
+    keys of each range.
+    """
+    products = [
+        _range_products(query, key, method, mode, queries, keys, scale) for key, keys in zip(parts, ranges, strict=True)
+    ]
+    if not method.modifies_scores:
+        finals = [_with_tables(part, tables_at) for part in products]
+    elif method.per_pair or len(products) == 1:
+        finals = [_modified(part, method, mode) for part in products]
+    else:
+        # Scores that depend on several keys. Masked keys affect others only if they are at most `lookahead` keys away.
+        sinks, window = products
+        missing = min(method.lookahead, ranges[1].start - ranges[0].stop)
+        final = _modified(_joined(sinks, window, missing), method, mode)
+        first, _, second = final.split([len(ranges[0]), missing, len(ranges[1])], dim=-1)
+        finals = [first, second]
+    return torch.cat(
+        [scores.masked_fill(part.mask, float("-inf")) for scores, part in zip(finals, products, strict=True)], dim=-1
+    )
+
+
+def _range_products(
     query: Tensor,
     key: Tensor,
     method: PositionalMethod,
@@ -101,9 +151,7 @@ def _scores(
     queries: range,
     keys: range,
     scale: float,
-    tables_at: Tables,
-) -> Tensor:
-    """The final scores of a chunk `[b, h, c, l]`, -inf for masked pairs."""
+) -> _Range:
     span, distance_map = mode.span, mode.distance_map
     mask = span.mask(queries, keys, query.device)
     query_positions, key_positions = (torch.arange(part.start, part.stop) for part in (queries, keys))
@@ -113,8 +161,7 @@ def _scores(
         last = span.max_kv_len(queries.stop) - 1
         query_positions = query_positions.clamp(max=last)
         distance = (query_positions.to(query.device)[:, None] - key_positions.to(query.device)).masked_fill(mask, 0)
-    nearest = max(0, int(query_positions[0] - key_positions[-1]))
-    farthest = int(query_positions[-1] - key_positions[0])
+    nearest, farthest = _distances(query_positions, key_positions)
 
     rotated, scores = query, None
     if distance_map is None or not method.turns or nearest < distance_map.near:
@@ -124,18 +171,42 @@ def _scores(
         _, far = _products(query, key, method, mode, *far_positions, scale)
         scores = far if scores is None else torch.where(distance < distance_map.near, scores, far)
     assert scores is not None
+    return _Range(rotated, scores, mask, query_positions, key_positions, distance)
 
-    if method.modifies_scores:
-        table = score_table(method, queries.stop, query.device, distance_map=distance_map)
-        scores = method.final_scores(scores, rotated, query_positions, key_positions, mask, table)
-    else:
-        bias, weight = tables_at(nearest, farthest + 1)
-        index = (distance - nearest).clamp_(min=0)
-        if weight is not None:
-            scores = scores * weight[:, index]
-        if bias is not None:
-            scores = scores + bias[:, index]
-    return scores.masked_fill(mask, float("-inf"))
+
+def _distances(query_positions: Tensor, key_positions: Tensor) -> tuple[int, int]:
+    """The smallest and the largest distance of visible pairs."""
+    return max(0, int(query_positions[0] - key_positions[-1])), int(query_positions[-1] - key_positions[0])
+
+
+def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
+    """Both ranges, with `missing` masked keys between them, and without distances."""
+    between = sinks.key_positions[-1] + 1 + torch.arange(missing)
+    return window._replace(
+        scores=torch.cat((F.pad(sinks.scores, (0, missing)), window.scores), dim=-1),
+        mask=torch.cat((F.pad(sinks.mask, (0, missing), value=True), window.mask), dim=-1),
+        key_positions=torch.cat((sinks.key_positions, between, window.key_positions)),
+    )
+
+
+def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Tensor:
+    """The method's final scores."""
+    first, end = 0, int(part.query_positions[-1]) + 1
+    if method.shift_invariant:  # its table need not begin at distance 0
+        first, farthest = _distances(part.query_positions, part.key_positions)
+        end = farthest + 1
+    table = score_table(method, end, part.scores.device, distance_map=mode.distance_map, first=first)
+    positions = part.query_positions - first, part.key_positions
+    return method.final_scores(part.scores, part.query, *positions, part.mask, table)
+
+
+def _with_tables(part: _Range, tables_at: Tables) -> Tensor:
+    nearest, farthest = _distances(part.query_positions, part.key_positions)
+    bias, weight = tables_at(nearest, farthest + 1)
+    index, scores = (part.distance - nearest).clamp_(min=0), part.scores
+    if weight is not None:
+        scores = scores * weight[:, index]
+    return scores if bias is None else scores + bias[:, index]
 
 
 def _products(

@@ -70,14 +70,20 @@ def _has_own_jacobian(method: PositionalMethod, name: str) -> bool:
 
 
 def score_table(
-    method: PositionalMethod, length: int, device: torch.device | str, *, distance_map: DistanceMap | None = None
+    method: PositionalMethod,
+    length: int,
+    device: torch.device | str,
+    *,
+    distance_map: DistanceMap | None = None,
+    first: int = 0,
 ) -> Tensor | None:
-    """The `table` for `modify_scores` at distances 0 ... length-1, `[..., length]`; None if the method has none.
+    """The `table` for `modify_scores` at distances `first` ... length-1, `[..., length - first]`; None if the method
+    has none.
 
     distance_map: replaces the distances. `length` must then be the length of the text, even with a window (see
-    `PositionalMethod.mapped_table`).
+    `PositionalMethod.mapped_table`), unless the method is `shift_invariant`.
     """
-    distance = torch.arange(length, dtype=torch.float32, device=device)
+    distance = torch.arange(first, length, dtype=torch.float32, device=device)
     return method.table(distance) if distance_map is None else method.mapped_table(distance_map(distance))
 
 

@@ -76,9 +76,12 @@ class PositionalMethod(nn.Module):
         shared: one instance serves all layers. If False, every layer has its own.
         segment: for a method with `scale_qk`, the maximum number of queries per call.
         per_pair: for a method with `modify_scores`, whether the final score of a query-key pair depends only on that
-            pair's positions and scores (of all heads).
+            pair's query, positions and scores (of all heads).
+        shift_invariant: for a method with `modify_scores`, whether it uses positions only for the distances at which it
+            reads its table, so that the table may begin at another distance, with positions shifted by it.
         lookahead: for a method with `modify_scores`, the number of masked keys after the last query whose presence (not
-            their values) affects the result. `final_scores` adds them.
+            their values) affects the result. `final_scores` adds them. No more masked keys than that next to a visible
+            one may affect its score.
         turns: whether `rotate` turns pairs of dimensions by angles proportional to the positions, which may be float64
             and fractional. A distance map (`distance_maps.py`) then applies to the positions.
         length_dependent: whether the result for a token depends on the length of its text. Then keys of a shorter text
@@ -89,6 +92,7 @@ class PositionalMethod(nn.Module):
 
     shared: bool = True
     per_pair: bool = False
+    shift_invariant: bool = False
     lookahead: int = 0
     turns: bool = False
     length_dependent: bool = False
@@ -127,8 +131,9 @@ class PositionalMethod(nn.Module):
             """The final scores of a chunk of queries, `[b, h, c, l]`, in the dtype of `scores` (float32 or float64).
 
             scores: `[b, h, c, l]`, q.k / sqrt(d). query: `[b, h, c, d]`, after `rotate`. positions: `[c]` and `[l]`,
-            each consecutive. mask: bool `[c, l]`, True where the query must not see the key; such scores may be
-            arbitrary and must not influence visible ones. table: the result of `table` for distances from 0 on.
+            each consecutive, except that keys which no query of the chunk sees may be missing after attention sinks,
+            unless the method is `per_pair`. mask: bool `[c, l]`, True where the query must not see the key; such scores
+            may be arbitrary and must not influence visible ones. table: the result of `table` for distances from 0 on.
 
             Attention calls this through `final_scores`, for arbitrary chunks of the queries, and again in the backward
             pass. The result for a query must not depend on the chunk.

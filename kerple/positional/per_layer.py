@@ -50,7 +50,7 @@ class PerLayer(PositionalMethod):
         sizes = (num_heads, head_size, hidden_size, num_layers, max_positions, layer)
         shape = ModelShape(**dict(zip((field.name for field in fields(ModelShape)), sizes, strict=True)))
         self.method = build(names[layer % len(names)], shape, **options)
-        for attribute in ("per_pair", "lookahead", "turns", "length_dependent"):
+        for attribute in ("per_pair", "shift_invariant", "lookahead", "turns", "length_dependent"):
             setattr(self, attribute, getattr(self.method, attribute))
 
     @classmethod

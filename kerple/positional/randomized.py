@@ -169,7 +169,7 @@ class Randomized(PositionalMethod):
 
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
     """A subclass of a method's class with random positions. Its parameters have the same names."""
-    attributes = {"plain": plain, "per_pair": True, "__module__": plain.__module__}
+    attributes = {"plain": plain, "per_pair": True, "shift_invariant": False, "__module__": plain.__module__}
     return type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
 
 

@@ -29,6 +29,8 @@ class TransformerXL(PositionalMethod):
     """
 
     shared = False
+    per_pair = True
+    shift_invariant = True
 
     def __init__(
         self, num_heads: int, head_size: int, hidden_size: int, base: float = 10_000.0, init_std: float = 0.02

@@ -198,7 +198,7 @@ def bidirectional_scores(scores: Tensor, query: Tensor, positional: PositionalMe
         return positional.modify_scores(scores, query, positions, positions, key_follows, table)
 
     causal = before(scores, query, positional.table(distances))
-    if positional.per_pair:
+    if positional.per_pair and not isinstance(positional, TransformerXL):  # its scores depend on the query itself
         following = before(scores.transpose(-1, -2), query, positional.table(distances)).transpose(-1, -2)
     else:
         # Read from right to left, the keys after a query precede it.

@@ -106,8 +106,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         default="full",
-        help="inference mode, such as window@512 or sinks@4+508; their KV cache is bounded, except for CoPE, DAPE V2, "
-        "stick-breaking and Transformer-XL (default: %(default)s; see evaluate.py --list-modes)",
+        help="inference mode, such as window@512 or sinks@4+508, whose KV cache is bounded (default: %(default)s; see "
+        "evaluate.py --list-modes)",
     )
 
 

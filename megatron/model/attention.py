@@ -197,7 +197,7 @@ class SelfAttention(nn.Module):
             return PositionTables()
         max_kv_len = mode.span.within(self.window).max_kv_len(length)
         if method.modifies_scores:
-            distances = max_kv_len if mode.distance_map is None else length
+            distances = max_kv_len if mode.distance_map is None or method.shift_invariant else length
             return PositionTables(scores=score_table(method, distances, device, distance_map=mode.distance_map))
         if not (method.has_bias or method.has_weight):
             return PositionTables()

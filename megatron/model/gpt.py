@@ -226,11 +226,10 @@ class GPT(nn.Module):
         """An empty cache for incremental decoding in a mode; allocates `max_length` tokens at once if it is given.
 
         batch_size is ignored: the cache has the batch size of the first tokens appended to it. With a window, it drops
-        keys that no later query attends to, unless the method's scores depend on several keys.
+        keys that no later query attends to.
         """
-        span, methods = mode.span.within(self.settings.window), self.positional_methods().values()
-        needs_all = any(method.modifies_scores and not method.per_pair for method in methods)
-        return KVCache(self.settings.num_layers, max_length, None if needs_all else span.window, span.sinks)
+        span = mode.span.within(self.settings.window)
+        return KVCache(self.settings.num_layers, max_length, span.window, span.sinks)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached ones.

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature, attend_in_mode, mode_attention
-from kerple.positional import ModelShape, build, primary_names
+from kerple.positional import Cope, ModelShape, StickBreaking, build, primary_names
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
@@ -75,6 +76,27 @@ def fire_bias(method, mode: AttentionMode, distances: Tensor) -> Tensor:
     return method.second(torch.relu(method.first(relative[..., None]))).permute(2, 0, 1)
 
 
+def scores_of_several_keys(method, scores: Tensor, query: Tensor, distances: Tensor, seen: Tensor) -> Tensor:
+    """The methods whose scores depend on several keys, each of which sees all keys of the text and the mask."""
+    if isinstance(method, Cope):
+        positions = (scores.sigmoid() * seen).flip(-1).cumsum(-1).flip(-1).clamp(max=method.pos_emb.shape[1] - 1)
+        products = query @ method.pos_emb
+        low, high = (products.gather(-1, part.long()) for part in (positions.floor(), positions.ceil()))
+        return scores + low + (high - low) * (positions - positions.floor())
+    if isinstance(method, StickBreaking):
+        taken = scores.sigmoid() * (seen & ~torch.eye(LENGTH, dtype=torch.bool))
+        left = (1 - taken).flip(-1).cumprod(-1).flip(-1)  # by the key and all nearer ones
+        nearer = F.pad(left[..., 1:], (0, 1), value=1.0)
+        return torch.where(torch.eye(LENGTH, dtype=torch.bool), left[..., :1], taken * nearer).log()
+    bias = -torch.tensor(method.static.slopes).double()[:, None, None] * distances
+    radius, later = method.lookahead, torch.arange(LENGTH + method.lookahead) > torch.arange(LENGTH)[:, None]
+    seen = F.pad(seen, (0, radius))
+    inputs = torch.cat((scores, bias.expand_as(scores)), dim=1)
+    hidden = F.leaky_relu(F.conv2d(F.pad(inputs, (0, radius)) * seen, *method.first.parameters(), padding=(0, radius)))
+    change = F.conv2d(hidden * (seen | later), *method.second.parameters(), padding=(0, radius))
+    return scores + bias + change[..., :LENGTH]
+
+
 def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, pos_emb: str) -> Tensor:
     """Attention with explicit masks and distances, float64."""
     query, key, value = layer.heads(layer.query_key_value(hidden))
@@ -113,6 +135,8 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
         content = (query + method.content_bias) @ key.transpose(-1, -2)
         scores = content + torch.einsum("bhid,ijhd->bhij", query + method.position_bias, vectors)
         scores = scores / math.sqrt(HEAD_SIZE)
+    if pos_emb in ("cope", "stick_breaking", "dape_v2_alibi"):
+        scores = scores_of_several_keys(method, scores, query, distances, visible(mode.span))
     context = scores.masked_fill(~visible(mode.span), float("-inf")).softmax(-1) @ value
     return layer.dense(context.transpose(1, 2).flatten(2))
 
@@ -153,8 +177,20 @@ MODES = {
         AttentionMode(SINKS, distance_map=Clip(9)),
         AttentionMode(Span(window=30), distance_map=Linear(32)),
     ],
+    "cope": [AttentionMode(SINKS, scaling=LogLength(16)), AttentionMode(Span(window=20))],
+    "stick_breaking": [AttentionMode(SINKS, scaling=LogLength(16)), AttentionMode(Span(window=5))],
+    "dape_v2_alibi": [
+        AttentionMode(SINKS, scaling=LogLength(16)),
+        AttentionMode(SINKS, distance_map=Clip(9)),
+        AttentionMode(Span(window=20)),
+    ],
 }
-OPTIONS = {"xpos": (("scale_base", 16.0),), "fire": (("threshold", 5.0),), "transformer_xl": (("init_std", 0.3),)}
+OPTIONS = {
+    "xpos": (("scale_base", 16.0),),
+    "fire": (("threshold", 5.0),),
+    "transformer_xl": (("init_std", 0.3),),
+    "dape_v2_alibi": (("kernel_size", 5),),
+}
 
 
 @pytest.mark.parametrize(("pos_emb", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
@@ -177,6 +213,8 @@ def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
     with torch.no_grad():
         for parameter in layer.query_key_value.parameters():
             parameter.mul_(8)
+        if pos_emb == "cope":
+            layer.rpe.pos_emb.normal_()
         expected = expected_context(layer, hidden, mode, pos_emb)
         cache = model.new_cache(mode=mode).layers[0]
         parts = [

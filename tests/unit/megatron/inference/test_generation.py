@@ -343,8 +343,11 @@ def test_modes_with_a_cache_give_the_tokens_of_the_complete_text(method, mode):
     assert [generation.tokens for generation in cached] != [generation.tokens for generation in plain]
 
 
+BOUNDED = ("kerple_log", "rotary", "cope", "stick_breaking", "transformer_xl", "dape_v2_kerple")
+
+
 @pytest.mark.parametrize("tokens", [120, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", ["kerple_log", "rotary"])
+@pytest.mark.parametrize("method", BOUNDED)
 def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
     """The same tokens as with all keys in memory and the same mask, with a cache of constant size."""
     model, mode = small_gpt(method, num_layers=1).double(), AttentionMode(Span(window=12, sinks=4))
