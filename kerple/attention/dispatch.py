@@ -381,7 +381,7 @@ class Attention:
             dropout_p=dropout_p,
         ).validate()
         if positional is not None and positional.scales_qk:
-            return _run_scaled(call, positional, self.backend)
+            return _run_scaled(call, positional, self.backend, dropped)
         return _run(call, self.backend)
 
 
@@ -399,7 +399,7 @@ def _final_scores(
     return method.final_scores(scores, query, query_positions + dropped, key_positions + dropped, mask, table)
 
 
-def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str) -> Tensor:
+def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str, dropped: int) -> Tensor:
     """Attention with queries and keys scaled by the method's `scale_qk`.
 
     Scales are computed for `method.segment` queries at a time, since they must not overflow for the keys of these.
@@ -412,8 +412,8 @@ def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str) -> 
         query, key = method.scale_qk(
             call.query[:, :, first:last],
             call.key[:, :, first_key:end],
-            torch.arange(call.offset + first, end),
-            torch.arange(first_key, end),
+            torch.arange(call.offset + first, end) + dropped,
+            torch.arange(first_key, end) + dropped,
         )
         contexts.append(_run(replace(call, query=query, key=key, value=call.value[:, :, first_key:end]), backend))
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]

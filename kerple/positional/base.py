@@ -103,7 +103,9 @@ class PositionalMethod(nn.Module):
     # a class defines them; and nn.Module rejects a parameter named like a class attribute (in checkpoints, the tables
     # of T5 and Learned are called `weight`).
     if TYPE_CHECKING:
-        segment: int
+
+        @property
+        def segment(self) -> int: ...
 
         def bias(self, distance: Tensor) -> Tensor:
             """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter dtype."""

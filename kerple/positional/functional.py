@@ -119,7 +119,7 @@ def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor) -
 
     Zero for distances beyond the table, which must be masked, and for keys after the query.
     """
-    if not (_consecutive(query_positions) and _consecutive(key_positions)):
+    if not (consecutive(query_positions) and consecutive(key_positions)):
         raise ValueError("the positions are not consecutive, so their distances form no diagonals: use by_pair")
     farthest = int(query_positions[-1] - key_positions[0])
     nearest = farthest - (len(query_positions) + len(key_positions) - 2)
@@ -134,13 +134,13 @@ def by_pair(table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Te
     For consecutive positions, the rows are overlapping views of `by_distance`. Unlike indexing, this gives gradients
     that are summed in a fixed order.
     """
-    if not (_consecutive(query_positions) and _consecutive(key_positions)):
+    if not (consecutive(query_positions) and consecutive(key_positions)):
         distance = (query_positions[:, None] - key_positions).clamp(min=0)
         return table[..., distance.to(table.device)]
     # Row 0 of the views begins at the farthest pair, which belongs to the last query.
     return by_distance(table, query_positions, key_positions).unfold(-1, len(key_positions), 1).flip(-2)
 
 
-def _consecutive(positions: Tensor) -> bool:
+def consecutive(positions: Tensor) -> bool:
     """Whether increasing positions have no gaps."""
     return int(positions[-1] - positions[0]) == len(positions) - 1

@@ -13,7 +13,9 @@ processes and recomputed activations share. Evaluation uses one sample. A shorte
 positions of cached keys never change. For longer texts in evaluation, set `random_length` to the longest length.
 
 Distances of sampled positions are not constant along diagonals. Methods with a bias or a weight therefore look it up
-for each pair, in `modify_scores`. Methods that have this hook themselves must compute each pair alone (`per_pair`).
+for each pair, in `modify_scores`. Methods that have this hook themselves get the sampled positions there, and must not
+require that they are consecutive; neighbors, as in DAPE V2's convolutions, remain those in the text. The decay of xPos
+is that of the sampled positions, too.
 
 Legend: b batch, s tokens, h heads, c queries, l keys, d head size, e hidden size, r `random_range`.
 """
@@ -110,6 +112,17 @@ class Randomized(PositionalMethod):
     ) -> tuple[Tensor, Tensor]:
         return super().rotate(query, key, self.sampled(query_positions), self.sampled(key_positions))
 
+    def scale_qk(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return super().scale_qk(query, key, self.sampled(query_positions), self.sampled(key_positions))
+
+    @property
+    def segment(self) -> int:
+        """As many queries as have about the range of positions of one of the method's own segments."""
+        length = self.step[2] if self.training and self.step is not None else self.random.length
+        return max(1, super().segment * length // self.random.range)
+
     def table(self, distance: Tensor) -> Tensor | None:
         """The method's own table, or its bias and weight `[1 or 2, h, r]`, at all distances below r."""
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
@@ -135,7 +148,9 @@ class Randomized(PositionalMethod):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        query_positions, key_positions = self.sampled(query_positions), self.sampled(key_positions)
+        # `lookahead` adds masked keys after the last query, for which there may be no position.
+        key_positions = self.sampled(key_positions.clamp(max=int(query_positions[-1])))
+        query_positions = self.sampled(query_positions)
         plain: Any = super()
         if hasattr(self.plain, "modify_scores"):
             final: Tensor = plain.modify_scores(scores, query, query_positions, key_positions, mask, table)
@@ -163,13 +178,18 @@ class Randomized(PositionalMethod):
         return False
 
     @property
+    def scales_qk(self) -> bool:
+        return hasattr(self.plain, "scale_qk")
+
+    @property
     def modifies_scores(self) -> bool:
         return hasattr(self.plain, "modify_scores") or bool(self._tables())
 
 
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
     """A subclass of a method's class with random positions. Its parameters have the same names."""
-    attributes = {"plain": plain, "per_pair": True, "shift_invariant": False, "__module__": plain.__module__}
+    per_pair = plain.per_pair or not hasattr(plain, "modify_scores")
+    attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
     return type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
 
 
@@ -177,7 +197,7 @@ def build_randomized(
     plain: type[PositionalMethod], arguments: dict[str, Any], max_positions: int, options: dict[str, Any]
 ) -> Randomized:
     """The method with the constructor's arguments and these `OPTIONS`. Raises ValueError if the method has no positions
-    to randomize, or needs consecutive ones.
+    to randomize, or if they depend on the length of the text.
     """
     for name, value in options.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
@@ -185,13 +205,15 @@ def build_randomized(
     if options.get("random_range") is None:
         raise ValueError(f"{', '.join(options)}: random positions need random_range, the number to sample from")
     method = randomized(plain)(**arguments)
-    mixes_pairs = hasattr(plain, "modify_scores") and not plain.per_pair
-    if mixes_pairs or method.scales_qk or method.length_dependent:
+    if method.length_dependent:
         raise ValueError(
-            f"random_range: {plain.__name__} needs consecutive positions for its scores or angles; remove the option"
+            f"random_range: {plain.__name__} needs consecutive positions for its angles, which depend on the length of "
+            "the text; remove the option"
         )
     has_positions = method.embeds or method.modifies_scores
-    if getattr(method, "static", method) is None:  # DAPE without a static bias
+    # DAPE without a static bias, and CoPE and stick-breaking, which count or order the keys of the text.
+    counts_keys = hasattr(plain, "modify_scores") and not plain.per_pair and plain.table is PositionalMethod.table
+    if getattr(method, "static", method) is None or counts_keys:
         has_positions = False
     if not (has_positions or method.rotates):
         raise ValueError(f"random_range: {plain.__name__} has no positions that could be random; remove the option")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import PositionalMethod, draw
-from kerple.positional.functional import Angles, by_distance
+from kerple.positional.functional import Angles, by_distance, consecutive
 from kerple.positional.registry import register
 
 
@@ -74,8 +74,13 @@ class TransformerXL(PositionalMethod):
     ) -> Tensor:
         assert table is not None  # `table` above never returns None
         query = query.to(scores.dtype) + (self.position_bias - self.content_bias).to(scores.dtype)
-        products = query @ by_distance(table, query_positions, key_positions).to(scores.dtype)
-        return scores + self.scale * _relative_shift(products, len(key_positions))
+        if consecutive(query_positions) and consecutive(key_positions):
+            products = query @ by_distance(table, query_positions, key_positions).to(scores.dtype)
+            return scores + self.scale * _relative_shift(products, len(key_positions))
+        # Random positions (`randomized.py`): the products with the vectors of all distances.
+        distance = (query_positions[:, None] - key_positions).clamp(min=0)
+        products = query @ table[..., : int(distance.max()) + 1].to(scores.dtype)
+        return scores + self.scale * products.gather(-1, distance.to(scores.device).expand_as(scores))
 
 
 def _relative_shift(products: Tensor, keys: int) -> Tensor:

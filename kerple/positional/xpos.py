@@ -37,12 +37,15 @@ class XPos(PositionalMethod):
         if not scale_base >= 1:
             raise ValueError(f"scale_base {scale_base} must be at least 1 (a number of tokens)")
         self.scale_base = float(scale_base)
-        self.segment = int(SEGMENT * scale_base)
         self.angles = Angles(head_size, base)
         half = head_size // 2
         zeta = (torch.arange(half, dtype=torch.float64, device="cpu") / half + 0.4) / 1.4
         self.log_zeta = DeviceConstant(zeta.log().tolist(), torch.float64)
         self._cache: list[tuple[Tensor, Tensor, torch.device, tuple[Tensor, Tensor]]] = []
+
+    @property
+    def segment(self) -> int:
+        return int(SEGMENT * self.scale_base)
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor

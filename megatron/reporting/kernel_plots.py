@@ -232,8 +232,9 @@ writes a page for other checkpoints to `runs/plots/`. The descriptions are the c
 ## Random positions
 
 With {"pos-emb-options": {"random_range": N}}, the tokens of each training step get an increasing sample of N
-positions (arXiv 2305.16843). This works with position embeddings, rotations, biases and weights, FIRE and DAPE, but
-not with xPos, DAPE V2 and Transformer-XL, which need consecutive positions. Methods with a bias or weight then compute
+positions (arXiv 2305.16843). This works with position embeddings, rotations (also xPos, whose products decay with the
+sampled distances), biases and weights, FIRE, DAPE, DAPE V2 and Transformer-XL. It is an error for methods without
+positions of their own, such as CoPE and stick-breaking attention. Methods with a bias or weight then compute
 it for each pair, in the chunked backend. Evaluation uses one sample of "random_length" positions (by default
 max-position-embeddings), which evaluate.py --set pos-emb-options.random_length=L changes for longer texts. Training is
 exact after a resume, also with a schedule of the sequence length (`curriculum_learning`, see

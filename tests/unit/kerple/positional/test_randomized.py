@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.functional import conv2d, leaky_relu, pad
 
 from kerple.attention import Attention, score_table
 from kerple.positional import ModelShape, PositionsExceeded, build, primary_names
@@ -60,6 +61,18 @@ def test_samples_in_evaluation_do_not_depend_on_the_length():
         method.sampled(torch.tensor([20]))
 
 
+def assert_equal_with_gradients(attended, expected, states, method, plain):
+    """Two results of the same states, by methods with the same parameters."""
+    torch.testing.assert_close(attended, expected, rtol=0, atol=1e-6)
+    upstream = torch.randn(attended.shape, dtype=torch.float64)
+    for actual, exact in zip(
+        torch.autograd.grad(attended, (*states, *method.parameters()), upstream),
+        torch.autograd.grad(expected, (*states, *plain.parameters()), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", ["alibi", "rpe", "kerple_power_ap_ap", "kerple_power__ap", "kerple_log_rotary"])
 def test_attention_at_sampled_positions(name):
@@ -85,45 +98,77 @@ def test_attention_at_sampled_positions(name):
         scores = scores + plain.bias(distance)
     future = torch.ones(LENGTH, LENGTH).triu(1).bool()
     expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
-    torch.testing.assert_close(attended, expected, rtol=0, atol=1e-6)
-    upstream = torch.randn(attended.shape, dtype=torch.float64)
-    for actual, exact in zip(
-        torch.autograd.grad(attended, (*states, *method.parameters()), upstream),
-        torch.autograd.grad(expected, (*states, *plain.parameters()), upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-6)
+    assert_equal_with_gradients(attended, expected, states, method, plain)
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("name", ["fire", "dape_kerple", "dape_fire", "dape_rotary"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fire", "dape_kerple", "dape_fire", "dape_rotary", "transformer_xl"),
+        *("dape_v2_kerple", "dape_v2_fire", "dape_v2_rotary"),
+    ],
+)
 def test_scores_of_methods_that_modify_them(name):
+    """Values, and gradients of states and parameters."""
+    torch.manual_seed(0)
     method = random_method(name).train().double()
     method.begin_step(1)
     plain = build(name, SHAPE).double()
     plain.load_state_dict(method.state_dict())
     positions = method.sampled(POSITIONS)
-    query, key, value = torch.randn(3, 1, 2, LENGTH, 8, dtype=torch.float64).unbind(0)
-    rotated = method.rotate(query, key, POSITIONS, POSITIONS)
-    attended = Attention("chunked", method)(*rotated, value, table=score_table(method, LENGTH, "cpu"))
+    states = [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    rotated = method.rotate(*states[:2], POSITIONS, POSITIONS)
+    attended = Attention("chunked", method)(*rotated, states[2], table=score_table(method, LENGTH, "cpu"))
 
-    query, key = plain.rotate(query, key, positions, positions)
+    distance = (positions[:, None] - positions).abs().double()
+    future = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    query, key = plain.rotate(*states[:2], positions, positions)
     scores = query @ key.transpose(-1, -2) / 8**0.5
     if name == "fire":
         scores = scores + plain.pair_bias(positions, positions, scores)
+    elif name == "transformer_xl":
+        angles = distance[..., None] * 10_000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+        vectors = plain.relative(torch.cat((angles.sin(), angles.cos()), -1)).unflatten(-1, (2, 8))
+        scores = scores + torch.einsum("bhid,ijhd->bhij", states[0] + plain.position_bias, vectors) / 8**0.5
     else:
-        bias = None
-        if name == "dape_kerple":
-            bias = plain.static.bias((positions[:, None] - positions).abs().double()).to(scores.dtype)
-        elif name == "dape_fire":
+        bias = torch.zeros(0, LENGTH, LENGTH, dtype=torch.float64)
+        if name.endswith("kerple"):
+            bias = plain.static.bias(distance).to(scores.dtype)
+        elif name.endswith("fire"):
             bias = plain.static.pair_bias(positions, positions, scores)
-        inputs = scores if bias is None else torch.cat((scores, bias[None]), dim=1)
-        hidden = plain.first(inputs.movedim(1, -1))
-        change = plain.second(torch.nn.functional.leaky_relu(hidden, 0.01)).movedim(-1, 1)
-        scores = scores + change + (0 if bias is None else bias)
+        inputs = torch.cat((scores, bias[None]), dim=1)
+        if name.startswith("dape_v2"):  # one more key, so that the hidden units after the last query exist
+            inputs = pad(inputs.masked_fill(future, 0.0), (0, 1))
+            hidden = leaky_relu(conv2d(inputs, *plain.first.parameters(), padding=(0, 1)), 0.01)
+            change = conv2d(hidden, *plain.second.parameters(), padding=(0, 1))[..., :LENGTH]
+        else:
+            change = plain.second(leaky_relu(plain.first(inputs.movedim(1, -1)), 0.01)).movedim(-1, 1)
+        scores = scores + change + (bias if len(bias) else 0)
+    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
+    assert_equal_with_gradients(attended, expected, states, method, plain)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("training", [True, False])
+def test_xpos_decays_with_sampled_distances(training):
+    """In segments whose sampled positions span more than `scale_base` each, so that their factors differ."""
+    torch.manual_seed(0)
+    method, plain = (build("xpos", SHAPE, scale_base=8, **options) for options in ({"random_range": RANGE}, {}))
+    method.train(training)
+    method.begin_step(1)
+    assert method.segment == 32 * LENGTH // RANGE
+    positions = method.sampled(POSITIONS)
+    states = [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    attended = Attention("chunked", method)(*method.rotate(*states[:2], POSITIONS, POSITIONS), states[2])
+
+    distance, pairs = (positions[:, None] - positions).clamp(min=0).double()[..., None], torch.arange(4).double()
+    turns = torch.polar(((pairs / 4 + 0.4) / 1.4) ** (distance / 8), distance * 10_000.0 ** (-pairs / 4))
+    query, key = (torch.complex(part[..., 0::2], part[..., 1::2]) for part in states[:2])
+    scores = (query[:, :, :, None] * key[:, :, None].conj() * turns).real.sum(-1) / 8**0.5
     future = torch.ones(LENGTH, LENGTH).triu(1).bool()
-    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ value
-    torch.testing.assert_close(attended, expected, rtol=0, atol=1e-6)
+    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
+    assert_equal_with_gradients(attended, expected, states, method, plain)
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "p_rope"])
@@ -138,7 +183,7 @@ def test_embeddings_and_rotations_at_sampled_positions(name):
     assert torch.equal(rotated, expected)
 
 
-def test_methods_that_need_consecutive_positions_are_rejected():
+def test_methods_without_positions_are_rejected():
     rejected = {}
     for name in primary_names():
         try:
@@ -147,8 +192,9 @@ def test_methods_that_need_consecutive_positions_are_rejected():
             rejected[name] = str(error)
     for name, message in rejected.items():
         assert "random_range" in message, name
-    kinds = ("dape_v2", "cope", "transformer_xl", "xpos", "none", "forgetting", "cable", "stick", "per_layer")
-    assert {"dape", *(name for name in primary_names() if name.startswith(kinds))} == set(rejected)
+    without = {"dape", "dape_v2", "cope", "none", "forgetting", "cable", "stick_breaking"}
+    assert set(rejected) == {*without, "per_layer"}
+    assert all("has no positions that could be random" in rejected[name] for name in without)
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,13 @@ def test_logits_do_not_depend_on_later_tokens(pos_emb):
     assert (after - before)[:, 25:].abs().amax(dim=-1).min() > 1e-2
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "fire", "sinusoidal"])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", "fire", "sinusoidal", "xpos", "dape_v2_kerple", "dape_v2_rotary", "transformer_xl"]
+)
 def test_random_positions(pos_emb):
-    """Each step has its own positions. Evaluation does not depend on steps, and a cache changes nothing."""
+    """Each step has its own positions. Evaluation does not depend on steps, and a cache changes nothing, also if it
+    drops keys.
+    """
     options = (("random_range", 200), ("random_length", 40))
     model, tokens = small_gpt(pos_emb, pos_emb_options=options), random_tokens(60).view(2, 30)
     losses = {True: [], False: []}
@@ -224,14 +228,16 @@ def test_random_positions(pos_emb):
             method.begin_step(step)
         for training, by_step in losses.items():
             by_step.append(model.train(training).loss(tokens[:, :-1], tokens[:, 1:]))
+    model.train()  # the backward pass computes scores again
     losses[True][0].backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     assert losses[True][0] == losses[True][2] != losses[True][1]
     assert losses[False][0] == losses[False][1] == losses[False][2]
     with torch.no_grad():
-        expected, cache = model.eval()(tokens), model.new_cache()
-        parts = [model(tokens[:, start:stop], cache) for start, stop in ((0, 11), (11, 12), (12, 30))]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
+        for mode in (AttentionMode(), AttentionMode(Span(window=5)), AttentionMode(Span(window=5, sinks=2))):
+            expected, cache = model.eval()(tokens, mode=mode), model.new_cache(mode=mode)
+            parts = [model(tokens[:, start:stop], cache, mode) for start, stop in ((0, 11), (11, 12), (12, 30))]
+            torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pos_emb", primary_names())
