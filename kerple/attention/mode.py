@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kerple.attention.call import FULL, Span
-from kerple.positional import PositionalMethod, Rotary
+from kerple.positional import PositionalMethod
 from kerple.positional.distance_maps import DistanceMap
 
 
@@ -61,7 +61,7 @@ class YarnTemperature(ScoreScaling):
 
 @dataclass(frozen=True)
 class DynamicNtk:
-    """NTK-aware scaling of rotary positions with a factor that grows with the text of N tokens: the base is multiplied
+    """NTK-aware scaling of rotations with a factor that grows with the text of N tokens: the base is multiplied
     by (factor N / length - (factor - 1))^(r / (r - 2)) if N > length (transformers, modeling_rope_utils.py).
 
     `growth` is the expression in parentheses; `at_length` sets it. All tokens of a text use the same angles, so keys
@@ -91,7 +91,7 @@ class AttentionMode:
             position (StreamingLLM); otherwise those in the text (LM-Infinite without its limit on distances).
         distance_map: applied to the distances before the bias or the rotation.
         scaling: multiplies the products of queries and keys.
-        dynamic_ntk: the base of rotary positions.
+        dynamic_ntk: the base of rotations.
     """
 
     span: Span = FULL
@@ -127,10 +127,12 @@ class AttentionMode:
         return self.span.sinks > 0 or (self.distance_map is not None and method is not None and method.turns)
 
     def for_layer(self, method: PositionalMethod) -> "AttentionMode":
-        """The mode in a layer with this method, if other layers have positions: without positions, distances have no
-        effect.
+        """The mode in a layer with this method, if other layers have positions: without positions, distances and angles
+        have no effect.
         """
-        return self if method.has_positions else replace(self, reindexed=False, distance_map=None)
+        if method.has_positions:
+            return self
+        return replace(self, reindexed=False, distance_map=None, dynamic_ntk=None)
 
     def rotation(self, method: PositionalMethod) -> PositionalMethod:
         """The method whose `rotate` applies to queries and keys."""
@@ -138,8 +140,9 @@ class AttentionMode:
             return method
         if self.dynamic_ntk.growth is None:
             raise ValueError("dynamic-ntk depends on the length of the text: call at_length(length) first")
-        assert isinstance(method, Rotary)  # see `unsupported_reason`
-        return method.stretched(self.dynamic_ntk.growth)
+        stretched = method.stretched(self.dynamic_ntk.growth)
+        assert stretched is not None  # see `unsupported_reason`
+        return stretched
 
     def scale_query(self, query: Tensor, start: int) -> Tensor:
         """Queries `[b, h, s, d]` at positions from `start` on, multiplied by the factors of their scores."""
@@ -154,12 +157,10 @@ class AttentionMode:
         special = self.span.sinks or self.distance_map is not None
         if special and method.length_dependent:
             return "has angles that change with the length of the text; remove its scaling, or use full+dynamic-ntk"
-        if self.dynamic_ntk is not None and (
-            type(method) is not Rotary or method.scaling is not None or method.rotated <= 2
-        ):
+        if self.dynamic_ntk is not None and method.stretched(1.0) is None:
             return (
-                "has no base that dynamic-ntk could change: it needs rotary with more than 2 rotated dimensions, "
-                "without a scaling"
+                "has no base that dynamic-ntk could change: it needs a rotation of more than 2 dimensions, without a "
+                "scaling or random positions"
             )
         if special and method.has_decay and (method.rotates or method.scales_qk):
             return (

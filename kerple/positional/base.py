@@ -160,6 +160,12 @@ class PositionalMethod(nn.Module):
         """Transform query `[b, h, s, d]` and key `[b, g, t, d]` by their positions `[s]` and `[t]`; the dtypes stay."""
         return query, key
 
+    def stretched(self, factor: float) -> "PositionalMethod | None":
+        """A method whose `rotate` has the base of NTK-aware scaling (see `ntk_base`), and is otherwise this one's; its
+        other hooks are not used. None if there is no such base.
+        """
+        return None
+
     def table(self, distance: Tensor) -> Tensor | None:
         """Values for `modify_scores` at the float32 distances `[n]`, of any shape that ends in n, or None."""
         return None

@@ -205,3 +205,6 @@ class DapeRotary(DapePerPair):
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         return self.rotary.rotate(query, key, query_positions, key_positions)
+
+    def stretched(self, factor: float) -> PositionalMethod | None:
+        return self.rotary.stretched(factor)

@@ -36,6 +36,13 @@ def default_frequencies(size: int, base: float) -> tuple[float, ...]:
     return tuple(float(base) ** (-2.0 * i / size) for i in range((size + 1) // 2))
 
 
+def ntk_base(base: float, factor: float, size: int) -> float:
+    """The base of NTK-aware scaling: base * factor^(size / (size - 2)), for `size` > 2 rotated dimensions. The highest
+    frequency stays, and the lowest is divided by `factor`.
+    """
+    return float(base * factor ** (size / (size - 2)))
+
+
 class DeviceConstant:
     """Python floats as a tensor on any device, cached per device.
 
@@ -85,6 +92,19 @@ class Angles:
         self._frequencies_on = DeviceConstant(frequencies or (), dtype)
         self.scale = scale
         self._cache: list[tuple[Tensor, torch.device, tuple[Tensor, Tensor]]] = []
+        self._stretched: tuple[float, Angles] | None = None
+
+    def stretched(self, factor: float) -> "Angles":
+        """The angles with the base of NTK-aware scaling. Given frequencies are divided like those of the base: that of
+        index i by factor^(2i / (n - 2)).
+        """
+        if self._stretched is None or self._stretched[0] != factor:  # kept, because all layers use the same angles
+            frequencies = self.frequencies and tuple(
+                frequency * factor ** (-2 * i / (self.size - 2)) for i, frequency in enumerate(self.frequencies)
+            )
+            base = ntk_base(self.base, factor, self.size)
+            self._stretched = factor, Angles(self.size, base, self.dtype, frequencies, self.scale)
+        return self._stretched[1]
 
     def __call__(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cosines, sines) on `device` for int64 or floating-point positions `[s]`."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from kerple.positional.base import PositionalMethod
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
 from kerple.positional.rotary import Rotary
@@ -31,3 +32,6 @@ class KerpleLogRotary(KerpleLog):
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         return self.rotary.rotate(query, key, query_positions, key_positions)
+
+    def stretched(self, factor: float) -> PositionalMethod | None:
+        return self.rotary.stretched(factor)

@@ -91,6 +91,9 @@ class PerLayer(PositionalMethod):
     ) -> tuple[Tensor, Tensor]:
         return self.method.rotate(query, key, query_positions, key_positions)
 
+    def stretched(self, factor: float) -> PositionalMethod | None:
+        return self.method.stretched(factor)
+
     def table(self, distance: Tensor) -> Tensor | None:
         return self.method.table(distance)
 

@@ -112,6 +112,9 @@ class Randomized(PositionalMethod):
     ) -> tuple[Tensor, Tensor]:
         return super().rotate(query, key, self.sampled(query_positions), self.sampled(key_positions))
 
+    def stretched(self, factor: float) -> None:
+        """None: sampled positions exceed the length of the text, with which the base would grow."""
+
     def scale_qk(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ With dynamic scaling, all angles change with the length of the text, so keys of 
 Legend: b batch, s query length, t key length, h heads, d head size, r rotated dimensions.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod
-from kerple.positional.functional import Angles, default_frequencies
+from kerple.positional.functional import Angles, default_frequencies, ntk_base
 from kerple.positional.registry import register
 
 # Scaling -> its options.
@@ -103,7 +104,7 @@ class Rotary(PositionalMethod):
         if factor is not None and scaling == "linear":
             scaled = tuple(frequency / factor for frequency in default_frequencies(self.rotated, base))
         elif factor is not None and scaling == "ntk":
-            scaled = default_frequencies(self.rotated, _ntk_base(base, factor, self.rotated))
+            scaled = default_frequencies(self.rotated, ntk_base(base, factor, self.rotated))
         elif factor is not None and scaling == "yarn":
             fast, slow = 32.0 if beta_fast is None else beta_fast, 1.0 if beta_slow is None else beta_slow
             scaled = yarn_frequencies(self.rotated, base, factor, length, fast, slow)
@@ -120,16 +121,13 @@ class Rotary(PositionalMethod):
         self.turns = scaling != "dynamic"
         self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
         self._longer: Angles | None = None
-        self._stretched: tuple[float, Rotary] | None = None
 
-    def stretched(self, factor: float) -> "Rotary":
-        """This method with the base of NTK-aware scaling by `factor`. Raises ValueError if it has a scaling already."""
+    def stretched(self, factor: float) -> "Rotary | None":
         if self.scaling is not None or self.rotated <= 2:
-            raise ValueError("NTK-aware scaling needs more than 2 rotated dimensions, and no other scaling")
-        if self._stretched is None or self._stretched[0] != factor:  # kept, because all layers use the same angles
-            base = _ntk_base(self.angles.base, factor, self.rotated)
-            self._stretched = factor, Rotary(self.rotated, base=base)
-        return self._stretched[1]
+            return None
+        method = copy.copy(self)
+        method.angles = self.angles.stretched(factor)
+        return method
 
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
@@ -241,10 +239,6 @@ def llama3_frequencies(
     return tuple(mixed)
 
 
-def _ntk_base(base: float, factor: float, size: int) -> float:
-    return float(base * factor ** (size / (size - 2)))
-
-
 @dataclass(frozen=True)
 class DynamicBase:
     """The base of dynamic NTK scaling, which depends on the length of the text (transformers,
@@ -259,4 +253,4 @@ class DynamicBase:
     def at(self, length: int) -> float:
         """The base for a text of `length` tokens."""
         growth = self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
-        return _ntk_base(self.base, growth, self.size)
+        return ntk_base(self.base, growth, self.size)

@@ -10,6 +10,8 @@ to the middle of a segment of queries: those of the queries stay near 1 and thos
 Legend: b batch, h heads, s queries, t keys, d head size.
 """
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,13 @@ class XPos(PositionalMethod):
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         return self._rotate(query, query_positions), self._rotate(key, key_positions)
+
+    def stretched(self, factor: float) -> "XPos | None":
+        if self.angles.size <= 2:
+            return None
+        method = copy.copy(self)
+        method.angles = self.angles.stretched(factor)
+        return method
 
     def scale_qk(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor

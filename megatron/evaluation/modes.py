@@ -90,8 +90,8 @@ MODIFIERS = {
         "dynamic_ntk",
         (("F", float),),
         DynamicNtk,
-        "rotary: in texts of N > L tokens, base times (F N / L - (F - 1))^(r/(r-2)); F is 1 by default, L the training "
-        "length",
+        "rotations: in texts of N > L tokens, base times (F N / L - (F - 1))^(r/(r-2)); F is 1 by default, L the "
+        "training length",
         True,
     ),
 }

@@ -1,6 +1,7 @@
 """Attention modes: which methods support them, and their scalings of the scores."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_supported_methods(name):
     assert SCALED.unsupported_reason(method) is None
     assert (MAP.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE)
     assert (LOG.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE | ROTATIONS)
-    assert (NTK.unsupported_reason(method) is None) == (name == "rotary")
+    assert (NTK.unsupported_reason(method) is None) == (name in ROTATIONS)
     if method.modifies_scores or name in WITHOUT_DISTANCE:
         assert "use sinks without reindexed" in str(REINDEXED.unsupported_reason(method))
     else:
@@ -41,6 +42,8 @@ def test_reasons():
     assert "without a scaling" in str(NTK.unsupported_reason(dynamic))
     sampled = build("rotary", SHAPE, random_range=64)
     assert "sampled positions" in str(MAP.unsupported_reason(sampled))
+    assert "or random positions" in str(NTK.unsupported_reason(sampled))
+    assert "more than 2 dimensions" in str(NTK.unsupported_reason(build("xpos", replace(SHAPE, head_size=2))))
     assert SINKS.unsupported_reason(sampled) is None
     with pytest.raises(ValueError, match="sinks need a window"):
         Span(sinks=4)

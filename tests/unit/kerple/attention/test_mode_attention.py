@@ -49,21 +49,24 @@ def visible(span: Span) -> Tensor:
     return (j <= i) & ((i - j < window) | (j < span.sinks))
 
 
-def rotated_products(query: Tensor, key: Tensor, distances: Tensor, base: float = 10_000.0) -> Tensor:
-    """q.k after rotations by angles in proportion to the distances: real parts of complex products."""
+def rotated_products(query: Tensor, key: Tensor, distances: Tensor, base: float, kept: int) -> Tensor:
+    """q.k after rotations by angles in proportion to the distances, for the first `kept` frequencies: real parts of
+    complex products.
+    """
     half = HEAD_SIZE // 2
-    angles = distances[..., None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequencies = base ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = distances[..., None] * frequencies.masked_fill(torch.arange(half) >= kept, 0.0)
     query, key = (torch.complex(states[..., :half], states[..., half:]) for states in (query, key))
     products = query[:, :, :, None] * key[:, :, None].conj()
     return (products * torch.polar(torch.ones_like(angles), angles)).real.sum(-1)
 
 
-def xpos_products(query: Tensor, key: Tensor, distances: Tensor, scale_base: float = 16.0) -> Tensor:
+def xpos_products(query: Tensor, key: Tensor, distances: Tensor, base: float, scale_base: float = 16.0) -> Tensor:
     half = HEAD_SIZE // 2
     pairs = torch.arange(half, dtype=torch.float64)
     decay = ((pairs / half + 0.4) / 1.4) ** (distances[..., None] / scale_base)
     query, key = (torch.complex(states[..., 0::2], states[..., 1::2]) for states in (query, key))
-    turns = torch.polar(decay, distances[..., None] * 10_000.0 ** (-pairs / half))
+    turns = torch.polar(decay, distances[..., None] * base ** (-pairs / half))
     return (query[:, :, :, None] * key[:, :, None].conj() * turns).real.sum(-1)
 
 
@@ -88,13 +91,14 @@ def scores_of_several_keys(method, scores: Tensor, query: Tensor, distances: Ten
         left = (1 - taken).flip(-1).cumprod(-1).flip(-1)  # by the key and all nearer ones
         nearer = F.pad(left[..., 1:], (0, 1), value=1.0)
         return torch.where(torch.eye(LENGTH, dtype=torch.bool), left[..., :1], taken * nearer).log()
-    bias = -torch.tensor(method.static.slopes).double()[:, None, None] * distances
+    slopes = [] if method.static is None else method.static.slopes
+    bias = -torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distances
     radius, later = method.lookahead, torch.arange(LENGTH + method.lookahead) > torch.arange(LENGTH)[:, None]
     seen = F.pad(seen, (0, radius))
-    inputs = torch.cat((scores, bias.expand_as(scores)), dim=1)
+    inputs = torch.cat((scores, bias.expand(len(scores), *bias.shape)), dim=1)
     hidden = F.leaky_relu(F.conv2d(F.pad(inputs, (0, radius)) * seen, *method.first.parameters(), padding=(0, radius)))
     change = F.conv2d(hidden * (seen | later), *method.second.parameters(), padding=(0, radius))
-    return scores + bias + change[..., :LENGTH]
+    return scores + (bias if slopes else 0) + change[..., :LENGTH]
 
 
 def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, pos_emb: str) -> Tensor:
@@ -107,14 +111,14 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
             query = query * (positions.log() / math.log(length)).clamp(min=1)[:, None]
         case YarnTemperature(factor):
             query = query * (0.1 * math.log(factor) + 1) ** 2
-    if pos_emb in ("rotary", "kerple_log_rotary", "dape_rotary"):
-        base = 10_000.0
-        if mode.dynamic_ntk is not None:
-            growth = mode.dynamic_ntk.factor * LENGTH / mode.dynamic_ntk.length - mode.dynamic_ntk.factor + 1
-            base *= growth ** (HEAD_SIZE / (HEAD_SIZE - 2))
-        products = rotated_products(query, key, distances, base)
+    base = 10_000.0
+    if mode.dynamic_ntk is not None:
+        growth = mode.dynamic_ntk.factor * LENGTH / mode.dynamic_ntk.length - mode.dynamic_ntk.factor + 1
+        base *= growth ** (HEAD_SIZE / (HEAD_SIZE - 2))
+    if pos_emb in ("rotary", "p_rope", "per_layer", "kerple_log_rotary", "dape_rotary", "dape_v2_rotary"):
+        products = rotated_products(query, key, distances, base, 3 if pos_emb == "p_rope" else HEAD_SIZE // 2)
     elif pos_emb == "xpos":
-        products = xpos_products(query, key, distances)
+        products = xpos_products(query, key, distances, base)
     else:
         products = query @ key.transpose(-1, -2)
     scores = products / math.sqrt(HEAD_SIZE)
@@ -135,7 +139,7 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
         content = (query + method.content_bias) @ key.transpose(-1, -2)
         scores = content + torch.einsum("bhid,ijhd->bhij", query + method.position_bias, vectors)
         scores = scores / math.sqrt(HEAD_SIZE)
-    if pos_emb in ("cope", "stick_breaking", "dape_v2_alibi"):
+    if pos_emb in ("cope", "stick_breaking", "dape_v2_alibi", "dape_v2_rotary"):
         scores = scores_of_several_keys(method, scores, query, distances, visible(mode.span))
     context = scores.masked_fill(~visible(mode.span), float("-inf")).softmax(-1) @ value
     return layer.dense(context.transpose(1, 2).flatten(2))
@@ -159,11 +163,21 @@ MODES = {
         AttentionMode(SINKS, dynamic_ntk=DynamicNtk(1.0, 32)),
         *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Log)),
     ],
-    "kerple_log_rotary": [AttentionMode(SINKS, reindexed=True, distance_map=Clip(9))],
-    "dape_rotary": [AttentionMode(SINKS, distance_map=Clip(9)), AttentionMode(distance_map=Leaky(9, 3.0))],
+    "p_rope": [AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32))],
+    "per_layer": [AttentionMode(SINKS, dynamic_ntk=DynamicNtk(2.0, 32))],
+    "kerple_log_rotary": [
+        AttentionMode(SINKS, reindexed=True, distance_map=Clip(9)),
+        AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32)),
+    ],
+    "dape_rotary": [
+        AttentionMode(SINKS, distance_map=Clip(9)),
+        AttentionMode(distance_map=Leaky(9, 3.0), dynamic_ntk=DynamicNtk(2.0, 32)),
+    ],
+    "dape_v2_rotary": [AttentionMode(SINKS, distance_map=Clip(9), dynamic_ntk=DynamicNtk(2.0, 32))],
     "forgetting": [AttentionMode(SINKS, scaling=LogLength(16))],
     "xpos": [
         AttentionMode(SINKS, reindexed=True),
+        AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32)),
         *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Log)),
     ],
     "fire": [
