@@ -6,7 +6,7 @@ Legend: s query length, t key length, h heads, p coefficients per head.
 import torch
 from torch import Tensor
 
-from kerple.positional import PositionalMethod, TableJacobian
+from kerple.positional import PerLayer, PositionalMethod, TableJacobian
 from kerple.positional.distance_maps import DistanceMap
 
 
@@ -53,6 +53,8 @@ def jacobians(
     A backend that uses them (see `attend`) sums the gradients of a few coefficients per head instead of those of the
     whole table.
     """
+    if isinstance(method, PerLayer):
+        method = method.method
     distance = torch.arange(length, dtype=torch.float32, device=device)
     bias = method.bias_jacobian(distance) if method.has_bias and _has_own_jacobian(method, "bias") else None
     weight = method.weight_jacobian(distance) if method.has_weight and _has_own_jacobian(method, "weight") else None

@@ -31,9 +31,9 @@ def check_kernels(
 
     Raises UserError if the configured backend does not support the device, or if it is fused and the check fails.
     """
-    # Of the layers with the same kernels, one.
+    # Of the layers with the same kernels, one. `per_layer` has other methods in other layers.
     layers = {
-        (module.attention.has_bias, module.attention.has_weight): module
+        (type(getattr(module.attention.positional, "method", module.attention.positional)), module.window): module
         for module in model.modules()
         if isinstance(module, SelfAttention)
     }

@@ -46,7 +46,14 @@ def test_each_layer_is_its_own_method():
         assert {flag: getattr(method, flag) for flag in flags} == {flag: getattr(alone, flag) for flag in flags}
         assert torch.equal(attend(method, *states), attend(alone, *states))
         assert method.statistics().keys() == alone.statistics().keys()
-        assert jacobians(method, LENGTH, "cpu") == (None, None)
+        bias, weight = jacobians(method, LENGTH, "cpu")
+        assert weight is None
+        assert (bias is not None) == (name == "kerple_log")
+        if bias is not None:
+            expected = jacobians(alone, LENGTH, "cpu")[0]
+            assert torch.equal(bias.directions, expected.directions)
+            bias.coefficients.sum().backward()
+            assert torch.equal(method.method.bias_p.grad, torch.ones_like(alone.bias_p))
     with torch.no_grad():
         layers[1].method.bias_p.fill_(-1.0)
     project(layers[1])
