@@ -2,14 +2,15 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements
+from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of
 from megatron.reporting.differences import Difference, PairedLosses
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_number, slug
@@ -86,8 +87,8 @@ def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
 
 
 def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
-    """A table per setting with more than one mode: a row per method and mode with its loss minus that of the same
-    method in mode full, by length, and a row with the best combination.
+    """A table per setting with more than one mode: a row per method and mode that it supports, with its loss minus that
+    of the same method in mode full, by length. The notes name the best combination.
     """
     losses, paired, best = (
         measurements(records, "extrapolation", "loss"),
@@ -96,16 +97,16 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
     )
     tables = []
     for setting in dict.fromkeys(found.setting for found in best):
-        lines = [method for other, method in losses.lines if other == setting and method.mode != "full"]
+        selected = losses.select([setting])
+        methods = dict.fromkeys(method.pos_emb for method in selected.methods)
+        modes = dict.fromkeys(method.mode for method in selected.methods if method.mode != "full")
         rows = []
-        for method in lines:
-            reference = Method(method.pos_emb)
-            texts = []
-            for length in losses.lengths:
-                text = paired.text((setting, method, length), (setting, reference, length))
-                values = losses.values(setting, method, length)
-                texts.append(NOT_AVAILABLE if values is not None and values.isna().all() else text)
-            rows.append(Row((display_name(reference), method.mode), tuple(map(Cell, texts))))
+        for reference, mode in product(map(Method, methods), modes):
+            line = setting, replace(reference, mode=mode)
+            if not losses.curve(*line).empty:
+                keys = [((*line, length), (setting, reference, length)) for length in losses.lengths]
+                texts = [paired.text(*pair) for pair in keys]
+                rows.append(Row((display_name(reference), mode), tuple(map(Cell, texts))))
         notes = [f"Best at length {found.length:,}: {found}." for found in best if found.setting == setting]
         tables.append(
             Table(
@@ -118,6 +119,17 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
             )
         )
     return tables
+
+
+def unsupported_notes(records: Iterable[AnyRecord]) -> list[str]:
+    """Why there are no values: a sentence per mode and reason, with the methods that do not support the mode."""
+    methods: dict[tuple[str, str], dict[str, None]] = {}
+    for record in records:
+        if record["note"]:
+            method = method_of(record)
+            reason = record["note"].removeprefix(f"is not supported: pos_emb {method.pos_emb} ")
+            methods.setdefault((method.mode, reason), {})[display_name(Method(method.pos_emb))] = None
+    return [f"{mode}, {', '.join(names)}: {reason}" for (mode, reason), names in methods.items()]
 
 
 def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
