@@ -21,6 +21,7 @@ from kerple.attention.call import without_autocast
 from kerple.attention.mode import AttentionMode
 from kerple.attention.tables import pair_distances, score_table, tables
 from kerple.positional import PositionalMethod
+from kerple.positional.functional import positions_on
 
 # (first, end) -> (bias, weight) at the distances first ... end-1, mapped if the mode has a map: `[h, n]` or None.
 Tables = Callable[[int, int], tuple[Tensor | None, Tensor | None]]
@@ -160,7 +161,8 @@ def _range_products(
         # In the cache, the query has the last of sinks + window positions, and the sinks have the first ones.
         last = span.max_kv_len(queries.stop) - 1
         query_positions = query_positions.clamp(max=last)
-        distance = (query_positions.to(query.device)[:, None] - key_positions.to(query.device)).masked_fill(mask, 0)
+        cached = [positions_on(positions, query.device) for positions in (query_positions, key_positions)]
+        distance = (cached[0][:, None] - cached[1]).masked_fill(mask, 0)
     nearest, farthest = _distances(query_positions, key_positions)
 
     rotated, scores = query, None

@@ -11,14 +11,17 @@ from torch import Tensor
 
 
 def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Positions `[s]` on another device.
+    """Positions `[s]`, int64 or floating-point, on another device.
 
-    Consecutive positions are created there: a copy from the CPU's pageable memory would wait for the GPU.
+    A copy from the CPU's pageable memory would wait for the GPU: consecutive positions are created there, others are
+    copied from page-locked memory.
     """
     if positions.device.type == "cpu" != device.type and len(positions):
         first = int(positions[0])
-        if torch.equal(positions, torch.arange(first, first + len(positions), device="cpu")):
+        if torch.equal(positions, torch.arange(first, first + len(positions), dtype=positions.dtype, device="cpu")):
             return torch.arange(first, first + len(positions), dtype=dtype, device=device)
+        if device.type == "cuda":
+            return positions.to(dtype).pin_memory().to(device, non_blocking=True)
     return positions.to(device, dtype)
 
 
@@ -122,7 +125,7 @@ class Angles:
     @torch.no_grad()
     def _compute(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         if device.type != "mps":  # MPS has no float64
-            positions = positions.to(device) if positions.is_floating_point() else positions_on(positions, device)
+            positions = positions_on(positions, device, positions.dtype)
         if self.frequencies is None:
             exponents = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size
             values = 1.0 / self.base**exponents

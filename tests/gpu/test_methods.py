@@ -10,6 +10,7 @@ import torch
 from kerple.attention import Attention, AttentionMode, Span, backend_names, score_table, tables
 from kerple.positional import build
 from megatron.config import UserError, load_config
+from megatron.evaluation.modes import parse_mode
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
 from megatron.model.settings import ModelSettings
@@ -123,6 +124,39 @@ def check_evaluation(method: str, dtype: str) -> None:
         hidden(tokens(1, 1), cache)
         hidden(tokens(1, 2048), mode=AttentionMode(Span(window=512)))
         hidden(tokens(1, 2048), mode=AttentionMode(Span(block=512)))
+
+
+# One method of each kind in the modes that `attend_in_mode` computes.
+MODES = [
+    ("none", "sinks@4+252+logn"),
+    ("rotary", "sinks@4+252+reindexed+clip@64+logn"),
+    ("rotary", "full+group@4,64"),
+    ("rotary", "full+linear"),
+    ("xpos", "sinks@4+252+reindexed+leaky@64,4"),
+    ("kerple_log", "sinks@4+252+reindexed+clip@64"),
+    ("forgetting", "sinks@4+252"),
+    ("fire", "sinks@4+252+log@64"),
+    ("cope", "sinks@4+252"),
+    ("dape_v2", "sinks@4+252"),
+    ("dape_rotary", "window@256+leaky@64,4"),
+]
+
+
+@pytest.mark.parametrize(("method", "name"), MODES)
+def test_modes(method, name):
+    """256 tokens, 256 more, of which the cache drops some, and single-token decoding."""
+    mode = parse_mode(name, 512).attention.at_length(1024)
+    with SimulatedCuda() as device, torch.inference_mode():
+        model = cuda_model(settings_for(method, "auto", "num-layers=1")).eval()
+        cache = model.new_cache(mode=mode)
+        for length in (256, 256, 1):
+            states = model.hidden(torch.zeros(1, length, dtype=torch.long, device="cuda"), cache, mode)
+            assert states.device.type == "cuda"
+            if cache.length == 256:
+                device.reset()
+        assert device.kernels["softmax"] + device.kernels["_softmax"] > 0
+        assert device.synchronizations == []
+        assert device.blocking_copies == []
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [*((name, "bf16") for name in ("auto", *BACKENDS)), ("sdpa", "fp32")])

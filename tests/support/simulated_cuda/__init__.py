@@ -197,6 +197,8 @@ class SimulatedCuda(TorchDispatchMode):
         for name in ("range_push", "range_pop"):
             yield torch.cuda.nvtx, name, lambda *_: None
         yield torch.Tensor, "record_stream", lambda *_: None
+        yield torch.Tensor, "pin_memory", _pinned
+        yield torch.Tensor, "is_pinned", lambda tensor, *_: hasattr(tensor, "simulated_pinned")
         yield torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.kernels.update(["graph"]))
         yield torch.cuda, "graph", self._capture
         yield torch.cuda.graphs, "graph_pool_handle", lambda: None
@@ -318,6 +320,13 @@ class SimulatedCuda(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         del self._storages[key]
         self.allocated -= size
+
+
+def _pinned(tensor: Tensor, *_: Any) -> Tensor:
+    """A copy that counts as page-locked memory."""
+    copy = tensor.clone()
+    copy.simulated_pinned = True
+    return copy
 
 
 def _handle_class(device: SimulatedCuda) -> type:
