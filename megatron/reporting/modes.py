@@ -22,7 +22,9 @@ from megatron.reporting.tables import Cell, Row, Table
 COLOR_RANGE = 1.0  # nats per token above the lowest loss at which colors end
 BEST_NOTE = (
     "The best combination is the one with the lowest loss, chosen on the same tokens, so its loss is slightly too low. "
-    "The difference from the same method in mode full compares the same tokens; ± is the standard error over documents."
+    "Differences, from the same method in mode full and from the runner-up (the combination with the second lowest "
+    "loss), compare the same tokens; ± is the standard error over documents. A difference within two standard errors "
+    "does not decide which combination is better."
 )
 
 
@@ -33,6 +35,8 @@ class Best:
     Attributes:
         loss: mean over the seeds, in nats per token.
         difference: the loss minus that of the same method in mode full; None in that mode, or if not measured.
+        runner_up: the combination with the second lowest loss; None if no other has a result.
+        lead: the loss minus that of the runner-up; None without one, or if they did not score the same tokens.
     """
 
     setting: Setting
@@ -40,15 +44,25 @@ class Best:
     method: Method
     loss: float
     difference: Difference | None
+    runner_up: Method | None
+    lead: Difference | None
 
     def __str__(self) -> str:
-        text = (
-            f"{display_name(Method(self.method.pos_emb))} in mode {self.method.mode}, loss {format_number(self.loss)}"
-        )
-        return text if self.difference is None else f"{text} ({self.difference} against full)"
+        parts = []
+        if self.difference is not None and self.runner_up != Method(self.method.pos_emb):
+            parts.append(f"{self.difference} against full")
+        if self.runner_up is not None:
+            difference = "" if self.lead is None else f"{self.lead} against "
+            undecided = self.lead is not None and not self.lead.significant
+            parts.append(
+                f"{difference}the runner-up, {_in_mode(self.runner_up)}"
+                + (", within two standard errors" if undecided else "")
+            )
+        text = f"{_in_mode(self.method)}, loss {format_number(self.loss)}"
+        return f"{text} ({'; '.join(parts)})" if parts else text
 
     def to_json(self) -> dict[str, object]:
-        difference = self.difference
+        difference, runner_up, lead = self.difference, self.runner_up, self.lead
         return {
             "protocol": self.setting.protocol,
             "length": self.length,
@@ -57,7 +71,15 @@ class Best:
             "loss": self.loss,
             "minus_full": None if difference is None else difference.mean,
             "minus_full_stderr": None if difference is None else difference.stderr,
+            "runner_up_pos_emb": None if runner_up is None else runner_up.pos_emb,
+            "runner_up_mode": None if runner_up is None else runner_up.mode,
+            "minus_runner_up": None if lead is None else lead.mean,
+            "minus_runner_up_stderr": None if lead is None else lead.stderr,
         }
+
+
+def _in_mode(method: Method) -> str:
+    return f"{display_name(Method(method.pos_emb))} in mode {method.mode}"
 
 
 def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
@@ -78,11 +100,13 @@ def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
             if not seeds:
                 continue
             known = {method: float(values[values.index.isin(seeds)].mean()) for method, values in by_seed.items()}
-            method = min(known, key=known.__getitem__)
-            difference = None
+            method, *others = sorted(known, key=known.__getitem__)
+            difference = lead = None
             if method.mode != "full":
                 difference = paired.difference((setting, method, length), (setting, Method(method.pos_emb), length))
-            found.append(Best(setting, length, method, known[method], difference))
+            if others:
+                lead = paired.difference((setting, method, length), (setting, others[0], length))
+            found.append(Best(setting, length, method, known[method], difference, others[0] if others else None, lead))
     return found
 
 

@@ -49,10 +49,27 @@ def test_the_best_combination():
     assert best.loss == pytest.approx(3.075)
     assert best.difference.mean == pytest.approx(statistics.fmean(differences))
     assert best.difference.stderr == pytest.approx(statistics.stdev(differences) / 2)
-    assert "rotary in mode sinks@4+508" in str(best).lower()
     assert best.to_json()["minus_full"] == best.difference.mean
+    leads = [
+        one - other for one, other in zip(LOSSES["rotary", "sinks@4+508"], LOSSES["alibi", "sinks@4+508"], strict=True)
+    ]
+    assert (best.runner_up.pos_emb, best.runner_up.mode) == ("alibi", "sinks@4+508")
+    assert best.lead.mean == pytest.approx(statistics.fmean(leads))
+    assert best.lead.stderr == pytest.approx(statistics.stdev(leads) / 2)
+    assert best.to_json()["minus_runner_up"] == best.lead.mean
+    assert str(best) == (
+        "Rotary in mode sinks@4+508, loss 3.075 (-4.075 ± 0.063 against full; -0.075 ± 0.048 against the runner-up, "
+        "ALiBi in mode sinks@4+508, within two standard errors)"
+    )
     assert best_combinations([row for row in records() if row["mode"] == "full"]) == []
     assert best_notes([row for row in records() if row["mode"] == "full"]) == []
+
+
+def test_the_runner_up_can_be_the_same_method_in_mode_full():
+    (best,) = best_combinations([row for row in records() if row["pos_emb"] == "alibi"])
+    assert str(best) == (
+        "ALiBi in mode sinks@4+508, loss 3.150 (-0.150 ± 0.029 against the runner-up, ALiBi in mode full)"
+    )
 
 
 def test_the_best_combination_compares_common_seeds():
@@ -63,6 +80,7 @@ def test_the_best_combination_compares_common_seeds():
     ]
     (best,) = best_combinations(rows)
     assert (best.method.mode, best.loss) == ("full", pytest.approx(3.0))
+    assert best.runner_up.mode == "full+clip@32"
 
 
 def test_tables_and_files(tmp_path):
