@@ -236,11 +236,11 @@ class TextGenerator:
         """Raises UserError if the KV cache of a batch cannot fit into memory. longest: longest prompt, in tokens."""
         model, limit = self._model.settings, self._settings.maximum_tokens
         parameter = next(self._model.parameters())
-        layer = self._model.new_cache(mode=self._mode.attention).layers[0]
-        tokens = longest + limit
-        if layer.window is not None:
-            tokens = min(tokens, 2 * layer.window + layer.sinks + PROMPT_CHUNK)
-        needed = 2 * rows * tokens * model.num_layers * model.hidden_size * parameter.element_size()
+        tokens = 0  # in the caches of all layers
+        for layer in self._model.new_cache(mode=self._mode.attention).layers:
+            most = longest + limit
+            tokens += most if layer.window is None else min(most, 2 * layer.window + layer.sinks + PROMPT_CHUNK)
+        needed = 2 * rows * tokens * model.hidden_size * parameter.element_size()
         if parameter.is_cuda:
             available = torch.cuda.mem_get_info(parameter.device)[0]
         else:

@@ -166,11 +166,15 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
     report = partial(print, file=sys.stderr, flush=True) if is_first else lambda line: None
     check_kernels(model, device, dtype, training=False, report=report)
     if is_first:
-        layer: Any = model.blocks[0].attention
+        layers: list[Any] = [block.attention for block in model.blocks]
+        choices = (
+            layer.attention.choice(device, dtype, layer.head_size, windowed=layer.window is not None)
+            for layer in layers
+        )
         print(
             f"loaded {step}: {evaluated_method(saved)}, {saved.model.num_layers} layers of hidden size "
             f"{saved.model.hidden_size}, {options.precision} on {device}, "
-            f"attention {layer.attention.choice(device, dtype, layer.head_size, windowed=layer.window is not None)}",
+            f"attention {'; in other layers '.join(dict.fromkeys(choices))}",
             file=sys.stderr,
             flush=True,
         )

@@ -46,6 +46,11 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             f"attention_type {model.attention_type}, but num_kv_heads {model.num_kv_heads} with num_attention_heads "
             f"{model.num_attention_heads} is {actual_type}; change one of them"
         )
+    if len(model.sliding_window_width or ()) > model.num_layers:
+        yield (
+            f"sliding_window_width has {len(model.sliding_window_width or ())} entries, but num_layers is "
+            f"{model.num_layers}; layer i has entry i, and a shorter list repeats"
+        )
     if model.mlp_features < 1:
         yield (
             f"intermediate_size {model.intermediate_size} with activation {model.activation}: a gated MLP has a third "

@@ -369,7 +369,8 @@ def _attention_reason(value: Any, num_layers: Any) -> str | None:
         return expected
     sparse = sorted({str(type_) for type_ in types if type_ not in _DENSE_ATTENTION})
     if sparse:
-        return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}"
+        hint = "; for a sliding window in these layers, set sliding_window_width to a list" if "local" in sparse else ""
+        return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}{hint}"
     return (
         None
         if len(types) == num_layers

@@ -181,11 +181,12 @@ def unsupported_reason(
     mode: AttentionMode, methods: Iterable[PositionalMethod], settings: ModelSettings | None
 ) -> str | None:
     """Why a model of this project does not support a mode, and what to do instead, as the rest of a sentence about the
-    mode; None if it does. A model with a sliding window supports no blocks, no sinks and no wider window. Layers
-    without positions support all distances if other layers have positions.
+    mode; None if it does. A model with a sliding window supports no blocks, no sinks and no wider window, which would
+    change no layer. Layers without positions support all distances if other layers have positions.
     """
-    window, span = None if settings is None else settings.window, mode.span
-    if window is not None and (span.block is not None or span.sinks or (span.window or 0) > window):
+    windows, span = () if settings is None else settings.windows, mode.span
+    widest = None if None in windows else max((window or 0 for window in windows), default=None)
+    if any(windows) and (span.block is not None or span.sinks or (widest and (span.window or 0) > widest)):
         return (
             "is not supported for models with sliding_window_width: a query attends to no keys outside of the model's "
             "window; use full, or window@W with a smaller W"

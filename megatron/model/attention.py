@@ -85,13 +85,14 @@ class SelfAttention(nn.Module):
     2305.13245). With a window, a query attends to the last `window` keys in every call.
     """
 
-    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
+    def __init__(self, settings: ModelSettings, positional: PositionalMethod, layer: int = 0):
+        """layer: the index of the block."""
         super().__init__()
         hidden, tp, bias = settings.hidden_size, settings.tp, settings.attention_bias
         queries, keys = (heads * settings.head_size for heads in (settings.num_heads, settings.num_kv_heads))
         self.head_size = settings.head_size
         self.queries_per_key = settings.num_heads // settings.num_kv_heads
-        self.window = settings.window
+        self.window = settings.windows[layer]
         self.tp = tp
         self.local_heads = tp.heads(settings.num_heads)
         self.query_key_value = column_linear(hidden, queries + 2 * keys, bias=bias, tp=tp)

@@ -3,8 +3,12 @@
 Legend: b batch, s new tokens, t cached tokens, g heads of keys and values of this rank, d head size.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from kerple.attention import Span
 
 
 class LayerCache:
@@ -70,8 +74,9 @@ class LayerCache:
 class KVCache:
     """The key-value cache for incremental decoding and chunked evaluation: one `LayerCache` per block."""
 
-    def __init__(self, num_layers: int, max_length: int | None = None, window: int | None = None, sinks: int = 0):
-        self.layers = [LayerCache(max_length, window, sinks) for _ in range(num_layers)]
+    def __init__(self, spans: Sequence[Span], max_length: int | None = None):
+        """spans: the keys that the queries of each block attend to."""
+        self.layers = [LayerCache(max_length, span.window, span.sinks) for span in spans]
 
     @property
     def length(self) -> int:

@@ -35,10 +35,11 @@ class TransformerBlock(nn.Module):
 
     compiled = False
 
-    def __init__(self, settings: ModelSettings, positional: PositionalMethod):
+    def __init__(self, settings: ModelSettings, positional: PositionalMethod, layer: int = 0):
+        """layer: the index of the block."""
         super().__init__()
         self.input_layernorm = make_norm(settings)
-        self.attention = SelfAttention(settings, positional)
+        self.attention = SelfAttention(settings, positional, layer)
         self.post_attention_layernorm = make_norm(settings)
         self.mlp = make_mlp(settings)
         self.dropout = nn.Dropout(settings.hidden_dropout)
@@ -166,7 +167,7 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
     last = settings.num_layers
     factories: dict[int, Callable[[], nn.Module]] = {0: lambda: Embedding(settings, positional())}
     for layer in range(last):
-        factories[layer + 2] = partial(lambda layer: TransformerBlock(settings, positional(layer)), layer)
+        factories[layer + 2] = partial(lambda layer: TransformerBlock(settings, positional(layer), layer), layer)
     factories[last + 3] = lambda: FinalNorm(settings)
     factories[last + 4] = lambda: Output(settings)
     return factories
@@ -228,8 +229,7 @@ class GPT(nn.Module):
         batch_size is ignored: the cache has the batch size of the first tokens appended to it. With a window, it drops
         keys that no later query attends to.
         """
-        span = mode.span.within(self.settings.window)
-        return KVCache(self.settings.num_layers, max_length, span.window, span.sinks)
+        return KVCache([mode.span.within(window) for window in self.settings.windows], max_length)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached ones.
@@ -255,13 +255,14 @@ class GPT(nn.Module):
         """The tables that all layers share, computed once, for a text of `length` tokens; None if each layer must
         compute its own.
         """
-        attention, *later = (block.attention for block in self.blocks)
-        method = getattr(attention, "rpe", None)
-        if method is None or any(layer.rpe is not method for layer in later):
+        layers = [block.attention for block in self.blocks]
+        method = getattr(layers[0], "rpe", None)
+        if method is None or any(layer.rpe is not method for layer in layers):
             return None
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
             return None  # ZeRO 3 gathers the method's parameters only during a layer's call
-        return attention.position_tables(length, hidden, mode)
+        widest = max(layers, key=lambda layer: layer.window or length)  # other layers use parts of its tables
+        return widest.position_tables(length, hidden, mode)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""

@@ -36,7 +36,8 @@ class ModelSettings:
             Default: 4 * `hidden_size`.
         attention_output_bias: default: `attention_bias`.
         qk_norm: normalize each head of queries and keys, before rotation.
-        window: every query attends to the last `window` keys, including its own position; None: to all.
+        window: every query attends to the last `window` keys, including its own position; None: to all. A tuple has
+            those of the first layers and repeats; see `windows`.
     """
 
     num_layers: int
@@ -54,7 +55,7 @@ class ModelSettings:
     attention_output_bias: bool | None = None
     mlp_bias: bool = True
     qk_norm: bool = False
-    window: int | None = None
+    window: int | tuple[int | None, ...] | None = None
     activation: str = "gelu"
     parallel_residual: bool = False
     tied_embeddings: bool = False
@@ -75,6 +76,12 @@ class ModelSettings:
             object.__setattr__(self, name, getattr(self, name) or default)
         if self.attention_output_bias is None:
             object.__setattr__(self, "attention_output_bias", self.attention_bias)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each block."""
+        pattern = self.window if isinstance(self.window, tuple) else (self.window,)
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
 
     def shape(self, layer: int = 0) -> ModelShape:
         """The sizes for the positional method of a block."""

@@ -94,6 +94,6 @@ def flops_per_token(outside_embedding: int, settings: ModelSettings, seq_length:
     causal attention, where this number is half the sequence length without a window. Activation recomputation is not
     counted.
     """
-    window = min(settings.window or seq_length, seq_length)
-    mean_keys = window * (1 - window / (2 * seq_length))
-    return 6.0 * outside_embedding + 12.0 * settings.num_layers * settings.num_heads * settings.head_size * mean_keys
+    windows = [min(window or seq_length, seq_length) for window in settings.windows]
+    mean_keys = sum(window * (1 - window / (2 * seq_length)) for window in windows)  # of all layers
+    return 6.0 * outside_embedding + 12.0 * settings.num_heads * settings.head_size * mean_keys

@@ -81,6 +81,11 @@ def to_hugging_face(
             "pos_emb_options random_range: random positions are used in training only; export the model without "
             "the option"
         )
+    if isinstance(config.model.window, tuple):
+        raise CheckpointError(
+            "sliding_window_width: a list, which gives layers different windows, cannot be exported; evaluate and "
+            "generate with the checkpoint itself"
+        )
     import_transformers()
     settings, stock = model.settings, stock_type(config)
     with new_folder(output) as folder:

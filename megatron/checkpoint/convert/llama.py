@@ -97,7 +97,7 @@ class Structure(NamedTuple):
             settings.attention_bias,
             settings.mlp_bias,
             settings.qk_norm,
-            settings.window,
+            settings.windows[0],  # exports have the same window in all layers
         )
 
 

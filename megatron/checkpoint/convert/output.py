@@ -147,8 +147,9 @@ def compared_lengths(config: Config) -> tuple[int, ...]:
     if config.model.pos_emb == "learned":
         return (min(table, MAX_COMPARED_LENGTH),)
     longer = min(4 * length, length + MAX_COMPARED_LENGTH, MAX_LONGER_LENGTH)
-    if config.model.window is not None and config.model.window <= 4096:
-        longer = max(longer, config.model.window + MAX_COMPARED_LENGTH // 4)
+    window = config.model.window
+    if isinstance(window, int) and window <= 4096:
+        longer = max(longer, window + MAX_COMPARED_LENGTH // 4)
     return min(length, MAX_COMPARED_LENGTH), longer
 
 

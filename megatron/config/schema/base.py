@@ -89,6 +89,12 @@ Int = Annotated[int, BeforeValidator(_integral)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
 Steps = Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
+# A single one is accepted instead of a list, as for the types below.
+Widths = Annotated[
+    tuple[Annotated[Int, Field(ge=1, le=2**31)] | None, ...],
+    Field(strict=False, min_length=1),
+    BeforeValidator(lambda x: [x] if isinstance(x, int | float) else x),
+]
 # A path of a file or folder; a single one is accepted instead of a list.
 PathText = Annotated[str, AfterValidator(_check_path)]
 _one_is_enough = BeforeValidator(lambda x: [x] if isinstance(x, str) else x)

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from kerple.positional.base import ModelShape
 from kerple.positional.registry import canonical_name
-from megatron.config.schema.base import CaseInsensitive, Group, Int, key
+from megatron.config.schema.base import CaseInsensitive, Group, Int, Widths, key
 from megatron.utils.errors import UserError
 
 InitMethod = Literal[
@@ -85,12 +85,11 @@ class ModelConfig(Group):
         have one weight vector each, of the size of a head, as in Qwen3. GPT-NeoX normalizes all heads of a
         tensor-parallel rank at once, with the same weights for queries and keys.""",
     )
-    sliding_window_width: Int | None = key(
+    sliding_window_width: Widths | None = key(
         None,
         """A query attends to this number of keys before its own position, and to its own, in training and in
-        evaluation: one key more than with Hugging Face's sliding_window of the same size. Default: to all.""",
-        ge=1,
-        le=2**31,
+        evaluation: one key more than with Hugging Face's sliding_window of the same size. A number for all layers, or
+        a list that repeats, with null for layers that attend to all keys: [511, 511, 511, null]. Default: to all.""",
     )
     no_weight_tying: bool = key(
         False, "True: the output layer has its own weights. False: it shares those of the token embedding."
@@ -228,9 +227,12 @@ class ModelConfig(Group):
         return -(-size // self.mlp_multiple_of) * self.mlp_multiple_of
 
     @property
-    def window(self) -> int | None:
-        """The number of keys that a query attends to, including its own position; None: all."""
-        return None if self.sliding_window_width is None else self.sliding_window_width + 1
+    def window(self) -> int | tuple[int | None, ...] | None:
+        """The number of keys that a query attends to, including its own position; None: all. If layers differ, those of
+        the first layers, which repeat.
+        """
+        windows = tuple(width and width + 1 for width in self.sliding_window_width or (None,))
+        return windows[0] if len(set(windows)) == 1 else windows
 
     @property
     def norm_epsilon(self) -> float:

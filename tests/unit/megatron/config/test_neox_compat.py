@@ -74,15 +74,21 @@ def test_dense_attention_is_accepted(value):
     assert unsupported_reason(ATTENTION_CONFIG, value, SIZES) is None
 
 
+LOCAL = (
+    "only dense attention (global, flash) is supported, not local; for a sliding window in these layers, set "
+    "sliding_window_width to a list"
+)
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ([[["local"], 2]], "only dense attention (global, flash) is supported, not local"),
+        ([[["local"], 2]], LOCAL),
         (
             [[["global", "sparse_fixed", "amlp"], 1]],
             "only dense attention (global, flash) is supported, not amlp, sparse_fixed",
         ),
-        ([[["local", "global"], "all"]], "only dense attention (global, flash) is supported, not local"),
+        ([[["local", "global"], "all"]], LOCAL),
         ("global", "only dense attention (global, flash) is supported, not a, b, g, l, o"),
         (2, 'expected [[["global"], 2]]'),
         ([[["global"]]], 'expected [[["global"], 2]]'),

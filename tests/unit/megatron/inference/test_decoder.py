@@ -22,6 +22,16 @@ def test_a_model_of_this_project():
     torch.testing.assert_close(decoder.logits(torch.cat(chunks, dim=1)), model(tokens))
 
 
+def test_modes_of_models_with_windows():
+    """A window that changes no layer, and sinks and blocks, which windows exclude, are rejected."""
+    for window, widths in ((8, {8: True, 9: False}), ((8, 4), {8: True, 9: False}), ((8, None), {9: True})):
+        decoder = as_decoder(small_gpt("alibi", window=window))
+        for width, supported in widths.items():
+            assert (decoder.unsupported_reason(AttentionMode(Span(window=width))) is None) == supported
+        for span in (Span(window=4, sinks=2), Span(block=8)):
+            assert "sliding_window_width" in decoder.unsupported_reason(AttentionMode(span))
+
+
 @pytest.mark.parametrize(
     "mode",
     [

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerple.attention import AttentionMode, DynamicNtk, Span
+from kerple.attention import FULL, AttentionMode, DynamicNtk, Span
 from kerple.positional import primary_names
 from kerple.positional.distance_maps import Clip, Linear
 from megatron.inference.generation import Sampling, generate
@@ -370,7 +370,7 @@ def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
     assert len(sizes) == tokens
     heads_and_size = 2 * model.settings.hidden_size
     assert max(sizes[30:]) == min(sizes[30:]) <= heads_and_size * (len(PROMPTS[-1]) + 12 + 4)
-    monkeypatch.setattr(GPT, "new_cache", lambda *_: KVCache(1))
+    monkeypatch.setattr(GPT, "new_cache", lambda *_: KVCache([FULL]))
     assert bounded.tokens == generate(model, PROMPTS[-1:], maximum_tokens=tokens, mode=mode, **SAMPLED)[0].tokens
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kerple.attention import FULL
 from megatron.model.cache import KVCache, LayerCache
 
 
@@ -34,7 +35,7 @@ def test_a_window_bounds_the_buffer():
 
 def test_select():
     states = torch.randn(3, 2, 10, 4)
-    cache = KVCache(2)
+    cache = KVCache([FULL] * 2)
     for layer in cache.layers:
         layer.append(states[:, :, :4], states[:, :, :4])
     cache.select(torch.tensor([2, 0]))

@@ -246,13 +246,44 @@ def test_the_cache_of_a_window_is_bounded(pos_emb):
     options = (("threshold", 5.0),) if pos_emb == "fire" else ()  # beyond it, the bias depends on the query's position
     model, tokens = small_gpt(pos_emb, pos_emb_options=options), random_tokens(120).view(2, 60)
     mode = AttentionMode(Span(window=5))
-    cache, complete = model.new_cache(mode=mode), KVCache(2)
+    cache, complete = model.new_cache(mode=mode), KVCache([FULL] * 2)
     with torch.no_grad():
         expected = model(tokens, complete, mode)
         logits = [model(token, cache, mode) for token in tokens.split(1, dim=1)]
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=2e-5, rtol=1e-4)
     last_key = cache.layers[0].last_key()
     assert cache.layers[0].append(last_key, last_key)[0].shape[2] == 5
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "per_layer", "dape_v2_kerple"])
+def test_windows_per_layer(pos_emb):
+    """Loss and gradients are those of blocks that attend in different spans. A cache drops the keys of the windows."""
+    windows, sizes = (5, None, 5), {"num_layers": 3, "pos_emb": pos_emb}
+    model = small_gpt(**sizes, window=(5, None)).double()
+    plain = small_gpt(**sizes).double()
+    plain.load_state_dict(model.state_dict())
+    tokens = random_tokens(60).view(2, 30)
+    loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+    hidden = plain.embedding(tokens[:, :-1])
+    for block, window in zip(plain.blocks, windows, strict=True):
+        hidden = block(hidden, mode=AttentionMode(Span(window=window)))
+    expected = plain.output.loss(plain.get_submodule("6")(hidden), tokens[:, 1:], None)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=1e-7)
+    assert not torch.allclose(loss, plain.loss(tokens[:, :-1], tokens[:, 1:]), rtol=1e-6)
+    for narrower in (None, 3):
+        mode = AttentionMode(Span(window=narrower))
+        with torch.no_grad():
+            expected, cache = model(tokens, mode=mode), model.new_cache(mode=mode)
+            parts = [model(part, cache, mode) for part in tokens.split([11, 1, 18], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), expected)
+        for layer, window in zip(cache.layers, windows, strict=True):
+            assert layer.window == (narrower or window)
+            last_key = layer.last_key()
+            assert layer.append(last_key, last_key)[0].shape[2] == (narrower or window or 31)
 
 
 LLAMA = {

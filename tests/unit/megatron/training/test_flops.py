@@ -45,3 +45,6 @@ def test_flops_per_token_follow_the_formula():
     # On average, 20 keys of 100 tokens except for the first 20: 20 * (1 - 20 / 200).
     windowed = flops_per_token(outside, replace(settings, window=20), 100) - 6 * outside
     assert windowed == 12 * settings.num_layers * settings.hidden_size * 18
+    # In the first of two layers 18 keys, in the other 50.
+    mixed = flops_per_token(outside, replace(settings, window=(20, None)), 100) - 6 * outside
+    assert mixed == 12 * settings.hidden_size * (18 + 50)

@@ -155,9 +155,16 @@ def test_interpolated_rotary(options, stock, tmp_path):
     assert config.model.pos_emb_options["scaling"] == options["scaling"]
 
 
-def test_random_positions_are_not_exported(tmp_path):
-    model, config = make_model("rotary", pos_emb_options={"random_range": 256})
-    with pytest.raises(CheckpointError, match="random_range: random positions are used in training only"):
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pos_emb_options": {"random_range": 256}}, "random_range: random positions are used in training only"),
+        ({"sliding_window_width": [9, None]}, "sliding_window_width: a list"),
+    ],
+)
+def test_models_that_cannot_be_exported(keys, message, tmp_path):
+    model, config = make_model("rotary", **keys)
+    with pytest.raises(CheckpointError, match=message):
         to_hugging_face(model, config, tmp_path / "hf", report=quiet)
 
 

@@ -33,6 +33,23 @@ def test_sizes_of_attention(flat):
     assert Config.from_flat({**flat, "hidden-size": 33, "head-size": 8}).model.head_size == 8
 
 
+def test_windows_per_layer(flat):
+    """A list repeats. A list of equal widths is a number."""
+    config = Config.from_flat({**flat, "num-layers": 5, "sliding-window-width": [7, 7.0, None]})
+    assert config.model.window == (8, 8, None)
+    assert ModelSettings.from_config(config, 128).windows == (8, 8, None, 8, 8)
+    assert Config.from_flat({**flat, "sliding-window-width": [7, 7]}).model.window == 8
+    for value, message in (
+        ([], r"must have at least 1 item\(s\)"),
+        ([7, 0], "sliding-window-width.1.: must be greater than or equal to 1"),
+        (0, "must be greater than or equal to 1"),
+        (True, "must be an integer"),
+        ([7, None, 7], "sliding_window_width has 3 entries, but num_layers is 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Config.from_flat({**flat, "sliding-window-width": value})
+
+
 def test_the_bias_of_the_output_projection_follows_that_of_the_others(flat):
     keys = {"use-bias-in-attn-linear": False}
     for changes, biases in (
