@@ -234,15 +234,11 @@ class TextGenerator:
 
     def _check_memory(self, rows: int, longest: int) -> None:
         """Raises UserError if the KV cache of a batch cannot fit into memory. longest: longest prompt, in tokens."""
-        model, limit = self._model.settings, self._settings.maximum_tokens
-        parameter = next(self._model.parameters())
-        tokens = 0  # in the caches of all layers
-        for layer in self._model.new_cache(mode=self._mode.attention).layers:
-            most = longest + limit
-            tokens += most if layer.window is None else min(most, 2 * layer.window + layer.sinks + PROMPT_CHUNK)
-        needed = 2 * rows * tokens * model.hidden_size * parameter.element_size()
-        if parameter.is_cuda:
-            available = torch.cuda.mem_get_info(parameter.device)[0]
+        limit = self._settings.maximum_tokens
+        device = next(self._model.parameters()).device
+        needed = cache_bytes(self._model, self._mode, rows, longest, limit)
+        if device.type == "cuda":
+            available = torch.cuda.mem_get_info(device)[0]
         else:
             available = psutil.virtual_memory().available
         if needed > available:
@@ -250,6 +246,21 @@ class TextGenerator:
                 f"maximum_tokens {limit:,}: the KV cache of {rows} texts needs {needed / 1e9:,.1f} GB, but only "
                 f"{available / 1e9:,.1f} GB of memory are available; reduce maximum_tokens or --batch-size"
             )
+
+
+def cache_bytes(model: GPT, mode: Mode, rows: int, longest: int, maximum_tokens: int) -> int:
+    """The size of the KV cache that `generate` needs for `rows` texts. longest: longest prompt, in tokens.
+
+    Layers with a window store at most two windows, the sinks, and the tokens that are fed at once.
+    """
+    parameter = next(model.parameters())
+    total = 0
+    for layer, block in zip(model.new_cache(mode=mode.attention).layers, model.blocks, strict=True):
+        tokens = longest + maximum_tokens - 1  # the last token is never fed
+        if layer.window is not None:
+            tokens = min(tokens, 2 * layer.window + min(longest, PROMPT_CHUNK)) + min(tokens, layer.sinks)
+        total += tokens * block.attention.attended_size(parameter.dtype)
+    return 2 * rows * total * model.settings.num_kv_heads * parameter.element_size()
 
 
 def interact(generator: TextGenerator, prompt_end: str, source: IO[bytes] | None = None) -> None:

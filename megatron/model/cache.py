@@ -53,7 +53,7 @@ class LayerCache:
         if self.sinks:
             missing_sinks = self.sinks - (0 if self._sinks is None else self._sinks.shape[3])
             if missing_sinks > 0:
-                more = torch.stack((key, value))[..., :missing_sinks, :]
+                more = torch.stack([states[:, :, :missing_sinks] for states in (key, value)])
                 self._sinks = more if self._sinks is None else torch.cat((self._sinks, more), dim=3)
             dropped = self.length - (end - first)  # the position of the first recent token
             if dropped and self._sinks is not None:
