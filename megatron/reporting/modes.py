@@ -84,9 +84,9 @@ def _in_mode(method: Method) -> str:
 
 def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
     """The best combination for each setting and length, by the mean over the seeds that all combinations with results
-    have; none if there is no such seed, or if the setting has only one mode.
+    have, which also give the differences; none if there is no such seed, or if the setting has only one mode.
     """
-    losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
+    losses = measurements(records, "extrapolation", "loss")
     found = []
     for setting in losses.settings:
         methods = [method for other, method in losses.lines if other == setting]
@@ -100,6 +100,7 @@ def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
             if not seeds:
                 continue
             known = {method: float(values[values.index.isin(seeds)].mean()) for method, values in by_seed.items()}
+            paired = PairedLosses(record for record in records if record.get("seed") in seeds)
             method, *others = sorted(known, key=known.__getitem__)
             difference = lead = None
             if method.mode != "full":

@@ -70,3 +70,5 @@ def test_parts_that_depend_on_the_length():
     assert mode.dynamic_ntk == DynamicNtk(2.0, 32, growth=7.0)
     assert mode.at_length(16) == AttentionMode(distance_map=Linear(32, 1.0), dynamic_ntk=DynamicNtk(2.0, 32, 1.0))
     assert SINKS.at_length(128) is SINKS
+    assert mode.length_dependent
+    assert not SINKS.length_dependent

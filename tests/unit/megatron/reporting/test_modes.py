@@ -83,6 +83,19 @@ def test_the_best_combination_compares_common_seeds():
     assert best.runner_up.mode == "full+clip@32"
 
 
+def test_differences_of_the_best_combination_are_those_of_the_common_seeds():
+    """Rotary has one seed; in the second one of ALiBi, best and runner-up are exchanged."""
+    rotary = [row for row in records() if (row["pos_emb"], row["mode"]) == ("rotary", "full")]
+    first, second = ([row for row in records() if row["pos_emb"] == "alibi"] for _ in range(2))
+    for row in second:
+        losses = LOSSES["alibi", "full" if row["mode"] != "full" else "sinks@4+508"]
+        row |= {"seed": 2, "loss": statistics.fmean(losses), "groups": {"tokens": [250] * 4, "losses": losses}}
+    (expected,) = best_combinations([*first, *rotary])
+    (best,) = best_combinations([*first, *second, *rotary])
+    assert (best.method.pos_emb, best.method.mode) == ("alibi", "sinks@4+508")
+    assert (best.difference, best.lead) == (expected.difference, expected.lead)
+
+
 def test_tables_and_files(tmp_path):
     other = record("alibi", 2048, 20.0, corpus="arxiv")  # a setting with one mode has no table
     (table,) = mode_tables(
