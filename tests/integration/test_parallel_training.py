@@ -40,7 +40,11 @@ RESUMED_IN = [
 # Adam would turn into steps.
 LARGE_EPSILON = {"type": "Adam", "params": {"lr": 0.005, "eps": 1e-6}}
 PER_LAYER = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
-MIXED = {"pos_emb": "per_layer", "pos_emb_options": {"methods": [{"rotary": {"random_range": 128}}, "forgetting"]}}
+MIXED = {
+    "pos_emb": "per_layer",
+    "pos_emb_options": {"methods": [{"rotary": {"random_range": 128}}, "forgetting"]},
+    "sliding_window_width": [7, None],
+}
 LLAMA = {
     "norm": "rmsnorm",
     "activation": "swiglu",
@@ -161,7 +165,7 @@ def test_llama_style_blocks_on_two_ranks(layout, target, trained, tmp_path):
         (PER_LAYER, ("bias_1_log_a", "bias_2_power_p")),
         ({**MIXED, **RECOMPUTE}, ()),
     ],
-    ids=["dape_kerple", "kerple per layer", "random rotary and forgetting"],
+    ids=["dape_kerple", "kerple per layer", "random rotary with windows and forgetting"],
 )
 def test_methods_with_parameters_per_layer_in_a_pipeline(keys, kernels, trained, tmp_path):
     """Each layer has its own parameters, and random positions are the same on both stages. Resuming is exact."""
