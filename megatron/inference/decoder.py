@@ -188,8 +188,8 @@ def unsupported_reason(
     widest = None if None in windows else max((window or 0 for window in windows), default=None)
     if any(windows) and (span.block is not None or span.sinks or (widest and (span.window or 0) > widest)):
         return (
-            "is not supported for models with sliding_window_width: a query attends to no keys outside of the model's "
-            "window; use full, or window@W with a smaller W"
+            "is not supported for models with sliding_window_width: a query attends to no keys outside of its "
+            "layer's window; use full, or window@W with a smaller W"
         )
     backend = "auto" if settings is None else settings.attention_backend
     methods = list(methods)

@@ -2,7 +2,7 @@
 
 Attention is part of the graph where it can be traced (`is_traceable`): the fused backend is an operator of
 torch.library. `compile_blocks` changes only the classes of the modules. Parameter names are unchanged, so checkpoints
-are interchangeable with those of an uncompiled model. All layers share one compiled graph.
+are interchangeable with those of an uncompiled model. All layers with the same window share one compiled graph.
 
 Legend: b batch, s tokens, e hidden size.
 """
