@@ -6,15 +6,19 @@ from kerple.attention.dispatch import Attention, attend, backend_names, check_ba
 from kerple.attention.gradients import non_finite_gradients
 from kerple.attention.mode import DEFAULT_MODE, AttentionMode, DynamicNtk, LogLength, ScoreScaling, YarnTemperature
 from kerple.attention.mode_attention import attend_in_mode
+from kerple.attention.mode_names import FULL_MODE, SPANS, Mode, grammar, parse_mode
 from kerple.attention.tables import jacobians, score_table, tables
 
 __all__ = [
     "DEFAULT_MODE",
     "FULL",
+    "FULL_MODE",
+    "SPANS",
     "Attention",
     "AttentionMode",
     "DynamicNtk",
     "LogLength",
+    "Mode",
     "Requirements",
     "ScoreScaling",
     "Span",
@@ -23,8 +27,10 @@ __all__ = [
     "attend_in_mode",
     "backend_names",
     "check_backend",
+    "grammar",
     "jacobians",
     "non_finite_gradients",
+    "parse_mode",
     "score_mod",
     "score_table",
     "tables",

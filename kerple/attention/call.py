@@ -20,6 +20,11 @@ from kerple.positional import TableJacobian
 # A positional method's `modify_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
 ModifyScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Position = TypeVar("Position", int, Tensor)
+# For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk needs about ten
+# times as many bytes as its scores. Larger chunks launch fewer kernels, but compute more masked scores.
+MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 512 * 1024 * 1024
+MODIFY_DEVICE_SHARE = 48  # at most 1/48 of a GPU's memory
+MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
 
 
 @dataclass(frozen=True)
@@ -285,3 +290,11 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+def modify_budget(device: torch.device) -> int:
+    """Bytes of scores per chunk, for methods with `modify_scores`."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
+    return MODIFY_CPU_BYTES if device.type == "cpu" else MODIFY_DEVICE_BYTES

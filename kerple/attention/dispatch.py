@@ -11,12 +11,21 @@ import torch
 from torch import Tensor
 
 from kerple.attention import self_check
-from kerple.attention.backends.chunked import CHUNKED, modify_budget
+from kerple.attention.backends.chunked import CHUNKED
 from kerple.attention.backends.flex import FLEX
 from kerple.attention.backends.reference import REFERENCE
 from kerple.attention.backends.sdpa import SDPA
 from kerple.attention.backends.triton.operator import FUSED
-from kerple.attention.call import FULL, AttentionCall, Backend, ModifyScores, Requirements, Span, without_autocast
+from kerple.attention.call import (
+    FULL,
+    AttentionCall,
+    Backend,
+    ModifyScores,
+    Requirements,
+    Span,
+    modify_budget,
+    without_autocast,
+)
 from kerple.attention.tables import jacobians, tables
 from kerple.positional import PositionalMethod, TableJacobian
 

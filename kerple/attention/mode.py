@@ -7,6 +7,7 @@ Legend: s queries.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,7 @@ class ScoreScaling:
     """Base class: factors of the products q.k, by the position of the query. A bias is not multiplied."""
 
     def factors(self, positions: Tensor) -> Tensor:
-        """Float64 `[s]`, for int64 positions `[s]`."""
+        """Float64, for int64 positions of the same shape."""
         raise NotImplementedError
 
 
@@ -144,13 +145,13 @@ class AttentionMode:
         assert stretched is not None  # see `unsupported_reason`
         return stretched
 
-    def scale_query(self, query: Tensor, start: int) -> Tensor:
-        """Queries `[b, h, s, d]` at positions from `start` on, multiplied by the factors of their scores."""
+    def scale_query(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Queries `[b, h, s, d]` at int64 positions `[s]` or `[b, 1, s]`, multiplied by the factors of their scores."""
         if self.scaling is None:
             return query
-        factors = self.scaling.factors(torch.arange(start, start + query.shape[2], device=query.device))
+        factors = self.scaling.factors(positions.to(query.device))
         dtype = torch.promote_types(query.dtype, torch.float32)
-        return (query.to(dtype) * factors.to(dtype)[:, None]).to(query.dtype)
+        return (query.to(dtype) * factors.to(dtype)[..., None]).to(query.dtype)
 
     def unsupported_reason(self, method: PositionalMethod) -> str | None:
         """Why a method does not support this mode, and what to do instead, as the rest of a sentence about it."""
@@ -173,6 +174,29 @@ class AttentionMode:
             )
         if self.distance_map is not None:
             return self._unmapped_reason(method, self.distance_map)
+        return None
+
+    def unsupported_by(
+        self, methods: Sequence[PositionalMethod], windows: Sequence[int | None], name: str
+    ) -> str | None:
+        """Why a model does not support this mode, and what to do instead, as the rest of a sentence about the mode;
+        None if it does. A model with a sliding window supports no blocks, no sinks and no wider window, which would
+        change no layer. Layers without positions support all distances if other layers have positions.
+
+        methods, windows: of the layers. name: of the positional method.
+        """
+        span = self.span
+        widest = None if None in windows else max((window or 0 for window in windows), default=None)
+        if any(windows) and (span.block is not None or span.sinks or (widest and (span.window or 0) > widest)):
+            return (
+                "is not supported for models with sliding_window_width: a query attends to no keys outside of its "
+                "layer's window; use full, or window@W with a smaller W"
+            )
+        has_positions = any(method.has_positions for method in methods)
+        for method in methods:
+            reason = (self.for_layer(method) if has_positions else self).unsupported_reason(method)
+            if reason is not None:
+                return f"is not supported: pos_emb {name} {reason}"
         return None
 
     @staticmethod

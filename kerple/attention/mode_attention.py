@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention.backends.chunked import MODIFY_MAX_ROWS, MODIFY_MIN_ROWS, modify_budget
-from kerple.attention.call import without_autocast
+from kerple.attention.call import MODIFY_MAX_ROWS, MODIFY_MIN_ROWS, modify_budget, without_autocast
 from kerple.attention.mode import AttentionMode
 from kerple.attention.tables import pair_distances, score_table, tables
 from kerple.positional import PositionalMethod
@@ -73,18 +72,15 @@ def attend_in_mode(
         for first in range(0, s, rows):
             queries = range(start + first, min(start + first + rows, total))
             chunk = query[:, :, first : first + rows]
-            ranges = _key_ranges(mode, queries)
-            parts = []
-            for keys in ranges:
-                begin = keys.start if keys.start < mode.span.sinks else keys.start - missing
-                parts.append(slice(begin, begin + len(keys)))
+            ranges = key_ranges(mode, queries)
+            parts = [stored(keys, mode, missing) for keys in ranges]
             keys_of_parts, values = ([states[:, :, part] for part in parts] for states in (key, value))
             scores = _scores(chunk, keys_of_parts, method, mode, queries, ranges, scale, tables_at)
             contexts.append(_by_kv_head(scores.softmax(dim=-1), torch.cat(values, dim=2)).to(query.dtype))
     return torch.cat(contexts, dim=2)
 
 
-def _key_ranges(mode: AttentionMode, queries: range) -> list[range]:
+def key_ranges(mode: AttentionMode, queries: range) -> list[range]:
     """The positions of the keys that a chunk of queries attends to, some of which may be masked."""
     sinks, first_key, end = mode.span.sinks, mode.span.first_key(queries.start), queries.stop
     if sinks == 0 or (first_key <= sinks and not mode.reindexed):
@@ -93,23 +89,63 @@ def _key_ranges(mode: AttentionMode, queries: range) -> list[range]:
     return [keys for keys in ranges if len(keys)]
 
 
-class _Range(NamedTuple):
+def stored(keys: range, mode: AttentionMode, missing: int) -> slice:
+    """The places of keys of `key_ranges` among those of a text that lacks `missing` keys, after the sinks and before
+    the window.
+    """
+    begin = keys.start if keys.start < mode.span.sinks else keys.start - missing
+    return slice(begin, begin + len(keys))
+
+
+class Pairs(NamedTuple):
     """A chunk of queries and a range of keys.
 
     Attributes:
-        query: after rotation, `[b, h, c, d]`.
-        scores: scale * q.k, `[b, h, c, l]`.
         mask: bool `[c, l]`, True where the query does not see the key.
-        query_positions, key_positions: `[c]` and `[l]`.
+        query_positions, key_positions: `[c]` and `[l]` on the CPU, as the mode counts them.
         distance: of visible pairs, before a map, `[c, l]`.
     """
 
-    query: Tensor
-    scores: Tensor
     mask: Tensor
     query_positions: Tensor
     key_positions: Tensor
     distance: Tensor
+
+    @classmethod
+    def of(cls, mode: AttentionMode, queries: range, keys: range, device: torch.device) -> "Pairs":
+        """For ranges of positions in the text."""
+        span = mode.span
+        mask = span.mask(queries, keys, device)
+        query_positions, key_positions = (torch.arange(part.start, part.stop) for part in (queries, keys))
+        distance = pair_distances(queries, keys, mask)
+        if mode.reindexed and keys.start < span.sinks:
+            # In the cache, the query has the last of sinks + window positions, and the sinks have the first ones.
+            query_positions = query_positions.clamp(max=span.max_kv_len(queries.stop) - 1)
+            cached = [positions_on(positions, device) for positions in (query_positions, key_positions)]
+            distance = (cached[0][:, None] - cached[1]).masked_fill(mask, 0)
+        return cls(mask, query_positions, key_positions, distance)
+
+    @property
+    def nearest(self) -> int:
+        """The smallest distance of visible pairs."""
+        return max(0, int(self.query_positions[0] - self.key_positions[-1]))
+
+    @property
+    def farthest(self) -> int:
+        """The largest distance of visible pairs."""
+        return int(self.query_positions[-1] - self.key_positions[0])
+
+    def lookup(self, table: Tensor) -> Tensor:
+        """The values of a table `[h, n]` over the distances from `nearest` on, `[h, c, l]`."""
+        return table[:, (self.distance - self.nearest).clamp_(min=0)]
+
+
+class _Range(NamedTuple):
+    """A chunk of queries and a range of keys: queries after rotation `[b, h, c, d]`, and scale * q.k `[b, h, c, l]`."""
+
+    query: Tensor
+    scores: Tensor
+    pairs: Pairs
 
 
 def _scores(
@@ -140,7 +176,8 @@ def _scores(
         first, _, second = final.split([len(ranges[0]), missing, len(ranges[1])], dim=-1)
         finals = [first, second]
     return torch.cat(
-        [scores.masked_fill(part.mask, float("-inf")) for scores, part in zip(finals, products, strict=True)], dim=-1
+        [scores.masked_fill(part.pairs.mask, float("-inf")) for scores, part in zip(finals, products, strict=True)],
+        dim=-1,
     )
 
 
@@ -153,62 +190,49 @@ def _range_products(
     keys: range,
     scale: float,
 ) -> _Range:
-    span, distance_map = mode.span, mode.distance_map
-    mask = span.mask(queries, keys, query.device)
-    query_positions, key_positions = (torch.arange(part.start, part.stop) for part in (queries, keys))
-    distance = pair_distances(queries, keys, mask)
-    if mode.reindexed and keys.start < span.sinks:
-        # In the cache, the query has the last of sinks + window positions, and the sinks have the first ones.
-        last = span.max_kv_len(queries.stop) - 1
-        query_positions = query_positions.clamp(max=last)
-        cached = [positions_on(positions, query.device) for positions in (query_positions, key_positions)]
-        distance = (cached[0][:, None] - cached[1]).masked_fill(mask, 0)
-    nearest, farthest = _distances(query_positions, key_positions)
-
+    pairs, distance_map = Pairs.of(mode, queries, keys, query.device), mode.distance_map
+    query_positions, key_positions = pairs.query_positions, pairs.key_positions
     rotated, scores = query, None
-    if distance_map is None or not method.turns or nearest < distance_map.near:
+    if distance_map is None or not method.turns or pairs.nearest < distance_map.near:
         rotated, scores = _products(query, key, method, mode, query_positions, key_positions, scale)
-    if distance_map is not None and method.turns and farthest >= distance_map.near:
+    if distance_map is not None and method.turns and pairs.farthest >= distance_map.near:
         far_positions = distance_map.far_positions(query_positions, key_positions)
         _, far = _products(query, key, method, mode, *far_positions, scale)
-        scores = far if scores is None else torch.where(distance < distance_map.near, scores, far)
+        scores = far if scores is None else torch.where(pairs.distance < distance_map.near, scores, far)
     assert scores is not None
-    return _Range(rotated, scores, mask, query_positions, key_positions, distance)
-
-
-def _distances(query_positions: Tensor, key_positions: Tensor) -> tuple[int, int]:
-    """The smallest and the largest distance of visible pairs."""
-    return max(0, int(query_positions[0] - key_positions[-1])), int(query_positions[-1] - key_positions[0])
+    return _Range(rotated, scores, pairs)
 
 
 def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
     """Both ranges, with `missing` masked keys between them, and without distances."""
-    between = sinks.key_positions[-1] + 1 + torch.arange(missing)
+    first, second = sinks.pairs, window.pairs
+    between = first.key_positions[-1] + 1 + torch.arange(missing)
     return window._replace(
         scores=torch.cat((F.pad(sinks.scores, (0, missing)), window.scores), dim=-1),
-        mask=torch.cat((F.pad(sinks.mask, (0, missing), value=True), window.mask), dim=-1),
-        key_positions=torch.cat((sinks.key_positions, between, window.key_positions)),
+        pairs=second._replace(
+            mask=torch.cat((F.pad(first.mask, (0, missing), value=True), second.mask), dim=-1),
+            key_positions=torch.cat((first.key_positions, between, second.key_positions)),
+        ),
     )
 
 
 def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Tensor:
     """The method's final scores."""
-    first, end = 0, int(part.query_positions[-1]) + 1
+    pairs = part.pairs
+    first, end = 0, int(pairs.query_positions[-1]) + 1
     if method.shift_invariant:  # its table need not begin at distance 0
-        first, farthest = _distances(part.query_positions, part.key_positions)
-        end = farthest + 1
+        first, end = pairs.nearest, pairs.farthest + 1
     table = score_table(method, end, part.scores.device, distance_map=mode.distance_map, first=first)
-    positions = part.query_positions - first, part.key_positions
-    return method.final_scores(part.scores, part.query, *positions, part.mask, table)
+    positions = pairs.query_positions - first, pairs.key_positions
+    return method.final_scores(part.scores, part.query, *positions, pairs.mask, table)
 
 
 def _with_tables(part: _Range, tables_at: Tables) -> Tensor:
-    nearest, farthest = _distances(part.query_positions, part.key_positions)
-    bias, weight = tables_at(nearest, farthest + 1)
-    index, scores = (part.distance - nearest).clamp_(min=0), part.scores
+    bias, weight = tables_at(part.pairs.nearest, part.pairs.farthest + 1)
+    scores = part.scores
     if weight is not None:
-        scores = scores * weight[:, index]
-    return scores if bias is None else scores + bias[:, index]
+        scores = scores * part.pairs.lookup(weight)
+    return scores if bias is None else scores + part.pairs.lookup(bias)
 
 
 def _products(

@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from kerple.attention import FULL_MODE
 from megatron.checkpoint.directory import iteration_of
 from megatron.cli.model_options import chosen_step, load, load_tokenizer, saved_config
 from megatron.config import Config, UserError
 from megatron.config.command_line import integer, number, option_name
 from megatron.config.schema.base import MAX_INT
-from megatron.evaluation.modes import FULL_MODE, supported_modes
+from megatron.evaluation.modes import supported_modes
 from megatron.reporting.terminal import print_rows, standard_output
 from megatron.utils.errors import install_command
 from megatron.utils.files import write_atomically

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import add_task_options, harness_options
 from megatron.cli.model_options import (
     add_checkpoint_options,
@@ -10,7 +11,7 @@ from megatron.cli.model_options import (
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS
-from megatron.evaluation.modes import SPANS, grammar, parse_mode
+from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
 from megatron.evaluation.runner import (
     BATCH_TOKENS_CPU,

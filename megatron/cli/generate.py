@@ -10,6 +10,7 @@ from typing import IO, Any
 import psutil
 import torch
 
+from kerple.attention import FULL_MODE, Mode
 from megatron.cli.model_options import (
     checkpoint_folders,
     first_process,
@@ -19,7 +20,7 @@ from megatron.cli.model_options import (
 )
 from megatron.config.command_line import integer
 from megatron.config.schema import GenerationConfig
-from megatron.evaluation.modes import FULL_MODE, Mode, parse_mode
+from megatron.evaluation.modes import parse_mode
 from megatron.inference.decoder import as_decoder
 from megatron.inference.generation import PROMPT_CHUNK, Generation, generate
 from megatron.model.gpt import GPT

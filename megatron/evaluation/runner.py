@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kerple.attention import Mode
 from kerple.positional import PositionsExceeded
-from megatron.evaluation.modes import Mode, parse_modes
+from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Protocol, Segments, parse_protocol
 from megatron.evaluation.records import (
     ExtrapolationRecord,
@@ -276,7 +277,7 @@ def evaluate_extrapolation(
             the length.
         tokens: int64 `[n]`, or a `Text`, which also knows its documents. The first token is only context.
         lengths: segment lengths in tokens. Lengths that divide the longest make the best use of the text.
-        modes: such as `full` or `window@512`; see `megatron.evaluation.modes`.
+        modes: such as `full` or `window@512`; see `kerple/attention/mode_names.py`.
         protocols: `non-overlapping`, `kerple`, `last-k`, `sliding`; see `megatron.evaluation.protocols`.
         token_budget: maximum number of tokens to score, the same ones at every length, evenly spaced in the text; None
             for no limit.

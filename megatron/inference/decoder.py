@@ -181,31 +181,20 @@ def unsupported_reason(
     mode: AttentionMode, methods: Iterable[PositionalMethod], settings: ModelSettings | None
 ) -> str | None:
     """Why a model of this project does not support a mode, and what to do instead, as the rest of a sentence about the
-    mode; None if it does. A model with a sliding window supports no blocks, no sinks and no wider window, which would
-    change no layer. Layers without positions support all distances if other layers have positions.
+    mode; None if it does.
     """
-    windows, span = () if settings is None else settings.windows, mode.span
-    widest = None if None in windows else max((window or 0 for window in windows), default=None)
-    if any(windows) and (span.block is not None or span.sinks or (widest and (span.window or 0) > widest)):
-        return (
-            "is not supported for models with sliding_window_width: a query attends to no keys outside of its "
-            "layer's window; use full, or window@W with a smaller W"
-        )
-    backend = "auto" if settings is None else settings.attention_backend
     methods = list(methods)
-    has_positions = any(method.has_positions for method in methods)
-    for method in methods:
-        reason = (mode.for_layer(method) if has_positions else mode).unsupported_reason(method)
-        if reason is not None:
-            return (
-                f"is not supported: pos_emb {type(method).__name__ if settings is None else settings.pos_emb} {reason}"
-            )
-        if mode.is_explicit(method) and backend not in MODE_BACKENDS:
-            return (
-                f"is not supported by attention-backend {backend}: it is computed in chunks of queries; use "
-                f"attention-backend {' or '.join(MODE_BACKENDS)}"
-            )
-    return None
+    windows: tuple[int | None, ...] = ()
+    name, backend = ", ".join(sorted({type(method).__name__ for method in methods})), "auto"
+    if settings is not None:
+        windows, name, backend = settings.windows, settings.pos_emb, settings.attention_backend
+    reason = mode.unsupported_by(methods, windows, name)
+    if reason is None and backend not in MODE_BACKENDS and any(map(mode.is_explicit, methods)):
+        return (
+            f"is not supported by attention-backend {backend}: it is computed in chunks of queries; use "
+            f"attention-backend {' or '.join(MODE_BACKENDS)}"
+        )
+    return reason
 
 
 def _span_sizes(span: Span) -> dict[str, int]:

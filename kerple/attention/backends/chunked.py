@@ -21,18 +21,20 @@ from torch.utils.checkpoint import checkpoint
 
 from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable
 from kerple.attention.backends.reference import attend_to_chunk
-from kerple.attention.call import AttentionCall, Backend, without_autocast
+from kerple.attention.call import (
+    MODIFY_MAX_ROWS,
+    MODIFY_MIN_ROWS,
+    AttentionCall,
+    Backend,
+    modify_budget,
+    without_autocast,
+)
 
 # Scores this far below the maximum of their row (probabilities below e^-40), and weights below this fraction of the
 # head's largest weight, are treated as masked. They are below float32's precision, but products and gradients turn them
 # into denormal numbers, with which a CPU multiplies thirty times slower.
 MIN_SCORE = -40.0
 MIN_WEIGHT = 1e-10
-# For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk needs about ten
-# times as many bytes as its scores. Larger chunks launch fewer kernels, but compute more masked scores.
-MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 512 * 1024 * 1024
-MODIFY_DEVICE_SHARE = 48  # at most 1/48 of a GPU's memory
-MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
 
 
 def chunked_attention(call: AttentionCall) -> Tensor:
@@ -44,14 +46,6 @@ def chunked_attention(call: AttentionCall) -> Tensor:
     inputs = (call.query, call.key, call.value, call.bias_table, call.weight_table)
     context: Tensor = _ChunkedAttention.apply(call, *inputs)
     return context
-
-
-def modify_budget(device: torch.device) -> int:
-    """Bytes of scores per chunk, for methods with `modify_scores`."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
-    return MODIFY_CPU_BYTES if device.type == "cpu" else MODIFY_DEVICE_BYTES
 
 
 def _attend_with_modified_scores(call: AttentionCall) -> Tensor:
