@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--push-to-hub", metavar="ORG/NAME", help="upload OUT to this repository of the Hugging Face hub"
     )
     to_hf.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
+    to_hf.add_argument(
+        "--inference-mode",
+        metavar="MODE",
+        help="how the exported model attends, such as sinks@4+508; it then has its own code (see evaluate.py "
+        "--list-modes; default: full)",
+    )
     to_hf.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
     for command in (to_hf, from_hf):
         command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
@@ -92,7 +98,15 @@ def export(options: argparse.Namespace) -> None:
     overrides = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else {}
     model, config, dtype, _ = load(options, **overrides)
     tokenizer = None if options.no_tokenizer else TokenizerFiles.of(config, options.vocab_file, options.merge_file)
-    to_hugging_face(model, config, options.output, tokenizer=tokenizer, dtype=dtype, repository=repository)
+    to_hugging_face(
+        model,
+        config,
+        options.output,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        repository=repository,
+        inference_mode=options.inference_mode,
+    )
     if repository is not None:
         print(f"uploaded to {upload(options.output, repository, private=options.private)}")
 

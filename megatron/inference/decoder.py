@@ -157,6 +157,9 @@ class TransformersDecoder:
         return DynamicCache(config=self._model.config)
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
+        own = getattr(self._model.config, "inference_mode", None)  # of an exported model of this project
+        if own not in (None, "full"):
+            return f"is not possible: the model was loaded with inference_mode {own}; load it with inference_mode=None"
         if mode == DEFAULT_MODE:
             return None
         name = "a `block` argument" if mode.span.block is not None else "a `window` argument"

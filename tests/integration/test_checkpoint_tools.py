@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from kerple.attention import AttentionMode, Span
+from kerple.positional.distance_maps import Clip
 from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.checkpoint.storage import CheckpointError
@@ -49,6 +51,9 @@ model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True, dt
 tokens = torch.load("tokens.pt")
 with torch.no_grad():
     logits = model(tokens).logits
+    in_mode = AutoModelForCausalLM.from_pretrained(
+        "model", trust_remote_code=True, dtype=torch.float32, inference_mode="sinks@2+9+clip@8"
+    )(tokens).logits
 continued = model.generate(tokens, max_new_tokens=10, do_sample=False, eos_token_id=None)
 tokenizer = AutoTokenizer.from_pretrained("model", trust_remote_code=True)
 generator = pipeline("text-generation", model="model", trust_remote_code=True)
@@ -57,7 +62,8 @@ options = dict(max_new_tokens=8, do_sample=False, return_full_text=False)
 one_by_one = [generator(text, **options)[0]["generated_text"] for text in texts]
 batched = [batch[0]["generated_text"] for batch in generator(texts, batch_size=3, **options)]
 ids = tokenizer(texts)["input_ids"]
-torch.save(dict(logits=logits, continued=continued, ids=ids, texts=one_by_one, batched=batched), "out.pt")
+results = dict(logits=logits, in_mode=in_mode, continued=continued, ids=ids, texts=one_by_one, batched=batched)
+torch.save(results, "out.pt")
 """
 
 
@@ -77,6 +83,8 @@ def test_an_exported_model_needs_only_torch_and_transformers(tmp_path):
     assert finished.returncode == 0, finished.stderr
     out = torch.load(tmp_path / "out.pt", weights_only=True)
     assert (out["logits"] - model(tokens)).abs().max() < 1e-4
+    mode = AttentionMode(Span(window=9, sinks=2), distance_map=Clip(8))
+    assert (out["in_mode"] - model(tokens, mode=mode)).abs().max() < 1e-4
     assert torch.equal(out["continued"], greedy(model, tokens, 10))
     assert out["ids"] == [list(text.encode()) for text in ("def add(a, b):", "import", "x" * 100)]
     assert out["batched"] == out["texts"]
@@ -102,6 +110,8 @@ def test_import_finetune_and_export(tmp_path, capsys):
         "optimizer": {"type": "Adam", "params": {"lr": 0.0}},
     }
     train(Config.from_flat({**config.to_flat(), **run}))
+    convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "mode"), "--inference-mode", "window@8"])
+    assert json.loads((tmp_path / "mode" / "config.json").read_text())["inference_mode"] == "window@8"
     convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "back")])
     back = GPTNeoXForCausalLM.from_pretrained(tmp_path / "back").eval()
     tokens = random_tokens(1, LONG)

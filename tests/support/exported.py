@@ -20,12 +20,13 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def export(pos_emb: str, **keys: Any) -> tuple[GPT, Path]:
+def export(pos_emb: str, *, inference_mode: str | None = None, **keys: Any) -> tuple[GPT, Path]:
     """A model with random weights, and the Hugging Face folder it is written to. Tests must not change either."""
-    name = "_".join([pos_emb, *(f"{key}_{value}" for key, value in keys.items())])
+    name = "_".join([pos_emb, str(inference_mode), *(f"{key}_{value}" for key, value in keys.items())])
     model, config = make_model(pos_emb, **keys)
     path = Path(_folder().name) / name
-    to_hugging_face(model, config, path, tokenizer=TokenizerFiles("CharLevelTokenizer"), report=quiet)
+    tokenizer = TokenizerFiles("CharLevelTokenizer")
+    to_hugging_face(model, config, path, tokenizer=tokenizer, inference_mode=inference_mode, report=quiet)
     return model, path
 
 

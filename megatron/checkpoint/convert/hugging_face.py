@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional import method_class
 from megatron.checkpoint.convert import llama
 from megatron.checkpoint.convert.hugging_face_config import (
@@ -62,6 +63,7 @@ def to_hugging_face(
     tokenizer: TokenizerFiles | None = None,
     dtype: torch.dtype = torch.float32,
     repository: str | None = None,
+    inference_mode: str | None = None,
     report: Report = print,
 ) -> None:
     """Write `model` to the new folder `output`, for `AutoModelForCausalLM.from_pretrained`.
@@ -71,10 +73,13 @@ def to_hugging_face(
         tokenizer: written next to the model; None to omit it.
         dtype: of the weights in the file. Logits are compared with those of the model's weights rounded to it.
         repository: name on the Hugging Face hub that the model card tells to load.
+        inference_mode: how the model attends, such as `sinks@4+508` (`kerple/attention/mode_names.py`). Models of
+            transformers have none but `full`, so the model is then self-contained.
 
     Raises:
         CheckpointError: if the written model does not give the same logits, to 1e-4 in float32. Nothing is written.
-        UserError: if the tokenizer is missing or has more tokens than the model.
+        UserError: if the tokenizer is missing or has more tokens than the model, or if the model does not support the
+            inference mode.
     """
     if config.model.pos_emb_options.get("random_range") is not None:
         raise CheckpointError(
@@ -88,11 +93,16 @@ def to_hugging_face(
         )
     import_transformers()
     settings, stock = model.settings, stock_type(config)
+    mode = FULL_MODE if inference_mode is None else mode_of(inference_mode, model, config)
+    if stock is not None and mode != FULL_MODE:
+        report(f"{output}: transformers' {stock} has no inference modes, so the model is exported with its own code")
+        stock = None
     with new_folder(output) as folder:
         if stock is not None:
             values = stock_config(config, settings, stock)
         else:
             values = self_contained_config(config, settings)
+            values["inference_mode"] = None if mode == FULL_MODE else mode.name
         values["dtype"] = values["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer is not None:
             ids = write_tokenizer(tokenizer, folder, settings.padded_vocab_size)
@@ -116,12 +126,28 @@ def to_hugging_face(
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
         architecture = values["architectures"][0] if stock else None
         has_tokenizer = tokenizer is not None
-        card = model_card(model, config, architecture=architecture, has_tokenizer=has_tokenizer, name=repository)
+        card = model_card(
+            model, config, architecture=architecture, has_tokenizer=has_tokenizer, name=repository, mode=mode.name
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
         written = load_written(folder, architecture)
         kind = architecture or f"self-contained model ({config.model.pos_emb})"
-        compare(rounded(model, dtype), written, stock is not None, config, f"{output}: {kind}", report)
+        kind += "" if mode == FULL_MODE else f", inference mode {mode.name}"
+        compare(rounded(model, dtype), written, stock is not None, config, f"{output}: {kind}", report, mode)
+
+
+def mode_of(name: str, model: GPT, config: Config) -> Mode:
+    """The inference mode with this name. Raises CheckpointError if it is not valid or the model does not support it."""
+    try:
+        mode = parse_mode(name, config.model.seq_length)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    methods = list(model.positional_methods().values())
+    reason = mode.attention.unsupported_by(methods, model.settings.windows, config.model.pos_emb)
+    if reason is not None:
+        raise CheckpointError(f"inference mode {mode.name} {reason}")
+    return mode
 
 
 def from_hugging_face(
@@ -150,6 +176,11 @@ def from_hugging_face(
     theirs = read_json(source / "config.json")
     values = config_from(theirs, str(source / "config.json"))
     model_type = str(theirs["model_type"])
+    if theirs.get("inference_mode") is not None:
+        report(
+            f"note: a checkpoint has no inference_mode; name {theirs['inference_mode']} in evaluate.py --modes or "
+            "generate.py --mode"
+        )
     tensors = read_hugging_face(source, model_type)
     if values["num_layers"] > len(tensors):
         raise CheckpointError(
@@ -189,7 +220,9 @@ def from_hugging_face(
         compare(model, reference, model_type != "kerple", config, f"{output}: checkpoint from {source}", report)
 
 
-def compare(ours: GPT, theirs: Any, stock: bool, config: Config, name: str, report: Report) -> None:
+def compare(
+    ours: GPT, theirs: Any, stock: bool, config: Config, name: str, report: Report, mode: Mode = FULL_MODE
+) -> None:
     """Raises CheckpointError if the logits of a model of transformers differ. stock: it is part of transformers, so its
     angles are float32. `name` describes the output.
     """
@@ -203,7 +236,14 @@ def compare(ours: GPT, theirs: Any, stock: bool, config: Config, name: str, repo
         frequencies = theirs.base_model.rotary_emb.original_inv_freq
         check_same_rotary_logits(ours, logits, frequencies, vocabulary, config, name, report)
     else:
-        check_same_logits(ours, logits, vocabulary, config, name, report)
+        check_same_logits(
+            lambda tokens: ours(tokens, mode=mode.attention.at_length(tokens.shape[1])),
+            logits,
+            vocabulary,
+            config,
+            name,
+            report,
+        )
 
 
 def load_written(folder: Path, architecture: str | None) -> Any:
@@ -291,7 +331,7 @@ prompt = tokenizer(["def main("], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
 SELF_CONTAINED_NOTE = """
-This folder contains the model's code (`modeling_kerple.py`, `attention_kerple.py`, and the positional method in
+This folder contains the model's code (`modeling_kerple.py`, `attention_*.py`, and the positional method in
 `positional_*.py`). It needs only torch and transformers (4.57 or later). What works:
 
 - `generate`, also beyond {length} tokens{limit}, with all its strategies, dynamic and static caches, and batches. Pad
@@ -300,6 +340,8 @@ This folder contains the model's code (`modeling_kerple.py`, `attention_kerple.p
 - `AutoModel` and `AutoModelForSequenceClassification`, `device_map`, `torch.compile`{compiled}, `position_ids` (also of
   packed sequences), `output_attentions`, `output_hidden_states`.
 - `attn_implementation`: {implementations}; others are rejected.
+- Inference modes for longer texts, such as `inference_mode="window@{window}"` in `from_pretrained`, with a cache of
+  constant size in `generate`. `attention_mode_names.py` lists them. The default is `{mode}` (`config.json`).
 
 vLLM and TGI have not been tested. According to its documentation, vLLM's Transformers backend supports full and sliding
 window attention, but not positional methods within attention such as this one. According to its documentation, TGI runs
@@ -314,11 +356,18 @@ supported models.
 
 
 def model_card(
-    model: GPT, config: Config, *, architecture: str | None, has_tokenizer: bool, name: str | None = None
+    model: GPT,
+    config: Config,
+    *,
+    architecture: str | None,
+    has_tokenizer: bool,
+    name: str | None = None,
+    mode: str = FULL_MODE.name,
 ) -> str:
     """README.md: what the model is, how to load it, and what works.
 
-    architecture: the class of transformers; None for a self-contained model. name: on the Hugging Face hub.
+    architecture: the class of transformers; None for a self-contained model. name: on the Hugging Face hub. mode: of
+    inference.
     """
     trust = "" if architecture else ", trust_remote_code=True"
     tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
@@ -329,6 +378,8 @@ def model_card(
     implementations = "" if any(method.has_weight for method in methods) else "sdpa, "
     note = SELF_CONTAINED_NOTE.format(
         length=config.model.seq_length,
+        window=min(config.model.seq_length, model.settings.windows[0] or config.model.seq_length),
+        mode=mode,
         limit=f", up to {config.model.max_position_embeddings} tokens" if config.model.pos_emb == "learned" else "",
         compiled="" if compiles else " (with graph breaks)",
         implementations="eager" if only_eager else f"eager, {implementations}flex_attention",

@@ -188,6 +188,7 @@ def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, 
         "model_type": "kerple",
         **_common_config(config, settings),
         **{theirs: getattr(settings, ours) for ours, theirs in BLOCK_SETTINGS.items()},
+        "training_length": config.model.seq_length,
         "positional_method": config.model.pos_emb,
         "positional_options": dict(settings.pos_emb_options),
     }

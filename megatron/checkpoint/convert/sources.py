@@ -1,7 +1,9 @@
-"""Python files of a self-contained model: its modeling files, and the sources of its positional method.
+"""Python files of a self-contained model: its modeling files, and the sources of its positional method and of
+attention in inference modes.
 
-The sources are those of the modules loaded in this process. Only imports within `kerple.positional` change: they become
-relative imports of `positional_NAME.py` files in the same folder. So every formula has one implementation.
+The sources are those of the modules loaded in this process. Only imports within `kerple` change: they become relative
+imports of files in the same folder, `positional_NAME.py` and `attention_NAME.py`. So every formula has one
+implementation.
 """
 
 import ast
@@ -13,12 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kerple import positional
+from kerple.attention import attend_in_mode, parse_mode
 from kerple.positional import PositionalMethod, append_decay
 from megatron.checkpoint.storage import CheckpointError
 
 TEMPLATES = Path(__file__).parent / "self_contained"
-PACKAGE = positional.__name__
+POSITIONAL, ATTENTION = "kerple.positional", "kerple.attention"
 CONFIGURATION_FILE, MODELING_FILE = "configuration_kerple.py", "modeling_kerple.py"
 METHOD_FILE = "positional_method.py"
 
@@ -29,9 +31,9 @@ def self_contained_files(method: type[PositionalMethod], **options: Any) -> dict
     Raises CheckpointError if the method imports a part of this project other than `kerple.positional`.
     """
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.py"))}
-    for part in (PositionalMethod, append_decay, method, *method.parts(**options)):
+    for part in (PositionalMethod, append_decay, attend_in_mode, parse_mode, method, *method.parts(**options)):
         _add_source(sys.modules[part.__module__], files)
-    stems = sorted(Path(name).stem for name in files if name.startswith("positional_"))
+    stems = sorted(Path(name).stem for name in files if name.startswith(("positional_", "attention_")))
     files[METHOD_FILE] = (
         f'"""The positional method of this model."""\n\n'
         f"from .{_file_stem(method.__module__)} import {method.__name__} as Method\n\n"
@@ -66,7 +68,8 @@ def unload_package(package: str) -> None:
 
 
 def _file_stem(module: str) -> str:
-    return f"positional_{module.rpartition('.')[2]}"
+    package = "attention" if module.startswith(f"{ATTENTION}.") else "positional"
+    return f"{package}_{module.rpartition('.')[2]}"
 
 
 def _add_source(module: ModuleType, files: dict[str, str]) -> None:
@@ -97,16 +100,17 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
 
 def _imported_names(node: ast.Import | ast.ImportFrom, importer: str) -> dict[str, list[str]]:
     """Defining module -> names that an import statement imports from it."""
-    if not (isinstance(node, ast.ImportFrom) and not node.level and f"{node.module}.".startswith(f"{PACKAGE}.")):
+    allowed = (f"{POSITIONAL}.", f"{ATTENTION}.") if importer.startswith(f"{ATTENTION}.") else (f"{POSITIONAL}.",)
+    if not (isinstance(node, ast.ImportFrom) and not node.level and f"{node.module}.".startswith(allowed)):
         raise CheckpointError(
             f"{importer}: {ast.unparse(node)!r} cannot be part of a self-contained model; a positional method may "
-            f"import only torch and {PACKAGE}"
+            f"import only torch and {POSITIONAL}"
         )
     names: dict[str, list[str]] = {}
     for item in node.names:
         origin = node.module or ""
-        if origin == PACKAGE:  # it re-exports what its modules define
-            value = getattr(positional, item.name)
+        if origin in (POSITIONAL, ATTENTION):  # they re-export what their modules define
+            value = getattr(sys.modules[origin], item.name)
             origin = value.__name__ if isinstance(value, ModuleType) else value.__module__
         names.setdefault(origin, []).append(f"{item.name} as {item.asname}" if item.asname else item.name)
     return names

@@ -6,6 +6,9 @@
     sdpa              PyTorch's scaled_dot_product_attention, with the bias in its mask
     flex_attention    PyTorch's FlexAttention, with bias and weight in its score_mod
 
+In an inference mode, attention is that of `attention_mode_attention.py`, or PyTorch's where that is possible. Keys are
+cached before rotation.
+
 Legend: b batch, s new tokens, t all tokens (cached and new), h heads (there may be fewer of keys and values), d head
 size, e hidden size, c and l queries and keys of a chunk.
 """
@@ -19,16 +22,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from .attention_mode import AttentionMode
+from .attention_mode_attention import Pairs, attend_in_mode, key_ranges, stored
+from .attention_tables import tables as tables_of
+from .cache_kerple import BoundedLayer
 from .positional_decay import append_decay, extra_dimensions
 
 # Number of queries whose scores or masks are in memory at a time.
 CHUNK = 128
 
-# Name -> whether it can compute a method's attention.
+
+def is_relative(method, mode):
+    """Whether the mode counts the positions of rotated queries and keys as in the text."""
+    return mode is None or not (method.rotates and (mode.reindexed or mode.distance_map is not None))
+
+
+# Name -> whether it can compute a method's attention in a mode (None: as in training).
 IMPLEMENTATIONS = {
-    "eager": lambda method: True,
-    "sdpa": lambda method: not (method.modifies_scores or method.scales_qk or method.has_weight),
-    "flex_attention": lambda method: not (method.modifies_scores or method.scales_qk),
+    "eager": lambda method, mode: True,
+    "sdpa": lambda method, mode: (
+        not (method.modifies_scores or method.scales_qk or method.has_weight) and is_relative(method, mode)
+    ),
+    "flex_attention": lambda method, mode: mode is None and not (method.modifies_scores or method.scales_qk),
 }
 
 
@@ -48,7 +63,8 @@ class Layout:
         text_positions: int64 `[b, t]`, positions of all tokens from 0 on; None if distances are those of the indices.
         starts: for each row, the index of its position 0; None if it is 0 in all rows.
         texts: (row, indices among the new tokens, indices among the keys, layout) of texts to attend to one by one.
-        packed: whether a row has several texts.
+        mode: the inference mode, for texts of a length; None: as in training.
+        uncacheable: why the keys of these tokens cannot be cached; None if they can.
     """
 
     cached: int | Tensor
@@ -59,15 +75,18 @@ class Layout:
     text_positions: Tensor | None = None
     starts: list[int] | None = None
     texts: list[tuple[int, Tensor, Tensor, "Layout"]] = field(default_factory=list)
-    packed: bool = False
+    mode: AttentionMode | None = None
+    uncacheable: str | None = None
 
     @classmethod
-    def of(cls, methods, hidden, attention_mask, position_ids, cache, window) -> "Layout":
+    def of(cls, methods, hidden, attention_mask, position_ids, cache, window, mode=None) -> "Layout":
         """For new tokens `hidden` `[b, s, e]` and the methods of all layers. Raises ValueError for a mask that is not
-        `[b, t]`, and for positions that are not consecutive in a text.
+        `[b, t]`, for positions that are not consecutive in a text, and for a cache that does not fit the mode.
         """
         batch, new = hidden.shape[:2]
-        by_text = any(method.modifies_scores or method.scales_qk for method in methods)
+        if mode is not None and any(hasattr(layer, "max_cache_len") for layer in getattr(cache, "layers", ())):
+            raise ValueError("static caches are not supported in an inference mode; use a dynamic one")
+        by_text = mode is not None or any(method.modifies_scores or method.scales_qk for method in methods)
         needs_positions = by_text or any(method.embeds or method.rotates for method in methods)
         # Graphs without breaks, in which values are unknown, are only possible for methods that need no positions.
         traced = torch.compiler.is_compiling() and not needs_positions
@@ -88,8 +107,11 @@ class Layout:
             layout._check_positions(position_ids.expand(batch, new))
         if needs_positions:
             layout._set_positions(position_ids, batch, new)
-            if layout.text_positions is not None and by_text:
-                layout._set_texts()
+            padding = layout.text_positions if mode is None else layout.padded
+            if padding is not None and by_text:
+                layout._set_texts(cache)
+        if mode is not None:
+            layout._set_mode(mode, cache)
         return layout
 
     def _set_padding(self, text: Tensor, traced: bool) -> None:
@@ -112,7 +134,7 @@ class Layout:
                 "position_ids must be consecutive in each text; to pack several texts in a row, give neither "
                 "attention_mask nor cached tokens"
             )
-        self.packed = True
+        self.uncacheable = "packed sequences (position_ids with jumps) cannot be cached; use use_cache=False"
         for row, row_jumps in enumerate(jumps):
             borders = [0, *(row_jumps.nonzero().flatten() + 1).tolist(), new]
             for first, last in pairwise(borders):
@@ -135,7 +157,10 @@ class Layout:
         self.starts = starts.flatten().tolist() if starts.any() else None
         self.positions = positions[:1] if (positions == positions[:1]).all() else positions
 
-    def _set_texts(self) -> None:
+    def _set_texts(self, cache) -> None:
+        first, sinks = 0, 0
+        if cache is not None and cache.layers and isinstance(cache.layers[0], BoundedLayer):
+            first, sinks = cache.layers[0].first, cache.layers[0].sinks
         for row, padded in enumerate(self.padded):
             keys = (~padded).nonzero().flatten()
             queries = keys[keys >= self.cached] - self.cached
@@ -143,7 +168,31 @@ class Layout:
                 cached = len(keys) - len(queries)
                 position = self.positions[row % len(self.positions), int(queries[0])]
                 layout = Layout(cached, len(keys), self.window, starts=[cached - int(position)])
+                if first:  # the cache has lost tokens between the sinks and this one
+                    kept = keys[(keys < first) & (keys < keys[0] + sinks)] - keys[0]
+                    keys = torch.cat((kept, keys[keys >= first] - first + sinks))
                 self.texts.append((row, queries, keys, layout))
+
+    def _set_mode(self, mode, cache) -> None:
+        texts = [layout for *_, layout in self.texts]
+        starts = self.starts if self.padded is None and not texts else [text.starts[0] for text in texts]
+        if any(starts or ()):
+            raise ValueError("in an inference mode, position_ids must count the tokens of each text from 0")
+        padded = self.padded
+        if mode.span.window is not None and padded is not None and (padded[:, 1:] & ~padded[:, :-1]).any():
+            self.uncacheable = (
+                "in an inference mode with a window, tokens that are followed by padding cannot be cached; pad on the "
+                "left, or use use_cache=False"
+            )
+        length = getattr(cache, "max_length", None)
+        if mode.length_dependent and (length is None or length < self.total):
+            length = None
+            self.uncacheable = (
+                f"this inference mode depends on the length of the text: give past_key_values="
+                f"model.new_cache(max_length=N) with N of at least {self.total} tokens, or use_cache=False"
+            )
+        for layout in (self, *texts):
+            layout.mode = mode.at_length(layout.total if length is None else length)
 
     def embed(self, method: nn.Module, hidden: Tensor) -> Tensor:
         """The method's position embeddings added to `hidden` `[b, s, e]`."""
@@ -153,7 +202,11 @@ class Layout:
         return torch.cat([method.embed(row, positions) for row, positions in zip(rows, self.positions, strict=True)])
 
     def rotate(self, method: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The method's rotation of query and key, `[b, h, s, d]`."""
+        """The method's rotation of query and key, `[b, h, s, d]`. In an inference mode, which rotates cached keys too,
+        queries are only scaled.
+        """
+        if self.mode is not None:
+            return self.mode.scale_query(query, self.positions[:, None]), key
         if not method.rotates:
             return query, key
         rows = zip(query.split(1), key.split(1), strict=True) if len(self.positions) > 1 else [(query, key)]
@@ -172,7 +225,9 @@ class Layout:
         if cache is not None and isinstance(self.cached, Tensor):
             last_key = cache.layers[layer].keys[:, :, (self.cached - 1).clamp(min=0).reshape(1)] * (self.cached > 0)
         elif cache is not None and self.cached:
-            last_key = cache.layers[layer].keys[:, :, self.cached - 1 : self.cached]
+            keys = cache.layers[layer].keys
+            end = self.cached if self.mode is None else keys.shape[2]
+            last_key = keys[:, :, end - 1 : end]
         return append_decay(query, key, value, decay, query.shape[3] ** -0.5, last_key)
 
 
@@ -184,6 +239,8 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, method: nn.Module, layout: Layout, device: torch.device) -> "Tables":
+        if layout.mode is not None:
+            return cls(None, None)
         distance = torch.arange(layout.total, dtype=torch.float32, device=device)
         with torch.autocast(device.type, enabled=False):
             if method.modifies_scores:
@@ -206,6 +263,12 @@ def attend(query, key, value, method, tables, layout, dropout, implementation, o
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
     extra = extra_dimensions(key.dtype, query.shape[1] // key.shape[1]) if method.has_decay else 0
     scale = (query.shape[3] - extra) ** -0.5
+    if layout.mode is not None:
+        if dropout:
+            raise ValueError("attention_dropout must be 0 in an inference mode")
+        attention = sdpa_in_mode if implementation == "sdpa" else attend_in_mode
+        mode = layout.mode.for_layer(method)
+        return attention(query, key, value, method, mode, start=layout.cached, scale=scale), None
     if implementation == "eager" or output_attentions:
         places = places if output_attentions else 0
         with torch.autocast(query.device.type, enabled=False):
@@ -323,6 +386,38 @@ def sdpa_attention(query, key, value, tables, layout, dropout, scale):
             attn_mask = lookup(tables.bias, distance).masked_fill(mask, float("-inf")).to(dtype)
         keys, values = key[:, :, :end], value[:, :, :end]
         contexts.append(F.scaled_dot_product_attention(query[:, :, part], keys, values, attn_mask=attn_mask, **options))
+    return torch.cat(contexts, dim=2)
+
+
+def sdpa_in_mode(query, key, value, method, mode, *, start, scale):
+    """`attend_in_mode` for methods with a bias at most, which is rounded on a GPU as in `sdpa_attention`."""
+    new, device = query.shape[2], query.device
+    missing = start + new - key.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    dtype = torch.promote_types(query.dtype, torch.float32) if device.type == "cpu" else query.dtype
+    contexts = []
+    for first in range(0, new, CHUNK):
+        rows = query[:, :, first : first + CHUNK]
+        queries = range(start + first, start + first + rows.shape[2])
+        rotated_rows, keys, values, masks = rows, [], [], []
+        for part in key_ranges(mode, queries):
+            pairs, places = Pairs.of(mode, queries, part, device), stored(part, mode, missing)
+            rotated = key[:, :, places]
+            if method.rotates:
+                positions = pairs.query_positions, pairs.key_positions
+                rotated_rows, rotated = mode.rotation(method).rotate(rows, rotated, *positions)
+            with torch.autocast(device.type, enabled=False):
+                bias, _ = tables_of(
+                    method, pairs.farthest + 1, device, distance_map=mode.distance_map, first=pairs.nearest
+                )
+            bias = torch.zeros(1, 1, 1, device=device) if bias is None else pairs.lookup(bias)
+            masks.append(bias.masked_fill(pairs.mask, float("-inf")).to(dtype))
+            keys.append(rotated)
+            values.append(value[:, :, places])
+        keys, values, mask = torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat(masks, dim=2)
+        contexts.append(
+            F.scaled_dot_product_attention(rotated_rows, keys, values, attn_mask=mask, enable_gqa=grouped, scale=scale)
+        )
     return torch.cat(contexts, dim=2)
 
 

@@ -16,6 +16,9 @@ class KerpleConfig(PretrainedConfig):
         qk_norm: normalize each head of queries and keys.
         attention_window: number of keys that a query attends to, including its own; None: all.
         max_position_embeddings: the training length, or the number of learned positions. Other methods have no limit.
+        training_length: default: max_position_embeddings.
+        inference_mode: how the model attends to longer texts, such as `window@512`, `full+clip@256` or
+            `sinks@4+508+reindexed+logn`; None: as in training. attention_mode_names.py lists the modes.
     """
 
     model_type = "kerple"
@@ -35,6 +38,8 @@ class KerpleConfig(PretrainedConfig):
         intermediate_size=None,
         qk_norm=False,
         attention_window=None,
+        training_length=None,
+        inference_mode=None,
         norm_bias=True,
         attention_bias=True,
         attention_output_bias=True,
@@ -65,6 +70,8 @@ class KerpleConfig(PretrainedConfig):
         self.intermediate_size = intermediate_size or 4 * hidden_size
         self.qk_norm = qk_norm
         self.attention_window = attention_window
+        self.training_length = training_length or max_position_embeddings
+        self.inference_mode = inference_mode
         self.norm_bias = norm_bias
         self.attention_bias = attention_bias
         self.attention_output_bias = attention_output_bias

@@ -6,6 +6,8 @@ The positional method is in the `positional_*.py` files of this folder, unchange
 Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, v vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,6 +17,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from .attention_kerple import IMPLEMENTATIONS, Layout, Tables, attend
+from .attention_mode_names import FULL_MODE, parse_mode
+from .cache_kerple import ModeCache
 from .configuration_kerple import KerpleConfig
 from .positional_base import ModelShape, PositionalMethod
 from .positional_method import Method
@@ -52,6 +56,21 @@ def make_positional(config, layer=0):
         # transformers builds the model on the meta device and loads all values, so the file needs all buffers.
         module._non_persistent_buffers_set.clear()
     return method
+
+
+def inference_mode(config, methods):
+    """The attention mode of the configuration, for the methods of all layers; None: as in training. Raises ValueError
+    for a mode that is not valid, or that the model does not support.
+    """
+    if config.inference_mode is None:
+        return None
+    mode = parse_mode(config.inference_mode, config.training_length)
+    if mode == FULL_MODE:
+        return None
+    reason = mode.attention.unsupported_by(methods, [config.attention_window], config.positional_method)
+    if reason is not None:
+        raise ValueError(f"inference mode {mode.name} {reason}")
+    return replace(mode.attention, span=mode.attention.span.within(config.attention_window))
 
 
 def is_shared(method):
@@ -106,6 +125,8 @@ class KerpleAttention(nn.Module):
         if past_key_values is not None:
             # transformers 4 needs the places in a static cache.
             places = {"cache_position": torch.arange(new, device=hidden.device) + layout.cached}
+            if layout.mode is not None and layout.padded is not None:
+                places["starts"] = layout.padded.sum(dim=1)
             key, value = past_key_values.update(key, value, self.layer_idx, places)
         dropout = self.config.attention_dropout if self.training else 0.0
         options = dropout, self.config._attn_implementation, output_attentions
@@ -189,13 +210,17 @@ class KerplePreTrainedModel(PreTrainedModel):
         """
         with torch.device("meta"):
             methods = [make_positional(self.config, layer) for layer in range(self.config.num_hidden_layers)]
-        supported = [name for name, supports in IMPLEMENTATIONS.items() if all(map(supports, methods))]
+        mode = inference_mode(self.config, methods)
+        supported = [
+            name for name, supports in IMPLEMENTATIONS.items() if all(supports(method, mode) for method in methods)
+        ]
         if requested_attention is None:
             return "sdpa" if "sdpa" in supported else "eager"
         if requested_attention not in supported:
             raise ValueError(
                 f'Specified `attn_implementation="{requested_attention}"` is not supported with the positional method '
-                f"{self.config.positional_method}; choose from {', '.join(supported)}"
+                f"{self.config.positional_method}{'' if mode is None else f' in mode {self.config.inference_mode}'}; "
+                f"choose from {', '.join(supported)}"
             )
         return requested_attention
 
@@ -216,8 +241,19 @@ class KerpleModel(KerplePreTrainedModel):
         self.positional = method if is_shared(method) else None
         self.layers = nn.ModuleList([KerpleLayer(config, index) for index in range(config.num_hidden_layers)])
         self.final_layer_norm = make_norm(config)
+        self.mode = inference_mode(config, self.methods())
         self.gradient_checkpointing = False
         self.post_init()
+
+    def methods(self):
+        """The positional method that all layers share, or those of the layers."""
+        return [layer.attention.positional for layer in self.layers] if self.positional is None else [self.positional]
+
+    def new_cache(self, max_length=None):
+        """An empty cache for the inference mode. max_length: of the text, if the mode depends on it."""
+        if self.mode is None:
+            return DynamicCache()
+        return ModeCache(self.config.num_hidden_layers, self.mode.span.window, self.mode.span.sinks, max_length)
 
     def get_input_embeddings(self):
         return self.embed_in
@@ -250,17 +286,19 @@ class KerpleModel(KerplePreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
         shared = self.positional is not None
-        methods = [self.positional] if shared else [layer.attention.positional for layer in self.layers]
+        methods = self.methods()
         check_loaded(methods[0], hidden.device)
+        if self.mode is not None and output_attentions:
+            raise ValueError("output_attentions is not supported in an inference mode")
         layout = Layout.of(
-            methods, hidden, attention_mask, position_ids, past_key_values, window=config.attention_window
+            methods, hidden, attention_mask, position_ids, past_key_values, config.attention_window, self.mode
         )
-        if layout.packed and (use_cache or past_key_values is not None):
-            raise ValueError("packed sequences (position_ids with jumps) cannot be cached; use use_cache=False")
+        if layout.uncacheable is not None and (use_cache or past_key_values is not None):
+            raise ValueError(layout.uncacheable)
         if use_cache is None:
-            use_cache = config.use_cache and not self.training and not layout.packed
+            use_cache = config.use_cache and not self.training and layout.uncacheable is None
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+            past_key_values = self.new_cache()
         hidden = self.emb_dropout(layout.embed(methods[0], hidden))
         tables = Tables.of(self.positional, layout, hidden.device) if shared else Tables(None, None)
         all_states, all_probabilities = [hidden], []
@@ -301,6 +339,32 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, embeddings):
         self.embed_out = embeddings
+
+    def new_cache(self, max_length=None):
+        """An empty cache for the inference mode. max_length: of the text, if the mode depends on it."""
+        return self.gpt_neox.new_cache(max_length)
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        """In an inference mode, `generate` uses `new_cache` for the final length."""
+        mode = self.gpt_neox.mode
+        if mode is not None:
+            if generation_config.cache_implementation not in (None, "dynamic"):
+                raise ValueError(
+                    f"cache_implementation {generation_config.cache_implementation!r} is not supported in an inference "
+                    'mode; use "dynamic"'
+                )
+            if generation_config.use_cache is False and mode.length_dependent:
+                raise ValueError(
+                    f"inference mode {self.config.inference_mode} depends on the final length of the text, which is "
+                    "unknown without a cache; use use_cache=True"
+                )
+            if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+                model_kwargs["past_key_values"] = self.new_cache(max_cache_length + 1)
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
 
     @staticmethod
     def create_masks_for_generate(attention_mask, past_key_values, **kwargs):

@@ -16,7 +16,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from kerple.attention import AttentionMode, LogLength
 from kerple.positional import primary_names
+from kerple.positional.distance_maps import Clip
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
 from megatron.checkpoint.convert.output import with_float32_angles
 from megatron.checkpoint.convert.weights import saved_dtype
@@ -24,6 +26,7 @@ from megatron.checkpoint.layers import open_layers
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.inference import load_model
+from megatron.inference.decoder import as_decoder
 from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
@@ -369,6 +372,31 @@ def test_pytorch_bin_files_are_read_as_tensors_or_rejected(tmp_path):
         from_hugging_face(tmp_path / "hf", tmp_path / "theirs", with_tokenizer=False, report=quiet)
     assert not (tmp_path / "owned").exists()
     assert not (tmp_path / "theirs").exists()
+
+
+@torch.no_grad()
+def test_an_inference_mode_is_written(tmp_path):
+    """A rotary model then has its own code, and its logits are compared in the mode."""
+    model, config = make_model("rotary", seq_length=24)
+    lines: list[str] = []
+    to_hugging_face(model, config, tmp_path / "hf", inference_mode="full+logn+clip@8", report=lines.append)
+    assert "transformers' gpt_neox has no inference modes, so the model is exported with its own code" in lines[0]
+    assert "inference mode full+clip@8+logn: logits compared at length 24 and 96" in lines[1]
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (values["inference_mode"], values["training_length"]) == ("full+clip@8+logn", 24)
+    assert "The default is `full+clip@8+logn`" in (tmp_path / "hf" / "README.md").read_text()
+    tokens, mode = random_tokens(1, LONG), AttentionMode(distance_map=Clip(8), scaling=LogLength(24))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
+    assert (theirs(tokens).logits - model(tokens, mode=mode)).abs().max() < 1e-4
+    reason = as_decoder(theirs).unsupported_reason(AttentionMode())
+    assert reason is not None
+    assert "loaded with inference_mode full+clip@8+logn" in reason
+    for name, message in (("full+log@8", "full.log@8 is not supported: pos_emb rotary rotates"), ("win", "is unknown")):
+        with pytest.raises(CheckpointError, match=message):
+            to_hugging_face(model, config, tmp_path / "other", inference_mode=name, report=quiet)
+    from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=lines.append)
+    assert "a checkpoint has no inference_mode; name full+clip@8+logn in evaluate.py --modes" in "".join(lines[2:])
+    assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model(tokens))
 
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log", "rpe", "learned"])

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import StaticCache
 
+from kerple.attention import parse_mode
 from megatron.checkpoint.convert import from_hugging_face
 from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
@@ -186,3 +188,107 @@ def test_masks_of_another_shape_are_rejected():
     _, path = export("kerple_log")
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, 8\]"):
         load(path)(random_tokens(1, 8), attention_mask=torch.ones(1, 1, 8, 8))
+
+
+MODES = [
+    ("kerple_log", "sinks@3+9+reindexed+logn@16", "sdpa"),
+    ("kerple_log", "blockwise+log@8", "eager"),
+    ("kerple_power_ap_ap", "full+clip@6", "eager"),
+    ("rotary", "sinks@3+9+reindexed+clip@6", "eager"),
+    ("rotary", "window@9+dynamic-ntk+logn", "sdpa"),
+    ("xpos", "sinks@3+9+leaky@6,2", "eager"),
+    ("alibi", "sinks@3+9+linear", "sdpa"),
+    ("dape_kerple", "window@9+yarn-temperature@4", "eager"),
+    ("cope", "sinks@3+9", "eager"),
+    ("forgetting", "sinks@3+9", "sdpa"),
+]
+# The tokens of calls with a cache. The mask of the second row begins with 13 paddings.
+CALLS = [(0, 14), (14, 16), (16, 40), *((token, token + 1) for token in range(40, 50))]
+
+
+@pytest.mark.parametrize(("pos_emb", "name", "implementation"), MODES)
+@torch.no_grad()
+def test_inference_modes(pos_emb, name, implementation):
+    """The logits of this project's model in the same mode, with a cache and without, also in a batch with padding."""
+    model, path = export(pos_emb, **({"inference_mode": "sinks@2+8"} if pos_emb == "rotary" else {}))
+    theirs = load(path, inference_mode=name, attn_implementation=implementation)
+    mode = parse_mode(name, TRAIN_LENGTH).attention
+    rows = random_tokens(1, 50), random_tokens(1, 37, seed=2)
+    tokens = torch.cat((rows[0], F.pad(rows[1], (13, 0))))
+    mask = torch.ones_like(tokens)
+    mask[1, :13] = 0
+
+    def difference(logits, row, length):
+        """From the logits in a text of this length, on which some modes depend."""
+        expected = model(rows[row], mode=mode.at_length(length))
+        return (logits[row : row + 1, -expected.shape[1] :] - expected).abs().max()
+
+    logits = theirs(tokens, attention_mask=mask).logits
+    assert difference(logits, 0, 50) < 1e-4
+    assert difference(logits, 1, 37) < 1e-4
+    assert (logits[:1] - model(rows[0])).abs().max() > 1e-2
+    cache = theirs.new_cache(max_length=50)
+    parts = [
+        theirs(tokens[:, first:end], past_key_values=cache, attention_mask=mask[:, :end]).logits for first, end in CALLS
+    ]
+    logits = torch.cat(parts, dim=1)
+    assert difference(logits, 0, 50) < 1e-4
+    assert difference(logits, 1, 50) < 1e-4
+    # Without padding, rows are computed together.
+    cache = theirs.new_cache(max_length=50)
+    parts = [theirs(tokens[:, first:end], past_key_values=cache).logits for first, end in CALLS]
+    assert difference(torch.cat(parts, dim=1), 0, 50) < 1e-4
+
+
+@torch.no_grad()
+def test_padding_and_packed_sequences_in_an_inference_mode():
+    model, path = export("kerple_log")
+    theirs, mode = load(path, inference_mode="sinks@3+9"), parse_mode("sinks@3+9").attention
+    tokens = random_tokens(1, 40)
+    mask = torch.ones_like(tokens)
+    mask[:, 20:25] = mask[:, 36:] = 0
+    visible = tokens[mask.bool()][None]
+    logits = theirs(tokens, attention_mask=mask).logits[mask.bool()]
+    assert (logits - model(visible, mode=mode)).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="tokens that are followed by padding cannot be cached; pad on the left"):
+        theirs(tokens, attention_mask=mask, use_cache=True)
+    packed = theirs(tokens, position_ids=torch.cat((torch.arange(15), torch.arange(25)))[None]).logits
+    assert (packed[:, 15:] - model(tokens[:, 15:], mode=mode)).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="must count the tokens of each text from 0"):
+        theirs(tokens, position_ids=torch.arange(40)[None] + 5)
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "options", "message"),
+    [
+        ("kerple_log", {"inference_mode": "sliding"}, "inference mode 'sliding' is unknown; choose full"),
+        ("none", {"inference_mode": "full+clip@4"}, "full.clip@4 is not supported: pos_emb none is not a function"),
+        ("dape_kerple", {"inference_mode": "sinks@3+9+reindexed"}, "has no distances that could be counted"),
+        ("kerple_log", {"inference_mode": "sinks@3+9", "attn_implementation": "flex_attention"}, "from eager, sdpa$"),
+        (
+            "xpos",
+            {"inference_mode": "window@9", "attn_implementation": "sdpa"},
+            "xpos in mode window@9; choose from eager",
+        ),
+    ],
+)
+def test_modes_that_are_rejected_when_a_model_is_loaded(pos_emb, options, message):
+    with pytest.raises(ValueError, match=message):
+        load(export(pos_emb)[1], **options)
+
+
+def test_what_is_rejected_in_an_inference_mode():
+    _, path = export("alibi")
+    theirs, tokens = load(path, inference_mode="full+linear"), random_tokens(1, 8)
+    for options, message in (
+        ({"output_attentions": True}, "output_attentions is not supported"),
+        ({"past_key_values": StaticCache(config=theirs.config, max_cache_len=16)}, "static caches are not supported"),
+        (
+            {"use_cache": True},
+            r"depends on the length of the text: give past_key_values=model.new_cache\(max_length=N\)",
+        ),
+        ({"past_key_values": theirs.new_cache(max_length=7)}, "with N of at least 8 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            theirs(tokens, **options)
+    assert theirs(tokens).past_key_values is None
