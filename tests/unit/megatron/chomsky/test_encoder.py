@@ -117,10 +117,10 @@ def test_cope_sums_the_gates_between_query_and_key():
 
 
 @pytest.mark.parametrize("segment", [2048, 4])
-def test_xpos_decays_in_both_directions(segment):
+def test_xpos_decays_in_both_directions(segment, monkeypatch):
     torch.manual_seed(1)
     method = build("xpos", ModelShape(2, 8, 16, 1, 64), scale_base=4.0).double()
-    method.segment = segment
+    monkeypatch.setattr(type(method), "segment", segment)
     rotary = build("xpos", ModelShape(2, 8, 16, 1, 64)).double()
     query, positions = torch.randn(3, 2, 9, 8, dtype=torch.float64), torch.arange(9)
     key = torch.randn_like(query)
