@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from kerple.attention import FULL, Attention, Span, attend, score_table, tables
 from kerple.attention.backends import chunk_plan, chunked
-from kerple.attention.call import AttentionCall
+from kerple.attention.call import AttentionCall, modify_budget
 from kerple.positional import ModelShape, PositionalMethod, build
 from tests.support.attention import (
     LargestStorage,
@@ -258,7 +258,7 @@ def test_memory_at_evaluation_is_bounded(window, with_bias):
 @pytest.mark.parametrize("method", ["kerple_power_ap_ap", "dape_kerple"])
 def test_grouped_keys_are_not_repeated(method, s, monkeypatch):
     """8 query heads share a key/value head of the KV cache."""
-    monkeypatch.setattr(chunked, "MODIFY_CPU_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_CPU_BYTES", 1)
     length, size = 4096, 256
     positional = build(method, ModelShape(8, size, 8 * size, 1, length))
     bias, weight = tables(positional, length, "cpu")
@@ -315,7 +315,7 @@ class Transfers(TorchDispatchMode):
 def test_modified_scores_never_wait_for_the_device(name, monkeypatch):
     """On the meta device, from which no value can be read; in both passes."""
     monkeypatch.setattr(chunked, "MODIFY_MIN_ROWS", 8)
-    monkeypatch.setattr(chunked, "MODIFY_DEVICE_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_DEVICE_BYTES", 1)
     method = make_method(name).to("meta")
     table = score_table(method, 30, "meta")
     leaves = [torch.randn(1, 3, 30, 4, device="meta", requires_grad=True) for _ in range(3)]
@@ -385,7 +385,7 @@ def test_dropout_of_modified_scores_preserves_the_mean():
 @pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "fire", "cope", "transformer_xl"])
 def test_memory_of_modified_scores_is_linear_in_the_length(name, monkeypatch):
     """48 queries and 16,384 keys: chunks have 16 queries, and at most 36 values (hidden units, products) per pair."""
-    monkeypatch.setattr(chunked, "MODIFY_CPU_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_CPU_BYTES", 1)
     method = make_method(name)
     query, key, value = (torch.randn(1, 3, length, 4) for length in (48, 16_384, 16_384))
     with torch.no_grad():
@@ -400,7 +400,7 @@ def test_chunks_of_modified_scores_fit_the_gpu(memory_gib, mib, monkeypatch):
     properties = SimpleNamespace(total_memory=memory_gib * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert chunked.modify_budget(torch.device("cuda")) == mib * 2**20
+    assert modify_budget(torch.device("cuda")) == mib * 2**20
     choice = Attention("auto", make_method("fire")).choice("cuda")
     assert choice.endswith(f"modify_scores), in chunks of at most {mib} MiB of scores on this GPU")
     assert "MiB" not in Attention("auto", make_method("fire")).choice("cpu")
@@ -416,7 +416,7 @@ def training_memory(length: int, backend: str) -> int:
 
 def test_memory_of_modified_scores_in_training(monkeypatch):
     """Twice the length: the reference needs four times the memory, the chunked backend twice."""
-    monkeypatch.setattr(chunked, "MODIFY_CPU_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_CPU_BYTES", 1)
     reference = [training_memory(length, "reference") for length in (128, 256)]
     in_chunks = [training_memory(length, "chunked") for length in (256, 512)]
     assert reference[1] > 3.5 * reference[0]
