@@ -23,6 +23,7 @@ def supported_modes(configs: Sequence[Config], names: Sequence[str]) -> list[tup
     """
     result: list[tuple[list[Mode], dict[str, str]]] = []
     supported: set[str] = set()
+    first_reasons: dict[str, str | None] = {}
     for config in configs:
         settings = ModelSettings.from_config(config, padded_vocab_size=1)
         methods = build_layers(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
@@ -30,11 +31,12 @@ def supported_modes(configs: Sequence[Config], names: Sequence[str]) -> list[tup
         reasons = {name: unsupported_reason(mode.attention, methods, settings) for name, mode in modes.items()}
         supported |= {name for name, reason in reasons.items() if reason is None}
         unsupported = {modes[name].name: reason for name, reason in reasons.items() if reason is not None}
+        first_reasons = {**reasons, **first_reasons}
         unique = {mode.name: mode for mode in modes.values()}
         result.append(([mode for name, mode in unique.items() if name not in unsupported], unsupported))
     for name in names:
         if name not in supported:
-            raise UserError(f"inference mode {name} {reasons[name]}")
+            raise UserError(f"inference mode {name} {first_reasons[name]}")
     return result
 
 
