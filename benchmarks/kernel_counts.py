@@ -2,8 +2,9 @@
 
     python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128] [--grouped] [--json FILE]
 
-Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a bias, with a bias and two
-jacobian directions (KERPLE's log kernel in training), and with bias, weight and two directions of each. Reports
+Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a decay (forgetting attention),
+with a bias, with a bias and two jacobian directions (KERPLE's log kernel in training), and with bias, weight and two
+directions of each. Reports
 registers, bytes of stack (spilled registers), spills in the inner loop, shared memory, and whether matrix products are
 serialized. For the inner loop and 8,192 pairs of query and key it reports all instructions, loads (LDG), exponentials
 (MUFU), the cycles in which shared memory delivers the operands of the tensor cores (LDSM; only mma.sync needs them),
@@ -39,7 +40,7 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kerple.attention.backends.triton import kernels
+from kerple.attention.backends.triton import kernels, table_kernels
 from kerple.attention.backends.triton.tiles import Gpu, Tile, Tiles, tiles_for
 from megatron.config.command_line import run_main
 from megatron.utils.files import write_atomically
@@ -47,6 +48,7 @@ from megatron.utils.files import write_atomically
 # Pointer arguments of the kernels to the dtype of the states and to float32.
 STATES = {"query", "key", "value", "context", "grad_context", "grad_key", "grad_value", "grad_query"}
 FLOAT32 = {"bias", "weight", "lse", "row_stats", "bias_tiles", "weight_tiles", "directions", "direction_sums"}
+FLOAT32 |= {"decay", "bases", "column_sums", "row_sums"}
 # Architecture -> KiB of shared memory per program, and multiply-adds of bfloat16 per cycle of a multiprocessor. With
 # float32 sums, GeForce cards (sm_86, sm_89, sm_120) compute half as many.
 ARCHITECTURES = {80: (163, 1024), 86: (99, 512), 89: (99, 512), 90: (227, 2048), 100: (227, 4096), 120: (99, 512)}
@@ -63,24 +65,26 @@ MAX_STACK = 32
 # 64, but tiles without spills (32 x 32) need more than twice as many instructions. The same limit holds for the kernel
 # for keys and values with grouped-query attention, where the loop over query heads needs a few more registers.
 MAX_STACK_OUTSIDE_LOOP = MAX_STACK_TABLES = 96
-# Name -> whether there is a table, whether there is a weight, directions of the bias, directions of the weight.
+# Name -> whether there is a decay, a table and a weight, directions of the bias, directions of the weight.
 VARIANTS = {
-    "no position": (False, False, 0, 0),
-    "bias": (True, False, 0, 0),
-    "bias, 2 directions": (True, False, 2, 0),
-    "bias and weight, 2 directions each": (True, True, 2, 2),
+    "no position": (False, False, False, 0, 0),
+    "decay": (True, False, False, 0, 0),
+    "bias": (False, True, False, 0, 0),
+    "bias, 2 directions": (False, True, False, 2, 0),
+    "bias and weight, 2 directions each": (False, True, True, 2, 2),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the kernels are compiled for; table, weight and directions as in `VARIANTS`."""
+    """What the kernels are compiled for; decay, table, weight and directions as in `VARIANTS`."""
 
     architecture: int
     dtype: str
     size: int
     window: bool
     grouped: bool
+    decay: bool
     table: bool
     weight: bool
     bias_directions: int
@@ -100,7 +104,8 @@ def compiled(kernel, tile: Tile, case: Case):
     constants = {
         "SIZE": case.size,
         "BLOCK_D": max(16, 1 << (case.size - 1).bit_length()),
-        "HAS_TABLE": case.table,
+        "HAS_TABLE": case.table or not case.tiles.skip_mask,
+        "HAS_DECAY": case.decay,
         "HAS_WEIGHT": case.weight,
         "HAS_WINDOW": case.window,
         "BIAS_DIRECTIONS": case.bias_directions,
@@ -116,7 +121,7 @@ def compiled(kernel, tile: Tile, case: Case):
     names = kernel.arg_names
     signature, attributes = {}, {}
     for index, name in enumerate(names):
-        aligned = name in STATES | FLOAT32 or (re.search("_[bhst]$", name) and name != "table_h")
+        aligned = name in STATES | FLOAT32 or (re.search("_[bhst]$", name) and name not in ("table_h", "bases_h"))
         if name in constants:
             signature[name] = "constexpr"
         elif name in STATES | FLOAT32:
@@ -228,7 +233,7 @@ def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
     """A row per case, named by its variant, and kernel."""
     for name, case in cases:
         tiles = case.tiles
-        if not (case.table or tiles.skip_mask):
+        if not (case.decay or case.table or tiles.skip_mask):
             continue  # these kernels look up a table of zeros
         launched = [
             ("forward", kernels.forward_kernel, tiles.forward, 2),
@@ -237,7 +242,7 @@ def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
         ]
         # The kernel for any table's gradient does not depend on directions and windows.
         if not case.window and (case.weight or (case.table and not case.bias_directions)):
-            launched.append(("tables", kernels.sum_tiles_kernel, tiles.tables, 2))
+            launched.append(("tables", table_kernels.sum_tiles_kernel, tiles.tables, 2))
         for kind, kernel, tile, matrices in launched:
             row = {"arch": case.architecture, "dtype": case.dtype, "size": case.size}
             row |= {"window": case.window, "grouped": case.grouped}

@@ -9,13 +9,13 @@ head.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kerple.positional import TableJacobian
+from kerple.positional import TableJacobian, append_decay
 
 # A positional method's `modify_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
 ModifyScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -98,6 +98,7 @@ class Requirements:
     Attributes:
         weight: scores are multiplied by a weight table.
         modify_scores: the positional method computes the final scores.
+        decay: the scores have the bias of a decay.
         dropout: attention probabilities are dropped.
         training: gradients are required.
         dtype: of query, key and value.
@@ -108,6 +109,7 @@ class Requirements:
 
     weight: bool = False
     modify_scores: bool = False
+    decay: bool = False
     dropout: bool = False
     training: bool = False
     dtype: torch.dtype | None = None
@@ -128,6 +130,8 @@ class AttentionCall:
         bias_jacobian, weight_jacobian: alternative gradients of these tables, or None.
         modify_scores, score_table: a positional method's hook that computes the final scores, and its table `[..., >=
             max_kv_len]`, or None.
+        decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or None. The scores of
+            query i and key j get the bias c_i - c_j.
         span: the keys that each query attends to.
         dropout_p: probability of dropping an attention probability.
     """
@@ -142,6 +146,7 @@ class AttentionCall:
     weight_jacobian: TableJacobian | None = None
     modify_scores: ModifyScores | None = None
     score_table: Tensor | None = None
+    decay_sums: Tensor | None = None
     span: Span = FULL
     dropout_p: float = 0.0
 
@@ -185,10 +190,11 @@ class AttentionCall:
     @property
     def requirements(self) -> Requirements:
         batch, heads, _, head_size = self.query.shape
-        inputs = (self.query, self.key, self.value, self.bias_table, self.weight_table)
+        inputs = (self.query, self.key, self.value, self.bias_table, self.weight_table, self.decay_sums)
         return Requirements(
             weight=self.weight_table is not None,
             modify_scores=self.modify_scores is not None,
+            decay=self.decay_sums is not None,
             dropout=self.dropout_p > 0,
             training=torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
             dtype=self.query.dtype,
@@ -225,6 +231,14 @@ class AttentionCall:
         for name, table in (("bias", self.bias_table), ("weight", self.weight_table)):
             if table is not None and (table.shape[0] != heads or table.shape[1] < self.max_kv_len):
                 raise ValueError(f"{name}_table {list(table.shape)} must be [{heads}, at least {self.max_kv_len}]")
+        if self.decay_sums is not None:
+            if list(self.decay_sums.shape) != [query[0], heads, self.kv_len]:
+                raise ValueError(
+                    f"decay_sums {list(self.decay_sums.shape)} must be {[query[0], heads, self.kv_len]}: a number for "
+                    "each query head and key"
+                )
+            if self.weight_table is not None or self.modify_scores is not None or self.scale == 0.0:
+                raise ValueError("decay_sums cannot be combined with weight_table, modify_scores or a scale of 0")
         for name, jacobian in (("bias", self.bias_jacobian), ("weight", self.weight_jacobian)):
             if jacobian is None:
                 continue
@@ -246,6 +260,7 @@ class Backend:
         run: computes a validated call that the backend supports.
         weight, modify_scores, dropout: see `Requirements`.
         jacobians: whether it is faster with the tables' jacobians.
+        decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
         max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
@@ -258,11 +273,20 @@ class Backend:
     modify_scores: bool = False
     dropout: bool = True
     jacobians: bool = False
+    decay: bool = False
     training_on_cpu: bool = True
     dtypes: tuple[torch.dtype, ...] | None = None
     max_head_size: int | None = None
     max_batch_heads: int | None = None
     unavailable_reason: Callable[[Requirements], str | None] = lambda requirements: None
+
+    def compute(self, call: AttentionCall) -> Tensor:
+        """Run a validated call that the backend supports."""
+        if call.decay_sums is None or self.decay:
+            return self.run(call)
+        query, key, value = append_decay(call.query, call.key, call.value, call.decay_sums, call.scale)
+        context = self.run(replace(call, query=query, key=key, value=value, decay_sums=None))
+        return context[..., : call.query.shape[3]]
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why this backend cannot run such a call, as the rest of a sentence about it; None if it can."""

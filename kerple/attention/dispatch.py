@@ -6,6 +6,7 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ def attend(
     weight_table: Tensor | None = None,
     modify_scores: ModifyScores | None = None,
     table: Tensor | None = None,
+    decay_sums: Tensor | None = None,
     window: int | None = None,
     block: int | None = None,
     dropout_p: float = 0.0,
@@ -85,6 +87,8 @@ def attend(
             are exact.
         modify_scores: a positional method's hook that computes the final scores. It replaces bias and weight.
         table: what `modify_scores` needs for the distances below `Span.max_kv_len(t)` (see `score_table`).
+        decay_sums: `[b, h, t]`, prefix sums c of a method's `decay` (see `kerple.positional.decay_sums`): the scores of
+            query i and key j get the bias c_i - c_j, in addition to `bias_table`. Without weight and modify_scores.
         window: a query attends to the last `window` keys, including its own position.
         block: a query attends to its own block of positions and to the previous one (see `Span`).
         dropout_p: probability of dropping an attention probability.
@@ -107,6 +111,7 @@ def attend(
         weight_jacobian=weight_jacobian,
         modify_scores=modify_scores,
         score_table=table,
+        decay_sums=decay_sums,
         span=Span(window, block),
         dropout_p=dropout_p,
     )
@@ -130,7 +135,7 @@ def _run(call: AttentionCall, backend: str) -> Tensor:
             chosen = _choose(call, requirements, backend)
             check_backend(chosen, requirements)
     with without_autocast(call.query.device):
-        return BACKENDS[chosen].run(call)
+        return BACKENDS[chosen].compute(call)
 
 
 def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> str:
@@ -152,7 +157,7 @@ def _fastest_backend(requirements: Requirements, q_len: int, *, tables: bool, pl
     """
     if requirements.modify_scores:
         return "chunked"
-    if (tables or not plain) and _fused_is_fastest(requirements, q_len):
+    if (tables or requirements.decay or not plain) and _fused_is_fastest(requirements, q_len):
         return "fused"
     if tables:
         return "chunked"
@@ -183,10 +188,12 @@ def _run_blockwise(call: AttentionCall, block: int, backend: str) -> Tensor:
         last = first + complete * block if complete else min((number + 1) * block, end)
         query = call.query[:, :, first - offset : last - offset]
         key, value = call.key[:, :, first_key:last], call.value[:, :, first_key:last]
+        sums = None if call.decay_sums is None else call.decay_sums[..., first_key:last]
         if complete > 1:
             query = _stack_blocks(query, block, block)
             key, value = _stack_blocks(key, 2 * block, block), _stack_blocks(value, 2 * block, block)
-        context = _run(replace(call, query=query, key=key, value=value, span=FULL), backend)
+            sums = None if sums is None else _stack_blocks(sums[..., None], 2 * block, block).squeeze(3)
+        context = _run(replace(call, query=query, key=key, value=value, decay_sums=sums, span=FULL), backend)
         if complete > 1:  # [b n, h, B, d] -> [b, h, n B, d]
             context = context.unflatten(0, (len(call.query), -1)).transpose(1, 2).flatten(2, 3)
         contexts.append(context)
@@ -213,11 +220,17 @@ class Attention:
         self.has_weight = positional is not None and positional.has_weight
         self.modifies_scores = positional is not None and positional.modifies_scores
         self.has_decay = positional is not None and positional.has_decay
-        if self.modifies_scores and (self.has_bias or self.has_weight):
+        if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay):
             raise ValueError(
-                f"{type(positional).__name__} defines modify_scores, so it must not define bias or weight as well"
+                f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight or decay as well"
             )
-        check_backend(backend, Requirements(weight=self.has_weight, modify_scores=self.modifies_scores))
+        if self.has_decay and self.has_weight:
+            raise ValueError(f"{type(positional).__name__} defines decay, so it must not define weight as well")
+        check_backend(backend, self._requirements())
+
+    def _requirements(self, **others: Any) -> Requirements:
+        """Those of the method, and others."""
+        return Requirements(weight=self.has_weight, modify_scores=self.modifies_scores, decay=self.has_decay, **others)
 
     def check_kernels(
         self,
@@ -258,6 +271,7 @@ class Attention:
                     key=key,
                     value=key,
                     scale=head_size**-0.5,
+                    decay_sums=key.new_zeros(1, heads, length, dtype=torch.float64) if self.has_decay else None,
                     span=Span(window=window),
                 )
                 if self.positional is not None:
@@ -295,13 +309,13 @@ class Attention:
             return f"{self.backend} (as configured){chunks}"
         if self.modifies_scores:
             return f"chunked (auto: the only memory-efficient backend for a method with modify_scores){chunks}"
-        usual = Requirements(weight=self.has_weight, device=device, dtype=dtype, head_size=head_size)
+        usual = self._requirements(device=device, dtype=dtype, head_size=head_size)
         has_tables = self.has_bias or self.has_weight
         plain, other = (_fastest_backend(usual, 2, tables=has_tables, plain=plain) for plain in (not windowed, False))
         if plain == other == "fused":
             return (
-                "fused (auto: fastest on cuda for this method; chunked for calls that fused does not support: "
-                "attention dropout, float64, head sizes above 128, single-token decoding)"
+                f"fused (auto: fastest on cuda for this method; {'chunked' if has_tables else 'sdpa'} for calls that "
+                "fused does not support: attention dropout, float64, head sizes above 128, single-token decoding)"
             )
         if self_check.failure(usual) is not None:
             return f"{plain} (auto: the fused kernels failed their self-check)"
@@ -316,13 +330,7 @@ class Attention:
         """The backend for a training step, in a dtype that it supports. windowed: its calls have a window."""
         if self.backend != "auto":
             return self.backend
-        requirements = Requirements(
-            weight=self.has_weight,
-            modify_scores=self.modifies_scores,
-            dropout=dropout,
-            device=device,
-            head_size=head_size,
-        )
+        requirements = self._requirements(dropout=dropout, device=device, head_size=head_size)
         return _fastest_backend(requirements, 2, tables=self.has_bias or self.has_weight, plain=not windowed)
 
     def uses_jacobians(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> bool:
@@ -347,6 +355,7 @@ class Attention:
         bias_jacobian: TableJacobian | None = None,
         weight_jacobian: TableJacobian | None = None,
         table: Tensor | None = None,
+        decay_sums: Tensor | None = None,
         window: int | None = None,
         block: int | None = None,
         dropout_p: float = 0.0,
@@ -357,19 +366,19 @@ class Attention:
 
         dropped: the position of the first key, if earlier ones are outside of the window of every query.
 
-        For a method with a decay, `append_decay` extends query, key and value, and `scale` is required.
-
-        Raises ValueError also if a table of the method is missing, or if one is passed that the method does not have.
+        Raises ValueError also if a table or the decay sums of the method are missing, or if some are passed that the
+        method does not have.
         """
         if self.has_bias != (bias_table is not None) or self.has_weight != (weight_table is not None):
             raise ValueError(
                 f"the positional method has bias: {self.has_bias}, weight: {self.has_weight}; but the tables passed "
                 f"are bias: {bias_table is not None}, weight: {weight_table is not None}"
             )
-        if self.has_decay and scale is None:
+        if self.has_decay != (decay_sums is not None):
             raise ValueError(
-                "the positional method has a decay: append it to query, key and value (append_decay), and pass the "
-                "scale of the head size without the additional dimensions"
+                "the positional method has a decay: pass decay_sums=decay_sums(method.decay(hidden))"
+                if self.has_decay
+                else "decay_sums were passed, but the positional method has no decay"
             )
         positional = self.positional
         modify_scores = None
@@ -386,6 +395,7 @@ class Attention:
             weight_jacobian=weight_jacobian,
             modify_scores=modify_scores,
             score_table=table,
+            decay_sums=decay_sums,
             span=Span(window, block),
             dropout_p=dropout_p,
         ).validate()
@@ -424,5 +434,7 @@ def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str, dro
             torch.arange(call.offset + first, end) + dropped,
             torch.arange(first_key, end) + dropped,
         )
-        contexts.append(_run(replace(call, query=query, key=key, value=call.value[:, :, first_key:end]), backend))
+        sums = None if call.decay_sums is None else call.decay_sums[..., first_key:end]
+        part = replace(call, query=query, key=key, value=call.value[:, :, first_key:end], decay_sums=sums)
+        contexts.append(_run(part, backend))
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]

@@ -7,7 +7,7 @@ import torch
 
 from kerple.attention.dispatch import Attention
 from kerple.attention.tables import score_table, tables
-from kerple.positional import PositionalMethod, append_decay
+from kerple.positional import PositionalMethod, decay_sums
 
 
 def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, length: int = 16) -> list[str]:
@@ -29,10 +29,8 @@ def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, l
         query, key = method.rotate(query, key, positions, positions)
         bias, weight = tables(method, length, device)
         table = score_table(method, length, device) if method.modifies_scores else None
-        scale = head_size**-0.5
-        if method.has_decay:
-            query, key, value = append_decay(query, key, value, method.decay(hidden[:1]), scale)
+        sums = decay_sums(method.decay(hidden[:1])) if method.has_decay else None
         attention = Attention("reference", method)
-        context = attention(query, key, value, bias_table=bias, weight_table=weight, table=table, scale=scale)
+        context = attention(query, key, value, bias_table=bias, weight_table=weight, table=table, decay_sums=sums)
         grads = torch.autograd.grad(context.square().sum(), parameters, allow_unused=True)
     return [name for name, grad in zip(names, grads, strict=True) if grad is not None and not grad.isfinite().all()]

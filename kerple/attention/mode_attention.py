@@ -36,6 +36,7 @@ def attend_in_mode(
     start: int = 0,
     scale: float | None = None,
     tables_at: Tables | None = None,
+    decay_sums: Tensor | None = None,
 ) -> Tensor:
     """Attention of one positional method in any mode that it supports, `[b, h, s, d]`.
 
@@ -45,6 +46,7 @@ def attend_in_mode(
             window if the mode has sinks, otherwise before the window. No query may see a missing key.
         scale: factor of q.k, 1 / sqrt(d) by default.
         tables_at: the method's bias and weight; by default those of all its heads.
+        decay_sums: `[b, h, t]`, prefix sums of the keys' decays; None if the method has no decay.
 
     Raises ValueError if the method does not support the mode.
     """
@@ -76,6 +78,10 @@ def attend_in_mode(
             parts = [stored(keys, mode, missing) for keys in ranges]
             keys_of_parts, values = ([states[:, :, part] for part in parts] for states in (key, value))
             scores = _scores(chunk, keys_of_parts, method, mode, queries, ranges, scale, tables_at)
+            if decay_sums is not None:
+                query_sums = decay_sums[:, :, -s:][:, :, first : first + rows, None]
+                key_sums = torch.cat([decay_sums[:, :, None, part] for part in parts], dim=-1)
+                scores = scores + (query_sums - key_sums).to(scores.dtype)
             contexts.append(_by_kv_head(scores.softmax(dim=-1), torch.cat(values, dim=2)).to(query.dtype))
     return torch.cat(contexts, dim=2)
 

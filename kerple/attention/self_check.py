@@ -55,6 +55,7 @@ class Variant(NamedTuple):
     head_size: int
     bias: bool
     weight: bool
+    decay: bool
     directions: tuple[int, int]
     window: bool
     grouped: bool
@@ -72,6 +73,7 @@ class Variant(NamedTuple):
             head_size=call.query.shape[3],
             bias=call.bias_table is not None,
             weight=call.weight_table is not None,
+            decay=call.decay_sums is not None,
             directions=(bias, weight),
             window=call.max_kv_len < call.kv_len,
             grouped=call.queries_per_kv > 1,
@@ -83,6 +85,7 @@ class Variant(NamedTuple):
         names = {
             "bias": "bias",
             "weight": "weight",
+            "decay": "decay",
             "window": "window",
             "grouped": "grouped queries",
             "gradients": "gradients",
@@ -203,7 +206,7 @@ def announce(verdict: Verdict) -> None:
 
 def relative_errors(call: AttentionCall, backend: Backend, baseline: Backend, *, gradients: bool) -> dict[str, float]:
     """Run a call with a backend, and in float64 with the baseline. Returns the relative error in the 2-norm of the
-    result and of the gradients of query, key, value, tables and coefficients of jacobians, by name.
+    result and of the gradients of query, key, value, tables, coefficients of jacobians and decay sums, by name.
     """
     with torch.set_grad_enabled(gradients), without_autocast(call.query.device):
         actual = _results(call, backend, call.query.dtype)
@@ -231,6 +234,8 @@ def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[
     """The context, and the gradients if they are enabled, by the name of their tensor."""
     wide = torch.promote_types(dtype, torch.float32)
     leaves = {name: getattr(call, name).detach().to(dtype).requires_grad_() for name in ("query", "key", "value")}
+    if call.decay_sums is not None:
+        leaves["decay_sums"] = call.decay_sums.detach().requires_grad_()
     arguments: dict[str, Any] = dict(leaves)
     replaced = []
     for name, table, jacobian in (
@@ -249,7 +254,7 @@ def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[
             arguments[f"{name}_jacobian"] = replace(jacobian, coefficients=coefficients, directions=directions)
             replaced.append(f"{name}_table")
         arguments[f"{name}_table"] = table
-    context = backend.run(replace(call, **arguments))
+    context = backend.compute(replace(call, **arguments))
     results = {"result": context.detach()}
     if torch.is_grad_enabled():
         upstream = _random(1, *context.shape).to(call.query).to(context)
@@ -290,6 +295,11 @@ def small_call(call: AttentionCall) -> AttentionCall:
     def jacobian(values: TableJacobian | None) -> TableJacobian | None:
         return None if values is None else replace(values, directions=resized(values.directions))
 
+    sums = None
+    if call.decay_sums is not None:
+        # Like those of a late part of a long text: large, with small differences.
+        sums = call.decay_sums.new_full((BATCH, heads, KV_LEN), -4000.0)
+        sums -= 0.1 * _random(7, BATCH, heads, KV_LEN).to(sums).abs().cumsum(dim=-1)
     return replace(
         call,
         query=states(2, Q_LEN, heads),
@@ -299,6 +309,7 @@ def small_call(call: AttentionCall) -> AttentionCall:
         weight_table=table(6, call.weight_table),
         bias_jacobian=jacobian(call.bias_jacobian),
         weight_jacobian=jacobian(call.weight_jacobian),
+        decay_sums=sums,
         span=Span(window=WINDOW) if call.max_kv_len < call.kv_len else FULL,
         dropout_p=0.0,
     ).validate()

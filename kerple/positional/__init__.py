@@ -13,7 +13,7 @@ from kerple.positional.base import ModelShape, PositionalMethod, PositionsExceed
 from kerple.positional.cope import Cope
 from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary
 from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple, DapeV2Rotary
-from kerple.positional.decay import append_decay, extra_dimensions
+from kerple.positional.decay import append_decay, decay_sums
 from kerple.positional.fire import Fire
 from kerple.positional.forgetting import Cable, Forgetting
 from kerple.positional.kernels import is_cpd, lemma_constant
@@ -97,7 +97,7 @@ __all__ = [
     "append_decay",
     "build",
     "build_layers",
-    "extra_dimensions",
+    "decay_sums",
     "is_cpd",
     "lemma_constant",
     "load_plugin",

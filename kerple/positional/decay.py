@@ -1,14 +1,15 @@
-"""The bias of methods whose tokens decay the attention to all earlier tokens, as additional dimensions of the heads.
+"""The bias of methods whose tokens decay the attention to all earlier tokens.
 
 With the decay f_k of token k (a negative number per head, computed from its hidden state), the bias is
 
     bias_ij = sum of f_k for k = j+1 ... i = c_i - c_j,    with the prefix sums c
 
-A difference of a number of the query and one of the key is part of a dot product. So queries and keys get dimensions
-that contain c, and dimensions with a constant that meet them. Every attention backend computes such a bias, with any
-span of keys, and a KV cache stores it with the keys.
+Attention receives the prefix sums. The fused kernels subtract them from the scores. For other backends, `append_decay`
+makes them a part of the dot product: queries and keys get dimensions that contain c, and dimensions with a constant
+that meet them.
 
-Legend: b batch, s tokens, h heads, g heads of keys and values (`group` = h/g query heads share one), d head size.
+Legend: b batch, s query length, t key length, h heads, g heads of keys and values (`group` = h/g query heads share
+one), d head size.
 """
 
 import torch
@@ -26,8 +27,21 @@ def extra_dimensions(dtype: torch.dtype, group: int) -> int:
     return PARTS[dtype] * (group + 1)
 
 
+def decay_sums(decay: Tensor, previous: Tensor | None = None) -> Tensor:
+    """The prefix sums of decays `[b, h, t]`, in float64 (MPS: float32).
+
+    Long sums of large decays would lose the differences of near tokens in float32.
+
+    Args:
+        decay: `[b, h, t]`, of consecutive tokens.
+        previous: `[b, h, 1]`, the prefix sum of the token before these; None if they are the first.
+    """
+    sums = decay.to(torch.float32 if decay.device.type == "mps" else torch.float64).cumsum(dim=-1)
+    return sums if previous is None else previous + sums
+
+
 def append_decay(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, scale: float, last_key: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value with the `extra_dimensions` of the bias; those of the value are zero.
 
@@ -35,22 +49,16 @@ def append_decay(
     dimensions too; remove them with `context[..., :d]`.
 
     Args:
-        query: `[b, h, s, d]`. key, value: `[b, g, s, d]`, of the same tokens.
-        decay: `[b, h, s]`, by each of these tokens.
+        query: `[b, h, s, d]`, of the last s of the t tokens. key, value: `[b, g, t, d]`.
+        sums: `[b, h, t]`, see `decay_sums`.
         scale: factor of q.k.
-        last_key: `[b, g, 1, d + extra]`, the key before these from an earlier call; None if they are the first.
     """
-    group, head_size, parts = query.shape[1] // key.shape[1], query.shape[3], PARTS[key.dtype]
-    # Long sums of large decays would lose the differences of near tokens in float32. MPS has no float64.
-    exact = torch.float32 if key.device.type == "mps" else torch.float64
-    sums = decay.to(exact).cumsum(dim=-1) / (scale * FACTOR)
-    if last_key is not None:
-        columns = last_key[..., head_size : head_size + group * parts].to(exact).unflatten(-1, (group, parts))
-        sums = sums - columns.sum(dim=-1).squeeze(2).flatten(1)[..., None]
-    by_kv_head = sums.unflatten(1, (-1, group)).transpose(2, 3)  # [b, g, s, group]
+    group, parts = query.shape[1] // key.shape[1], PARTS[key.dtype]
+    sums = sums / (scale * FACTOR)
+    by_kv_head = sums.unflatten(1, (-1, group)).transpose(2, 3)  # [b, g, t, group]
     key_columns = _split(-by_kv_head, key.dtype, parts).flatten(-2)
     # The softmax cancels the number of the query, so its gradient is zero.
-    query_columns = _split(sums.detach(), query.dtype, parts)
+    query_columns = _split(sums[..., -query.shape[2] :].detach(), query.dtype, parts)
     own = torch.eye(group, dtype=query.dtype, device=query.device).repeat_interleave(parts, dim=1) * FACTOR
     own = own.repeat(key.shape[1], 1)[None, :, None].expand(*query.shape[:3], -1)
     constant = key.new_full((1,), FACTOR).expand(*key.shape[:3], parts)
@@ -59,6 +67,15 @@ def append_decay(
         torch.cat((key, key_columns, constant), dim=-1),
         F.pad(value, (0, extra_dimensions(key.dtype, group))),
     )
+
+
+def appended_sums(key: Tensor, group: int, scale: float) -> Tensor:
+    """The prefix sums `[b, h, t]` that keys `[b, g, t, d + extra]` from `append_decay` contain."""
+    parts = PARTS[key.dtype]
+    columns = key[..., -parts * (group + 1) : -parts].to(torch.float32 if key.device.type == "mps" else torch.float64)
+    by_kv_head = columns.unflatten(-1, (group, parts)).sum(dim=-1)  # [b, g, t, group]
+    sums: Tensor = by_kv_head.transpose(2, 3).flatten(1, 2) * (-scale * FACTOR)
+    return sums
 
 
 def _split(numbers: Tensor, dtype: torch.dtype, parts: int) -> Tensor:

@@ -20,7 +20,7 @@ from kerple.attention import (
     score_table,
     tables,
 )
-from kerple.positional import PositionalMethod, TableJacobian, append_decay, extra_dimensions
+from kerple.positional import PositionalMethod, TableJacobian, decay_sums
 from megatron.model.cache import LayerCache
 from megatron.model.layers import HeadNorm
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
@@ -120,10 +120,6 @@ class SelfAttention(nn.Module):
             decay = sum_head_gradients(self.rpe.decay(hidden), self.tp)[:, self.local_heads]
         return self.dense(self.context(self.query_key_value(hidden), cache, mode, tables, decay))
 
-    def attended_size(self, dtype: torch.dtype) -> int:
-        """The size of a head in attention: with the dimensions of a decay."""
-        return self.head_size + (extra_dimensions(dtype, self.queries_per_key) if self.decays else 0)
-
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, before rotation."""
         query, key, value = split_heads(qkv, self.head_size, self.queries_per_key)
@@ -152,10 +148,14 @@ class SelfAttention(nn.Module):
         if self.rotates and not explicit:
             positions = torch.arange(start, length, device="cpu")
             query, key = mode.rotation(self.rpe).rotate(query, key, positions, positions)
+        sums = None
         if decay is not None:
-            last_key = cache.last_key() if cache is not None else None
-            query, key, value = append_decay(query, key, value, decay, scale, last_key)
-        if cache is not None:
+            last = cache.last() if cache is not None else None
+            sums = decay_sums(decay, None if last is None else last[2].squeeze(3))
+        if cache is not None and sums is not None:
+            key, value, sums = cache.append(key, value, sums[..., None])
+            sums = sums.squeeze(3)
+        elif cache is not None:
             key, value = cache.append(key, value)
         if explicit:
             method = cast(PositionalMethod, self.attention.positional)
@@ -168,8 +168,9 @@ class SelfAttention(nn.Module):
                 start=start,
                 scale=scale,
                 tables_at=lambda first, end: self._tables(method, end, query.device, mode, first),
+                decay_sums=sums,
             )
-            return context[..., : self.head_size].transpose(1, 2).flatten(2)
+            return context.transpose(1, 2).flatten(2)
         if tables is None:
             tables = self.position_tables(length, query, mode)
         context = self.attention(
@@ -181,13 +182,14 @@ class SelfAttention(nn.Module):
             bias_jacobian=tables.bias_jacobian,
             weight_jacobian=tables.weight_jacobian,
             table=tables.scores,
+            decay_sums=sums,
             window=span.window,
             block=span.block,
             dropout_p=self.dropout if self.training else 0.0,
             scale=scale,
             dropped=length - key.shape[2],
         )
-        return context[..., : self.head_size].transpose(1, 2).flatten(2)
+        return context.transpose(1, 2).flatten(2)
 
     def position_tables(self, length: int, states: Tensor, mode: AttentionMode = DEFAULT_MODE) -> PositionTables:
         """Tables over the distances in a text of `length` tokens, of this rank's heads, on the device of the states

@@ -1,6 +1,6 @@
 """The key-value cache for incremental decoding and chunked evaluation.
 
-Legend: b batch, s new tokens, t cached tokens, g heads of keys and values of this rank, d head size.
+Legend: b batch, s new tokens, t cached tokens, n heads of this rank: of keys and values, or of queries (h).
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,13 @@ from kerple.attention import Span
 
 
 class LayerCache:
-    """Keys and values of one layer, `[b, g, t, d]`, stored after rotation.
+    """The states of one layer, `[b, n, t, size]` each: keys (stored after rotation), values, and with a decay the prefix
+    sums `[b, h, t, 1]`.
 
-    The buffer is allocated for `max_length` tokens if that is given. Otherwise it doubles in size whenever it is full,
-    so appending a token costs amortized constant time. With a `window`, keys that no later query sees are dropped, and
-    the buffer has at most two windows plus the new tokens. With `sinks`, the first tokens of the text are kept as well.
+    Buffers are allocated for `max_length` tokens if that is given. Otherwise they double in size whenever they are
+    full, so appending a token costs amortized constant time. With a `window`, keys that no later query sees are
+    dropped, and the buffers have at most two windows plus the new tokens. With `sinks`, the first tokens of the text
+    are kept as well.
     """
 
     def __init__(self, max_length: int | None = None, window: int | None = None, sinks: int = 0):
@@ -24,51 +26,51 @@ class LayerCache:
         self.window = window
         self.sinks = 0 if window is None else sinks
         self.length = 0  # of the text, including dropped tokens
-        self._stored = 0  # in the buffer
-        self._sinks: Tensor | None = None  # [2, b, g, up to `sinks`, d]
-        self._buffer: Tensor | None = None  # [2, b, g, capacity, d]
+        self._stored = 0  # in the buffers
+        self._sinks: list[Tensor] = []  # [b, n, up to `sinks`, size] each
+        self._buffers: list[Tensor] = []  # [b, n, capacity, size] each
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values `[b, g, s, d]`; return all of them, `[b, g, t + s, d]`, as views of the buffer. With a
-        window, t is at most `sinks` + `window` - 1. Without the tokens between the sinks and the window, they are
-        copies.
+    def append(self, *states: Tensor) -> list[Tensor]:
+        """Append states `[b, n, s, size]`, the same kinds in each call; return all of them, `[b, n, t + s, size]`, as
+        views of the buffers. With a window, t is at most `sinks` + `window` - 1. Without the tokens between the sinks
+        and the window, they are copies.
         """
-        batch, heads, new, head_size = key.shape
+        new = states[0].shape[2]
         first = 0 if self.window is None else max(0, self._stored - self.window + 1)
-        buffer = self._buffer
-        if buffer is None or self._stored + new > buffer.shape[3]:
-            needed = self._stored - first + new
-            capacity = max(needed, self.max_length or max(64, 0 if buffer is None else 2 * buffer.shape[3]))
+        capacity = self._buffers[0].shape[2] if self._buffers else 0
+        if not self._buffers or self._stored + new > capacity:
+            kept = self._stored - first
+            capacity = max(kept + new, self.max_length or max(64, 2 * capacity))
             if self.window is not None:
-                capacity = min(capacity, needed + self.window)
-            larger = key.new_empty(2, batch, heads, capacity, head_size)
-            if buffer is not None:
-                larger[..., : needed - new, :] = buffer[..., first : self._stored, :]
-            self._buffer, self._stored, first, buffer = larger, needed - new, 0, larger
+                capacity = min(capacity, kept + new + self.window)
+            larger = [part.new_empty(*part.shape[:2], capacity, part.shape[3]) for part in states]
+            for buffer, old in zip(larger, self._buffers, strict=False):
+                buffer[:, :, :kept] = old[:, :, first : self._stored]
+            self._buffers, self._stored, first = larger, kept, 0
         end = self._stored + new
-        buffer[0, :, :, self._stored : end] = key
-        buffer[1, :, :, self._stored : end] = value
+        for buffer, part in zip(self._buffers, states, strict=True):
+            buffer[:, :, self._stored : end] = part
         self._stored, self.length = end, self.length + new
-        recent = buffer[..., first:end, :]
+        recent = [buffer[:, :, first:end] for buffer in self._buffers]
         if self.sinks:
-            missing_sinks = self.sinks - (0 if self._sinks is None else self._sinks.shape[3])
+            missing_sinks = self.sinks - (self._sinks[0].shape[2] if self._sinks else 0)
             if missing_sinks > 0:
-                more = torch.stack([states[:, :, :missing_sinks] for states in (key, value)])
-                self._sinks = more if self._sinks is None else torch.cat((self._sinks, more), dim=3)
+                more = [part[:, :, :missing_sinks] for part in states]
+                pairs = zip(self._sinks, more, strict=True) if self._sinks else ((part,) for part in more)
+                self._sinks = [torch.cat(parts, dim=2) for parts in pairs]
             dropped = self.length - (end - first)  # the position of the first recent token
-            if dropped and self._sinks is not None:
-                recent = torch.cat((self._sinks[..., :dropped, :], recent), dim=3)
-        return recent[0], recent[1]
+            if dropped:
+                pairs = zip(self._sinks, recent, strict=True)
+                recent = [torch.cat((sinks[:, :, :dropped], part), dim=2) for sinks, part in pairs]
+        return recent
 
-    def last_key(self) -> Tensor | None:
-        """The key of the last token, `[b, g, 1, d]`; None if there is none."""
-        return None if self._buffer is None else self._buffer[0, :, :, self._stored - 1 : self._stored]
+    def last(self) -> list[Tensor] | None:
+        """The states of the last token, `[b, n, 1, size]` each; None if there is none."""
+        return [buffer[:, :, self._stored - 1 : self._stored] for buffer in self._buffers] or None
 
     def select(self, rows: Tensor) -> None:
-        if self._buffer is not None:
-            self._buffer = self._buffer[:, rows]
-        if self._sinks is not None:
-            self._sinks = self._sinks[:, rows]
+        self._buffers = [buffer[rows] for buffer in self._buffers]
+        self._sinks = [sinks[rows] for sinks in self._sinks]
 
 
 class KVCache:

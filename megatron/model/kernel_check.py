@@ -45,7 +45,7 @@ def check_kernels(
         with_gradients = training and not layer.dropout
         try:
             return layer.attention.check_kernels(
-                *(device, dtype, heads, layer.attended_size(dtype)),
+                *(device, dtype, heads, layer.head_size),
                 training=with_gradients,
                 kv_heads=heads // layer.queries_per_key,
                 windowed=layer.window is not None,
@@ -84,7 +84,7 @@ def check_kernels(
     if layer is None:
         return
     if failed is not None:
-        self_check.reject(dtype, layer.attended_size(dtype), f"{failed.failure} ({failed.subject})")
-    reason = self_check.failure(Requirements(dtype=dtype, head_size=layer.attended_size(dtype), device=device))
+        self_check.reject(dtype, layer.head_size, f"{failed.failure} ({failed.subject})")
+    reason = self_check.failure(Requirements(dtype=dtype, head_size=layer.head_size, device=device))
     if reason is not None and layer.attention.backend == "fused":
         raise UserError(f"attention-backend 'fused' {reason}; auto uses another backend")

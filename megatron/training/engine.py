@@ -317,9 +317,7 @@ class Engine:
         """
         dtype = DTYPES[self.config.precision.dtype]
         choices = [
-            module.attention.choice(
-                self.layout.device, dtype, module.attended_size(dtype), windowed=module.window is not None
-            )
+            module.attention.choice(self.layout.device, dtype, module.head_size, windowed=module.window is not None)
             for module in self.model.modules()
             if isinstance(module, SelfAttention)
         ]

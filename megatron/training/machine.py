@@ -24,17 +24,14 @@ def check_machine(config: Config, layout: Layout, vocab_size: int) -> None:
     model = config.model
     with torch.device("meta"):
         methods = positional.build_layers(model.pos_emb, model.shape, **model.positional_options)
-    dtype, group = DTYPES[config.precision.dtype], model.num_attention_heads // model.num_kv_heads
-    head_size = model.head_size + (
-        positional.extra_dimensions(dtype, group) if any(method.has_decay for method in methods) else 0
-    )
     requirements = Requirements(
         weight=any(method.has_weight for method in methods),
         modify_scores=any(method.modifies_scores for method in methods),
+        decay=any(method.has_decay for method in methods),
         dropout=model.attention_dropout > 0,
         training=True,
-        dtype=dtype,
-        head_size=head_size,
+        dtype=DTYPES[config.precision.dtype],
+        head_size=model.head_size,
         device=layout.device,
     )
     try:

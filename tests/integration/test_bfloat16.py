@@ -31,7 +31,7 @@ def largest(actual: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> f
 
 
 def results(backend: str, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """The context, and the gradients of query, key, value and tables."""
+    """The context, and the gradients of query, key, value, tables and decay sums."""
     with interpreted_bfloat16():
         return run_attend(backend, arguments, upstream_dtype=torch.bfloat16)
 
@@ -65,6 +65,7 @@ CASES = {
     "bias and weight": ((1, 1, 300, 300, 16), {}),
     "window": ((1, 2, 8, 60, 16), {"weight": False, "window": 40}),
     "no tables": ((1, 2, 150, 150, 64), {"bias": False, "weight": False}),
+    "decay": ((1, 1, 150, 150, 64), {"bias": False, "weight": False, "decay": True}),
 }
 
 

@@ -20,7 +20,7 @@ for name in ("megatron", "deepspeed", "pydantic", "numpy", "transformers", "yaml
 ALL_METHODS = """
 import torch
 from kerple.attention import Attention, score_table, tables
-from kerple.positional import ModelShape, append_decay, build, registered_names
+from kerple.positional import ModelShape, build, decay_sums, registered_names
 
 shape = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
 for name in registered_names():
@@ -30,10 +30,9 @@ for name in registered_names():
     query, key = method.rotate(states, states, torch.arange(16), torch.arange(16))
     bias, weight = tables(method, 16, "cpu")
     table = score_table(method, 16, "cpu") if method.modifies_scores else None
-    states, attention, scale = (query, key, states), Attention(positional=method), 8**-0.5
-    if method.has_decay:
-        states = append_decay(*states, method.decay(hidden), scale)
-    attention(*states, bias_table=bias, weight_table=weight, table=table, scale=scale).square().sum().backward()
+    sums = decay_sums(method.decay(hidden)) if method.has_decay else None
+    options = {"bias_table": bias, "weight_table": weight, "table": table, "decay_sums": sums}
+    Attention(positional=method)(query, key, states, **options).square().sum().backward()
     assert all(parameter.grad is not None for parameter in method.parameters()), name
     print(name)
 """

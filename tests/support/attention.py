@@ -87,12 +87,13 @@ def random_attend_arguments(
     *,
     bias: bool = True,
     weight: bool = True,
+    decay: bool = False,
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     kv_heads: int | None = None,
 ) -> dict[str, Any]:
-    """Like `attend_arguments`, with random tables, on any device."""
+    """Like `attend_arguments`, with random tables, on any device. decay: with prefix sums, as after 40,000 tokens."""
     generator = torch.Generator().manual_seed(0)
     max_kv_len = Span(window).max_kv_len(t)
     query, key, value = (
@@ -104,6 +105,9 @@ def random_attend_arguments(
         for exists in (bias, weight)
     )
     arguments = {"query": query, "key": key, "value": value, "bias_table": bias_table, "weight_table": weight_table}
+    if decay:
+        decays = -0.2 * torch.rand(batch, heads, t, generator=generator, dtype=torch.float64)
+        arguments["decay_sums"] = (decays.cumsum(-1) - 4000).to(device).requires_grad_()
     return {**arguments, "window": window}
 
 

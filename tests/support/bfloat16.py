@@ -20,7 +20,8 @@ Algorithms, section 4.2). The inputs are bfloat16 numbers and exact. With |.| el
 - The gradients of query, key and value are products with G or P rounded to bfloat16, rounded:
   E(dQ) = scale (|w| E(G) + (u + n e) |w G|) |K| + u |dQ|, in the same way dK, and E(dV) = (u + t) P^T |dO| + u |dV|.
 - The gradients of tables are float32 sums of G, or of scale (q.k) G, over the pairs at a distance. They are not rounded
-  to bfloat16: their error is the sum of E(G), and n e times the sum of |G|.
+  to bfloat16: their error is the sum of E(G), and n e times the sum of |G|. The gradient of a decay's prefix sum is the
+  difference of two such sums, over the pairs of its query and of its key.
 
 Factors 1 + u account for all terms of second order. The chunked backend computes in float32 and rounds only its
 results, so its bounds are the same with u = 0 in all terms except the last rounding.
@@ -76,7 +77,7 @@ def interpreted_bfloat16() -> Iterator[None]:
 
 def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -> list[Tensor]:
     """Bounds of the absolute errors of `run_attend`'s results, elementwise: context, and the gradients of query, key,
-    value and tables, each in the shape of the result.
+    value, tables and decay sums, each in the shape of the result.
 
     Args:
         arguments: as for `attend`; query, key, value and upstream gradient `[b, h, s or t, d]` are bfloat16 numbers.
@@ -95,6 +96,9 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
         return table.detach().double()[:, distance]
 
     bias, weight = by_pair(arguments["bias_table"], 0.0), by_pair(arguments["weight_table"], 1.0)
+    if "decay_sums" in arguments:
+        sums = arguments["decay_sums"].detach()
+        bias = bias + sums[..., t - s :, None] - sums[..., None, :]
     products = scale * query @ key.transpose(2, 3)
     absolute_products = scale * query.abs() @ key.abs().transpose(2, 3)
     scores = (weight * products + bias).masked_fill(mask, float("-inf"))
@@ -141,6 +145,11 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
         summed = torch.zeros(table.shape, dtype=torch.float64)
         visible = ~mask
         summed.index_add_(1, distance[visible], by_pair_error.sum(0).expand(heads, s, t)[:, visible])
+        bounds.append(summed)
+    if "decay_sums" in arguments:
+        by_pair_error = grad_scores_error + (s + t) * e * grad_scores.abs()
+        summed = by_pair_error.sum(2)
+        summed[..., t - s :] += by_pair_error.sum(3)
         bounds.append(summed)
     return bounds
 

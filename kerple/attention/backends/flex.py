@@ -49,7 +49,7 @@ def score_mod(method: PositionalMethod, length: int, device: torch.device | str,
         if method.modifies_scores:
             hint = "; its modify_scores uses the scores of other heads or keys, which a score_mod cannot access"
         if method.has_decay:
-            hint = "; append its decay to queries, keys and values before attention (append_decay)"
+            hint = "; append its decay to queries, keys and values before attention (kerple.positional.append_decay)"
         raise ValueError(f"{type(method).__name__} has no bias or weight over distance, so it has no score_mod{hint}")
     return table_score_mod(*tables(method, length, device), offset)
 

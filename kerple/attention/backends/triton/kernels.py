@@ -1,4 +1,5 @@
-"""The Triton kernels of the fused backend. `launch.py` describes the algorithm and is the only module that calls them.
+"""The Triton kernels of the fused backend, except those for the gradients of tables (`table_kernels.py`). `launch.py`
+describes the algorithm and is the only module that calls them.
 
 Positions: query i is at position `offset` + i of the t key positions; `offset` is t - s. Pointers to a tile are int64,
 so that the product of a row and a stride cannot overflow; int32 is enough within a tile.
@@ -11,20 +12,23 @@ The backward pass reads two float32 numbers per query, `row_stats` `[b, h, rows,
 the log2 of the softmax's denominator, and `delta`, the sum over keys of probability times its gradient. Rows are padded
 to complete tiles; lse is inf in the padding, so that its probabilities are 0.
 
-The gradients of tables are sums of the scores' gradient along diagonals, without atomics. Square tiles at the same
-block distance k (query tile m and the key tile k tiles before it) have the same distances in the same places. So a
-program handles one block distance, adds complete tiles in registers, and writes one tile. A second kernel sums these
-tiles along their diagonals. Both orders are fixed.
+The bias of a decay is a difference c_i - c_j of prefix sums, one of the query and one of the key. Sums of long texts
+are large, but their differences are small where they matter. So each sum, in units of log2, is the sum of two float32
+numbers: `bases` `[b, h, n]`, one for DECAY_BLOCK tokens, and `decay` `[b, h, MARGIN + t + MARGIN]`, the rest. The
+softmax cancels the query's sum: all kernels replace c_i by the same base for DECAY_BLOCK queries (`query_base`), also
+in lse. So a tile loads one vector, that of its keys, and adds the difference of two bases to one number per row.
 
 Legend: b batch, h heads, g key/value heads (`group` = h/g query heads share one; Triton compiles a kernel of its own
 for group 1), s query length, t key length, d head size (SIZE; BLOCK_D is the next power of two), q tiles of queries,
-p jacobian directions, or parts of the tiles at a block distance; k block distances.
+p jacobian directions, n blocks of tokens.
 """
 
 import triton
 import triton.language as tl
 
 MARGIN = 256
+# A multiple of every tile.
+DECAY_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
@@ -125,6 +129,38 @@ def load_row_stats(row_stats, first, ROWS: tl.constexpr):
 
 
 @triton.jit
+def load_decay(decay, first, ROWS: tl.constexpr):
+    """The prefix sums of the keys first ... first+ROWS-1 without their base, `[ROWS]`."""
+    pointers = (decay + (first - ROWS)) + tl.arange(ROWS, 2 * ROWS).to(tl.int64)
+    if COMPILED:
+        sums = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        sums = tl.load(pointers)
+    return sums
+
+
+@triton.jit
+def load_base(bases, position):
+    """The base of the token at a position."""
+    pointer = bases + position // DECAY_BLOCK
+    if COMPILED:  # like `look_up`: `tl.load` would stage it through shared memory
+        base = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        base = tl.load(pointer)
+    return base
+
+
+@triton.jit
+def query_base(bases, offset, first):
+    """The base to which the scores and lse of a tile of queries refer."""
+    return load_base(bases, offset + first // DECAY_BLOCK * DECAY_BLOCK)
+
+
+@triton.jit
 def tile_scores(
     products, first_distance, needs_mask, bias, weight, scale_log2,
     HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
@@ -174,10 +210,11 @@ def key_ranges(first, offset, t, window, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def forward_kernel(
-    query, key, value, bias, weight, context, lse,
+    query, key, value, bias, weight, decay, bases, context, lse,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, context_b, context_h, context_s,
-    table_h, heads, group, s, t, scale_log2, window,
+    table_h, decay_h, bases_h, heads, group, s, t, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """context `[b, h, s, d]` and lse `[b, h, s]`, with an online softmax. A program computes a tile of queries."""
@@ -191,6 +228,11 @@ def forward_kernel(
     context += sample * context_b + head * context_h
     lse += (sample * heads + head) * s
     offset = t - s
+    decay += (sample * heads + head) * decay_h + MARGIN
+    bases += (sample * heads + head) * bases_h
+    base = 0.0
+    if HAS_DECAY:
+        base = query_base(bases, offset, first)
 
     queries = load_rows(query, first, query_s, s, SIZE, BLOCK_M, BLOCK_D)
     context_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -205,11 +247,20 @@ def forward_kernel(
             products, offset + first - start, (start < full) | (start >= part), bias, weight, scale_log2,
             HAS_TABLE, HAS_WEIGHT, BLOCK_M, BLOCK_N, False,
         )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        if HAS_DECAY:
+            scores = scores - load_decay(decay, start, BLOCK_N)[None, :]
+        tile_max = tl.max(scores, 1)
+        if HAS_DECAY:
+            shift = load_base(bases, start) - base
+            tile_max = tile_max - shift
+        new_max = tl.maximum(row_max, tile_max)
         # A row at the start of its window may have only masked keys so far, and no maximum to subtract.
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         correction = tl.exp2(row_max - safe_max)
-        probabilities = tl.exp2(scores - safe_max[:, None])
+        subtracted = safe_max
+        if HAS_DECAY:
+            subtracted = safe_max + shift
+        probabilities = tl.exp2(scores - subtracted[:, None])
         row_sum = row_sum * correction + tl.sum(probabilities, 1)
         context_sum = context_sum * correction[:, None]
         values = load_rows(value, start, value_t, t, SIZE, BLOCK_N, BLOCK_D)
@@ -244,16 +295,18 @@ def row_stats_kernel(
 
 @triton.jit
 def key_value_kernel(
-    query, key, value, bias, weight, grad_context, row_stats, grad_key, grad_value,
+    query, key, value, bias, weight, decay, bases, grad_context, row_stats, grad_key, grad_value, column_sums,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s, grad_key_b, grad_key_h, grad_key_t,
     grad_value_b, grad_value_h, grad_value_t,
-    table_h, row_stats_h, heads, group, s, t, scale, scale_log2, window,
+    table_h, decay_h, bases_h, row_stats_h, heads, group, s, t, scale, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_key and grad_value `[b, g, t, d]`. A program computes a tile of keys, for which it adds up the gradients of
-    all query heads in a fixed order. Its score tiles are transposed."""
+    """grad_key and grad_value `[b, g, t, d]`; with a decay, also column_sums `[b, h, t]`: the sums of the scores'
+    gradient over queries. A program computes a tile of keys, for which it adds up the gradients of all query heads in a
+    fixed order. Its score tiles are transposed."""
     first = tl.program_id(0) * BLOCK_N
     sample, kv_head, _ = sample_and_heads(heads // group, 1)
     key += sample * key_b + kv_head * key_h
@@ -288,6 +341,11 @@ def key_value_kernel(
         head_weight = weight + head * table_h + MARGIN
         head_grad_context = grad_context + sample * grad_context_b + head * grad_context_h
         head_row_stats = row_stats + (sample * heads + head) * row_stats_h
+        if HAS_DECAY:
+            head_bases = bases + (sample * heads + head) * bases_h
+            key_base = load_base(head_bases, first)
+            key_decay = load_decay(decay + (sample * heads + head) * decay_h + MARGIN, first, BLOCK_N)
+            column_sum = tl.zeros([BLOCK_N], tl.float32)
         for start in range(begin, end, BLOCK_M):
             queries = load_rows(head_query, start, query_s, s, SIZE, BLOCK_M, BLOCK_D)
             lse, delta = load_row_stats(head_row_stats, start, BLOCK_M)
@@ -300,6 +358,8 @@ def key_value_kernel(
                 products, first_distance, (start < full) | (start >= part), head_bias, head_weight, scale_log2,
                 HAS_TABLE, HAS_WEIGHT, BLOCK_N, BLOCK_M, True,
             )  # fmt: skip
+            if HAS_DECAY:
+                scores = scores - (key_decay + (key_base - query_base(head_bases, offset, start)))[:, None]
             probabilities = tl.exp2(scores - lse[None, :])
             grad_contexts = load_rows(head_grad_context, start, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D)
             grad_value_sum = tl.dot(
@@ -307,9 +367,14 @@ def key_value_kernel(
             )
             grad_scores = tl.dot(values, tl.trans(grad_contexts), input_precision=PRECISION)
             grad_scores = probabilities * (grad_scores - delta[None, :])
+            if HAS_DECAY:
+                column_sum += tl.sum(grad_scores, 1)
             if HAS_WEIGHT:
                 grad_scores = grad_scores * weights
             grad_key_sum = tl.dot(grad_scores.to(queries.dtype), queries, grad_key_sum, input_precision=PRECISION)
+        if HAS_DECAY:
+            columns = first + tl.arange(0, BLOCK_N)
+            tl.store(column_sums + (sample * heads + head) * t + columns, column_sum, mask=columns < t)
     store_rows(grad_key, first, grad_key_t, t, grad_key_sum * scale, SIZE, BLOCK_N, BLOCK_D)
     store_rows(grad_value, first, grad_value_t, t, grad_value_sum, SIZE, BLOCK_N, BLOCK_D)
 
@@ -327,15 +392,18 @@ def sum_along_direction(
 
 @triton.jit
 def query_kernel(
-    query, key, value, bias, weight, grad_context, row_stats, directions, grad_query, direction_sums,
+    query, key, value, bias, weight, decay, bases, grad_context, row_stats, directions, grad_query, direction_sums,
+    row_sums,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s, grad_query_b, grad_query_h, grad_query_s,
-    table_h, row_stats_h, directions_p, heads, group, s, t, scale, scale_log2, window,
+    table_h, decay_h, bases_h, row_stats_h, directions_p, heads, group, s, t, scale, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     BIAS_DIRECTIONS: tl.constexpr, WEIGHT_DIRECTIONS: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_query `[b, h, s, d]`, and direction_sums `[p, b, h, q]` for the gradients of the tables' coefficients.
+    """grad_query `[b, h, s, d]`, and direction_sums `[p, b, h, q]` for the gradients of the tables' coefficients; with
+    a decay, also row_sums `[b, h, s]`: the sums of the scores' gradient over keys.
 
     A program computes a tile of queries. Its sums are, for each of the at most 4 directions `[p, h, ...]`, the scores'
     gradient times the direction, and for those of the weight, which come last, times q.k.
@@ -353,6 +421,11 @@ def query_kernel(
     offset = t - s
 
     lse, delta = load_row_stats(row_stats, first, BLOCK_M)
+    decay += (sample * heads + head) * decay_h + MARGIN
+    bases += (sample * heads + head) * bases_h
+    base = 0.0
+    if HAS_DECAY:
+        base = query_base(bases, offset, first)
     queries = load_rows(query, first, query_s, s, SIZE, BLOCK_M, BLOCK_D)
     grad_contexts = load_rows(grad_context, first, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D)
     grad_query_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -360,6 +433,7 @@ def query_kernel(
     sum_1 = tl.zeros([BLOCK_M], tl.float32)
     sum_2 = tl.zeros([BLOCK_M], tl.float32)
     sum_3 = tl.zeros([BLOCK_M], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     begin, full, part, end = key_ranges(first, offset, t, window, HAS_WINDOW, BLOCK_M, BLOCK_N)
     tl.assume(begin < end)
     for start in range(begin, end, BLOCK_N):
@@ -371,9 +445,15 @@ def query_kernel(
             products, distance, (start < full) | (start >= part), bias, weight, scale_log2,
             HAS_TABLE, HAS_WEIGHT, BLOCK_M, BLOCK_N, False,
         )  # fmt: skip
-        probabilities = tl.exp2(scores - lse[:, None])
+        subtracted = lse
+        if HAS_DECAY:
+            scores = scores - load_decay(decay, start, BLOCK_N)[None, :]
+            subtracted = lse + (load_base(bases, start) - base)
+        probabilities = tl.exp2(scores - subtracted[:, None])
         grad = tl.dot(grad_contexts, tl.trans(values), input_precision=PRECISION)
         grad = probabilities * (grad - delta[:, None])
+        if HAS_DECAY:
+            row_sum += tl.sum(grad, 1)
         if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 0:
             sum_0 += sum_along_direction(
                 grad, products, directions, 0, directions_p, distance, BIAS_DIRECTIONS, BLOCK_M, BLOCK_N
@@ -394,6 +474,9 @@ def query_kernel(
             grad = grad * weights
         grad_query_sum = tl.dot(grad.to(keys.dtype), keys, grad_query_sum, input_precision=PRECISION)
     store_rows(grad_query, first, grad_query_s, s, grad_query_sum * scale, SIZE, BLOCK_M, BLOCK_D)
+    if HAS_DECAY:
+        rows = first + tl.arange(0, BLOCK_M)
+        tl.store(row_sums + (sample * heads + head) * s + rows, row_sum, mask=rows < s)
     tiles = tl.num_programs(0).to(tl.int64)
     direction_sums += tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
     stride = tl.num_programs(1) * tiles
@@ -405,88 +488,3 @@ def query_kernel(
         tl.store(direction_sums + 2 * stride, tl.sum(sum_2, 0))
     if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 3:
         tl.store(direction_sums + 3 * stride, tl.sum(sum_3, 0))
-
-
-@triton.jit
-def sum_tiles_kernel(
-    query, key, value, bias, weight, grad_context, row_stats, bias_tiles, weight_tiles,
-    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
-    grad_context_b, grad_context_h, grad_context_s,
-    table_h, row_stats_h, first_head, batch, heads, group, s, t, scale, scale_log2,
-    SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, GRAD_BIAS: tl.constexpr, GRAD_WEIGHT: tl.constexpr,
-    MARGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """bias_tiles and weight_tiles `[h, p, k, BLOCK, BLOCK]`: the scores' gradient, and this times q.k, summed over the
-    tiles at block distance k of one of p parts of all samples and queries."""
-    block_distance = tl.program_id(0)
-    part = tl.program_id(1)
-    head = (first_head + tl.program_id(2)).to(tl.int64)
-    kv_head = ((first_head + tl.program_id(2)) // group).to(tl.int64)
-    query, key, value, bias, weight = input_pointers(
-        query, key, value, bias, weight,
-        query_b, query_h, key_b, key_h, value_b, value_h, table_h, 0, head, kv_head, MARGIN,
-    )  # fmt: skip
-    grad_context += head * grad_context_h
-    offset = t - s
-
-    # The first tile of queries for which keys at this block distance exist.
-    first_tile = tl.maximum(block_distance * BLOCK - offset, 0) // BLOCK
-    sample_tiles = (s + BLOCK - 1) // BLOCK - first_tile
-    tiles = tl.maximum(sample_tiles, 0) * batch
-    part_tiles = (tiles + tl.num_programs(1) - 1) // tl.num_programs(1)
-    row = tl.arange(0, BLOCK)
-    bias_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
-    weight_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for index in range(part * part_tiles, tl.minimum((part + 1) * part_tiles, tiles)):
-        sample = (index // sample_tiles).to(tl.int64)
-        first = (first_tile + index % sample_tiles) * BLOCK
-        first_key = offset + first - block_distance * BLOCK
-        lse, delta = load_row_stats(row_stats + (sample * heads + head) * row_stats_h, first, BLOCK)
-        queries = load_rows(query + sample * query_b, first, query_s, s, SIZE, BLOCK, BLOCK_D)
-        keys = load_rows(key + sample * key_b, first_key, key_t, t, SIZE, BLOCK, BLOCK_D)
-        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores, _ = tile_scores(
-            products, block_distance * BLOCK, True, bias, weight, scale_log2, True, HAS_WEIGHT, BLOCK, BLOCK, False
-        )
-        # The table does not mask keys before the first one.
-        scores = tl.where((first_key + row >= 0)[None, :], scores, float("-inf"))
-        probabilities = tl.exp2(scores - lse[:, None])
-        grad_contexts = load_rows(
-            grad_context + sample * grad_context_b, first, grad_context_s, s, SIZE, BLOCK, BLOCK_D
-        )
-        values = load_rows(value + sample * value_b, first_key, value_t, t, SIZE, BLOCK, BLOCK_D)
-        grad_scores = tl.dot(grad_contexts, tl.trans(values), input_precision=PRECISION)
-        grad_scores = probabilities * (grad_scores - delta[:, None])
-        if GRAD_BIAS:
-            bias_sum += grad_scores
-        if GRAD_WEIGHT:
-            weight_sum += grad_scores * products
-    tile_index = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + part) * tl.num_programs(0) + block_distance
-    entries = tile_index * BLOCK * BLOCK + row[:, None] * BLOCK + row[None, :]
-    if GRAD_BIAS:
-        tl.store(bias_tiles + entries, bias_sum)
-    if GRAD_WEIGHT:
-        tl.store(weight_tiles + entries, weight_sum * scale)
-
-
-@triton.jit
-def sum_diagonals_kernel(tiles, grad_table, grad_table_h, parts, length, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tiles `[h, p, k, BLOCK, BLOCK]` -> their sums over p and along diagonals, `[h, length]` float32.
-
-    Row i of a tile at block distance k has the distance k * BLOCK + r in column i - r if i >= r. If i < r, that
-    distance is in column i - r + BLOCK of the tile at block distance k + 1. So there is one entry per row and part.
-    """
-    block_distance = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    head = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, BLOCK)
-    in_next = row[:, None] < column[None, :]
-    tile_index = block_distance + in_next.to(tl.int32)
-    entries = tile_index.to(tl.int64) * (BLOCK * BLOCK) + row[:, None] * BLOCK
-    entries += row[:, None] - column[None, :] + tl.where(in_next, BLOCK, 0)
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    for part in range(parts):
-        base = tiles + (head * parts + part) * tl.num_programs(0) * BLOCK * BLOCK
-        total += tl.load(base + entries, mask=tile_index < tl.num_programs(0), other=0.0)
-    distance = block_distance * BLOCK + column
-    tl.store(grad_table + head * grad_table_h + distance, tl.sum(total, 0), mask=distance < length)

@@ -17,6 +17,11 @@ The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691),
   scores and their gradient (two matrix products in addition to the seven of the backward pass), and adds complete tiles
   in registers. Only the result is summed along diagonals. T5's buckets need it only for distances before the last
   bucket.
+- **Decays as vectors.** The bias of forgetting attention is a difference of prefix sums of the query and the key, so
+  each tile loads a vector of keys; the softmax cancels that of the queries. The gradient of a prefix
+  sum is the sum of the scores' gradient over the keys of its query, minus the sum over the queries of its key. The
+  former would be zero with exact numbers. But the rounded result is used for each row's sum (see below), and in the
+  gradient of a decay, which adds up those of all later prefix sums, errors of all later queries would remain.
 - **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only on the GPU, the
   dtype, the head size and the presence of a weight and of grouped queries (`tiles.py`), never on timing.
 
@@ -30,8 +35,7 @@ the tiles at a block distance, or jacobian directions of a table; q tiles of que
 import contextlib
 import math
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,26 +56,31 @@ TILES_BYTES = 128 * 1024 * 1024
 
 def unavailable_reason(requirements: Requirements) -> str | None:
     """Why the kernels cannot run this call on its device; None if they can."""
-    kernels, device = _load_kernels(), requirements.device
+    modules, device = _load_kernels(), requirements.device
     assert device is not None
-    if kernels is None:
+    if modules is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
         return "supports only NVIDIA GPUs, and this PyTorch is built for AMD GPUs (ROCm)"
-    if device.type != "cuda" and not kernels.INTERPRETED:
+    if device.type != "cuda" and not modules.kernels.INTERPRETED:
         return f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for tests)"
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return no_tiles_reason(Gpu.of(device), requirements.dtype, requirements.head_size)
 
 
-def _load_kernels() -> ModuleType | None:
+class _Modules(NamedTuple):
+    kernels: Any
+    table_kernels: Any
+
+
+def _load_kernels() -> _Modules | None:
     """Import the kernels on first use, so that nothing else needs Triton."""
     try:
-        from kerple.attention.backends.triton import kernels
+        from kerple.attention.backends.triton import kernels, table_kernels
     except ImportError:
         return None
-    return kernels
+    return _Modules(kernels, table_kernels)
 
 
 def empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,12 +100,13 @@ class Launcher:
         value: Tensor,
         bias_table: Tensor | None,
         weight_table: Tensor | None,
+        decay_sums: Tensor | None,
         scale: float,
         window: int | None,
     ):
-        kernels = _load_kernels()
-        assert kernels is not None  # `unavailable_reason` has checked it
-        self.kernels = kernels
+        modules = _load_kernels()
+        assert modules is not None  # `unavailable_reason` has checked it
+        self.kernels, self.table_kernels = modules
         self.query, self.key, self.value = query, key, value
         self.batch, self.heads, self.s, self.head_size = query.shape
         self.kv_heads, self.t, self.scale = key.shape[1], key.shape[2], scale
@@ -114,15 +124,19 @@ class Launcher:
         self.bias = self._add_margins(bias, LOG2_E, -math.inf)
         # Without a weight, the kernels get a pointer that they do not read.
         self.weight = self.query if weight_table is None else self._add_margins(weight_table)
-        self.inputs = (self.query, self.key, self.value, self.bias, self.weight)
-        self.table_stride = self.bias.stride(0) if has_table else 0
+        self.has_decay = decay_sums is not None
+        decay = (self.query, self.query) if decay_sums is None else self._split(decay_sums)
+        self.inputs = (self.query, self.key, self.value, self.bias, self.weight, *decay)
+        # Between the heads of the tables and of the decay.
+        self.strides = (self.bias.stride(0) if has_table else 0, *(part.stride(1) for part in decay))
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
         self.constants = {
             "SIZE": self.head_size,
             "BLOCK_D": self.block_d,
-            "MARGIN": kernels.MARGIN,
+            "MARGIN": self.kernels.MARGIN,
             "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32",
             "HAS_WEIGHT": has_weight,
+            "HAS_DECAY": self.has_decay,
         }
         self.flags = {"HAS_TABLE": has_table, "HAS_WINDOW": self.max_kv_len < self.t}
 
@@ -130,6 +144,13 @@ class Launcher:
         """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a factor."""
         margin = self.kernels.MARGIN
         return F.pad(table[..., : self.max_kv_len].detach().float() * factor, (margin, margin), value=fill)
+
+    def _split(self, decay_sums: Tensor) -> tuple[Tensor, Tensor]:
+        """The kernels' `decay` and `bases`, whose sums are the prefix sums `[b, h, t]` in units of log2."""
+        margin, block, sums = self.kernels.MARGIN, self.kernels.DECAY_BLOCK.value, decay_sums.detach() * LOG2_E
+        bases = sums[..., ::block].float()
+        decay = (sums - bases.repeat_interleave(block, dim=2)[..., : self.t]).float()
+        return F.pad(decay, (margin, margin)), bases
 
     def _launch(self, kernel: Any, grid: Sequence[int], *arguments: object, **options: object) -> None:
         device = self.query.device
@@ -145,7 +166,7 @@ class Launcher:
             (-(-self.s // tile.queries), self.batch * self.heads),
             *(*self.inputs, context, lse),
             *_strides(self.query, self.key, self.value, context),
-            *(self.table_stride, self.heads, self.group, self.s, self.t, self.scale * LOG2_E, self.max_kv_len),
+            *(*self.strides, self.heads, self.group, self.s, self.t, self.scale * LOG2_E, self.max_kv_len),
             **self.constants,
             **self.flags,
             **_tile_options(tile),
@@ -176,9 +197,9 @@ class Launcher:
         weight_directions: Tensor | None,
         *,
         out: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Write the query's gradient to `out`. Return the gradients of the coefficients `[h, p]` whose directions
-        `[h, p, length]` are not None.
+        `[h, p, length]` are not None, and with a decay the sums of the scores' gradient over keys, float32 `[b, h, s]`.
         """
         tile = self.tiles.query
         tiles = -(-self.s // tile.queries)
@@ -188,12 +209,13 @@ class Launcher:
         if sum(counts):
             parts = [part[..., : self.max_kv_len] for part in (bias_directions, weight_directions) if part is not None]
             directions = self._add_margins(torch.cat(parts, dim=1).transpose(0, 1)).contiguous()
+        row_sums = self._sums(self.s)
         self._launch(
             self.kernels.query_kernel,
             (tiles, self.batch * self.heads),
-            *(*self.inputs, grad_context, row_stats, directions, out, sums),
+            *(*self.inputs, grad_context, row_stats, directions, out, sums, row_sums),
             *_strides(self.query, self.key, self.value, grad_context, out),
-            *(self.table_stride, row_stats.stride(1), directions.stride(0), self.heads, self.group, self.s, self.t),
+            *(*self.strides, row_stats.stride(1), directions.stride(0), self.heads, self.group, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
             BIAS_DIRECTIONS=counts[0],
             WEIGHT_DIRECTIONS=counts[1],
@@ -205,22 +227,32 @@ class Launcher:
         return (
             None if bias_directions is None else grad_bias.to(bias_directions.dtype),
             None if weight_directions is None else (grad_weight * self.scale).to(weight_directions.dtype),
+            row_sums,
         )
 
-    def key_value_gradients(self, grad_context: Tensor, row_stats: Tensor, *, out: tuple[Tensor, Tensor]) -> None:
-        """Write the gradients of key and value to `out`."""
+    def key_value_gradients(self, grad_context: Tensor, row_stats: Tensor, *, out: tuple[Tensor, Tensor]) -> Tensor:
+        """Write the gradients of key and value to `out`. Return with a decay the sums of the scores' gradient over
+        queries, float32 `[b, h, t]`.
+        """
         tile = self.tiles.key_value
+        column_sums = self._sums(self.t)
         self._launch(
             self.kernels.key_value_kernel,
             (-(-self.t // tile.keys), self.batch * self.kv_heads),
-            *(*self.inputs, grad_context, row_stats, *out),
+            *(*self.inputs, grad_context, row_stats, *out, column_sums),
             *_strides(self.query, self.key, self.value, grad_context, *out),
-            *(self.table_stride, row_stats.stride(1), self.heads, self.group, self.s, self.t),
+            *(*self.strides, row_stats.stride(1), self.heads, self.group, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
             **self.constants,
             **self.flags,
             **_tile_options(tile),
         )
+        return column_sums
+
+    def _sums(self, length: int) -> Tensor:
+        """Space for a number per head and token, if there is a decay."""
+        shape = (self.batch, self.heads, length) if self.has_decay else (1,)
+        return self.query.new_empty(shape, dtype=torch.float32)
 
     def table_gradients(
         self, grad_context: Tensor, row_stats: Tensor, needs_bias: bool, needs_weight: bool, dense: int | None
@@ -243,11 +275,11 @@ class Launcher:
         for first_head in range(0, self.heads, group_heads):
             heads = min(group_heads, self.heads - first_head)
             self._launch(
-                self.kernels.sum_tiles_kernel,
+                self.table_kernels.sum_tiles_kernel,
                 (count, parts, heads),
                 *(*self.inputs, grad_context, row_stats, *workspaces),
                 *_strides(self.query, self.key, self.value, grad_context),
-                *(self.table_stride, row_stats.stride(1), first_head, self.batch, self.heads, self.group),
+                *(*self.strides, row_stats.stride(1), first_head, self.batch, self.heads, self.group),
                 *(self.s, self.t, self.scale, self.scale * LOG2_E),
                 **self.constants,
                 GRAD_BIAS=needs_bias,
@@ -261,7 +293,7 @@ class Launcher:
                     continue
                 columns = min(32, side)
                 self._launch(
-                    self.kernels.sum_diagonals_kernel,
+                    self.table_kernels.sum_diagonals_kernel,
                     (count, side // columns, heads),
                     *(workspace, grad[first_head:], grad.stride(0), parts, length),
                     BLOCK=side,

@@ -41,6 +41,7 @@ def fused_attention(call: AttentionCall) -> Tensor:
         weight.coefficients,
         bias.directions,
         weight.directions,
+        call.decay_sums,
         bias.dense,
         weight.dense,
         call.scale,
@@ -82,13 +83,14 @@ def _attention(
     weight_coefficients: Tensor | None,
     bias_directions: Tensor | None,
     weight_directions: Tensor | None,
+    decay_sums: Tensor | None,
     bias_dense: int | None,
     weight_dense: int | None,
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(context, lse), see `Launcher.forward`. Arguments of the tables are the fields of `_DifferentiableTable`."""
-    return Launcher(query, key, value, bias_table, weight_table, scale, window).forward()
+    return Launcher(query, key, value, bias_table, weight_table, decay_sums, scale, window).forward()
 
 
 @_attention.register_fake
@@ -106,6 +108,7 @@ def _attention_backward(
     weight_table: Tensor | None,
     bias_directions: Tensor | None,
     weight_directions: Tensor | None,
+    decay_sums: Tensor | None,
     context: Tensor,
     lse: Tensor,
     needs_bias: bool,
@@ -116,18 +119,18 @@ def _attention_backward(
     window: int | None,
 ) -> list[Tensor]:
     """The gradients of query, key and value, in the layout of `_empty_gradients`, followed by those that are needed of
-    bias table, weight table, bias coefficients and weight coefficients.
+    bias table, weight table, bias coefficients, weight coefficients and decay sums.
     """
-    launcher = Launcher(query, key, value, bias_table, weight_table, scale, window)
+    launcher = Launcher(query, key, value, bias_table, weight_table, decay_sums, scale, window)
     states = _empty_gradients(query, key)
     grad_query, grad_key, grad_value = states[0].unbind() if len(states) == 1 else states
     with without_autocast(query.device):
         grad_context = _with_contiguous_rows(grad_context)
         row_stats = launcher.row_stats(context, grad_context, lse)
-        grad_coefficients = launcher.query_gradient(
+        *grad_coefficients, row_sums = launcher.query_gradient(
             grad_context, row_stats, bias_directions, weight_directions, out=grad_query
         )
-        launcher.key_value_gradients(grad_context, row_stats, out=(grad_key, grad_value))
+        column_sums = launcher.key_value_gradients(grad_context, row_stats, out=(grad_key, grad_value))
         if needs_bias and needs_weight and bias_dense == weight_dense:
             grad_tables = launcher.table_gradients(grad_context, row_stats, True, True, bias_dense)
         else:
@@ -137,7 +140,11 @@ def _attention_backward(
             if needs_weight:
                 _, grad_weight = launcher.table_gradients(grad_context, row_stats, False, True, weight_dense)
             grad_tables = grad_bias, grad_weight
-    return [*states, *(grad for grad in (*grad_tables, *grad_coefficients) if grad is not None)]
+        grad_sums = None
+        if decay_sums is not None:
+            grad_sums = -column_sums.to(decay_sums.dtype)
+            grad_sums[..., -row_sums.shape[2] :] += row_sums
+    return [*states, *(grad for grad in (*grad_tables, *grad_coefficients, grad_sums) if grad is not None)]
 
 
 @_attention_backward.register_fake
@@ -150,6 +157,7 @@ def _(
     weight_table: Tensor | None,
     bias_directions: Tensor | None,
     weight_directions: Tensor | None,
+    decay_sums: Tensor | None,
     context: Tensor,
     lse: Tensor,
     needs_bias: bool,
@@ -161,18 +169,21 @@ def _(
         *_empty_gradients(query, key),
         *(table.new_empty(table.shape) for table, needs_grad in tables if needs_grad and table is not None),
         *(part.new_empty(part.shape[:2]) for part in (bias_directions, weight_directions) if part is not None),
+        *(() if decay_sums is None else (decay_sums.new_empty(decay_sums.shape),)),
     ]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, bias_table, weight_table, _, _, bias_directions, weight_directions, *ctx.constants = inputs
-    ctx.save_for_backward(query, key, value, bias_table, weight_table, bias_directions, weight_directions, *output)
+    query, key, value, bias_table, weight_table, _, _, bias_directions, weight_directions, decay_sums, *rest = inputs
+    ctx.constants = rest
+    tables = bias_table, weight_table, bias_directions, weight_directions
+    ctx.save_for_backward(query, key, value, *tables, decay_sums, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
     if grad_context is None:
-        return (None,) * 13
+        return (None,) * 14
     needs_grad = ctx.needs_input_grad
     saved = ctx.saved_tensors  # may be read only once if activations are recomputed
     grads = _attention_backward(grad_context, *saved, *needs_grad[3:5], *ctx.constants)
@@ -180,7 +191,8 @@ def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[T
     states = grads[0].unbind() if packed else grads[:3]
     rest = iter(grads[1 if packed else 3 :])
     is_computed = (*needs_grad[3:5], *(directions is not None for directions in saved[5:7]))
-    return *states, *(next(rest) if computed else None for computed in is_computed), *(None,) * 6
+    grad_tables = [next(rest) if computed else None for computed in is_computed]
+    return *states, *grad_tables, None, None, next(rest, None), *(None,) * 4
 
 
 _attention.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -210,6 +222,7 @@ FUSED = Backend(
     fused_attention,
     dropout=False,
     jacobians=True,
+    decay=True,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     max_head_size=MAX_HEAD_SIZE,
     max_batch_heads=MAX_GRID,

@@ -26,7 +26,7 @@ from .attention_mode import AttentionMode
 from .attention_mode_attention import Pairs, attend_in_mode, key_ranges, stored
 from .attention_tables import tables as tables_of
 from .cache_kerple import BoundedLayer
-from .positional_decay import append_decay, extra_dimensions
+from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
 
 # Number of queries whose scores or masks are in memory at a time.
 CHUNK = 128
@@ -218,17 +218,19 @@ class Layout:
         """Query, key and value with the dimensions of the method's decay, if it has one. Padding has no decay."""
         if not method.has_decay:
             return query, key, value
-        decay, last_key = method.decay(hidden), None
+        decay, scale = method.decay(hidden), query.shape[3] ** -0.5
         if self.padded is not None:
             new = torch.arange(decay.shape[2], device=decay.device) + self.cached
             decay = decay.masked_fill(self.padded[:, None, new], 0.0)
+        last_key = None
         if cache is not None and isinstance(self.cached, Tensor):
             last_key = cache.layers[layer].keys[:, :, (self.cached - 1).clamp(min=0).reshape(1)] * (self.cached > 0)
         elif cache is not None and self.cached:
             keys = cache.layers[layer].keys
             end = self.cached if self.mode is None else keys.shape[2]
             last_key = keys[:, :, end - 1 : end]
-        return append_decay(query, key, value, decay, query.shape[3] ** -0.5, last_key)
+        previous = None if last_key is None else appended_sums(last_key, query.shape[1] // key.shape[1], scale)
+        return append_decay(query, key, value, decay_sums(decay, previous), scale)
 
 
 class Tables(NamedTuple):

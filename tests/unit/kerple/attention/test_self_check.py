@@ -91,12 +91,17 @@ def random_call(backend: str = "auto") -> torch.Tensor:
     return Attention(backend, method)(states[:, :, 2:], states, states, bias_table=tables(method, 10, CPU)[0])
 
 
-@pytest.mark.parametrize("method", ["none", "alibi", "kerple_log", "kerple_power__ap", "kerple_power_ap_ap", "rpe"])
+@pytest.mark.parametrize(
+    "method", ["none", "alibi", "kerple_log", "kerple_power__ap", "kerple_power_ap_ap", "rpe", "forgetting"]
+)
 def test_the_kernels_pass(method):
-    """The interpreter passes with tables, with jacobians, and with one that is valid only from some distance on."""
+    """The interpreter passes with tables, with jacobians, with one that is valid only from some distance on, and with
+    a decay.
+    """
     verdicts = check(method, "fused") + check(method, "fused", training=False)
     assert [verdict.failure for verdict in verdicts] == [None, None]  # a window is another verdict
     gradients = {"query", "key", "value"} | ({"bias_coefficients"} if method == "kerple_log" else set())
+    gradients |= {"decay_sums"} if method == "forgetting" else set()
     assert {"result", *gradients} <= set(verdicts[0].errors)
     assert set(verdicts[-1].errors) == {"result"}
     assert str(verdicts[0]).startswith("self-check of the fused attention kernels passed (cpu, ")
@@ -118,7 +123,7 @@ def test_the_kernels_pass_with_a_window_in_training():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap"])
+@pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap", "forgetting"])
 def test_half_precision_is_far_from_the_limits(method, dtype):
     torch.manual_seed(0)
     with interpreted_bfloat16():

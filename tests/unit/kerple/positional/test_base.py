@@ -12,8 +12,8 @@ from kerple.positional import (
     ModelShape,
     PositionalMethod,
     TableJacobian,
-    append_decay,
     build,
+    decay_sums,
     primary_names,
 )
 
@@ -143,14 +143,13 @@ def attend_from_the_end(method: PositionalMethod, hidden: torch.Tensor) -> torch
     positions = torch.arange(FAR)
     embedded = method.embed(hidden, positions).unflatten(-1, (2, 8)).transpose(1, 2)
     query, key, value = embedded.unsqueeze(1).unbind(0)
-    if method.has_decay:
-        states = append_decay(query, key, value, method.decay(hidden[:1]), 8**-0.5)
-        return Attention("auto", method)(states[0][:, :, -LAST:], *states[1:], scale=8**-0.5)[..., :8]
+    sums = decay_sums(method.decay(hidden[:1])) if method.has_decay else None
     query, _ = method.rotate(query[:, :, -LAST:], key[:, :, :0], positions[-LAST:], positions[:0])
     _, key = method.rotate(query[:, :, :0], key, positions[:0], positions)
     bias, weight = tables(method, FAR, "cpu")
     table = score_table(method, FAR, "cpu") if method.modifies_scores else None
-    return Attention("auto", method)(query, key, value, bias_table=bias, weight_table=weight, table=table)
+    options = {"bias_table": bias, "weight_table": weight, "table": table, "decay_sums": sums}
+    return Attention("auto", method)(query, key, value, **options)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kerple.attention import attend
-from kerple.positional import append_decay, extra_dimensions
+from kerple.positional import append_decay, decay_sums
+from kerple.positional.decay import appended_sums, extra_dimensions
 
 SIZE, LENGTH = 8, 150
 
@@ -31,12 +32,6 @@ def random_states(heads, kv_heads, dtype, steepness=0.2):
     return [state.requires_grad_() for state in states]
 
 
-def decayed_attention(query, key, value, decay, backend, **options):
-    scale = query.shape[3] ** -0.5
-    states = append_decay(query, key, value, decay, scale)
-    return attend(*states, scale=scale, backend=backend, **options)[..., : query.shape[3]]
-
-
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -49,15 +44,12 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
         ("sdpa", torch.float64, None),
         ("chunked", torch.float32, None),
         ("chunked", torch.bfloat16, None),
-        pytest.param("fused", torch.float32, 70, marks=pytest.mark.slow),
     ],
 )
 def test_values_and_gradients(backend, dtype, window, kv_heads):
-    if backend == "fused":  # in Triton's interpreter
-        pytest.importorskip("triton")
     states = random_states(4, kv_heads, dtype)
     exact = [state.detach().double().requires_grad_() for state in states]
-    attended = decayed_attention(*states, backend, window=window)
+    attended = attend(*states[:3], decay_sums=decay_sums(states[3]), backend=backend, window=window)
     expected = exact_attention(*exact, window=window or LENGTH)
     upstream = torch.randn(attended.shape, dtype=torch.float64)
     gradients = torch.autograd.grad(attended, states, upstream.to(dtype))
@@ -71,19 +63,21 @@ def test_values_and_gradients(backend, dtype, window, kv_heads):
 def test_continued_sums(dtype):
     """Keys appended one by one, or in parts, have the same sums as all at once, even after large decays."""
     query, key, value, decay = (state.detach() for state in random_states(4, 2, dtype, steepness=40.0))
-    whole = append_decay(query, key, value, decay, SIZE**-0.5)
-    keys, last_key = [], None
+    sums = decay_sums(decay)
+    whole = append_decay(query, key, value, sums, SIZE**-0.5)
+    keys, previous = [], None
     for part in (slice(0, 60), *(slice(i, i + 1) for i in range(60, 70)), slice(70, LENGTH)):
-        states = (state[:, :, part] for state in (query, key, value, decay))
-        _, appended, _ = append_decay(*states, SIZE**-0.5, last_key)
+        states = (state[:, :, part] for state in (query, key, value))
+        _, appended, _ = append_decay(*states, decay_sums(decay[:, :, part], previous), SIZE**-0.5)
         keys.append(appended)
-        last_key = appended[:, :, -1:]
+        previous = appended_sums(appended[:, :, -1:], 2, SIZE**-0.5)
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(appended_sums(torch.cat(keys, dim=2), 2, SIZE**-0.5), sums, rtol=0, atol=tolerance)
     scores, continued = (
         (whole[0].double() @ appended.double().repeat_interleave(2, dim=1).transpose(-1, -2) * SIZE**-0.5)
         for appended in (whole[1], torch.cat(keys, dim=2))
     )
     assert whole[1].shape[3] == SIZE + extra_dimensions(dtype, 2)
-    tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(continued, scores, rtol=0, atol=tolerance)
     # The sums, about 3,000, are exact to 32 bits.
     expected = decay.double().cumsum(-1)

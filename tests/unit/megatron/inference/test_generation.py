@@ -360,7 +360,7 @@ def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
 
     def recorded_hidden(*arguments):
         result = hidden(*arguments)
-        sizes.append(sum(part.numel() for layer in caches[-1].layers for part in (layer._buffer, layer._sinks)))
+        sizes.append(sum(part.numel() for layer in caches[-1].layers for part in (*layer._buffers, *layer._sinks)))
         return result
 
     with monkeypatch.context() as patch:

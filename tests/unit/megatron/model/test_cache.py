@@ -30,7 +30,7 @@ def test_a_window_bounds_the_buffer():
         assert torch.equal(keys, key[:, :, first:start])
         assert torch.equal(values, value[:, :, first:start])
         assert cache.length == start
-        assert keys.untyped_storage().nbytes() <= (7 + 40 + 8) * 2 * 2 * 3 * 4 * 4
+        assert keys.untyped_storage().nbytes() <= (7 + 40 + 8) * 2 * 3 * 4 * 4
 
 
 def test_select():

@@ -251,8 +251,8 @@ def test_the_cache_of_a_window_is_bounded(pos_emb):
         expected = model(tokens, complete, mode)
         logits = [model(token, cache, mode) for token in tokens.split(1, dim=1)]
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=2e-5, rtol=1e-4)
-    last_key = cache.layers[0].last_key()
-    assert cache.layers[0].append(last_key, last_key)[0].shape[2] == 5
+    layer = cache.layers[0]
+    assert layer.append(*layer.last())[0].shape[2] == 5
 
 
 @pytest.mark.parametrize("pos_emb", ["kerple_log", "per_layer", "dape_v2_kerple"])
@@ -306,8 +306,8 @@ def test_llama_style_blocks_with_every_method(pos_emb):
         parts = [model(tokens[:, start:stop], cache) for start, stop in ((0, 11), (11, 12), (12, 30))]
         torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
         differences = (model(changed) - expected).abs().amax((0, 2))
-    last_key = cache.layers[0].last_key()
-    assert cache.layers[0].append(last_key, last_key)[0].shape[:3] == (2, 2, 7)
+    layer = cache.layers[0]
+    assert layer.append(*layer.last())[0].shape[:3] == (2, 2, 7)
     assert differences[9:22].min() > 1e-4
     assert differences[22:].max() < 1e-5
 

@@ -87,17 +87,43 @@ def test_head_sizes_that_are_not_a_power_of_two(size):
     assert_same_as_reference(1, 1, 33, 40, size)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 2, 37, 37, 16), {}),
+        ((1, 1, 150, 150, 64), {}),
+        ((1, 2, 33, 40, 80), {"bias": True}),
+        ((1, 4, 40, 97, 16), {"window": 33, "kv_heads": 2}),
+        ((1, 2, 1, 37, 16), {"kv_heads": 1}),
+    ],
+)
+def test_decay(sizes, options):
+    """In float64, the reference loses nothing by the prefix sums of about -4,000; in float32, it would lose 1e-4."""
+    assert_same_as_reference(*sizes, **{"bias": False, "weight": False, "decay": True, **options})
+
+
+def test_decay_of_strong_gates():
+    """The difference of neighbors is 40, so that rounding each tile's sums to float32 is the largest error."""
+    arguments = random_attend_arguments(1, 1, 130, 130, 16, bias=False, weight=False, decay=True, device=DEVICE)
+    arguments["decay_sums"] = (-40.0 * torch.arange(130, device=DEVICE).double()).expand(1, 1, -1).requires_grad_()
+    expected = run_attend("reference", float64_arguments(arguments))
+    for actual, expected_tensor in zip(run_attend("fused", arguments), expected, strict=True):
+        assert (actual.double() - expected_tensor).norm() <= 1e-4 * expected_tensor.norm() + 1e-5
+
+
+@pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_half_precision(dtype):
-    """Products of half-precision inputs are summed in float32; the table's gradient is never rounded."""
+def test_half_precision(dtype, decay):
+    """Products of half-precision inputs are summed in float32; the gradients of tables and decays are never rounded."""
     tolerance = 1e-3 if dtype == torch.float16 else 1e-2
-    assert_same_as_reference(1, 2, 70, 100, 32, window=80, dtype=dtype, tolerance=tolerance)
+    weight = not decay
+    assert_same_as_reference(1, 2, 70, 100, 32, weight=weight, decay=decay, window=80, dtype=dtype, tolerance=tolerance)
     arguments = random_attend_arguments(1, 1, 20, 20, 32, dtype=dtype, device=DEVICE)
     assert run_attend("fused", arguments)[-1].dtype == torch.float32
 
 
 def test_repeated_runs_are_bitwise_identical():
-    arguments = random_attend_arguments(2, 2, 40, 66, 16, kv_heads=1, device=DEVICE)
+    arguments = random_attend_arguments(2, 2, 40, 66, 16, weight=False, decay=True, kv_heads=1, device=DEVICE)
     for first, second in zip(run_attend("fused", arguments), run_attend("fused", arguments), strict=True):
         assert torch.equal(first, second)
 

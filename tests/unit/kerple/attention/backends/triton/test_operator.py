@@ -12,20 +12,25 @@ from tests.support.attention import random_attend_arguments
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def operator_arguments(s: int = 20, t: int = 20, window: int | None = None, kv_heads: int = 2) -> list[object]:
-    arguments = random_attend_arguments(1, 2, s, t, 16, window=window, kv_heads=kv_heads, device=DEVICE)
+def operator_arguments(
+    s: int = 20, t: int = 20, window: int | None = None, kv_heads: int = 2, decay: bool = False
+) -> list[object]:
+    arguments = random_attend_arguments(1, 2, s, t, 16, decay=decay, window=window, kv_heads=kv_heads, device=DEVICE)
     states = [arguments[name] for name in ("query", "key", "value", "bias_table", "weight_table")]
     coefficients = torch.randn(2, 1, device=DEVICE, requires_grad=True)
     directions = torch.randn(2, 1, t, device=DEVICE)
-    return [*states, coefficients, None, directions, None, 4, None, 0.3, window]
+    return [*states, coefficients, None, directions, None, arguments.get("decay_sums"), 4, None, 0.3, window]
 
 
-@pytest.mark.parametrize(("s", "t", "window", "kv_heads"), [(20, 20, None, 2), (9, 20, 5, 2), (20, 20, None, 1)])
-def test_opcheck(s, t, window, kv_heads):
+@pytest.mark.parametrize(
+    ("s", "t", "window", "kv_heads", "decay"),
+    [(20, 20, None, 2, False), (9, 20, 5, 2, True), (20, 20, None, 1, False)],
+)
+def test_opcheck(s, t, window, kv_heads, decay):
     """Schema, fake implementation and autograd formula agree with the implementation."""
     torch.library.opcheck(
         operator._attention,
-        tuple(operator_arguments(s, t, window, kv_heads)),
+        tuple(operator_arguments(s, t, window, kv_heads, decay)),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
