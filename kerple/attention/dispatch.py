@@ -222,10 +222,10 @@ class Attention:
         self.has_decay = positional is not None and positional.has_decay
         if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay):
             raise ValueError(
-                f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight or decay as well"
+                f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight or decay too"
             )
         if self.has_decay and self.has_weight:
-            raise ValueError(f"{type(positional).__name__} defines decay, so it must not define weight as well")
+            raise ValueError(f"{type(positional).__name__} defines decay, so it must not define weight too")
         check_backend(backend, self._requirements())
 
     def _requirements(self, **others: Any) -> Requirements:

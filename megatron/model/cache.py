@@ -12,8 +12,8 @@ from kerple.attention import Span
 
 
 class LayerCache:
-    """The states of one layer, `[b, n, t, size]` each: keys (stored after rotation), values, and with a decay the prefix
-    sums `[b, h, t, 1]`.
+    """The states of one layer, `[b, n, t, size]` each: keys (stored after rotation), values, and with a decay its
+    prefix sums.
 
     Buffers are allocated for `max_length` tokens if that is given. Otherwise they double in size whenever they are
     full, so appending a token costs amortized constant time. With a `window`, keys that no later query sees are

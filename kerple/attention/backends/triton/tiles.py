@@ -117,7 +117,7 @@ def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool, gro
         return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=128)
     if major in (10, 11) and small:
         tables = Tile(64, 64, 8 if weight else 4, 2)
-        return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), tables, kib=81)
+        return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), tables, kib=82)
     if major in (10, 11):
         return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=161)
     if small:

@@ -150,7 +150,7 @@ def test_modify_scores_excludes_tables():
         def bias(self, distance):
             return distance
 
-    with pytest.raises(ValueError, match="Both defines modify_scores, so it must not define bias or weight"):
+    with pytest.raises(ValueError, match="Both defines modify_scores, so it must not define bias, weight or decay"):
         Attention("auto", Both())
 
 
