@@ -154,6 +154,59 @@ def test_modify_scores_excludes_tables():
         Attention("auto", Both())
 
 
+class DecayingXPos(XPos):
+    def decay(self, hidden):
+        raise NotImplementedError  # the tests pass its sums
+
+
+def test_decays_that_do_not_fit():
+    class Weighted(DecayingXPos):
+        def weight(self, distance):
+            return distance
+
+    with pytest.raises(ValueError, match="Weighted defines decay, so it must not define weight too"):
+        Attention("auto", Weighted(4))
+    states, sums = random_states(3, 6), torch.zeros(1, 2, 6)
+    with pytest.raises(ValueError, match=r"decay_sums \[1, 2, 3\] must be \[1, 2, 6\]"):
+        attend(*states, decay_sums=sums[..., :3])
+    with pytest.raises(ValueError, match="decay_sums cannot be combined with weight_table, modify_scores or a scale"):
+        attend(*states, decay_sums=sums, weight_table=torch.ones(2, 6))
+    with pytest.raises(ValueError, match="the positional method has a decay: pass decay_sums"):
+        Attention("auto", DecayingXPos(4))(*states)
+    with pytest.raises(ValueError, match="the positional method has no decay"):
+        Attention("auto")(*states, decay_sums=sums)
+
+
+@pytest.mark.parametrize(("backend", "s"), [("reference", 40), ("chunked", 30), ("sdpa", 5)])
+def test_decays_in_blocks(backend, s):
+    """Against the mask of all pairs, with gradients; complete blocks and others."""
+    span, (query, key, value) = Span(block=8), float64_states(2, 4, 40)
+    sums = (-torch.rand(2, 2, 40, dtype=torch.float64)).cumsum(-1).requires_grad_()
+    scores = query @ key.transpose(-1, -2) / 2 + sums[..., :, None] - sums[..., None, :]
+    masked = scores.masked_fill(span.mask(range(40), range(40), "cpu"), float("-inf"))
+    expected = (masked.softmax(-1) @ value)[:, :, -s:]
+    actual = attend(query[:, :, -s:], key, value, decay_sums=sums, block=8, backend=backend)
+    upstream, leaves = upstream_gradient(expected), [query, key, value, sums]
+    grads = (torch.autograd.grad(context, leaves, upstream) for context in (actual, expected))
+    for left, right in ((actual, expected), *zip(*grads, strict=True)):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
+
+
+def test_decays_with_scaled_queries_and_keys():
+    """The sums of each segment of queries are those of its keys."""
+    query, key, value = float64_states(2, 4, 10)
+    sums = (-torch.rand(2, 2, 10, dtype=torch.float64)).cumsum(-1)
+    contexts = []
+    for scale_base in (1.0, 1e9):  # segments of 4 queries, and one segment
+        method = DecayingXPos(4, scale_base=scale_base)
+        attention = Attention("reference", method)
+        contexts.append(attention(query, key, value, decay_sums=sums, window=3))
+        method.scale_qk = lambda query, key, *positions: (query, key)
+        contexts.append(attention(query, key, value, decay_sums=sums, window=3))
+    torch.testing.assert_close(contexts[1], contexts[3], rtol=1e-9, atol=1e-11)
+    assert not torch.allclose(contexts[0], contexts[1])
+
+
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 @pytest.mark.parametrize("s", [1, 100])
 def test_autocast_does_not_change_scores(backend, s):

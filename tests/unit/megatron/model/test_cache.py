@@ -34,11 +34,15 @@ def test_a_window_bounds_the_buffer():
 
 
 def test_select():
-    states = torch.randn(3, 2, 10, 4)
+    """Keys, values, and the prefix sums of a decay, of more heads and in another dtype."""
+    states, sums = torch.randn(3, 2, 10, 4), torch.randn(3, 4, 10, 1, dtype=torch.float64)
     cache = KVCache([FULL] * 2)
     for layer in cache.layers:
-        layer.append(states[:, :, :4], states[:, :, :4])
+        assert layer.last() is None
+        layer.append(states[:, :, :4], states[:, :, :4], sums[:, :, :4])
     cache.select(torch.tensor([2, 0]))
     assert cache.length == 4
-    keys, _ = cache.layers[1].append(states[[2, 0], :, 4:6], states[[2, 0], :, 4:6])
+    assert torch.equal(cache.layers[1].last()[2], sums[[2, 0], :, 3:4])
+    keys, _, all_sums = cache.layers[1].append(*(part[[2, 0], :, 4:6] for part in (states, states, sums)))
     assert torch.equal(keys, states[[2, 0], :, :6])
+    assert torch.equal(all_sums, sums[[2, 0], :, :6])
