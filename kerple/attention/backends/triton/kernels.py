@@ -155,6 +155,22 @@ def load_base(bases, position):
 
 
 @triton.jit
+def store_sums(pointers, sums, mask):
+    """`tl.store` would rearrange the sums in shared memory, for which matrix products would have to wait."""
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,f,r",
+            [pointers.to(tl.int64), sums, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(pointers, sums, mask=mask)
+
+
+@triton.jit
 def query_base(bases, offset, first):
     """The base to which the scores and lse of a tile of queries refer."""
     return load_base(bases, offset + first // DECAY_BLOCK * DECAY_BLOCK)
@@ -343,8 +359,7 @@ def key_value_kernel(
         head_row_stats = row_stats + (sample * heads + head) * row_stats_h
         if HAS_DECAY:
             head_bases = bases + (sample * heads + head) * bases_h
-            key_base = load_base(head_bases, first)
-            key_decay = load_decay(decay + (sample * heads + head) * decay_h + MARGIN, first, BLOCK_N)
+            head_decay = decay + (sample * heads + head) * decay_h + MARGIN
             column_sum = tl.zeros([BLOCK_N], tl.float32)
         for start in range(begin, end, BLOCK_M):
             queries = load_rows(head_query, start, query_s, s, SIZE, BLOCK_M, BLOCK_D)
@@ -359,7 +374,9 @@ def key_value_kernel(
                 HAS_TABLE, HAS_WEIGHT, BLOCK_N, BLOCK_M, True,
             )  # fmt: skip
             if HAS_DECAY:
-                scores = scores - (key_decay + (key_base - query_base(head_bases, offset, start)))[:, None]
+                # Loaded for each tile of queries, to save registers.
+                shift = load_base(head_bases, first) - query_base(head_bases, offset, start)
+                scores = scores - (load_decay(head_decay, first, BLOCK_N) + shift)[:, None]
             probabilities = tl.exp2(scores - lse[None, :])
             grad_contexts = load_rows(head_grad_context, start, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D)
             grad_value_sum = tl.dot(
@@ -374,7 +391,7 @@ def key_value_kernel(
             grad_key_sum = tl.dot(grad_scores.to(queries.dtype), queries, grad_key_sum, input_precision=PRECISION)
         if HAS_DECAY:
             columns = first + tl.arange(0, BLOCK_N)
-            tl.store(column_sums + (sample * heads + head) * t + columns, column_sum, mask=columns < t)
+            store_sums(column_sums + (sample * heads + head) * t + columns, column_sum, columns < t)
     store_rows(grad_key, first, grad_key_t, t, grad_key_sum * scale, SIZE, BLOCK_N, BLOCK_D)
     store_rows(grad_value, first, grad_value_t, t, grad_value_sum, SIZE, BLOCK_N, BLOCK_D)
 

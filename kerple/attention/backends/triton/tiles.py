@@ -119,7 +119,7 @@ def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool, gro
         tables = Tile(64, 64, 8 if weight else 4, 2)
         return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), tables, kib=82)
     if major in (10, 11):
-        return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=161)
+        return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=162)
     if small:
         query, tables = Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
         return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), query, tables, kib=64, skip_mask=False)

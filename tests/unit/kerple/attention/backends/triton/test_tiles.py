@@ -76,7 +76,7 @@ def test_later_architectures_get_the_tiles_of_their_generation():
         ),
         (
             Gpu("Future", 100, 99 * 1024),
-            "needs 161 KiB of shared memory for torch.bfloat16 and head size 128; Future has 99",
+            "needs 162 KiB of shared memory for torch.bfloat16 and head size 128; Future has 99",
         ),
     ],
 )
