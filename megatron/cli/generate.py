@@ -254,14 +254,16 @@ def cache_bytes(model: GPT, mode: Mode, rows: int, longest: int, maximum_tokens:
 
     Layers with a window store at most two windows, the sinks, and the tokens that are fed at once.
     """
-    parameter = next(model.parameters())
+    settings = model.settings
+    # Keys and values; a decay adds a float64 number per query head.
+    layer_bytes = 2 * settings.num_kv_heads * settings.head_size * next(model.parameters()).element_size()
     total = 0
     for layer, block in zip(model.new_cache(mode=mode.attention).layers, model.blocks, strict=True):
         tokens = longest + maximum_tokens - 1  # the last token is never fed
         if layer.window is not None:
             tokens = min(tokens, 2 * layer.window + min(longest, PROMPT_CHUNK)) + min(tokens, layer.sinks)
-        total += tokens * block.attention.attended_size(parameter.dtype)
-    return 2 * rows * total * model.settings.num_kv_heads * parameter.element_size()
+        total += tokens * (layer_bytes + 8 * settings.num_heads * block.attention.decays)
+    return rows * total
 
 
 def interact(generator: TextGenerator, prompt_end: str, source: IO[bytes] | None = None) -> None:

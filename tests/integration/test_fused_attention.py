@@ -31,11 +31,14 @@ def counted(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
 
 
 def test_kernels_for_hopper(tmp_path):
-    """Without tables, with a bias, and with bias and weight, for coefficients and for any table."""
+    """Without tables, with a decay, with a bias, and with bias and weight, for coefficients and for any table."""
     counts = {(row["variant"], row["kernel"]): row for row in counted(tmp_path)}
-    assert len(counts) == 14
+    assert len(counts) == 17
     # Pairs at the same distance share a load: fewer than 3 loads for 4 pairs. A warp loads for 32 pairs at once.
     assert 0 < counts["bias", "query"]["LDG"] < 8192 / 32 * 3 / 4
+    # A decay needs no shared memory.
+    for kernel in ("forward", "key and value", "query"):
+        assert counts["decay", kernel]["shared"] == counts["no position", kernel]["shared"]
     # Two directions cost far less than a kernel that recomputes all scores.
     two_directions, bias = counts["bias, 2 directions", "query"], counts["bias", "query"]
     assert two_directions["instructions"] - bias["instructions"] < counts["bias", "tables"]["instructions"] / 2

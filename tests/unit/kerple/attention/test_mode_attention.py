@@ -250,7 +250,7 @@ def test_a_decay_and_a_rotation():
     query, key, value = torch.randn(3, 2, HEADS, LENGTH, HEAD_SIZE, dtype=torch.float64)
     sums = (-0.1 * torch.rand(2, HEADS, LENGTH, dtype=torch.float64)).cumsum(-1)
     mode = AttentionMode(SINKS, distance_map=Clip(9))
-    scores = rotated_products(query, key, mapped_distances(mode)) / math.sqrt(HEAD_SIZE)
+    scores = rotated_products(query, key, mapped_distances(mode), 10_000.0, HEAD_SIZE // 2) / math.sqrt(HEAD_SIZE)
     scores = scores + sums[..., :, None] - sums[..., None, :]
     expected = scores.masked_fill(~visible(SINKS), float("-inf")).softmax(-1) @ value
     method = DecayingRotary(HEAD_SIZE)

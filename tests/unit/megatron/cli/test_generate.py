@@ -311,9 +311,9 @@ def test_the_size_of_the_cache(pos_emb, mode, longest, keys, monkeypatch):
     """Against the largest buffers of the layers' caches while texts are generated."""
     model, append, sizes = small_gpt(pos_emb, **keys), LayerCache.append, {}
 
-    def recorded(layer, key, value):
-        result = append(layer, key, value)
-        buffers = [tensor.untyped_storage().nbytes() for tensor in (layer._buffer, layer._sinks) if tensor is not None]
+    def recorded(layer, *states):
+        result = append(layer, *states)
+        buffers = [tensor.untyped_storage().nbytes() for tensor in (*layer._buffers, *layer._sinks)]
         sizes[layer] = max(sizes.get(layer, 0), sum(buffers))
         return result
 
