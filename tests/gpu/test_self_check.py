@@ -16,7 +16,7 @@ SHAPE = ModelShape(num_heads=4, head_size=64, hidden_size=256, num_layers=1, max
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap", "rpe"])
+@pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap", "rpe", "forgetting"])
 def test_the_comparison(method, dtype, monkeypatch):
     """Training, and a window with fewer queries than keys."""
     calls = []
