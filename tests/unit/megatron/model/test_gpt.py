@@ -282,8 +282,7 @@ def test_windows_per_layer(pos_emb):
         torch.testing.assert_close(torch.cat(parts, 1), expected)
         for layer, window in zip(cache.layers, windows, strict=True):
             assert layer.window == (narrower or window)
-            last_key = layer.last_key()
-            assert layer.append(last_key, last_key)[0].shape[2] == (narrower or window or 31)
+            assert layer.append(*layer.last())[0].shape[2] == (narrower or window or 31)
 
 
 LLAMA = {
