@@ -163,6 +163,10 @@ class AttentionMode:
                 "has no base that dynamic-ntk could change: it needs a rotation of more than 2 dimensions, without a "
                 "scaling or random positions"
             )
+        if special and method.has_decay and (method.rotates or method.scales_qk):
+            return (
+                "has both a decay and a rotation, which cannot be computed for keys that are not consecutive; use full"
+            )
         if self.reindexed and (method.modifies_scores or not (method.turns or method.has_bias or method.has_weight)):
             return (
                 "has no distances that could be counted within the cache (it modifies scores, or has absolute "

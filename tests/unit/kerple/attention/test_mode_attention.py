@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature, attend_in_mode, mode_attention
-from kerple.positional import Cope, ModelShape, Rotary, StickBreaking, build, primary_names
+from kerple.positional import Cope, ModelShape, StickBreaking, build, primary_names
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
@@ -239,23 +239,6 @@ def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=2e-5)
         trained = layer(hidden)
     assert not torch.allclose(expected, trained, atol=1e-3)
-
-
-def test_a_decay_and_a_rotation():
-    class DecayingRotary(Rotary):
-        def decay(self, hidden):
-            raise NotImplementedError  # its sums are passed
-
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 2, HEADS, LENGTH, HEAD_SIZE, dtype=torch.float64)
-    sums = (-0.1 * torch.rand(2, HEADS, LENGTH, dtype=torch.float64)).cumsum(-1)
-    mode = AttentionMode(SINKS, distance_map=Clip(9))
-    scores = rotated_products(query, key, mapped_distances(mode), 10_000.0, HEAD_SIZE // 2) / math.sqrt(HEAD_SIZE)
-    scores = scores + sums[..., :, None] - sums[..., None, :]
-    expected = scores.masked_fill(~visible(SINKS), float("-inf")).softmax(-1) @ value
-    method = DecayingRotary(HEAD_SIZE)
-    context = attend_in_mode(query, key, value, method, mode, decay_sums=sums)
-    torch.testing.assert_close(context, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("pos_emb", primary_names())
