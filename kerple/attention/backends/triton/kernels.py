@@ -83,6 +83,18 @@ def input_pointers(
 
 
 @triton.jit
+def load_float32(pointers):
+    """Numbers that a kernel only reads, without the shared memory through which `tl.load` would stage them."""
+    if COMPILED:
+        numbers = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        numbers = tl.load(pointers)
+    return numbers
+
+
+@triton.jit
 def look_up(table, first_distance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The table's entries `[ROWS, COLUMNS]` for the pairs of a tile; `first_distance` is that of its first pair.
 
@@ -99,13 +111,7 @@ def look_up(table, first_distance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TR
         pointers = (table + (first_distance + ROWS - COLUMNS) + column)[None, :] - row[:, None]
     else:
         pointers = (table + (first_distance + COLUMNS - ROWS) + row)[:, None] - column[None, :]
-    if COMPILED:
-        entries = tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        entries = tl.load(pointers)
-    return entries
+    return load_float32(pointers)
 
 
 @triton.jit
@@ -131,27 +137,13 @@ def load_row_stats(row_stats, first, ROWS: tl.constexpr):
 @triton.jit
 def load_decay(decay, first, ROWS: tl.constexpr):
     """The prefix sums of the keys first ... first+ROWS-1 without their base, `[ROWS]`."""
-    pointers = (decay + (first - ROWS)) + tl.arange(ROWS, 2 * ROWS).to(tl.int64)
-    if COMPILED:
-        sums = tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        sums = tl.load(pointers)
-    return sums
+    return load_float32((decay + (first - ROWS)) + tl.arange(ROWS, 2 * ROWS).to(tl.int64))
 
 
 @triton.jit
 def load_base(bases, position):
     """The base of the token at a position."""
-    pointer = bases + position // DECAY_BLOCK
-    if COMPILED:  # like `look_up`: `tl.load` would stage it through shared memory
-        base = tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        base = tl.load(pointer)
-    return base
+    return load_float32(bases + position // DECAY_BLOCK)
 
 
 @triton.jit
