@@ -46,6 +46,7 @@ CONTENTS = {
         "docs/results/README",
         "docs/results/pilot",
         "docs/results/modes",
+        "docs/results/length_tests/chomsky",
         "docs/results/full-scale",
         "docs/results/replication/tables",
         "docs/chomsky",

@@ -1,7 +1,11 @@
 """The pages in docs/results are those that the records there give."""
 
+import json
+import shutil
+
 import pytest
 
+from megatron.cli import chomsky
 from megatron.reporting.replication import MAX_BYTES, figures, texts
 from tests.support.runs import ROOT
 
@@ -19,6 +23,17 @@ def test_every_figure_is_committed():
     for path, content in figures(RESULTS).items():
         assert path.is_file(), path.relative_to(ROOT)
         assert content.startswith(b"\x89PNG")
+
+
+def test_the_tables_of_length_tests_are_current(tmp_path):
+    """The command finds all experiments finished."""
+    committed = RESULTS / "length_tests"
+    shutil.copy(committed / "chomsky.json", tmp_path)
+    content = json.loads((committed / "chomsky.json").read_text(encoding="utf-8"))
+    methods = dict.fromkeys(result["pos_emb"] for result in content["results"])
+    options = ["--architecture", "decoder", "--steps", "1000", "--tasks", "associative_recall"]
+    chomsky.main([*options, "--methods", *methods, "--output", str(tmp_path)])
+    assert (tmp_path / "chomsky.md").read_bytes() == (committed / "chomsky.md").read_bytes()
 
 
 def test_files_are_small():
