@@ -198,10 +198,10 @@ def bidirectional_scores(scores: Tensor, query: Tensor, positional: PositionalMe
         return positional.modify_scores(scores, query, positions, positions, key_follows, table)
 
     causal = before(scores, query, positional.table(distances))
-    if positional.per_pair and not isinstance(positional, TransformerXL):  # its scores depend on the query itself
+    if positional.per_pair and not positional.shift_invariant:  # the position of the query matters, not only distances
         following = before(scores.transpose(-1, -2), query, positional.table(distances)).transpose(-1, -2)
     else:
-        # Read from right to left, the keys after a query precede it.
+        # Read from right to left, the keys after a query precede it, at the same distances.
         signed = -distances if isinstance(positional, TransformerXL) else distances
         following = before(scores.flip(-1, -2), query.flip(-2), positional.table(signed)).flip(-1, -2)
     return torch.where(key_follows, following, causal)
