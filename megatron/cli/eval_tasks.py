@@ -96,8 +96,8 @@ def harness_options(config: Config, options: argparse.Namespace) -> HarnessOptio
 def run_harness(
     harness: HarnessOptions, folders: Sequence[Path], config: Config, options: argparse.Namespace, output: Path
 ) -> None:
-    """Run the tasks on every checkpoint in every mode, write `tasks.json` (one entry for each of both) after each,
-    and print the table. Raises UserError.
+    """Run the tasks on every checkpoint in every mode, update `tasks.json` (an entry per checkpoint and mode) after
+    each run, and print the table. Raises UserError.
     """
     try:
         import lm_eval.api.model

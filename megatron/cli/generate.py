@@ -250,7 +250,7 @@ class TextGenerator:
 
 
 def cache_bytes(model: GPT, mode: Mode, rows: int, longest: int, maximum_tokens: int) -> int:
-    """The size of the KV cache that `generate` needs for `rows` texts. longest: longest prompt, in tokens.
+    """The size of the KV cache that `generate` needs for `rows` texts, in bytes. longest: longest prompt, in tokens.
 
     Layers with a window store at most two windows, the sinks, and the tokens that are fed at once.
     """

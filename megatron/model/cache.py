@@ -32,8 +32,8 @@ class LayerCache:
 
     def append(self, *states: Tensor) -> list[Tensor]:
         """Append states `[b, n, s, size]`, the same kinds in each call; return all of them, `[b, n, t + s, size]`, as
-        views of the buffers. With a window, t is at most `sinks` + `window` - 1. Without the tokens between the sinks
-        and the window, they are copies.
+        views of the buffers. With a window, t is at most `sinks` + `window` - 1. If there are sinks and tokens after
+        them were dropped, they are copies.
         """
         new = states[0].shape[2]
         first = 0 if self.window is None else max(0, self._stored - self.window + 1)

@@ -31,7 +31,7 @@ def check_kernels(
 
     Raises UserError if the configured backend does not support the device, or if it is fused and the check fails.
     """
-    # Of the layers with the same kernels, one. `per_layer` has other methods in other layers.
+    # One of the layers with the same kernels. With `per_layer`, layers have different methods.
     layers = {
         (type(getattr(module.attention.positional, "method", module.attention.positional)), module.window): module
         for module in model.modules()

@@ -234,7 +234,9 @@ def _differences(
     counterpart: Callable[[Method], Method],
     lengths: Sequence[int],
 ) -> list[tuple[Setting, Method, list[str]]]:
-    """For each line with a paired difference from its reference method, which is another one: its texts, by length."""
+    """(setting, method, differences as texts by length) of the lines whose counterpart is another method with paired
+    losses.
+    """
     rows = []
     for setting, method in lines:
         other = counterpart(method)

@@ -29,7 +29,7 @@ RUN_VARIABLE = "SWEEP_RUN"
 POLL_INTERVAL = 0.2  # seconds
 REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
 LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
-EVALUATION_SHARE = 0.1  # of the progress that the evaluation of a run counts for, in its training steps
+EVALUATION_SHARE = 0.1  # in the progress, an evaluation counts as this share of the run's training steps
 
 
 @dataclass
