@@ -40,11 +40,8 @@ RESUMED_IN = [
 # Adam would turn into steps.
 LARGE_EPSILON = {"type": "Adam", "params": {"lr": 0.005, "eps": 1e-6}}
 PER_LAYER = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
-MIXED = {
-    "pos_emb": "per_layer",
-    "pos_emb_options": {"methods": [{"rotary": {"random_range": 128}}, "forgetting"]},
-    "sliding_window_width": [7, None],
-}
+METHODS = [{"rotary": {"random_range": 128}}, "forgetting"]
+MIXED = {"pos_emb": "per_layer", "pos_emb_options": {"methods": METHODS}, "sliding_window_width": [7, None]}
 LLAMA = {
     "norm": "rmsnorm",
     "activation": "swiglu",
@@ -64,8 +61,7 @@ Trained = Callable[..., str]
 @pytest.fixture(scope="module")
 def trained(ranks, data_path) -> Trained:
     def train_in(folder: Path, layout: str, **keys: object) -> str:
-        keys = {"padded_vocab_size": VOCABULARY, **LAYOUTS[layout], **keys}
-        settings = training_settings(folder, data_path, **keys)
+        settings = training_settings(folder, data_path, **{"padded_vocab_size": VOCABULARY, **LAYOUTS[layout], **keys})
         if layout != "one":
             return ranks.train(settings)
         train(Config.from_flat(settings))

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for package in ("kerple", "megatron") for path in (ROOT / package).rglob("*.py"))
 UNIT_TESTS = sorted((ROOT / "tests/unit").rglob("test_*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Source text of exported models, and modules without logic of their own.
 UNTESTED = ("self_contained/", "__init__.py")
 PROCESS_MODULES = {
@@ -105,6 +106,6 @@ def test_unit_tests_start_no_processes(path):
     assert not starters
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *UNIT_TESTS], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short(path):
     assert len(path.read_text().splitlines()) <= 500
