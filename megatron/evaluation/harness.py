@@ -171,8 +171,8 @@ class HarnessModel(TemplateLM):
         max_length: maximum number of tokens read at once. As with the harness's own models, longer prompts are
             truncated on the left and longer documents are read in windows. With None, prompts are never truncated, and
             documents are read in windows of at most `rolling_length`.
-        mode: how the model attends. Modes that depend on the length take the number of tokens that are read at once,
-            or of a prompt and the most tokens that the task generates.
+        mode: how the model attends. The length for modes that depend on it is the number of tokens that are read at
+            once; in tasks that generate, that of the prompt plus the maximum number of tokens to generate.
         report: receives a line about the lengths of each type of request; `lengths` contains the same numbers.
 
     Raises UserError if the model does not support the mode. Requests raise UserError if a text is longer than the
