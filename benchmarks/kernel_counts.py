@@ -4,12 +4,11 @@
 
 Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a decay (forgetting attention),
 with a bias, with a bias and two jacobian directions (KERPLE's log kernel in training), and with bias, weight and two
-directions of each. Reports
-registers, bytes of stack (spilled registers), spills in the inner loop, shared memory, and whether matrix products are
-serialized. For the inner loop and 8,192 pairs of query and key it reports all instructions, loads (LDG), exponentials
-(MUFU), the cycles in which shared memory delivers the operands of the tensor cores (LDSM; only mma.sync needs them),
-and the cycles of the tensor cores at their peak. In a cycle, a multiprocessor issues 4 instructions, and completes half
-a warp's exponentials or a warp's load.
+directions of each. Reports registers, bytes of stack (spilled registers), spills in the inner loop, shared memory, and
+whether matrix products are serialized. For the inner loop and 8,192 pairs of query and key it reports all instructions,
+loads (LDG), exponentials (MUFU), the cycles in which shared memory delivers the operands of the tensor cores (LDSM;
+only mma.sync needs them), and the cycles of the tensor cores at their peak. In a cycle, a multiprocessor issues 4
+instructions, and completes half a warp's exponentials or a warp's load.
 
 `--check` exits with status 1 if a kernel spills more than a few registers, serializes its matrix products, or needs
 more shared memory than the GPU has or `tiles_for` states.
