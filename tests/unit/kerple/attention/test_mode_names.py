@@ -80,6 +80,35 @@ def test_modifiers():
 
 
 @pytest.mark.parametrize(
+    ("names", "canonical"),
+    [
+        (["full+logn@9+clip@4", "full+clip@4+logn@9"], "full+clip@4+logn@9"),
+        (["full+logn", "full+logn@128"], "full+logn"),
+        (["full+linear@128", "full+linear"], "full+linear"),
+        (["full+dynamic-ntk@1", "full+dynamic-ntk@1.00", "full+dynamic-ntk"], "full+dynamic-ntk"),
+        (["full+dynamic-ntk@2.50", "full+dynamic-ntk@2.5"], "full+dynamic-ntk@2.5"),
+        (["blockwise@128", "blockwise"], "blockwise"),
+        (["window@9+leaky@4,8.0", "window@9+leaky@4,8"], "window@9+leaky@4,8"),
+        (
+            ["sinks@4+124+clip@64+logn", "sinks@4+124+logn@128+clip@64+reindexed", "sinks@4+124+logn+clip@64"],
+            "sinks@4+124+clip@64+logn sinks@4+124+reindexed+clip@64+logn",
+        ),
+        (["full+logn@64", "blockwise@64"], "full+logn@64 blockwise@64"),
+    ],
+)
+def test_the_same_mode_has_one_name(names, canonical):
+    modes = [parse_mode(name, 128) for name in names]
+    assert list(dict.fromkeys(mode.name for mode in modes)) == canonical.split()
+    for mode in modes:
+        assert parse_mode(mode.name, 128) == mode
+    assert len({mode.attention for mode in modes}) == len(canonical.split())
+
+
+def test_names_without_a_training_length_keep_their_lengths():
+    assert [parse_mode(name).name for name in ("full+logn@9", "blockwise@8")] == ["full+logn@9", "blockwise@8"]
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("sinks@4", "sinks@S"),
