@@ -295,6 +295,14 @@ class PositionalMethod(nn.Module):
         }
 
     @classmethod
+    def trained_options(cls, **options: Any) -> dict[str, Any]:
+        """The options without those that evaluation can change: `evaluation_options` and those of `randomized.py`."""
+        from kerple.positional.randomized import OPTIONS  # it imports this module
+
+        changeable = (*cls.evaluation_options, *OPTIONS)
+        return {name: value for name, value in options.items() if name not in changeable}
+
+    @classmethod
     def parts(cls, **options: Any) -> list[type["PositionalMethod"]]:
         """The other methods that a method with these options builds by name: an export contains their files."""
         return []

@@ -45,8 +45,7 @@ class PerLayer(PositionalMethod):
                 raise ValueError(
                     f"methods contains {name}, which cannot be the method of a layer; use methods that act in attention"
                 )
-        entry = methods[layer % len(names)]
-        options: Any = {} if isinstance(entry, str) else next(iter(entry.values()), None) or {}
+        options = self._entry_options(methods[layer % len(names)])
         sizes = (num_heads, head_size, hidden_size, num_layers, max_positions, layer)
         shape = ModelShape(**dict(zip((field.name for field in fields(ModelShape)), sizes, strict=True)))
         self.method = build(names[layer % len(names)], shape, **options)
@@ -64,12 +63,29 @@ class PerLayer(PositionalMethod):
     def parts(cls, *, methods: Any = ("rotary", "none"), **options: Any) -> list[type[PositionalMethod]]:
         return [method_class(name) for name in cls.names(methods)]
 
+    @classmethod
+    def trained_options(cls, *, methods: Any = ("rotary", "none"), **options: Any) -> dict[str, Any]:
+        """The list as {name: trained options of this method}. Raises ValueError for an invalid list."""
+        return {
+            "methods": [
+                {name: method_class(name).trained_options(**cls._entry_options(entry))}
+                for name, entry in zip(cls.names(methods), methods, strict=True)
+            ]
+        }
+
+    @staticmethod
+    def _entry_options(entry: str | Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any]:
+        values: list[Mapping[str, Any] | None] = [] if isinstance(entry, str) else list(entry.values())
+        return (values[0] if values else None) or {}
+
     @staticmethod
     def names(methods: Any) -> list[str]:
         """The names in the option `methods`. Raises ValueError if it is not a list of names and {name: options}."""
         entries = methods if isinstance(methods, list | tuple) else []
         for entry in entries:
-            if not isinstance(entry, str) and not (isinstance(entry, Mapping) and len(entry) == 1):
+            pairs = list(entry.items()) if isinstance(entry, Mapping) else [(entry, None)]
+            valid = len(pairs) == 1 and isinstance(pairs[0][0], str)
+            if not valid or not isinstance(pairs[0][1], Mapping | None):
                 raise ValueError(f"methods: {entry!r} is neither the name of a method nor {{name: options}}")
         if not entries:
             raise ValueError(f"methods {methods!r} must be a list of methods, such as [rotary, none]")

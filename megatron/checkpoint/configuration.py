@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kerple.positional import RANDOM_OPTIONS, build_layers, method_class, registered_names
+from kerple.positional import build_layers, method_class, registered_names
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.yaml_files import read_file
@@ -86,9 +86,8 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
 
     def options(settings: ModelSettings) -> dict[str, object]:
         method = method_class(before.pos_emb)
-        ignored = (*method.evaluation_options, *RANDOM_OPTIONS) if evaluation else ()
         complete = {**method.default_options(), **dict(settings.pos_emb_options)}
-        return {name: value for name, value in complete.items() if name not in ignored}
+        return method.trained_options(**complete) if evaluation else complete
 
     for field, key in OUTPUT_SETTINGS.items():
         if field == "pos_emb_options":

@@ -210,13 +210,19 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
             first, *rest = canonical_path(key)
             if first == "pos_emb_options":
                 requested = {**requested, rest[0]: value} if rest else dict(value)
-        for name in requested.keys() | trained.keys():
-            if name not in changeable and requested.get(name) != trained.get(name):
-                raise UserError(
-                    f"--set pos-emb-options: option {name} of pos_emb {saved.pos_emb} cannot be changed after training "
-                    f"({step}); options that can: {', '.join(changeable)}"
-                )
-    merged = {name: value for name, value in trained.items() if name not in changeable}
+    try:
+        fixed, requested_fixed = (method.trained_options(**each) for each in (trained, requested))
+    except ValueError as error:
+        raise UserError(f"pos-emb-options: {error}") from error
+    for name in fixed.keys() | requested_fixed.keys() if options.own else ():
+        if requested_fixed.get(name) != fixed.get(name):
+            raise UserError(
+                f"--set pos-emb-options: option {name} of pos_emb {saved.pos_emb} cannot be changed after training "
+                f"({step}); options that can: {', '.join(changeable)}"
+                + (", of the methods in the list" if name == "methods" else "")
+            )
+    source = requested if requested_fixed == fixed else trained
+    merged = {name: value for name, value in source.items() if name not in changeable}
     for name, value in requested.items():
         if name in changeable and value is not None:
             merged[name] = value

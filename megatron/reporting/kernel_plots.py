@@ -236,8 +236,10 @@ positions (arXiv 2305.16843). This works with position embeddings, rotations (al
 sampled distances), biases and weights, FIRE, DAPE, DAPE V2 and Transformer-XL. It is an error for methods without
 positions of their own, such as CoPE and stick-breaking attention. Methods with a bias or weight then compute
 it for each pair, in the chunked backend. Evaluation uses one sample of "random_length" positions (by default
-max-position-embeddings), which evaluate.py --set pos-emb-options.random_length=L changes for longer texts. Training is
-exact after a resume, also with a schedule of the sequence length (`curriculum_learning`, see
+max-position-embeddings), which evaluate.py --set pos-emb-options.random_length=L changes for longer texts. With
+`per_layer`, set these options in its list, and in evaluation the whole list: --set
+'pos-emb-options.methods=[{alibi: {random_range: N, random_length: L}}, none]'. Training is exact after a resume, also
+with a schedule of the sequence length (`curriculum_learning`, see
 [huggingface.md](huggingface.md#continued-pre-training-with-another-positional-method)), which works in training from
 scratch too.
 

@@ -76,6 +76,8 @@ def test_random_positions_advance():
         ([], r"methods \[\] must be a list of methods"),
         ("rotary", r"methods 'rotary' must be a list of methods"),
         ([{"rotary": {}, "none": {}}], r"is neither the name of a method nor \{name: options\}"),
+        ([{"rotary": 3}], r"is neither the name of a method nor \{name: options\}"),
+        ([3], r"is neither the name of a method nor \{name: options\}"),
         (["rotray"], "pos-emb 'rotray' is unknown; did you mean rotary"),
         (["none", "learned"], "methods contains learned, which cannot be the method of a layer"),
         (["per_layer"], "methods contains per_layer"),

@@ -1,6 +1,7 @@
 """Options shared by evaluate.py and generate.py: which checkpoint, device and tokenizer are used."""
 
 import argparse
+import json
 
 import pytest
 import torch
@@ -42,6 +43,24 @@ def test_a_checkpoint_without_configuration_files(run):
     assert (config.model.pos_emb, config.training.seed) == ("rotary", 3)
     assert saved_config(run, config, options).model.pos_emb_options == {"scaling": "linear", "factor": 4}
     assert chosen_step(run, config, options).name == "global_step8"
+
+
+def test_methods_of_layers(tmp_path):
+    """In the list, only the options that evaluation can change may be new; null removes them."""
+    trained = {"methods": [{"rotary": {"fraction": 0.5}}, {"alibi": {"random_range": 64}}]}
+    write_checkpoint(tmp_path, "per_layer", "nowhere", pos_emb_options=trained)
+    for scaling, random in (({"scaling": "linear", "factor": 4}, {"random_length": 50}), ({}, {"random_range": None})):
+        methods = [{"rotary": {"fraction": 0.5, **scaling}}, {"alibi": {"random_range": 64, **random}}]
+        word = f"pos-emb-options.methods={json.dumps(methods)}"
+        config, options = parse("--checkpoint", tmp_path, "--set", word)
+        assert saved_config(tmp_path, config, options).model.pos_emb_options == {"methods": methods}
+        config = Config.from_flat(settings_of("per_layer", "nowhere", pos_emb_options={"methods": methods}))
+        options.own, options.overrides = False, {}
+        assert saved_config(tmp_path, config, options).model.pos_emb_options == {"methods": methods}
+    for methods in ([{"rotary": {"fraction": 0.25}}, "alibi"], ["rotary"]):
+        config, options = parse("--checkpoint", tmp_path, "--set", f"pos-emb-options.methods={json.dumps(methods)}")
+        with pytest.raises(UserError, match=r"option methods of pos_emb per_layer cannot be changed .*random_length"):
+            saved_config(tmp_path, config, options)
 
 
 def test_configuration_files(run, tmp_path):
