@@ -193,10 +193,11 @@ class AttentionMode:
                 "layer's window; use full, or window@W with a smaller W"
             )
         has_positions = any(method.has_positions for method in methods)
-        for method in methods:
-            reason = (self.for_layer(method) if has_positions else self).unsupported_reason(method)
+        reasons = [(self.for_layer(method) if has_positions else self).unsupported_reason(method) for method in methods]
+        for layer, reason in enumerate(reasons):
             if reason is not None:
-                return f"is not supported: pos_emb {name} {reason}"
+                place = f" in layer {layer} (counted from 0)" if None in reasons else ""
+                return f"is not supported: pos_emb {name}{place} {reason}"
         return None
 
     @staticmethod

@@ -58,8 +58,11 @@ def test_layers_without_positions_support_all_distances(mode):
         assert not torch.allclose(expected, decoder.hidden(tokens, mode=AttentionMode(mode.span)), atol=1e-3)
         states, layer = torch.randn(1, 24, 32), model.blocks[1].attention
         torch.testing.assert_close(layer(states, mode=mode), layer(states, mode=AttentionMode(mode.span)))
-    for methods in (("none",), ("rotary", "cope"), ("none", "forgetting")):
-        assert "pos_emb per_layer" in str(as_decoder(per_layer(*methods)).unsupported_reason(mode))
+    layer_1 = " in layer 1 (counted from 0)"
+    for methods, place in ((("none",), ""), (("rotary", "cope"), layer_1), (("none", "forgetting"), layer_1)):
+        reason = as_decoder(per_layer(*methods)).unsupported_reason(mode)
+        assert str(reason).startswith(f"is not supported: pos_emb per_layer{place} ")
+        assert ("in layer" in str(reason)) == bool(place)
 
 
 def test_a_function_supports_the_spans_it_has_arguments_for():
