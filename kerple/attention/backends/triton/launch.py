@@ -250,9 +250,10 @@ class Launcher:
         return column_sums
 
     def _sums(self, length: int) -> Tensor:
-        """Space for a number per head and token, if there is a decay."""
-        shape = (self.batch, self.heads, length) if self.has_decay else (1,)
-        return self.query.new_empty(shape, dtype=torch.float32)
+        """Space for a number per head and token with a decay; otherwise a tensor that kernels do not write."""
+        if not self.has_decay:
+            return self.query
+        return self.query.new_empty(self.batch, self.heads, length, dtype=torch.float32)
 
     def table_gradients(
         self, grad_context: Tensor, row_stats: Tensor, needs_bias: bool, needs_weight: bool, dense: int | None
