@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional import method_class
+from kerple.positional.randomized import Randomized
 from megatron.checkpoint.convert import llama
 from megatron.checkpoint.convert.hugging_face_config import (
     KNOWN_KEYS,
@@ -81,7 +82,7 @@ def to_hugging_face(
         UserError: if the tokenizer is missing or has more tokens than the model, or if the model does not support the
             inference mode.
     """
-    if config.model.pos_emb_options.get("random_range") is not None:
+    if any(isinstance(module, Randomized) for module in model.modules()):
         raise CheckpointError(
             "pos_emb_options random_range: random positions are used in training only; export the model without "
             "the option"

@@ -159,14 +159,19 @@ def test_interpolated_rotary(options, stock, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("pos_emb", "keys", "message"),
     [
-        ({"pos_emb_options": {"random_range": 256}}, "random_range: random positions are used in training only"),
-        ({"sliding_window_width": [9, None]}, "sliding_window_width: a list"),
+        ("rotary", {"pos_emb_options": {"random_range": 256}}, "random_range: random positions are used in training"),
+        (
+            "per_layer",
+            {"pos_emb_options": {"methods": [{"rotary": {"random_range": 256}}, "none"]}},
+            "random_range: random positions are used in training",
+        ),
+        ("rotary", {"sliding_window_width": [9, None]}, "sliding_window_width: a list"),
     ],
 )
-def test_models_that_cannot_be_exported(keys, message, tmp_path):
-    model, config = make_model("rotary", **keys)
+def test_models_that_cannot_be_exported(pos_emb, keys, message, tmp_path):
+    model, config = make_model(pos_emb, **keys)
     with pytest.raises(CheckpointError, match=message):
         to_hugging_face(model, config, tmp_path / "hf", report=quiet)
 
