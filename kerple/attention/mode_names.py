@@ -199,8 +199,8 @@ def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str,
     wrong = len(texts) != len(types) and not (modifier.optional and not texts)
     if wrong or not all(_NUMBERS[kind].fullmatch(text) for kind, text in zip(types, texts, strict=False)):
         raise ValueError(
-            f"inference mode {name}: {part!r} must be {modifier.grammar(key)}, with numbers for the letters: from 1, and "
-            "without leading zeros"
+            f"inference mode {name}: {part!r} must be {modifier.grammar(key)}, with numbers for the letters: from 1, "
+            "and without leading zeros"
         )
     values = [kind(text) for kind, text in zip(types, texts, strict=False)]
     defaults = [1.0 if letter == "F" else train_length for letter, _ in modifier.arguments if modifier.optional]
