@@ -45,10 +45,10 @@ def configuration(tmp_path, data, trained):
     return write
 
 
-def expected(model, contexts, *, seed=77):
-    """Texts by the library, from the same settings."""
+def expected(model, contexts, *, seed=77, **changes):
+    """Texts by the library, from the same settings except for the changes."""
     prompts = [TOKENIZER.tokenize(context) or [TOKENIZER.eod] for context in contexts]
-    generations = generate(model, prompts, seed=seed, eod=0, vocab_size=512, **CHOICE)
+    generations = generate(model, prompts, seed=seed, eod=0, vocab_size=512, **{**CHOICE, **changes})
     return [TOKENIZER.detokenize(generation.tokens) for generation in generations]
 
 
@@ -113,7 +113,7 @@ def test_texts_are_printed_by_default(tmp_path, monkeypatch, configuration, trai
     (tmp_path / "p.txt").write_text("ab\ncd")
     words = [configuration(), "-i", "p.txt", "--set"]
     main([*words, "maximum_tokens=4"])
-    first, second = (text[:4] for text in expected(trained[1], ["ab", "cd"]))
+    first, second = expected(trained[1], ["ab", "cd"], maximum_tokens=4)
     assert capsys.readouterr().out == (
         f"--- sample 1 of 2, 4 tokens ---\nab{first}\n--- sample 2 of 2, 4 tokens ---\ncd{second}\n"
     )
