@@ -412,11 +412,8 @@ def verdict_summary(results: Sequence[Result]) -> str:
         return "No claim of the papers has been measured yet."
     if count["one seed"] and not count["holds"] + count["does not hold"]:
         return "The claims of the papers are not decided yet, because there is only one seed."
-    text = f"Of {len(results)} claims of the papers, {count['holds']} hold, {count['does not hold']} do not hold and "
-    text += f"{count['inconclusive']} are inconclusive"
-    others = {"not measured": "not measured", "one seed": "measured with only one seed"}
-    rest = [f"{count[verdict]} are {words}" for verdict, words in others.items() if count[verdict]]
-    return "; ".join([text, *rest]) + "."
+    counts = [f"{verdict} {number}" for verdict, number in count.items() if number]
+    return f"Verdicts on {len(results)} claims of the papers: {', '.join(counts)}."
 
 
 def _cells(result: Result, corpora: Sequence[str | None], several_runs: bool) -> tuple[Cell, ...]:

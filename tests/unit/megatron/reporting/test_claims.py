@@ -176,7 +176,7 @@ def test_the_table():
     assert [cell.text for cell in second.cells] == ["not measured", "–", "–", "–"]
     results = evaluate_claims([*records, *losses("kerple_log")], {}, [claim()])
     assert claims_table(results).columns[2:4] == ("C", "Prose")
-    assert verdict_summary(results) == "Of 1 claims of the papers, 1 hold, 0 do not hold and 0 are inconclusive."
+    assert verdict_summary(results) == "Verdicts on 1 claims of the papers: holds 1."
 
 
 def test_one_seed_decides_nothing():
