@@ -255,7 +255,7 @@ def problems(row: dict[str, Any]) -> list[str]:
     limit = MAX_STACK if row["spills in loop"] else MAX_STACK_OUTSIDE_LOOP
     if row["kernel"] == "tables" or (row["grouped"] and row["kernel"] == "key and value"):
         limit = MAX_STACK_TABLES
-        if row["variant"] == "decay" and row["dtype"] == "fp32":
+        if (row["variant"], row["dtype"], row["size"]) == ("decay", "fp32", 128):
             limit = MAX_STACK_FLOAT32_DECAY
     available = ARCHITECTURES[row["arch"]][0]
     return [

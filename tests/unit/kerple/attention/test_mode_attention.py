@@ -207,10 +207,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("pos_emb", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
-def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
-    """At once, and with a KV cache that drops keys, in chunks that begin before and after the window is full."""
-    settings = ModelSettings(
+def small_settings(pos_emb: str, **keys) -> ModelSettings:
+    return ModelSettings(
         num_layers=1,
         hidden_size=HEADS * HEAD_SIZE,
         num_heads=HEADS,
@@ -218,7 +216,14 @@ def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
         max_positions=32,
         pos_emb=pos_emb,
         pos_emb_options=OPTIONS.get(pos_emb, ()),
+        **keys,
     )
+
+
+@pytest.mark.parametrize(("pos_emb", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
+def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
+    """At once, and with a KV cache that drops keys, in chunks that begin before and after the window is full."""
+    settings = small_settings(pos_emb)
     torch.manual_seed(0)
     model = GPT(settings).double().eval()
     layer = model.blocks[0].attention
@@ -304,15 +309,7 @@ LINEAR_MEMORY = {
 
 def attention_memory(mode: AttentionMode, length: int, pos_emb: str, backend: str = "auto") -> int:
     """The peak number of bytes that a layer allocates without gradients."""
-    settings = ModelSettings(
-        num_layers=1,
-        hidden_size=HEADS * HEAD_SIZE,
-        num_heads=HEADS,
-        padded_vocab_size=64,
-        max_positions=32,
-        pos_emb=pos_emb,
-        attention_backend=backend,
-    )
+    settings = small_settings(pos_emb, attention_backend=backend)
     layer, hidden = GPT(settings).eval().blocks[0].attention, torch.randn(1, length, HEADS * HEAD_SIZE)
     with torch.no_grad():
         return peak_memory(lambda: layer(hidden, mode=mode.at_length(length)))
