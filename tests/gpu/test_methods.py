@@ -20,14 +20,21 @@ METHODS = sorted(path.stem for path in (ROOT / "configs/pos_emb").glob("*.yml"))
 BACKENDS = [name for name in backend_names() if name not in ("auto", "flex")]  # flex is compiled, not simulated
 # One method of each kind: the other backends, dtypes and activation checkpointing are slow for all of them.
 KINDS = ("none", "learned", "rotary", "xpos", "alibi", "kerple_log", "kerple_power_ap_ap", "rpe", "fire", "dape_kerple")
-NEW_KINDS = ("forgetting", "per_layer", "stick_breaking")
+QUICK = (*KINDS, "forgetting", "per_layer", "stick_breaking")
+
+
+def slow_unless(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return () if condition else (pytest.mark.slow,)
+
+
 STEPS = [
-    pytest.param(name, backend, marks=() if backend == "auto" or name in KINDS + NEW_KINDS else pytest.mark.slow)
+    pytest.param(name, backend, marks=slow_unless(backend == "auto" or (name in QUICK and backend != "reference")))
     for name in METHODS
     for backend in ("auto", *BACKENDS)
 ]
-EVERY_METHOD = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in METHODS]
+EVERY_METHOD = [pytest.param(name, marks=slow_unless(name in KINDS)) for name in METHODS]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OTHER_DTYPES = [pytest.param("fp16", marks=pytest.mark.slow), "fp32"]
 
 
 def settings_for(method: str, backend: str = "auto", *overrides: str) -> ModelSettings:
@@ -74,7 +81,7 @@ def test_training_step(method, backend):
         check_training(cuda_model(settings_for(method, backend)), device)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_training_step_in_other_dtypes(method, dtype):
     with SimulatedCuda() as device:
@@ -94,7 +101,7 @@ def test_evaluation(method):
     check_evaluation(method, "bf16")
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
 @pytest.mark.parametrize("method", [name for name in KINDS if name != "learned"])
 def test_evaluation_in_other_dtypes(method, dtype):
     check_evaluation(method, dtype)

@@ -84,7 +84,7 @@ def start_deepy(folder: Path, *words: str, **variables: str) -> subprocess.Popen
     )
 
 
-def test_two_ranks_compute_and_save_after_sigterm(tmp_path):
+def test_two_ranks_compute_and_save_after_sigterm(tmp_path, forked_scripts):
     (tmp_path / "script.py").write_text(ALL_REDUCE + SAVE_ON_SIGTERM)
     process = start_deepy(tmp_path, "script.py", "model", "--set", "num_gpus=2", "seed=7", "--lengths", "8", "16")
     process.stdin.write("typed\n")

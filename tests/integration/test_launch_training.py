@@ -16,7 +16,7 @@ from megatron.training.loop import train
 from tests.support.runs import ROOT, environment, metrics, run, start, training_settings
 
 
-def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path):
+def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path, forked_scripts):
     """Slurm sends SIGTERM before it ends a job."""
     keys = {"save_interval": None, "eval_iters": 0}
     process = start(tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, num_gpus=2, **keys))

@@ -81,7 +81,7 @@ def test_deepy(delay, handler, wait_for, saved, tmp_path, forked_scripts):
     assert [(tmp_path / f"saved{rank}").exists() for rank in (0, 1)] == [saved] * 2
 
 
-def test_data_workers(tmp_path, data_path):
+def test_data_workers(tmp_path, data_path, forked_scripts):
     """train.py without deepy.py, and its two data workers."""
     keys = {"train_iters": 100_000, "num_workers": 2, "eval_iters": 0, "save_interval": None}
     settings = training_settings(tmp_path, data_path, **keys)
@@ -114,7 +114,7 @@ def test_sweep(tmp_path, forked_scripts):
     assert saved_iterations(run / "checkpoints")
 
 
-def test_demo(tmp_path):
+def test_demo(tmp_path, forked_scripts):
     """Its first step, which starts two processes of preprocessing."""
     command = [sys.executable, str(ROOT / "tools/demo.py"), "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)

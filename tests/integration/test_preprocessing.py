@@ -15,9 +15,8 @@ from tests.support.corpora import dataset_text
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tools/datasets/preprocess_data.py"
-KILLS = 8
 
-# Runs preprocess_data.py with small work items, a short delay and a commit after each, and kills it KILLS times, each
+# Runs preprocess_data.py with small work items, a short delay and a commit after each, and kills it several times, each
 # time up to 0.03 s after a commit. The runs are forked, so that the modules are imported only once.
 KILL_REPEATEDLY = """
 import os, pathlib, random, runpy, signal, sys, time
@@ -55,7 +54,8 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-def test_repeated_kills(tmp_path):
+@pytest.mark.parametrize("kills", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_repeated_kills(kills, tmp_path):
     """kill -9, again and again while one output is written: no document is lost or duplicated."""
     folder = tmp_path / "in"
     folder.mkdir()
@@ -64,16 +64,16 @@ def test_repeated_kills(tmp_path):
     for shard in range(4):
         (folder / f"{shard}.jsonl").write_text("".join(lines[shard * 750 : (shard + 1) * 750]))
     output = tmp_path / "out"
-    command = [sys.executable, "-c", KILL_REPEATEDLY, SCRIPT, str(KILLS), f"{output}.progress.json"]
+    command = [sys.executable, "-c", KILL_REPEATEDLY, SCRIPT, str(kills), f"{output}.progress.json"]
     command += ["--input", str(folder), "--output-prefix", str(output), "--jsonl-keys", "text", "title"]
     command += ["--append-eod", "--tokenizer-type", "CharLevelTokenizer"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     states = [json.loads(line)["progress"] for line in result.stdout.splitlines() if line.startswith("{")]
     documents = [state["outputs"][0]["writer"]["documents"] for state in states]
-    assert len(documents) == KILLS
+    assert len(documents) == kills
     assert documents == sorted(documents)
-    assert len(set(documents)) > KILLS / 2
+    assert len(set(documents)) > kills / 2
     assert f"resuming after {documents[-1]:,} documents" in result.stdout
     assert dataset_text(f"{output}_text_document") == "".join(text + "\0" for text in texts)
     assert dataset_text(f"{output}_title_document") == "".join(f"title {number}\0" for number in range(len(texts)))
