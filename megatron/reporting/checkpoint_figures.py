@@ -208,7 +208,7 @@ def effective_length_figure(
     limit: int = LIMIT,
     numbers: Mapping[str, int] | None = None,
 ) -> ReportFigure:
-    """The cumulative number of heads by effective length.
+    """The share of heads up to each effective length.
 
     Args:
         lengths: label -> effective lengths of all heads (of all layers, if the layers differ).
@@ -222,8 +222,8 @@ def effective_length_figure(
     return ReportFigure(
         slug("effective-lengths", name),
         f"Effective lengths: {model}",
-        "Number of heads whose effective length is at most the value on the x axis (KERPLE, Figure 6). The effective "
-        "length of a head is the smallest distance with a bias below -2. If a line ends below the number of heads, the "
+        "Share of heads whose effective length is at most the value on the x axis (KERPLE, Figure 6: number). The "
+        "effective length of a head is the smallest distance with a bias below -2. If a line ends below 1, the "
         f"effective lengths of the remaining heads are larger than {limit:,} tokens.",
         "; ".join(below),
         partial(effective_length_plot, lengths, limit, numbers=numbers),
@@ -240,15 +240,15 @@ def effective_length_plot(
     figure, (axes,) = new_figure(style)
     for index, (label, head_lengths) in enumerate(lengths.items()):
         ends = sorted(length for length in head_lengths if length < limit)
-        distances, counts = [0, *ends, limit], [*range(len(ends) + 1), len(ends)]
+        distances = [0, *ends, limit]
+        shares = [count / len(head_lengths) for count in (*range(len(ends) + 1), len(ends))]
         looks = {**line_style(style, index if numbers is None else numbers[label]), "marker": None}
-        axes.step(distances, counts, where="post", label=label, **looks)
+        axes.step(distances, shares, where="post", label=label, **looks)
     _symlog_distance(axes)
     axes.set_xlim(0, limit)
-    axes.set_ylim(0, max(map(len, lengths.values())) * 1.04)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(0, 1.04)
     axes.set_xlabel("effective length (tokens)")
-    axes.set_ylabel("cumulative number of heads")
+    axes.set_ylabel("share of heads")
     legend_above(figure, style, axes.get_legend_handles_labels()[0])
     return figure
 

@@ -1,13 +1,13 @@
 """Claims of the papers, tested on evaluation results: `claims.yml` lists them.
 
-A claim says that one value is less than another. Both values come from the same tokens and, run by run, from trainings
-with the same seed, so the unit of the pairing is a pair of runs and, for losses, a pair of documents. The squared
-standard error of the mean difference is the sum of that over runs (seeds) and that over documents, as in Clark's min F'
-(1973), which generalizes to new seeds and to new documents. The degrees of freedom are those of the runs alone: with
-three seeds, those of the sum would make errors of the first kind several times too frequent. Corpora are fixed: their
-differences are averaged with equal weights, and their errors add up (degrees of freedom: Satterthwaite). The rank
-correlation is over methods, so its p value comes from permutations of the methods. p values are two-sided and corrected
-with Holm's method over the claims of a paper that have a p value.
+A claim says that one value is less or greater than another. Both values come from the same tokens and, run by run, from
+trainings with the same seed, so the unit of the pairing is a pair of runs and, for losses, a pair of documents. The
+squared standard error of the mean difference is the sum of that over runs (seeds) and that over documents, as in
+Clark's min F' (1973), which generalizes to new seeds and to new documents. The degrees of freedom are those of the runs
+alone: with three seeds, those of the sum would make errors of the first kind several times too frequent. Corpora are
+fixed: their differences are averaged with equal weights, and their errors add up (degrees of freedom: Satterthwaite).
+The rank correlation is over methods, so its p value comes from permutations of the methods. p values are two-sided and
+corrected with Holm's method for the number of all claims of the paper, measured or not.
 """
 
 import itertools
@@ -41,24 +41,28 @@ IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Term:
-    """One side of a claim. method: its mode has no size, as in `Method.kind`. at: multiples of the training length;
-    None: all measured lengths above it.
-    """
+    """One side of a claim. method: its mode has no size, as in `Method.kind`. at: multiples of the training length."""
 
     method: Method
-    at: tuple[int, ...] | None
+    at: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`less` minus `than` is below `limit`. For kind `rank`, both terms are empty except for `at`."""
+    """`first` minus `second` is below `limit`, or above it if `greater`. For kind `rank`, the terms have no method, and
+    the difference is a correlation.
+    """
 
     text: str
     source: str
     kind: Literal["loss", "resolution", "effective-length", "seconds", "rank"]
-    less: Term
-    than: Term
-    limit: float
+    first: Term
+    second: Term
+    limit: float = 0.0
+    greater: bool = False
+
+    def agrees(self, difference: float) -> bool:
+        return difference > self.limit if self.greater else difference < self.limit
 
     @property
     def paper(self) -> str:
@@ -115,11 +119,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Result:
-    """A tested claim. p: corrected with Holm's method; None if it cannot be computed."""
+    """A tested claim. p: None if it cannot be computed. corrected_p: with Holm's method."""
 
     claim: Claim
     estimate: Estimate | None
     p: float | None
+    corrected_p: float | None
 
     @property
     def verdict(self) -> Verdict:
@@ -127,36 +132,36 @@ class Result:
             return "not measured"
         if self.p is None and self.estimate.variances is None:
             return "one seed"
-        if self.p is None or self.p >= ALPHA:
+        if self.corrected_p is None or self.corrected_p >= ALPHA:
             return "inconclusive"
-        return "holds" if self.estimate.mean < self.claim.limit else "does not hold"
+        return "holds" if self.claim.agrees(self.estimate.mean) else "does not hold"
 
 
 @cache
 def claims() -> tuple[Claim, ...]:
     """The claims in `claims.yml`."""
 
-    def term(text: str, at: int | list[int] | str) -> Term:
+    def term(text: str, at: int | list[int]) -> Term:
         pos_emb, _, mode = text.partition(", ")
-        multiples = None if at == "beyond" else tuple(at) if isinstance(at, list) else (int(at),)
-        return Term(Method(pos_emb, mode or "full"), multiples)
+        return Term(Method(pos_emb, mode or "full"), tuple(at) if isinstance(at, list) else (at,))
 
     result = []
     for entry in yaml.safe_load(FILE.read_text(encoding="utf-8")):
-        unknown = entry.keys() - {"claim", "source", "kind", "less", "than", "at", "than_at", "limit"}
+        unknown = entry.keys() - {"claim", "source", "kind", "less", "greater", "than", "at", "than_at", "limit"}
         if unknown:
             raise ValueError(f"{FILE}: {entry['claim']}: unknown keys {unknown}")
-        at = entry.get("at", 1)
-        less, than = term(entry.get("less", ""), at), term(entry.get("than", ""), entry.get("than_at", at))
-        claim = Claim(entry["claim"], entry["source"], entry.get("kind", "loss"), less, than, entry.get("limit", 0.0))
-        result.append(claim)
+        at, greater = entry.get("at", 1), "greater" in entry
+        first = term(entry.get("greater" if greater else "less", ""), at)
+        second = term(entry.get("than", ""), entry.get("than_at", at))
+        kind, limit = entry.get("kind", "loss"), entry.get("limit", 0.0)
+        result.append(Claim(entry["claim"], entry["source"], kind, first, second, limit, greater))
     return tuple(result)
 
 
 def evaluate_claims(
     records: Iterable[AnyRecord], seconds: Mapping[str, Sequence[float]], tested: Sequence[Claim] | None = None
 ) -> list[Result]:
-    """All claims, or those in `tested`, with Holm's correction over those of the same paper.
+    """All claims, or those in `tested`, with Holm's correction for their number in each paper.
 
     seconds: the time of each training step by `pos-emb`; steps with the same index were measured one after the other.
     """
@@ -169,18 +174,19 @@ def evaluate_claims(
     ]
     corrected = list(p_values)
     for paper in {claim.paper for claim in tested}:
-        known = [index for index, p in enumerate(p_values) if p is not None and tested[index].paper == paper]
-        for index, p in zip(known, holm([cast(float, p_values[index]) for index in known]), strict=True):
+        indices = [index for index, claim in enumerate(tested) if claim.paper == paper]
+        known = [index for index in indices if p_values[index] is not None]
+        for index, p in zip(known, holm([cast(float, p_values[index]) for index in known], len(indices)), strict=True):
             corrected[index] = p
-    return [Result(*parts) for parts in zip(tested, estimates, corrected, strict=True)]
+    return [Result(*parts) for parts in zip(tested, estimates, p_values, corrected, strict=True)]
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """The p values multiplied by Holm's factors, at most 1, in the given order."""
+def holm(p_values: Sequence[float], count: int) -> list[float]:
+    """The p values multiplied by Holm's factors for `count` hypotheses, at most 1, in the given order."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        largest = max(largest, min(1.0, (count - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
 
@@ -235,22 +241,16 @@ class Data:
         """The records by seed, one entry per length; empty if a length is missing."""
         lengths = self._records.get(kind, {}).get((setting, term.method), {})
         train_length = setting.train_length or 0
-        if term.at is None:
-            return [lengths[length] for length in sorted(lengths) if length > train_length]
         cells = [lengths.get(multiple * train_length) for multiple in term.at]
         return [cell for cell in cells if cell is not None] if None not in cells else []
 
     def _pairs(self, kind: str, setting: Setting, claim: Claim) -> list[list[tuple[AnyRecord, AnyRecord]]]:
         """For each common seed, the records of both terms at every length."""
-        first, second = self._cells(kind, setting, claim.less), self._cells(kind, setting, claim.than)
+        first, second = self._cells(kind, setting, claim.first), self._cells(kind, setting, claim.second)
         if not first or not second:
             return []
-        if claim.less.at is None:  # the lengths that both terms have
-            both = {_length(cell) for cell in first} & {_length(cell) for cell in second}
-            first = [cell for cell in first if _length(cell) in both]
-            second = [cell for cell in second if _length(cell) in both]
         cells = list(zip(first, second, strict=True))
-        common = set.intersection(*(cell.keys() & other.keys() for cell, other in cells)) if cells else set()
+        common = set.intersection(*(cell.keys() & other.keys() for cell, other in cells))
         return [[(cell[seed], other[seed]) for cell, other in cells] for seed in sorted(common, key=str)]
 
     def _losses(self, claim: Claim, setting: Setting) -> "_Differences | None":
@@ -278,24 +278,24 @@ class Data:
         )
 
     def _effective_lengths(self, claim: Claim, setting: Setting) -> "_Differences | None":
-        def mean(record: AnyRecord) -> float:
-            return statistics.fmean(math.log2(n) for layer in record["effective_lengths"] for n in layer)
+        def longest(record: AnyRecord) -> float:
+            return math.log2(max(n for layer in record["effective_lengths"] for n in layer))
 
         cells = []
-        for term in (claim.less, claim.than):
+        for term in (claim.first, claim.second):
             by_length = self._records.get("effective_length", {}).get((setting, term.method), {})
             cells.append({seed: r for cell in by_length.values() for seed, r in cell.items() if r["effective_lengths"]})
         common = sorted(cells[0].keys() & cells[1].keys(), key=str)
-        return _Differences.of_runs(mean(cells[0][seed]) - mean(cells[1][seed]) for seed in common)
+        return _Differences.of_runs(longest(cells[0][seed]) - longest(cells[1][seed]) for seed in common)
 
     def _rank_correlation(self, claim: Claim) -> Estimate | None:
         """Spearman's correlation between attention resolution and loss over the methods, mean over the seeds, from the
-        corpus with most methods. p: the proportion of permutations of the methods with a correlation as far from 0.
+        corpus with most methods and the seeds that most methods have. p: the proportion of permutations of the methods
+        with a correlation as far from 0.
         """
-        assert claim.less.at is not None
         found: dict[Setting, Any] = {}  # [2, seeds, methods]
         for setting in dict.fromkeys(setting for setting, _ in self._records.get("resolution", {})):
-            length = claim.less.at[0] * (setting.train_length or 0)
+            length = claim.first.at[0] * (setting.train_length or 0)
             values: dict[Method, dict[int | None, tuple[float, float]]] = {}
             for (other, method), lengths in self._records["resolution"].items():
                 losses = self._records.get("extrapolation", {}).get((other, method), {}).get(length, {})
@@ -305,10 +305,13 @@ class Data:
                         seed: (resolutions[seed]["resolution"], losses[seed]["loss"])
                         for seed in sorted(resolutions.keys() & losses.keys(), key=str)
                     }
-            most = max(values.values(), key=len, default={})
-            complete = [by_seed for by_seed in values.values() if most and by_seed.keys() == most.keys()]
-            if len(complete) >= MIN_METHODS:
-                found[setting] = np.array([list(by_seed.values()) for by_seed in complete]).transpose(2, 1, 0)
+            methods: list[dict[int | None, tuple[float, float]]] = []
+            for seeds in sorted((list(by_seed) for by_seed in values.values() if by_seed), key=len, reverse=True):
+                complete = [by_seed for by_seed in values.values() if by_seed.keys() >= set(seeds)]
+                if len(complete) > len(methods):
+                    methods = [{seed: by_seed[seed] for seed in seeds} for by_seed in complete]
+            if len(methods) >= MIN_METHODS:
+                found[setting] = np.array([list(by_seed.values()) for by_seed in methods]).transpose(2, 1, 0)
         if not found:
             return None
         setting = max(found, key=lambda setting: found[setting].shape[2])
@@ -319,10 +322,10 @@ class Data:
         def correlation(order: IntArray) -> float:
             return float((resolutions[:, order] * losses).sum(axis=1).mean())
 
-        methods = np.arange(ranks.shape[2])
-        test = permutation_test((methods,), correlation, permutation_type="pairings", vectorized=False, rng=0)
+        order = np.arange(ranks.shape[2])
+        test = permutation_test((order,), correlation, permutation_type="pairings", vectorized=False, rng=0)
         by_run = tuple((resolutions * losses).sum(axis=1).tolist())
-        mean = correlation(methods)
+        mean = correlation(order)
         return Estimate(mean, {setting.corpus: mean}, by_run, None, permutation_p=float(test.pvalue))
 
 
@@ -352,13 +355,9 @@ class _Differences:
         return (standard_error(self.document_sums, self.document_tokens) or 0.0) ** 2
 
 
-def _length(cell: Mapping[int | None, AnyRecord]) -> int:
-    return int(next(iter(cell.values()))["length"])
-
-
 def _step_times(claim: Claim, seconds: Mapping[str, Sequence[float]]) -> Estimate | None:
     """The mean log ratio of step times that were measured one after the other."""
-    first, second = seconds.get(claim.less.method.pos_emb, ()), seconds.get(claim.than.method.pos_emb, ())
+    first, second = seconds.get(claim.first.method.pos_emb, ()), seconds.get(claim.second.method.pos_emb, ())
     ratios = [math.log(one / other) for one, other in zip(first, second, strict=False)]
     if not ratios:
         return None
@@ -394,6 +393,7 @@ def claims_table(results: Sequence[Result]) -> Table:
             *map(corpus_name, names),
             *(["as claimed"] if several_runs else []),
             "p",
+            "corrected p",
         ),
         tuple(lines),
     )
@@ -410,16 +410,23 @@ def verdict_summary(results: Sequence[Result]) -> str:
     count = {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)}
     if count["not measured"] == len(results):
         return "No claim of the papers has been measured yet."
-    if count["one seed"] and not count["holds"] + count["does not hold"]:
+    if count["one seed"] and not has_several_runs(results):
         return "The claims of the papers are not decided yet, because there is only one seed."
-    counts = [f"{verdict} {number}" for verdict, number in count.items() if number]
-    return f"Verdicts on {len(results)} claims of the papers: {', '.join(counts)}."
+    texts = {
+        "holds": ("holds", "hold"),
+        "does not hold": ("does not hold", "do not hold"),
+        "inconclusive": ("is inconclusive", "are inconclusive"),
+        "one seed": ("has only one seed", "have only one seed"),
+        "not measured": ("is not measured yet", "are not measured yet"),
+    }
+    counts = [f"{number} {texts[verdict][number > 1]}" for verdict, number in count.items() if number]
+    return f"Of {len(results)} claims of the papers, {', '.join(counts)}."
 
 
 def _cells(result: Result, corpora: Sequence[str | None], several_runs: bool) -> tuple[Cell, ...]:
     estimate, claim = result.estimate, result.claim
     if estimate is None:
-        return (Cell(result.verdict), *[Cell(NOT_MEASURED)] * (len(corpora) + 2 + several_runs))
+        return (Cell(result.verdict), *[Cell(NOT_MEASURED)] * (len(corpora) + 3 + several_runs))
     interval = estimate.interval()
     if claim.kind == "seconds":
         text = f"time x {math.exp(estimate.mean):.3f}"
@@ -429,16 +436,19 @@ def _cells(result: Result, corpora: Sequence[str | None], several_runs: bool) ->
         text = f"{unit} {_signed(estimate.mean)}"
         text += f" [{_signed(interval[0])}, {_signed(interval[1])}]" if interval else ""
     by_corpus = (estimate.by_corpus.get(corpus) for corpus in corpora)
-    p = NOT_MEASURED if result.p is None else "<0.0001" if result.p < 1e-4 else f"{result.p:.2g}"
     runs = len(estimate.by_run)
-    as_claimed = f"{sum(difference < claim.limit for difference in estimate.by_run)} of {runs}"
+    as_claimed = f"{sum(map(claim.agrees, estimate.by_run))} of {runs}"
     return (
         Cell(result.verdict, best=result.verdict in ("holds", "does not hold")),
         Cell(text),
         *(Cell(NOT_MEASURED if value is None else _signed(value)) for value in by_corpus),
         *([Cell(as_claimed if runs > 1 else NOT_MEASURED)] if several_runs else []),
-        Cell(p),
+        *(Cell(_p_value(p)) for p in (result.p, result.corrected_p)),
     )
+
+
+def _p_value(p: float | None) -> str:
+    return NOT_MEASURED if p is None else "<0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
 def _signed(value: float) -> str:

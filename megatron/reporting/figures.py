@@ -120,9 +120,9 @@ def perplexity_plot(
 ) -> Figure:
     """One line per method and a panel per mode; a single method has one line per mode instead.
 
-    `seeds` draws the spread over the seeds. With one seed, bands are one standard error over documents. If large values
-    make the axis logarithmic, a second panel shows the lowest lines on a linear axis. The legend has the order of the
-    measurements.
+    `seeds` draws the spread over the seeds. If all methods have one seed, bands are one standard error over
+    documents. If large values make the axis logarithmic, a second panel shows the lowest lines on a linear axis.
+    The legend has the order of the measurements.
 
     Args:
         name: the label of a `pos-emb`.
@@ -142,6 +142,7 @@ def perplexity_plot(
     train_lengths = {setting.train_length for setting in perplexities.settings}
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
     handles: dict[str, Any] = {}
+    one_seed = all(curve["std"].isna().all() for curve in curves.values())
     for index, (axes, mode) in enumerate(panels):
         length_ticks(axes, style, perplexities.lengths, columns)
         if train_length is not None:
@@ -153,7 +154,7 @@ def perplexity_plot(
             looks, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
             seeds(axes, style, perplexities.by_seed(*line), looks["color"])
-            if curve["std"].isna().all():
+            if one_seed:
                 error = errors.curve(*line)["mean"].reindex(curve.index)
                 if error.any():
                     band(axes, x, mean, error.fillna(0.0).tolist(), looks["color"])

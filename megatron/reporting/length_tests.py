@@ -68,7 +68,8 @@ def _table(
     num_seeds = len({result["seed"] for result in results})
     note += (
         f"Accuracy in percent (decoders with {settings.num_layers} layers of {settings.hidden_size}, trained at "
-        f"lengths up to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples)."
+        f"lengths up to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples; tested with "
+        f"{settings.test_samples} samples per length{', one seed' if num_seeds == 1 else ''})."
     )
     notes = [note, *([f"Mean ± standard error over up to {num_seeds} seeds."] if num_seeds > 1 else [])]
     return Table(name, title, ("method",), tuple(columns.values()), tuple(lines), tuple(notes))

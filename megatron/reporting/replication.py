@@ -24,16 +24,34 @@ from typing import Any, cast
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
+from scipy.stats import t as t_distribution
 
 from megatron.evaluation.records import RESULTS, Record, read_results
-from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of, setting_of
+from megatron.reporting.aggregate import (
+    ALPHA,
+    AnyRecord,
+    Measurements,
+    Method,
+    Setting,
+    measurements,
+    method_of,
+    setting_of,
+)
 from megatron.reporting.checkpoint_figures import effective_length_plot
-from megatron.reporting.claims import PROTOCOL, claims_table, evaluate_claims, has_several_runs, verdict_summary
+from megatron.reporting.claims import (
+    PROTOCOL,
+    claims,
+    claims_table,
+    evaluate_claims,
+    has_several_runs,
+    verdict_summary,
+)
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
-from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, format_number, slug
+from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, slug
 from megatron.reporting.modes import mode_figures, mode_tables, unsupported_notes
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
+from megatron.reporting.pilot import pilot_table
 from megatron.reporting.positions import Curves, curve_of, position_plot
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, line_numbers, published
 from megatron.reporting.speed import benchmark_tables, read_benchmarks
@@ -127,6 +145,9 @@ def texts(pages: Path) -> dict[Path, str]:
         "summary": verdict_summary(results),
         "several_runs": has_several_runs(results),
         "main": _without_heading(table) if (table := main_table(records)) else "",
+        "few_seeds": few_seeds(records),
+        "kerple_claims": (count := sum(claim.paper == "KERPLE" for claim in claims())),
+        "needed": [float(t_distribution.isf(ALPHA / 2 / count, df)) for df in (2, 6)],
         "runs": _runs(records),
         "spread": f".{spread}" if spread else ", one seed.",
         "settings": _settings(records),
@@ -174,7 +195,7 @@ def figures(pages: Path) -> dict[Path, bytes]:
                 length,
                 settings[0].train_length,
                 pos_embs=pos_embs,
-                label="loss minus that of log with a window",
+                label="loss minus log with a window (nats)",
             )
             drawings[f"positions-{length}"] = draw, _wide(len(curves))
     for setting in settings:
@@ -212,7 +233,8 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
             columns.append(f"{corpus_name(setting.corpus)}, {length:,}" if len(settings) > 1 else f"{length:,}")
             column = [values.values(setting, method, length) for method in methods]
             texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in column]
-            means = [float("nan") if cell is None else float(cell.mean()) for cell in column]
+            most = max((len(cell) for cell in column if cell is not None), default=0)
+            means = [math.nan if cell is None or len(cell) < most else float(cell.mean()) for cell in column]
             bold = best_texts(means, texts, "lowest")
             cells.append([Cell(text, best=best) for text, best in zip(texts, bold, strict=True)])
     if not cells:
@@ -220,6 +242,32 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
     rows = zip(methods, zip(*cells, strict=True), strict=True)
     lines = tuple(Row((display_name(method),), tuple(row)) for method, row in rows)
     return Table("main", "Perplexity", ("method",), tuple(columns), lines)
+
+
+def few_seeds(records: Sequence[AnyRecord]) -> str:
+    """A sentence on the methods of the main table that have fewer seeds than others; empty if there are none."""
+    values = measurements(records, "extrapolation", "perplexity")
+    texts = []
+    for setting in _settings_of(records):
+        seeds = {
+            method: sorted(
+                {record["seed"] for record in records if (setting_of(record), method_of(record)) == (setting, method)}
+            )
+            for method in MAIN_METHODS
+            if method in values.methods
+        }
+        few = {method: own for method, own in seeds.items() if len(own) < max(map(len, seeds.values()))}
+        texts += [
+            f"{display_name(method)} on {corpus_name(setting.corpus)} ({', '.join(map(str, own))})"
+            for method, own in few.items()
+            if own
+        ]
+    if not texts:
+        return ""
+    return (
+        f" Not all seeds of these have been run: {', '.join(texts)}. Their means cannot be compared with the others; "
+        "the paired differences in docs/results can."
+    )
 
 
 def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
@@ -242,47 +290,19 @@ def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
 
 
 def _pilot(pages: Path) -> dict[str, object]:
-    """The settings of the pilots by their losses at the training length, and the differences from the setting of log
-    with the shortest name at that length.
-    """
+    """The settings of the pilots by their losses at the training length."""
     records: list[AnyRecord] = []
     for folder in _folders(pages, PILOT):
         found: list[AnyRecord] = [*read_results(folder)]
         records += [record for record in found if (record["kind"], record["mode"]) == ("extrapolation", "full")]
-    keys = {(setting_of(record), method_of(record), record["length"]): record for record in records}
-    trained = {key: record for key, record in keys.items() if key[2] == record["train_length"]}
-    if not trained:
+    table = pilot_table(records)
+    if table is None:
         return {"table": "", "environments": []}
-    losses, shortest = PairedLosses(records), min(record["length"] for record in records)
-
-    def cell(record: AnyRecord | None) -> str:
-        return f"{record['loss']:.4f} ± {record['stderr'] or 0:.4f}" if record and record["loss"] else NOT_MEASURED
-
-    lines = []
-    for key in sorted(trained, key=lambda key: (key[2], trained[key]["loss"])):
-        setting, method, length = key
-        pos_emb = method.pos_emb.partition(" (")[0]
-        same = [other for other in trained if other[1].pos_emb.partition(" (")[0] == pos_emb and other[2] == length]
-        logs = [other for other in trained if other[1].pos_emb.startswith(LOG.pos_emb) and other[2] == length]
-        base = min(logs or same, key=lambda other: len(_run_name(trained[other])))
-        texts = [cell(trained[key]), format_number(trained[key]["perplexity"])]
-        texts.append("" if base == key else losses.text(key, base))
-        texts.append(cell(keys.get((setting, method, shortest))))
-        best = trained[key]["loss"] == min(trained[other]["loss"] for other in same)
-        labels = _run_name(trained[key]), display_name(Method(pos_emb)), str(length)
-        lines.append(Row(labels, (Cell(texts[0], best=best), *map(Cell, texts[1:]))))
-    columns = ("loss", "perplexity", "loss minus that of log", f"loss at {shortest}")
-    table = Table("pilot", "Pilot", ("setting", "method", "trained at length"), columns, tuple(lines))
     facts = {
         "tokens": max(record["tokens"] for record in records),
         "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in records),
     }
     return {"table": _without_heading(table), "environments": _environments(records), **facts}
-
-
-def _run_name(record: AnyRecord) -> str:
-    """The name of the run's folder, in which a sweep writes `checkpoints`."""
-    return Path((record["checkpoint"] or {}).get("path") or "unknown/checkpoints").parent.name
 
 
 def _wide(panels: int) -> Style:
@@ -307,7 +327,7 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
         curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
         curves = {method: curve for method, curve in curves.items() if len(curve)}
         above: list[str] = []
-        low = min(curve["mean"].min() for curve in curves.values())
+        low = min((curve["mean"] - curve["std"].fillna(0)).min() for curve in curves.values())
         stable = [mean for curve in curves.values() if (mean := curve["mean"]).iloc[-1] <= 1.5 * mean.iloc[0]]
         high = max((mean.max() for mean in stable), default=low)
         axes.set_ylim(low - 0.1 * (high - low) - 0.01 * low, high + 0.15 * (high - low) + 0.01 * low)
@@ -422,7 +442,9 @@ def _settings(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
                 "train_length": setting.train_length,
                 "model": setting.model,
                 "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in own),
-                "seeds": len({record["seed"] for record in own}),
+                "seeds": _range(
+                    Counter(method for method, _ in {(method_of(r).pos_emb, r["seed"]) for r in own}).values()
+                ),
                 "tokens": max(record["tokens"] for record in own),
                 "documents": max(record["documents"] or 0 for record in own),
                 "stderr": max(errors, default=0.0),
@@ -430,6 +452,11 @@ def _settings(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
             }
         )
     return facts
+
+
+def _range(counts: Iterable[int]) -> str:
+    low, high = min(counts := list(counts)), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _environments(records: Iterable[AnyRecord]) -> list[str]:

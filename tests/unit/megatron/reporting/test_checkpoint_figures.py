@@ -105,7 +105,7 @@ def test_effective_lengths(method):
         x, y = line.get_data()
         for distance in (0, 4, 5, 6, 60, limit):
             count = sum(length <= distance and length < limit for length in head_lengths)
-            assert y[np.searchsorted(x, distance, side="right") - 1] == count, (label, distance)
+            assert y[np.searchsorted(x, distance, side="right") - 1] == count / 4, (label, distance)
     assert "B: 2 of 4 heads below 300" in figure.description
 
 

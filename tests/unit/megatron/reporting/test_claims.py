@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -30,9 +31,9 @@ def losses(pos_emb, shift=0.0, seeds=3, length=128, mode="full", corpus="debian_
     return result
 
 
-def claim(less="kerple_log", than="alibi", at=(1,), than_at=None, kind="loss", limit=0.0):
-    terms = [Term(Method(*name.split(", ")), multiples) for name, multiples in ((less, at), (than, than_at or at))]
-    return Claim("text", "KERPLE, Table 3", kind, *terms, limit)
+def claim(first="kerple_log", than="alibi", at=(1,), than_at=None, kind="loss", limit=0.0, greater=False):
+    terms = [Term(Method(*name.split(", ")), multiples) for name, multiples in ((first, at), (than, than_at or at))]
+    return Claim("text", "KERPLE, Table 3", kind, *terms, limit, greater)
 
 
 def result_of(records, tested=None, seconds=None):
@@ -62,6 +63,8 @@ def test_verdicts():
     records = [*losses("kerple_log"), *losses("alibi")]
     assert result_of(records).verdict == "holds"
     assert result_of(records, claim("alibi", "kerple_log")).verdict == "does not hold"
+    assert result_of(records, claim("alibi", "kerple_log", greater=True)).verdict == "holds"
+    assert result_of(records, claim(greater=True)).verdict == "does not hold"
     assert result_of(records, claim(limit=result_of(records).estimate.mean)).verdict == "inconclusive"
     assert result_of(records, claim("rpe")).verdict == "not measured"
     assert result_of([*losses("kerple_log"), *losses("alibi", targets="cd")]).verdict == "not measured"
@@ -98,8 +101,8 @@ def test_lengths_and_modes():
     assert mean("kerple_log", "kerple_log", at=(1,), than_at=(4,)) == pytest.approx(-0.1)
     assert mean("kerple_log", "kerple_log", at=(4, 8), than_at=(1, 1)) == pytest.approx(0.2)
     assert mean("kerple_log", "kerple_log, window", at=(4,)) == pytest.approx(-0.4)
-    # Beyond the training length: the lengths that both have.
-    assert mean(at=None) == pytest.approx(0.1 + 0.01 - 0.33)
+    assert mean(at=(4,)) == pytest.approx(0.1 + 0.01 - 0.33)
+    assert result_of(records, claim(at=(4, 8))).verdict == "not measured"
 
 
 def test_other_measures():
@@ -116,18 +119,18 @@ def test_other_measures():
     records = measured("effective_length", "alibi", [{"effective_lengths": [[4, 16]]}] * 2)
     records += measured("effective_length", "kerple_log", [{"effective_lengths": [[64], [256]]}] * 2)
     assert result_of(records, claim("rotary", kind="effective-length")).verdict == "not measured"
-    tested = claim("alibi", "kerple_log", kind="effective-length")
-    assert result_of(records, tested).estimate.mean == pytest.approx(-4)
+    tested = claim("kerple_log", "alibi", kind="effective-length", greater=True)
+    assert result_of(records, tested).estimate.mean == pytest.approx(4)  # 256 and 16
 
 
 def test_rank_correlation():
     """Spearman's coefficient of scipy; p is the exact proportion of the permutations of the methods."""
 
-    def estimate(resolutions, losses):
+    def estimate(resolutions, losses, seeds=(2, 2, 2, 2, 2)):
         records = []
-        methods = ("alibi", "kerple_log", "rpe", "rotary", "xpos")[: len(resolutions)]
-        for pos_emb, resolution, loss in zip(methods, resolutions, losses, strict=True):
-            for seed in range(2):
+        methods = ("alibi", "kerple_log", "rpe", "rotary", "xpos")
+        for pos_emb, resolution, loss, count in zip(methods, resolutions, losses, seeds, strict=False):
+            for seed in range(count):
                 keys = {**record(pos_emb, 1024, 9.0, seed), "train_length": 128}
                 records.append({**keys, "kind": "resolution", "resolution": resolution + seed})
                 records.append({**keys, "loss": loss + seed})
@@ -142,6 +145,10 @@ def test_rank_correlation():
     as_far = [abs(spearmanr(resolutions, order).statistic) > 0.9 - 1e-9 for order in orders]
     assert found.p_value(0.0) == pytest.approx(sum(as_far) / len(as_far))
     assert estimate(resolutions[:3], losses[:3]) is None
+    # The seeds that most methods have, and of these as many as possible.
+    few = estimate(resolutions, losses, seeds=(2, 2, 2, 1, 2))
+    assert (few.mean, len(few.by_run)) == (pytest.approx(-0.9), 1)
+    assert len(estimate(resolutions, losses, seeds=(2, 2, 3, 2, 2)).by_run) == 2
 
 
 def test_step_times():
@@ -155,28 +162,37 @@ def test_step_times():
 
 
 def test_holm():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([0.01, 0.04, 0.03, 0.005], 4) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.01, 0.02], 5) == pytest.approx([0.05, 0.08])
+    assert holm([0.9, 0.8], 2) == [1.0, 1.0]
     records = [*losses("kerple_log"), *losses("alibi")]
     single = result_of(records).p
     several = evaluate_claims(records, {}, [claim(), claim("alibi", "kerple_log"), claim("rpe")])
-    assert [result.p for result in several] == pytest.approx([2 * single, 2 * single, None])
+    assert [result.p for result in several] == pytest.approx([single, single, None])
+    corrected = [result.corrected_p for result in several]
+    assert corrected == pytest.approx([3 * single, 3 * single, None])  # also for the one that was not measured
     other_paper = replace(claim(), source="LEX, Table 1")
-    assert evaluate_claims(records, {}, [claim(), other_paper])[1].p == pytest.approx(single)
+    assert evaluate_claims(records, {}, [claim(), other_paper])[1].corrected_p == pytest.approx(single)
 
 
 def test_the_table():
     records = [*losses("kerple_log", corpus="debian_prose"), *losses("alibi", corpus="debian_prose"), *losses("alibi")]
     table = claims_table(evaluate_claims(records, {}, [claim(), claim("alibi", "alibi", than_at=(4,))]))
-    assert table.columns == ("verdict", "difference [95 % interval]", "as claimed", "p")  # one corpus has no column
+    assert table.columns == (
+        "verdict",
+        "difference [95 % interval]",
+        "as claimed",
+        "p",
+        "corrected p",
+    )  # one corpus has no column
     first, second = table.rows
     assert first.cells[0].text == "holds"
     assert first.cells[1].text.startswith("loss -0.3200 [-0.")
     assert first.cells[2].text == "3 of 3"
-    assert [cell.text for cell in second.cells] == ["not measured", "–", "–", "–"]
+    assert [cell.text for cell in second.cells] == ["not measured", "–", "–", "–", "–"]
     results = evaluate_claims([*records, *losses("kerple_log")], {}, [claim()])
     assert claims_table(results).columns[2:4] == ("C", "Prose")
-    assert verdict_summary(results) == "Verdicts on 1 claims of the papers: holds 1."
+    assert verdict_summary(results) == "Of 1 claims of the papers, 1 holds."
 
 
 def test_one_seed_decides_nothing():
@@ -192,8 +208,8 @@ def test_one_seed_decides_nothing():
     assert verdict_summary(results).startswith("The claims of the papers are not decided yet")
     assert verdict_summary(results[1:]) == "No claim of the papers has been measured yet."
     table = claims_table(results)
-    assert table.columns == ("verdict", "difference", "p")
-    assert [cell.text for cell in table.rows[0].cells] == ["one seed", "loss -0.3000", "–"]
+    assert table.columns == ("verdict", "difference", "p", "corrected p")
+    assert [cell.text for cell in table.rows[0].cells] == ["one seed", "loss -0.3000", "–", "–"]
 
 
 def test_the_claims_of_the_papers():
@@ -201,7 +217,9 @@ def test_the_claims_of_the_papers():
     papers = {entry.source.partition(",")[0] for entry in claims()}
     assert papers == {"KERPLE", "DAPE", "LEX"}
     for entry in claims():
-        for term in (entry.less, entry.than):
+        words = re.search(r"is above|resolution of .* is higher|is longer|is slower|raises", entry.text)
+        assert entry.greater == (words is not None), entry.text
+        for term in (entry.first, entry.second):
             assert term.method.mode in ("full", "window", "blockwise")
             if entry.kind != "rank":
                 name = term.method.pos_emb.removesuffix(" (factor 1)")

@@ -132,10 +132,11 @@ def test_modes_are_lines_if_there_is_one_method():
 
 def test_with_one_seed_the_band_is_the_standard_error():
     records = [record(name, length, 20.0, stderr=0.05) for name in ("alibi", "rpe") for length in (128, 256)]
-    records += [record("rpe", length, 22.0, seed, stderr=0.05) for length in (128, 256) for seed in (2, 3)]
-    bands = [band.get_datalim(band.axes.transData).intervaly for band in plot(records).axes[0].collections]
+    several = records + [record("rpe", length, 22.0, seed, stderr=0.05) for length in (128, 256) for seed in (2, 3)]
     deviation, mean = math.sqrt(4 / 3), 64 / 3
-    np.testing.assert_allclose(bands, [(19.0, 21.0), (mean - deviation, mean + deviation)])
+    for drawn, expected in ((records, [(19.0, 21.0)] * 2), (several, [(mean - deviation, mean + deviation)])):
+        bands = [band.get_datalim(band.axes.transData).intervaly for band in plot(drawn).axes[0].collections]
+        np.testing.assert_allclose(bands, expected)
     assert figures.perplexity_figures(records[:2])[0].caption.endswith("Bands: ± one standard error over documents.")
     assert "Bands" not in figures.perplexity_figures(TWO_METHODS)[0].caption
 

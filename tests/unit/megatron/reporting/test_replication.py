@@ -6,7 +6,7 @@ import pytest
 
 from megatron.evaluation.records import read_results
 from megatron.reporting import replication
-from megatron.reporting.replication import END, START, add_results, figures, main_table, texts, write_pages
+from megatron.reporting.replication import END, START, add_results, few_seeds, figures, main_table, texts, write_pages
 from megatron.utils.errors import UserError
 from tests.support.records import record
 
@@ -90,8 +90,9 @@ def test_the_pages(pages, tmp_path):
         "README.md",
     ]
     claims = contents["docs/results/README.md"]
-    assert "| Log has a lower loss than ALiBi beyond the training length | Table 3 (GitHub" in claims
-    assert "Verdicts on 49 claims of the papers: holds 2, does not hold 1, inconclusive 2, not measured 44." in claims
+    log_and_alibi = "Log has a lower loss than ALiBi at the training length | Table 3 (GitHub 3.40 and 3.42)"
+    assert f"| {log_and_alibi} | **holds** | loss -0." in claims
+    assert "Of 57 claims of the papers, 1 holds, " in claims
     assert "10 runs: KERPLE (log) 4, ALiBi 4, xPos 2." in claims
     assert "- Measured with commit ab12, EPYC, 2 cores, Python 3.11, torch 2.13." in claims
     assert "| C | 2 | 12 layers of 768 | 128 | 10 | 8,192 | 1,000 (2) | 0.100 |" in claims
@@ -125,6 +126,18 @@ def test_the_main_table_has_all_lengths_or_three_of_each_corpus(pages):
     one += [{**entry, "length": 256} for entry in one if entry["length"] == 128]
     assert main_table(one).columns == ("128", "256", "1,024", "8,192")
     assert main_table([]) is None
+
+
+def test_methods_with_fewer_seeds_are_named_and_not_compared(pages):
+    records = [*read_results(pages / "replication" / "c"), *read_results(pages / "replication" / "prose")]
+    assert few_seeds(records) == ""
+    fewer = [
+        entry for entry in records if (entry["seed"], entry["pos_emb"], entry["corpus"][7:]) != (2, "kerple_log", "c")
+    ]
+    assert len(fewer) < len(records)
+    assert few_seeds(fewer).startswith(" Not all seeds of these have been run: KERPLE (log) on C (1).")
+    log = main_table(fewer).rows[0]
+    assert [cell.best for cell in log.cells] == [False] * 3 + [True] * 3
 
 
 def test_figures(pages):

@@ -1,0 +1,47 @@
+"""The table of the pilot in docs/results/pilot.md: the settings by their losses at the training length."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.reporting.aggregate import AnyRecord, Method, method_of, setting_of
+from megatron.reporting.differences import PairedLosses
+from megatron.reporting.formatting import NOT_MEASURED, format_number
+from megatron.reporting.published import display_name
+from megatron.reporting.tables import Cell, Row, Table
+
+LOG = Method("kerple_log")
+
+
+def pilot_table(records: Sequence[AnyRecord]) -> Table | None:
+    """The loss of each setting at its training length, and its difference from the setting of log with the shortest
+    name at that length. None if there are no records at the training length.
+    """
+    keys = {(setting_of(record), method_of(record), record["length"]): record for record in records}
+    trained = {key: record for key, record in keys.items() if key[2] == record["train_length"]}
+    if not trained:
+        return None
+    losses, shortest = PairedLosses(records), min(record["length"] for record in records)
+
+    def cell(record: AnyRecord | None) -> str:
+        return f"{record['loss']:.4f} ± {record['stderr'] or 0:.4f}" if record and record["loss"] else NOT_MEASURED
+
+    lines = []
+    for key in sorted(trained, key=lambda key: (key[2], trained[key]["loss"])):
+        setting, method, length = key
+        pos_emb = method.pos_emb.partition(" (")[0]
+        same = [other for other in trained if other[1].pos_emb.partition(" (")[0] == pos_emb and other[2] == length]
+        logs = [other for other in trained if other[1].pos_emb.startswith(LOG.pos_emb) and other[2] == length]
+        base = min(logs or same, key=lambda other: len(_run_name(trained[other])))
+        texts = [cell(trained[key]), format_number(trained[key]["perplexity"])]
+        texts.append("" if base == key else losses.text(key, base))
+        texts.append(cell(keys.get((setting, method, shortest))))
+        best = trained[key]["loss"] == min(trained[other]["loss"] for other in same)
+        labels = _run_name(trained[key]), display_name(Method(pos_emb)), str(length)
+        lines.append(Row(labels, (Cell(texts[0], best=best), *map(Cell, texts[1:]))))
+    columns = ("loss", "perplexity", "loss minus that of log", f"loss at {shortest}")
+    return Table("pilot", "Pilot", ("setting", "method", "trained at length"), columns, tuple(lines))
+
+
+def _run_name(record: AnyRecord) -> str:
+    """The name of the run's folder, in which a sweep writes `checkpoints`."""
+    return Path((record["checkpoint"] or {}).get("path") or "unknown/checkpoints").parent.name

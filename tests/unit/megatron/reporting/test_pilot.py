@@ -1,0 +1,47 @@
+"""The table of the pilot: settings by their losses at the training length."""
+
+import math
+
+import pytest
+
+from megatron.reporting.pilot import pilot_table
+from tests.support.records import record
+
+
+def run(setting, pos_emb, loss, train_length=128, length=None):
+    """A record of a run in the folder `setting`, on two documents."""
+    keys = {"train_length": train_length, "corpus": "debian_c", "loss": loss, "stderr": 0.02, "targets": "ab"}
+    keys |= {"groups": {"tokens": [60, 40], "losses": [loss - 0.02, loss + 0.03]}, "documents": 2}
+    entry = record(f"{pos_emb} ({setting})", length or train_length, math.exp(loss), **keys)
+    entry["checkpoint"] |= {"path": f"runs/{setting}/checkpoints"}
+    return entry
+
+
+def test_settings_are_compared_with_the_plain_setting_of_log():
+    records = [
+        run("log", "kerple_log", 2.0),
+        run("log-factor10", "kerple_log", 1.9),
+        run("alibi", "alibi", 2.1),
+        run("long", "kerple_log", 1.7, train_length=512),
+        run("long", "kerple_log", 1.95, train_length=512, length=128),
+    ]
+    table = pilot_table(records)
+    assert [row.labels for row in table.rows] == [
+        ("log-factor10", "KERPLE (log)", "128"),
+        ("log", "KERPLE (log)", "128"),
+        ("alibi", "ALiBi", "128"),
+        ("long", "KERPLE (log)", "512"),
+    ]
+    assert table.columns[-1] == "loss at 128"
+    cells = [[cell.text for cell in row.cells] for row in table.rows]
+    assert cells[0][0] == "1.9000 ± 0.0200"
+    assert cells[0][2].startswith("-0.1")
+    assert cells[1][2] == ""
+    assert cells[2][2].startswith("+0.1")
+    assert cells[3][3] == "1.9500 ± 0.0200"
+    assert [row.cells[0].best for row in table.rows] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("records", [[], [run("long", "kerple_log", 1.9, train_length=512, length=128)]])
+def test_without_losses_at_the_training_length_there_is_no_table(records):
+    assert pilot_table(records) is None
