@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kerple.attention import FULL, AttentionMode, DynamicNtk, Span
-from kerple.positional import primary_names
 from kerple.positional.distance_maps import Clip, Linear
 from megatron.inference.generation import Sampling, generate
 from megatron.model.cache import KVCache
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
+from tests.support.methods import methods_and_slow_variants
 
 # Two of the same length, a single token, a long one.
 PROMPTS = [random_tokens(length, seed=seed).tolist() for seed, length in enumerate((5, 1, 9, 5, 23))]
@@ -33,7 +33,7 @@ def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, 
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("method", primary_names())
+@pytest.mark.parametrize("method", methods_and_slow_variants())
 def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
     model = small_gpt(method).double()
     expected = [one_by_one(model, prompt, row, maximum_tokens=20, **SAMPLED) for row, prompt in enumerate(PROMPTS)]

@@ -22,7 +22,10 @@ def small_model(pos_emb: str, checkpoint_every: int, **keys: object) -> GPT:
 
 @pytest.mark.parametrize(
     ("pos_emb", "checkpoint_every"),
-    [("kerple_log", 0), ("kerple_bias_wht", 1), ("rotary", 3), ("dape_kerple", 1), ("xpos", 0), ("sinusoidal", 0)],
+    [
+        *(("kerple_log", 0), ("kerple_bias_wht", 1), ("rotary", 3), ("dape_kerple", 1), ("xpos", 0)),
+        pytest.param("sinusoidal", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_uncompiled_model(pos_emb, checkpoint_every):
     """The ten layers share the graphs of one layer."""

@@ -17,6 +17,7 @@ from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt, with_repeated_heads
+from tests.support.methods import methods_and_slow_variants
 from tests.support.release import METHODS, checkpoints, reference
 from tests.support.texts import PYTHON
 
@@ -175,7 +176,7 @@ TRAIN_LENGTH = 32
 TEXT = torch.tensor(list(PYTHON.encode("ascii", "replace")))
 
 
-@pytest.mark.parametrize("pos_emb", primary_names())
+@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
 def test_training_lowers_the_loss(pos_emb):
     """From a uniform distribution over 128 symbols to below the entropy of their frequencies, and the method's own
     parameters are trained too.

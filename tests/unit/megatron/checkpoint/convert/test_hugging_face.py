@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from kerple.attention import AttentionMode, LogLength
-from kerple.positional import primary_names
 from kerple.positional.distance_maps import Clip
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
 from megatron.checkpoint.convert.output import with_float32_angles
@@ -31,6 +30,7 @@ from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens, stock_model
+from tests.support.methods import methods_and_slow_variants
 from tests.support.release import checkpoints
 from tests.support.texts import KINDS
 
@@ -45,7 +45,7 @@ def longest(pos_emb: str) -> int:
     return TRAIN_LENGTH if pos_emb == "learned" else LONG
 
 
-@pytest.mark.parametrize("pos_emb", primary_names())
+@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
 @torch.no_grad()
 def test_every_method(pos_emb, tmp_path):
     model, config = make_model(pos_emb)
