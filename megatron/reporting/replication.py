@@ -5,7 +5,7 @@
     modes.md                             methods in all inference modes
     replication/tables.md, *.png         all tables and figures
     replication/NAME/SEED/results.jsonl  the records of the sweep NAME; those of `pilot*` are in pilot.md, of
-                                         `modes*` in modes.md
+                                         `modes*` in modes.md; `training-length` has losses on more tokens
     replication/step_times.json          written by benchmarks/train_step.py --json (optional)
 
 The block between the two markers in the README of the project is replaced too.
@@ -51,7 +51,6 @@ from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, slug
 from megatron.reporting.modes import mode_figures, mode_tables, unsupported_notes
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
-from megatron.reporting.pilot import pilot_table
 from megatron.reporting.positions import Curves, curve_of, position_plot
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, line_numbers, published
 from megatron.reporting.speed import benchmark_tables, read_benchmarks
@@ -71,10 +70,12 @@ from megatron.reporting.style import (
     seeds_caption,
 )
 from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, markdown
+from megatron.reporting.training_length import held_out_table, pilot_table
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
-RECORDS, PILOT, MODES, STEP_TIMES = "replication", "pilot", "modes", "step_times.json"
+RECORDS, STEP_TIMES = "replication", "step_times.json"
+PILOT, MODES, TRAINING_LENGTH = "pilot", "modes", "training-length"  # names of folders in RECORDS start with these
 START, END = "<!-- results: written by tools/report.py --replication docs/results -->", "<!-- end of results -->"
 MAX_BYTES = 1_500_000  # of a file in the repository
 LOG = Method("kerple_log")
@@ -139,6 +140,9 @@ def texts(pages: Path) -> dict[Path, str]:
     results = evaluate_claims(records, times)
     tables = [table for table in perplexity_tables(records) if table.name.startswith("perplexity")]
     tables += [*difference_tables(records), *mode_table(records), *resolution_tables(records), *time_tables]
+    held_out: list[AnyRecord] = [*read_results(_folders(pages, TRAINING_LENGTH))]
+    tables[:0] = [table] if (table := held_out_table(held_out)) else []
+    log = [record for record in held_out if method_of(record) == LOG]
     spread = seeds_caption(len({record["seed"] for record in records}))
     values = {
         "claims": _without_heading(claims_table(results)),
@@ -146,6 +150,7 @@ def texts(pages: Path) -> dict[Path, str]:
         "several_runs": has_several_runs(results),
         "main": _without_heading(table) if (table := main_table(records)) else "",
         "few_seeds": few_seeds(records),
+        "held_out": max(log, key=lambda record: record["stderr"] or 0.0, default=None),
         "kerple_claims": (count := sum(claim.paper == "KERPLE" for claim in claims())),
         "needed": [float(t_distribution.isf(ALPHA / 2 / count, df)) for df in (2, 6)],
         "runs": _runs(records),
@@ -380,8 +385,9 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> dict[str,
 
 
 def _read(pages: Path) -> list[AnyRecord]:
-    """The records of all sweeps except those for pilot.md and modes.md."""
-    return [*read_results(sorted({*_folders(pages, "")} - {*_folders(pages, PILOT)} - {*_folders(pages, MODES)}))]
+    """The records of all sweeps except those for pilot.md, modes.md and losses at the training length."""
+    others = {folder for prefix in (PILOT, MODES, TRAINING_LENGTH) for folder in _folders(pages, prefix)}
+    return [*read_results(sorted({*_folders(pages, "")} - others))]
 
 
 def _folders(pages: Path, prefix: str) -> list[Path]:

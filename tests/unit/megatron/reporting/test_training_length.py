@@ -1,10 +1,10 @@
-"""The table of the pilot: settings by their losses at the training length."""
+"""Tables of losses at the training length."""
 
 import math
 
 import pytest
 
-from megatron.reporting.pilot import pilot_table
+from megatron.reporting.training_length import held_out_table, pilot_table
 from tests.support.records import record
 
 
@@ -45,3 +45,19 @@ def test_settings_are_compared_with_the_plain_setting_of_log():
 @pytest.mark.parametrize("records", [[], [run("long", "kerple_log", 1.9, train_length=512, length=128)]])
 def test_without_losses_at_the_training_length_there_is_no_table(records):
     assert pilot_table(records) is None
+
+
+def test_losses_on_more_tokens():
+    keys = {"train_length": 128, "tokens": 500}
+    records = [record("alibi", 128, math.exp(2 + 0.1 * seed), seed, **keys, stderr=0.01 * seed) for seed in (1, 2, 3)]
+    records += [record("kerple_log", 128, math.exp(1.9), 1, **keys, stderr=0.02, corpus="debian_c")]
+    for entry in records:
+        entry["loss"] = math.log(entry["perplexity"])
+    table = held_out_table(records)
+    assert [row.labels for row in table.rows] == [("KERPLE (log)",), ("ALiBi",)]
+    texts = {column: [row.cells[i].text for row in table.rows] for i, column in enumerate(table.columns)}
+    assert texts["C, loss"] == ["1.900", "–"]
+    assert texts["C, standard error"] == ["0.020", "–"]
+    other = next(name for name in table.columns if name.endswith("loss") and not name.startswith("C, "))
+    assert texts[other] == ["–", "2.20 ± 0.10"]
+    assert held_out_table([]) is None

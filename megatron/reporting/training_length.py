@@ -1,12 +1,12 @@
-"""The table of the pilot in docs/results/pilot.md: the settings by their losses at the training length."""
+"""Tables of losses at the training length: the settings of the pilot, and all runs on more tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.reporting.aggregate import AnyRecord, Method, method_of, setting_of
+from megatron.reporting.aggregate import AnyRecord, Method, measurements, method_of, setting_of
 from megatron.reporting.differences import PairedLosses
-from megatron.reporting.formatting import NOT_MEASURED, format_number
-from megatron.reporting.published import display_name
+from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number
+from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
 from megatron.reporting.tables import Cell, Row, Table
 
 LOG = Method("kerple_log")
@@ -40,6 +40,32 @@ def pilot_table(records: Sequence[AnyRecord]) -> Table | None:
         lines.append(Row(labels, (Cell(texts[0], best=best), *map(Cell, texts[1:]))))
     columns = ("loss", "perplexity", "loss minus that of log", f"loss at {shortest}")
     return Table("pilot", "Pilot", ("setting", "method", "trained at length"), columns, tuple(lines))
+
+
+def held_out_table(records: Sequence[AnyRecord]) -> Table | None:
+    """The mean loss of each method on each corpus over the seeds, and its largest standard error over documents. None
+    without records.
+    """
+    losses, errors = (measurements(records, "extrapolation", value) for value in ("loss", "stderr"))
+    settings = sorted(losses.settings, key=lambda setting: corpus_rank(setting.corpus))
+    lines = []
+    for method in published("kerple-3").ordered(losses.methods):
+        cells = []
+        for setting in settings:
+            length = setting.train_length or 0
+            values, stderr = losses.values(setting, method, length), errors.values(setting, method, length)
+            cells.append(NOT_MEASURED if values is None else format_mean(values))
+            cells.append(NOT_MEASURED if stderr is None else f"{stderr.max():.3f}")
+        lines.append(Row((display_name(method),), tuple(map(Cell, cells))))
+    names = [corpus_name(setting.corpus) for setting in settings]
+    columns = tuple(f"{name}, {text}" for name in names for text in ("loss", "standard error"))
+    tokens = ", ".join(f"{count:,}" for count in sorted({record["tokens"] for record in records}))
+    notes = (
+        f"Mean ± standard deviation over the seeds, on {tokens} held-out tokens. The standard error is that over "
+        "documents, the largest of all seeds.",
+    )
+    title = "Loss at the training length"
+    return Table("training-length", title, ("method",), columns, tuple(lines), notes) if lines else None
 
 
 def _run_name(record: AnyRecord) -> str:
