@@ -146,6 +146,31 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
     return tables
 
 
+def mode_effects(records: Sequence[AnyRecord]) -> list[str]:
+    """For each setting and mode, a sentence with the methods whose loss at the longest length it changes by more than
+    two standard errors, the largest change first; no sentence if there are no such methods.
+    """
+    losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
+    sentences = []
+    for setting in losses.settings:
+        methods, length = losses.select([setting]).methods, losses.select([setting]).lengths[-1]
+        for mode in dict.fromkeys(method.mode for method in methods if method.mode != "full"):
+            found = []
+            for method in methods:
+                base = Method(method.pos_emb)
+                difference = paired.difference((setting, method, length), (setting, base, length))
+                if method.mode == mode and difference is not None and difference.significant:
+                    found.append((difference, display_name(base)))
+            found.sort(key=lambda entry: -abs(entry[0].mean))
+            lowered = ", ".join(f"{name} ({difference})" for difference, name in found if difference.mean < 0)
+            raised = ", ".join(f"{name} ({difference})" for difference, name in found if difference.mean > 0)
+            effects = [
+                f"{verb} {names}" for verb, names in (("lowers that of", lowered), ("raises that of", raised)) if names
+            ]
+            sentences += [f"{mode} {', and '.join(effects)}."] if effects else []
+    return sentences
+
+
 def unsupported_notes(records: Iterable[AnyRecord]) -> list[str]:
     """Why there are no values: a sentence per mode and reason, with the methods that do not support the mode."""
     methods: dict[tuple[str, str], dict[str, None]] = {}

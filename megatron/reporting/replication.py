@@ -49,7 +49,7 @@ from megatron.reporting.claims import (
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, slug
-from megatron.reporting.modes import mode_figures, mode_tables, unsupported_notes
+from megatron.reporting.modes import mode_effects, mode_figures, mode_tables, unsupported_notes
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
 from megatron.reporting.positions import Curves, curve_of, position_plot
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, line_numbers, published
@@ -402,6 +402,7 @@ def _modes(pages: Path) -> dict[str, object]:
     return {
         "tables": [markdown(table) for table in mode_tables(records)],
         "figures": [(figure.caption, f"{RECORDS}/{figure.name}.png") for figure in mode_figures(records)],
+        "effects": mode_effects(records),
         "notes": unsupported_notes(records),
         "environments": _environments(records),
     }

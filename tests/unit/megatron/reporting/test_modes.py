@@ -11,6 +11,7 @@ from megatron.reporting.modes import (
     best_combinations,
     best_notes,
     heat_map,
+    mode_effects,
     mode_figures,
     mode_tables,
     unsupported_notes,
@@ -94,6 +95,15 @@ def test_differences_of_the_best_combination_are_those_of_the_common_seeds():
     (best,) = best_combinations([*first, *second, *rotary])
     assert (best.method.pos_emb, best.method.mode) == ("alibi", "sinks@4+508")
     assert (best.difference, best.lead) == (expected.difference, expected.lead)
+
+
+def test_effects_of_modes():
+    (sentence,) = mode_effects([*records(512), *records()])
+    assert sentence.startswith("sinks@4+508 lowers that of Rotary (-4.0")
+    assert "), ALiBi (-0.1" in sentence
+    assert "raises" not in sentence
+    (sentence,) = mode_effects([entry for entry in records() if entry["mode"] == "full" or entry["pos_emb"] == "alibi"])
+    assert "Rotary" not in sentence
 
 
 def test_tables_and_files(tmp_path):
