@@ -8,7 +8,7 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.convert.hub import local_checkpoint
 from megatron.checkpoint.directory import find_step
 from megatron.config.command_line import OptionParser, integer
-from megatron.evaluation.ruler import RULER_TASKS, TAG, write_task
+from megatron.evaluation.ruler import RULER_TASKS, TAG, documents, write_task
 from megatron.tokenizer import build_tokenizer
 from megatron.utils.files import check_writable
 from megatron.utils.progress import Progress
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = checkpoint_config(find_step(folder, None)).tokenizer
     tokenizer = build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
     wanted = [(name, length) for length in dict.fromkeys(options.lengths) for name in dict.fromkeys(options.tasks)]
+    for name in options.tasks:  # a prompt that does not fit is an error before anything is written
+        documents(name, tokenizer, min(options.lengths), 1, options.seed)
     with Progress("writing tasks", len(wanted), unit="tasks") as bar:
         options.output.mkdir(parents=True, exist_ok=True)
         for done, (name, length) in enumerate(wanted, start=1):

@@ -63,6 +63,10 @@ def results(folder):
 def test_errors(checkpoint, tmp_path, capsys):
     with pytest.raises(UserError, match="--lengths 64: niah_single takes at least"):
         main(["--checkpoint", checkpoint, "--lengths", "64", "--output", str(tmp_path)])
+    # Nothing is written for the tasks before it.
+    with pytest.raises(UserError, match="--lengths 420: niah_multiquery takes at least"):
+        main(["--checkpoint", checkpoint, "--lengths", "900", "420", "--output", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--output: cannot write to"):
         main(["--checkpoint", checkpoint, "--output", str(tmp_path / "file" / "x")])
