@@ -70,7 +70,7 @@ from megatron.reporting.style import (
     seeds_caption,
 )
 from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, markdown
-from megatron.reporting.training_length import held_out_table, pilot_table
+from megatron.reporting.training_length import held_out_table, pilot_table, seed_table
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -141,7 +141,7 @@ def texts(pages: Path) -> dict[Path, str]:
     tables = [table for table in perplexity_tables(records) if table.name.startswith("perplexity")]
     tables += [*difference_tables(records), *mode_table(records), *resolution_tables(records), *time_tables]
     held_out: list[AnyRecord] = [*read_results(_folders(pages, TRAINING_LENGTH))]
-    tables[:0] = [table] if (table := held_out_table(held_out)) else []
+    tables[:0] = [table for table in (held_out_table(held_out), seed_table(records)) if table]
     log = [record for record in held_out if method_of(record) == LOG]
     spread = seeds_caption(len({record["seed"] for record in records}))
     values = {

@@ -1,13 +1,16 @@
-"""Tables of losses at the training length: the settings of the pilot, and all runs on more tokens."""
+"""Tables of losses at the training length: the settings of the pilot, all runs on more tokens, differences of seeds."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.reporting.aggregate import AnyRecord, Method, measurements, method_of, setting_of
+import numpy as np
+
+from megatron.reporting.aggregate import AnyRecord, Method, Setting, measurements, method_of, setting_of
 from megatron.reporting.differences import PairedLosses
 from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
-from megatron.reporting.tables import Cell, Row, Table
+from megatron.reporting.tables import Cell, Row, Section, Table
 
 LOG = Method("kerple_log")
 
@@ -66,6 +69,37 @@ def held_out_table(records: Sequence[AnyRecord]) -> Table | None:
     )
     title = "Loss at the training length"
     return Table("training-length", title, ("method",), columns, tuple(lines), notes) if lines else None
+
+
+def seed_table(records: Iterable[AnyRecord]) -> Table | None:
+    """The standard deviation of the loss over the seeds in three ranges of positions in segments of the training
+    length. None without methods that have two seeds.
+    """
+    losses: dict[tuple[Setting, Method], dict[int | None, list[float]]] = {}
+    ends: set[int] = set()
+    for record in records:
+        length = record["train_length"]
+        if record["kind"] == "positions" and record["mode"] == "full" and record["length"] == length:
+            edges, values, counts = (np.array(record[key]) for key in ("edges", "losses", "counts"))
+            ends.add(length)
+            parts = np.searchsorted([length // 16, length // 2], edges[:-1], side="right")
+            means = [float(np.average(values[parts == part], weights=counts[parts == part])) for part in range(3)]
+            losses.setdefault((setting_of(record), method_of(record)), {})[record["seed"]] = means
+    lines: list[Row | Section] = []
+    settings = sorted({setting for setting, _ in losses}, key=lambda setting: corpus_rank(setting.corpus))
+    for setting in settings:
+        several = [method for other, method in losses if other == setting and len(losses[other, method]) > 1]
+        lines += [Section(corpus_name(setting.corpus))] if several else []
+        for method in published("kerple-3").ordered(several):
+            seeds = list(losses[setting, method].values())
+            cells = [str(len(seeds)), *(f"{statistics.stdev(part):.3f}" for part in zip(*seeds, strict=True))]
+            lines.append(Row((display_name(method),), tuple(map(Cell, cells))))
+    if not lines or len(ends) > 1:
+        return None
+    (end,) = ends
+    columns = ("seeds", f"1–{end // 16}", f"{end // 16 + 1}–{end // 2}", f"{end // 2 + 1}–{end}")
+    title = "Standard deviation of the loss over the seeds, by position in segments of the training length"
+    return Table("seeds", title, ("method",), columns, tuple(lines))
 
 
 def _run_name(record: AnyRecord) -> str:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron.reporting.training_length import held_out_table, pilot_table
+from megatron.reporting.training_length import held_out_table, pilot_table, seed_table
 from tests.support.records import record
 
 
@@ -61,3 +61,20 @@ def test_losses_on_more_tokens():
     other = next(name for name in table.columns if name.endswith("loss") and not name.startswith("C, "))
     assert texts[other] == ["–", "2.20 ± 0.10"]
     assert held_out_table([]) is None
+
+
+def test_differences_of_seeds_by_position():
+    records = []
+    for pos_emb, seeds in (("alibi", 3), ("rpe", 1)):
+        for seed in range(seeds):
+            keys = {"train_length": 32, "edges": [0, 2, 9, 16, 32], "counts": [4, 6, 2, 9]}
+            keys["losses"] = [3.0, 2.0 + 0.1 * seed, 2.0 - 0.3 * seed, 1.0 + seed]
+            entry = {**record(pos_emb, 32, 9.0, seed), "kind": "positions", **keys}
+            records += [entry, {**entry, "mode": "window@32", "losses": [9.0] * 4}, {**entry, "length": 64}]
+    table = seed_table(records)
+    assert table.columns == ("seeds", "1–2", "3–16", "17–32")
+    (row,) = (row for row in table.rows if row.labels == ("ALiBi",))
+    assert [cell.text for cell in row.cells] == ["3", "0.000", "0.000", "1.000"]  # (6 x 0.1 - 2 x 0.3) / 8 = 0
+    assert len(table.rows) == 1
+    assert seed_table(records[3:]) is not None
+    assert seed_table(records[-3:]) is None
