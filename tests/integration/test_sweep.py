@@ -134,12 +134,12 @@ def test_a_killed_sweep_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_sweep_processes_that_are_killed_at_random(tmp_path):
+def test_four_sweep_processes_that_are_killed_at_random(tmp_path, forked_scripts):
     """Together they end with the same weights and results as one process that nobody kills."""
     generator = random.Random(5)
     axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": seed} for seed in (1, 2, 3)]}
     path = write_sweep(tmp_path, axes=axes)
-    processes, kills = {start_sweep(path): time.monotonic() + generator.uniform(5, 40) for _ in range(4)}, 0
+    processes, kills = {start_sweep(path): time.monotonic() + generator.uniform(0.5, 4) for _ in range(4)}, 0
     deadline = time.monotonic() + 1500
     while processes:
         assert time.monotonic() < deadline
@@ -151,7 +151,7 @@ def test_four_sweep_processes_that_are_killed_at_random(tmp_path):
                 kill_all(process)
                 kills += 1
                 del processes[process]
-                processes[start_sweep(path)] = time.monotonic() + generator.uniform(5, 40)
+                processes[start_sweep(path)] = time.monotonic() + generator.uniform(0.5, 4)
         time.sleep(0.1)
     assert kills >= 4
     run_sweep(path)  # runs that were claimed by a process that was killed last
