@@ -271,7 +271,7 @@ def few_seeds(records: Sequence[AnyRecord]) -> str:
         return ""
     return (
         f" Not all seeds of these have been run: {', '.join(texts)}. Their means cannot be compared with the others; "
-        "the paired differences in docs/results can."
+        "only the paired differences can."
     )
 
 
