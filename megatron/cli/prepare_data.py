@@ -27,8 +27,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     parser = OptionParser(
         description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] [DATASET]",
         epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built from the sources of "
-        "Python's standard library, the datasets named debian_* from Debian packages. Any other name with --from or "
-        f"--url prepares your own text: documents in random order, with a BPE tokenizer trained on them. {sources}",
+        "Python's standard library, the datasets named debian_* from Debian and npm packages. Any other name with "
+        "--from or --url prepares your own text: documents in random order, with a BPE tokenizer trained on them. "
+        f"{sources}",
     )
     parser.add_argument(
         "dataset",

@@ -61,13 +61,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = checkpoint_config(find_step(folder, None)).tokenizer
     tokenizer = build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
     wanted = [(name, length) for length in dict.fromkeys(options.lengths) for name in dict.fromkeys(options.tasks)]
-    for name in options.tasks:  # a prompt that does not fit is an error before anything is written
-        documents(name, tokenizer, min(options.lengths), 1, options.seed)
-    with Progress("writing tasks", len(wanted), unit="tasks") as bar:
-        options.output.mkdir(parents=True, exist_ok=True)
+    contents = []  # nothing is written if a prompt does not fit
+    with Progress("generating tasks", len(wanted), unit="tasks") as bar:
         for done, (name, length) in enumerate(wanted, start=1):
-            task = write_task(options.output, name, tokenizer, length, options.samples, options.seed)
-            bar.update(done, task)
+            contents.append(documents(name, tokenizer, length, options.samples, options.seed))
+            bar.update(done, f"{name}, {length:,} tokens")
+    options.output.mkdir(parents=True, exist_ok=True)
+    for (name, length), content in zip(wanted, contents, strict=True):
+        write_task(options.output, name, length, options.seed, *content)
     print(
         f"{options.output}: {len(wanted)} tasks with {options.samples} prompts each; to run them: evaluate.py "
         f"--checkpoint {options.checkpoint} --eval-tasks {TAG} --include-path {options.output}"

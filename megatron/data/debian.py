@@ -296,9 +296,10 @@ class DebianCorpus(DocumentCorpus):
                 return download(f"{address}#sha256={package.sha256}", self._folder)
             except UserError as error:
                 errors.append(str(error))
+        name = package.path.rpartition("/")[2]
         raise UserError(
             f"{'; '.join(dict.fromkeys(errors))}. Alternatively, get the file from another source (for example with "
-            f"`{'npm pack' if is_url else 'apt-get download'}`) and put it into {self._folder}"
+            f"`{'npm pack' if is_url else 'apt-get download'}`) and save it as {self._folder / name}"
         )
 
 

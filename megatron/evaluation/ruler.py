@@ -205,9 +205,12 @@ def documents(
     return found, new_tokens
 
 
-def write_task(folder: Path, name: str, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> str:
-    """Write `ruler_NAME_LENGTH.yaml` and its documents as `.jsonl`; returns the name of the task. Raises UserError."""
-    lines, new_tokens = documents(name, tokenizer, length, samples, seed)
+def write_task(
+    folder: Path, name: str, length: int, seed: int, lines: Sequence[Mapping[str, Any]], new_tokens: int
+) -> str:
+    """Write `ruler_NAME_LENGTH.yaml`, and the result of `documents` as `.jsonl`; returns the name of the task. Raises
+    UserError.
+    """
     task = f"ruler_{name}_{length}"
     data = folder.resolve() / f"{task}.jsonl"
     settings = {

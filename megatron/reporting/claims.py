@@ -55,7 +55,7 @@ class Claim:
 
     text: str
     source: str
-    kind: Literal["loss", "resolution", "effective-length", "seconds", "rank"]
+    kind: Literal["loss", "resolution", "effective-length", "effective-lengths", "seconds", "rank"]
     first: Term
     second: Term
     limit: float = 0.0
@@ -150,6 +150,9 @@ def claims() -> tuple[Claim, ...]:
         unknown = entry.keys() - {"claim", "source", "kind", "less", "greater", "than", "at", "than_at", "limit"}
         if unknown:
             raise ValueError(f"{FILE}: {entry['claim']}: unknown keys {unknown}")
+        terms = entry.keys() & {"less", "greater", "than"}
+        if entry.get("kind") != "rank" and terms not in ({"less", "than"}, {"greater", "than"}):
+            raise ValueError(f"{FILE}: {entry['claim']}: needs than, and either less or greater")
         at, greater = entry.get("at", 1), "greater" in entry
         first = term(entry.get("greater" if greater else "less", ""), at)
         second = term(entry.get("than", ""), entry.get("than_at", at))
@@ -222,6 +225,7 @@ class Data:
             "loss": self._losses,
             "resolution": self._resolutions,
             "effective-length": self._effective_lengths,
+            "effective-lengths": self._effective_lengths,
         }[claim.kind]
         settings = dict.fromkeys(setting for by_method in self._records.values() for setting, _ in by_method)
         found = {setting: value for setting in settings if (value := function(claim, setting)) is not None}
@@ -278,55 +282,51 @@ class Data:
         )
 
     def _effective_lengths(self, claim: Claim, setting: Setting) -> "_Differences | None":
-        def longest(record: AnyRecord) -> float:
-            return math.log2(max(n for layer in record["effective_lengths"] for n in layer))
+        def value(record: AnyRecord) -> float:
+            logs = [math.log2(n) for layer in record["effective_lengths"] for n in layer]
+            return max(logs) if claim.kind == "effective-length" else statistics.fmean(logs)
 
         cells = []
         for term in (claim.first, claim.second):
             by_length = self._records.get("effective_length", {}).get((setting, term.method), {})
             cells.append({seed: r for cell in by_length.values() for seed, r in cell.items() if r["effective_lengths"]})
         common = sorted(cells[0].keys() & cells[1].keys(), key=str)
-        return _Differences.of_runs(longest(cells[0][seed]) - longest(cells[1][seed]) for seed in common)
+        return _Differences.of_runs(value(cells[0][seed]) - value(cells[1][seed]) for seed in common)
 
     def _rank_correlation(self, claim: Claim) -> Estimate | None:
-        """Spearman's correlation between attention resolution and loss over the methods, mean over the seeds, from the
-        corpus with most methods and the seeds that most methods have. p: the proportion of permutations of the methods
-        with a correlation as far from 0.
+        """Spearman's correlation between attention resolution and loss over the methods, each the mean over its seeds,
+        from the corpus with most methods. Methods without a meaningful resolution, in (0, 1], are left out. p: the
+        proportion of permutations of the methods with a correlation as far from 0 (of 40,320 random ones for more than
+        8 methods).
         """
-        found: dict[Setting, Any] = {}  # [2, seeds, methods]
-        for setting in dict.fromkeys(setting for setting, _ in self._records.get("resolution", {})):
+        found: dict[Setting, list[tuple[float, float]]] = {}
+        for (setting, method), lengths in self._records.get("resolution", {}).items():
             length = claim.first.at[0] * (setting.train_length or 0)
-            values: dict[Method, dict[int | None, tuple[float, float]]] = {}
-            for (other, method), lengths in self._records["resolution"].items():
-                losses = self._records.get("extrapolation", {}).get((other, method), {}).get(length, {})
-                if other == setting and method.mode == "full" and " (" not in method.pos_emb:  # each method once
-                    resolutions = lengths.get(length, {})
-                    values[method] = {
-                        seed: (resolutions[seed]["resolution"], losses[seed]["loss"])
-                        for seed in sorted(resolutions.keys() & losses.keys(), key=str)
-                    }
-            methods: list[dict[int | None, tuple[float, float]]] = []
-            for seeds in sorted((list(by_seed) for by_seed in values.values() if by_seed), key=len, reverse=True):
-                complete = [by_seed for by_seed in values.values() if by_seed.keys() >= set(seeds)]
-                if len(complete) > len(methods):
-                    methods = [{seed: by_seed[seed] for seed in seeds} for by_seed in complete]
-            if len(methods) >= MIN_METHODS:
-                found[setting] = np.array([list(by_seed.values()) for by_seed in methods]).transpose(2, 1, 0)
-        if not found:
+            resolutions = lengths.get(length, {})
+            losses = self._records.get("extrapolation", {}).get((setting, method), {}).get(length, {})
+            seeds = resolutions.keys() & losses.keys()
+            if method.mode != "full" or " (" in method.pos_emb or not seeds:  # each method once
+                continue
+            resolution = statistics.fmean(resolutions[seed]["resolution"] for seed in seeds)
+            if 0 < resolution <= 1:
+                values = resolution, statistics.fmean(losses[seed]["loss"] for seed in seeds)
+                found.setdefault(setting, []).append(values)
+        corpora = sorted(found, key=lambda setting: len(found[setting]))
+        if not corpora or len(found[corpora[-1]]) < MIN_METHODS:
             return None
-        setting = max(found, key=lambda setting: found[setting].shape[2])
-        ranks = rankdata(found[setting], axis=2)
-        ranks -= ranks.mean(axis=2, keepdims=True)
-        resolutions, losses = ranks / np.linalg.norm(ranks, axis=2, keepdims=True)
+        setting = corpora[-1]
+        ranks = rankdata(np.array(found[setting]), axis=0)
+        ranks -= ranks.mean(axis=0)
+        resolutions, losses = (ranks / np.linalg.norm(ranks, axis=0)).T
 
         def correlation(order: IntArray) -> float:
-            return float((resolutions[:, order] * losses).sum(axis=1).mean())
+            return float(resolutions[order] @ losses)
 
-        order = np.arange(ranks.shape[2])
-        test = permutation_test((order,), correlation, permutation_type="pairings", vectorized=False, rng=0)
-        by_run = tuple((resolutions * losses).sum(axis=1).tolist())
+        order = np.arange(len(ranks))
+        options: dict[str, Any] = {"permutation_type": "pairings", "vectorized": False, "rng": 0}
+        test = permutation_test((order,), correlation, n_resamples=math.factorial(8), **options)
         mean = correlation(order)
-        return Estimate(mean, {setting.corpus: mean}, by_run, None, permutation_p=float(test.pvalue))
+        return Estimate(mean, {setting.corpus: mean}, (mean,), None, permutation_p=float(test.pvalue))
 
 
 @dataclass(frozen=True)
@@ -432,7 +432,13 @@ def _cells(result: Result, corpora: Sequence[str | None], several_runs: bool) ->
         text = f"time x {math.exp(estimate.mean):.3f}"
         text += f" [{math.exp(interval[0]):.3f}, {math.exp(interval[1]):.3f}]" if interval else ""
     else:
-        unit = {"loss": "loss", "resolution": "R", "effective-length": "log2", "rank": "correlation"}[claim.kind]
+        unit = {
+            "loss": "loss",
+            "resolution": "R",
+            "effective-length": "log2",
+            "effective-lengths": "log2",
+            "rank": "correlation",
+        }[claim.kind]
         text = f"{unit} {_signed(estimate.mean)}"
         text += f" [{_signed(interval[0])}, {_signed(interval[1])}]" if interval else ""
     by_corpus = (estimate.by_corpus.get(corpus) for corpus in corpora)

@@ -142,7 +142,6 @@ def perplexity_plot(
     train_lengths = {setting.train_length for setting in perplexities.settings}
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
     handles: dict[str, Any] = {}
-    one_seed = all(curve["std"].isna().all() for curve in curves.values())
     for index, (axes, mode) in enumerate(panels):
         length_ticks(axes, style, perplexities.lengths, columns)
         if train_length is not None:
@@ -154,7 +153,7 @@ def perplexity_plot(
             looks, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
             seeds(axes, style, perplexities.by_seed(*line), looks["color"])
-            if one_seed:
+            if perplexities.num_seeds < 2:
                 error = errors.curve(*line)["mean"].reindex(curve.index)
                 if error.any():
                     band(axes, x, mean, error.fillna(0.0).tolist(), looks["color"])

@@ -15,11 +15,12 @@ from megatron.reporting.differences import Difference, PairedLosses
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_number, slug
 from megatron.reporting.paper_tables import setting_title
-from megatron.reporting.published import display_name
+from megatron.reporting.published import corpus_name, display_name
 from megatron.reporting.style import CHARACTER, COLORS, SCREEN, SMALL, Style, new_figure
 from megatron.reporting.tables import Cell, Row, Table
 
 COLOR_RANGE = 1.0  # nats per token above the lowest loss at which colors end
+MIN_EFFECT = 0.01  # nats per token
 BEST_NOTE = (
     "The best combination is the one with the lowest loss, chosen on the same tokens, so its loss is slightly too low. "
     "Differences, from the same method in mode full and from the runner-up (the combination with the second lowest "
@@ -148,26 +149,26 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
 
 def mode_effects(records: Sequence[AnyRecord]) -> list[str]:
     """For each setting and mode, a sentence with the methods whose loss at the longest length it changes by more than
-    two standard errors, the largest change first; no sentence if there are no such methods.
+    two standard errors and MIN_EFFECT, the largest change first; no sentence if there are no such methods.
     """
     losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
     sentences = []
     for setting in losses.settings:
-        methods, length = losses.select([setting]).methods, losses.select([setting]).lengths[-1]
-        for mode in dict.fromkeys(method.mode for method in methods if method.mode != "full"):
+        selected = losses.select([setting])
+        for mode in dict.fromkeys(method.mode for method in selected.methods if method.mode != "full"):
             found = []
-            for method in methods:
-                base = Method(method.pos_emb)
-                difference = paired.difference((setting, method, length), (setting, base, length))
-                if method.mode == mode and difference is not None and difference.significant:
-                    found.append((difference, display_name(base)))
+            for method in (method for method in selected.methods if method.mode == mode):
+                first = setting, method, selected.lengths[-1]
+                difference = paired.difference(first, (setting, Method(method.pos_emb), selected.lengths[-1]))
+                if difference is not None and difference.significant and abs(difference.mean) >= MIN_EFFECT:
+                    found.append((difference, display_name(Method(method.pos_emb))))
             found.sort(key=lambda entry: -abs(entry[0].mean))
             lowered = ", ".join(f"{name} ({difference})" for difference, name in found if difference.mean < 0)
             raised = ", ".join(f"{name} ({difference})" for difference, name in found if difference.mean > 0)
-            effects = [
-                f"{verb} {names}" for verb, names in (("lowers that of", lowered), ("raises that of", raised)) if names
-            ]
-            sentences += [f"{mode} {', and '.join(effects)}."] if effects else []
+            verbs = ("lowers that of", lowered), ("raises that of", raised)
+            effects = [f"{verb} {names}" for verb, names in verbs if names]
+            where = f"{corpus_name(setting.corpus)}, {mode}" if len(losses.settings) > 1 else mode
+            sentences += [f"{where} {', and '.join(effects)}."] if effects else []
     return sentences
 
 

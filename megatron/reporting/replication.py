@@ -70,7 +70,7 @@ from megatron.reporting.style import (
     seeds_caption,
 )
 from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, markdown
-from megatron.reporting.training_length import held_out_table, pilot_table, seed_table
+from megatron.reporting.training_length import LOG, at_training_length, held_out_table, pilot_table, seed_table
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -78,10 +78,13 @@ RECORDS, STEP_TIMES = "replication", "step_times.json"
 PILOT, MODES, TRAINING_LENGTH = "pilot", "modes", "training-length"  # names of folders in RECORDS start with these
 START, END = "<!-- results: written by tools/report.py --replication docs/results -->", "<!-- end of results -->"
 MAX_BYTES = 1_500_000  # of a file in the repository
-LOG = Method("kerple_log")
 MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
 POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
+RUNS_NOTE = (
+    "Means over different numbers of seeds cannot be compared, because seeds differ more than many methods; rows "
+    "without ± have one seed. The tables of differences compare the seeds that both methods have."
+)
 MIN_PIXELS = 1200  # of the width of a figure
 MAX_LENGTHS = 6  # columns of the main table
 CORPUS_TEXTS = {
@@ -140,9 +143,9 @@ def texts(pages: Path) -> dict[Path, str]:
     results = evaluate_claims(records, times)
     tables = [table for table in perplexity_tables(records) if table.name.startswith("perplexity")]
     tables += [*difference_tables(records), *mode_table(records), *resolution_tables(records), *time_tables]
-    held_out: list[AnyRecord] = [*read_results(_folders(pages, TRAINING_LENGTH))]
-    tables[:0] = [table for table in (held_out_table(held_out), seed_table(records)) if table]
-    log = [record for record in held_out if method_of(record) == LOG]
+    held_out = at_training_length(read_results(_folders(pages, TRAINING_LENGTH)))
+    seeds_of_methods = seed_table(records)
+    tables[:0] = [table for table in (held_out_table(held_out), seeds_of_methods) if table]
     spread = seeds_caption(len({record["seed"] for record in records}))
     values = {
         "claims": _without_heading(claims_table(results)),
@@ -150,7 +153,8 @@ def texts(pages: Path) -> dict[Path, str]:
         "several_runs": has_several_runs(results),
         "main": _without_heading(table) if (table := main_table(records)) else "",
         "few_seeds": few_seeds(records),
-        "held_out": max(log, key=lambda record: record["stderr"] or 0.0, default=None),
+        "held_out": _settings(held_out),
+        "seed_table": seeds_of_methods is not None,
         "kerple_claims": (count := sum(claim.paper == "KERPLE" for claim in claims())),
         "needed": [float(t_distribution.isf(ALPHA / 2 / count, df)) for df in (2, 6)],
         "runs": _runs(records),
@@ -160,7 +164,7 @@ def texts(pages: Path) -> dict[Path, str]:
     }
     contents = {
         pages / "README.md": _render("results.md.j2", **values),
-        pages / RECORDS / "tables.md": "# Tables\n\n" + "\n".join(markdown(table) for table in tables),
+        pages / RECORDS / "tables.md": f"# Tables\n\n{RUNS_NOTE}\n\n" + "\n".join(markdown(table) for table in tables),
         pages / "pilot.md": _render("pilot.md.j2", **_pilot(pages)),
         pages / "modes.md": _render("modes.md.j2", **_modes(pages)),
     }
@@ -238,8 +242,9 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
             columns.append(f"{corpus_name(setting.corpus)}, {length:,}" if len(settings) > 1 else f"{length:,}")
             column = [values.values(setting, method, length) for method in methods]
             texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in column]
-            most = max((len(cell) for cell in column if cell is not None), default=0)
-            means = [math.nan if cell is None or len(cell) < most else float(cell.mean()) for cell in column]
+            known = [None if cell is None else cell.dropna() for cell in column]
+            most = max((len(cell) for cell in known if cell is not None), default=0)
+            means = [math.nan if cell is None or len(cell) < most else float(cell.mean()) for cell in known]
             bold = best_texts(means, texts, "lowest")
             cells.append([Cell(text, best=best) for text, best in zip(texts, bold, strict=True)])
     if not cells:
@@ -251,28 +256,18 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
 
 def few_seeds(records: Sequence[AnyRecord]) -> str:
     """A sentence on the methods of the main table that have fewer seeds than others; empty if there are none."""
-    values = measurements(records, "extrapolation", "perplexity")
     texts = []
     for setting in _settings_of(records):
-        seeds = {
-            method: sorted(
-                {record["seed"] for record in records if (setting_of(record), method_of(record)) == (setting, method)}
-            )
-            for method in MAIN_METHODS
-            if method in values.methods
-        }
-        few = {method: own for method, own in seeds.items() if len(own) < max(map(len, seeds.values()))}
-        texts += [
-            f"{display_name(method)} on {corpus_name(setting.corpus)} ({', '.join(map(str, own))})"
-            for method, own in few.items()
-            if own
-        ]
-    if not texts:
-        return ""
-    return (
-        f" Not all seeds of these have been run: {', '.join(texts)}. Their means cannot be compared with the others; "
-        "only the paired differences can."
-    )
+        seeds: dict[Method, dict[int | None, None]] = {}
+        for record in records:
+            if record["kind"] == "extrapolation" and setting_of(record) == setting and record["loss"] is not None:
+                seeds.setdefault(method_of(record), {})[record["seed"]] = None
+        own = {method: list(seeds[method]) for method in MAIN_METHODS if method in seeds}
+        most = max(own.values(), key=len, default=[])
+        for method in (method for method in own if own[method] != most):
+            which = f"seed{'s' * (len(own[method]) > 1)} {', '.join(map(str, own[method]))}"
+            texts.append(f"{display_name(method)} on {corpus_name(setting.corpus)} has only {which}")
+    return f" {'; '.join(texts)}: compare such means by their paired differences." if texts else ""
 
 
 def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
@@ -332,9 +327,11 @@ def main_plot(perplexities: Measurements, style: Style = SCREEN) -> Figure:
         curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
         curves = {method: curve for method, curve in curves.items() if len(curve)}
         above: list[str] = []
-        low = min((curve["mean"] - curve["std"].fillna(0)).min() for curve in curves.values())
         stable = [mean for curve in curves.values() if (mean := curve["mean"]).iloc[-1] <= 1.5 * mean.iloc[0]]
-        high = max((mean.max() for mean in stable), default=low)
+        lowest = min(curve["mean"].min() for curve in curves.values())
+        high = max((mean.max() for mean in stable), default=lowest)
+        inside = (curve for curve in curves.values() if curve["mean"].min() <= high)
+        low = min((curve["mean"] - curve["std"].fillna(0)).min() for curve in inside)
         axes.set_ylim(low - 0.1 * (high - low) - 0.01 * low, high + 0.15 * (high - low) + 0.01 * low)
         length_ticks(axes, style, perplexities.lengths, columns)
         if setting.train_length is not None:

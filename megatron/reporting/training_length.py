@@ -45,6 +45,16 @@ def pilot_table(records: Sequence[AnyRecord]) -> Table | None:
     return Table("pilot", "Pilot", ("setting", "method", "trained at length"), columns, tuple(lines))
 
 
+def at_training_length(records: Iterable[AnyRecord]) -> list[AnyRecord]:
+    """The losses with full attention at the training length."""
+    return [
+        record
+        for record in records
+        if (record["kind"], record["mode"], record["length"]) == ("extrapolation", "full", record["train_length"])
+        and record["loss"] is not None
+    ]
+
+
 def held_out_table(records: Sequence[AnyRecord]) -> Table | None:
     """The mean loss of each method on each corpus over the seeds, and its largest standard error over documents. None
     without records.
@@ -72,34 +82,30 @@ def held_out_table(records: Sequence[AnyRecord]) -> Table | None:
 
 
 def seed_table(records: Iterable[AnyRecord]) -> Table | None:
-    """The standard deviation of the loss over the seeds in three ranges of positions in segments of the training
-    length. None without methods that have two seeds.
+    """The standard deviation of the loss over the seeds in three parts of segments of the training length: the first
+    sixteenth, up to the half, and the second half. None without methods that have two seeds.
     """
-    losses: dict[tuple[Setting, Method], dict[int | None, list[float]]] = {}
-    ends: set[int] = set()
+    losses: dict[Setting, dict[Method, dict[int | None, list[float]]]] = {}
     for record in records:
         length = record["train_length"]
-        if record["kind"] == "positions" and record["mode"] == "full" and record["length"] == length:
+        if record["kind"] != "positions" or record["mode"] != "full" or record["length"] != length:
+            continue
+        if record["losses"]:
             edges, values, counts = (np.array(record[key]) for key in ("edges", "losses", "counts"))
-            ends.add(length)
             parts = np.searchsorted([length // 16, length // 2], edges[:-1], side="right")
             means = [float(np.average(values[parts == part], weights=counts[parts == part])) for part in range(3)]
-            losses.setdefault((setting_of(record), method_of(record)), {})[record["seed"]] = means
+            losses.setdefault(setting_of(record), {}).setdefault(method_of(record), {})[record["seed"]] = means
     lines: list[Row | Section] = []
-    settings = sorted({setting for setting, _ in losses}, key=lambda setting: corpus_rank(setting.corpus))
-    for setting in settings:
-        several = [method for other, method in losses if other == setting and len(losses[other, method]) > 1]
+    for setting in sorted(losses, key=lambda setting: corpus_rank(setting.corpus)):
+        several = [method for method, seeds in losses[setting].items() if len(seeds) > 1]
         lines += [Section(corpus_name(setting.corpus))] if several else []
         for method in published("kerple-3").ordered(several):
-            seeds = list(losses[setting, method].values())
+            seeds = list(losses[setting][method].values())
             cells = [str(len(seeds)), *(f"{statistics.stdev(part):.3f}" for part in zip(*seeds, strict=True))]
             lines.append(Row((display_name(method),), tuple(map(Cell, cells))))
-    if not lines or len(ends) > 1:
-        return None
-    (end,) = ends
-    columns = ("seeds", f"1–{end // 16}", f"{end // 16 + 1}–{end // 2}", f"{end // 2 + 1}–{end}")
+    columns = ("seeds", "first 1/16", "up to 1/2", "second half")
     title = "Standard deviation of the loss over the seeds, by position in segments of the training length"
-    return Table("seeds", title, ("method",), columns, tuple(lines))
+    return Table("seeds", title, ("method",), columns, tuple(lines)) if lines else None
 
 
 def _run_name(record: AnyRecord) -> str:

