@@ -41,6 +41,7 @@ class Job:
     devices: list[str]
     task: str = "waiting"
     process: subprocess.Popen[bytes] | None = None
+    signals_sent: int = 0
     started_at: float = field(default_factory=time.monotonic)
 
 
@@ -216,7 +217,7 @@ class Runner:
         return True
 
     def _advance(self, job: Job) -> None:
-        """Start the next process of a job that has none, or handle the exit of its process."""
+        """Start the next process of a job that has none, forward a signal to its process, or handle its exit."""
         if job.process is None:
             if self._signals:
                 self._remove(job)
@@ -225,6 +226,10 @@ class Runner:
             return
         exit_status = job.process.poll()
         if exit_status is None:
+            # Signals are forwarded here, not in the handler, so one that arrives while a process starts reaches it too.
+            if job.signals_sent < len(self._signals):
+                job.process.send_signal(signal.SIGTERM)  # the launcher kills its processes at the second signal
+                job.signals_sent += 1
             job.claim.check()
             return
         job.process = None
@@ -269,9 +274,6 @@ class Runner:
 
     def _handle_signal(self, number: int, _frame: object) -> None:
         self._signals.append(number)
-        for job in self._jobs:
-            if job.process is not None and job.process.poll() is None:
-                job.process.send_signal(signal.SIGTERM)  # the launcher kills its processes at the second signal
         self._display.print(
             "stopping: the runs save and exit; repeat the signal to kill them"
             if len(self._signals) == 1

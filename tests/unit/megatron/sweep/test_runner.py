@@ -102,24 +102,28 @@ def test_a_run_waits_for_processes_of_an_earlier_sweep(sweep, monkeypatch):
 
 
 def test_a_signal_stops_the_sweep(sweep, monkeypatch):
+    """The first signal arrives while the process of the first run starts, the second while that process saves."""
+
     class RunningProcess(FakeProcess):
         def poll(self):
-            return None if self.exit_status is None else 0
+            polls.append(self)
+            assert len(polls) < 10, "the process received no signal"
+            return self.exit_status
 
         def send_signal(self, number):
             sent.append(number)
-            if len(sent) == 2:
-                self.exit_status = 0
+            self.exit_status = 0 if len(sent) == 2 else None
 
     def start_process(*_):
         signal.raise_signal(signal.SIGINT)
         return RunningProcess(None)
 
     def update(display, jobs):
-        if jobs and jobs[0].process is not None:
+        if len(sent) == 1 and not killed:
+            killed.append(True)
             signal.raise_signal(signal.SIGTERM)
 
-    sent: list[int] = []
+    sent, polls, killed = list[int](), list[RunningProcess](), list[bool]()
     monkeypatch.setattr(runner, "start_process", start_process)
     monkeypatch.setattr(runner.Display, "update", update)
     output = sweep(status=128 + signal.SIGINT)
