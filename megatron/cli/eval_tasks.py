@@ -108,15 +108,16 @@ def run_harness(
             f"eval_tasks: lm-evaluation-harness cannot be imported ({error}): {install_command('eval')}"
         ) from error
     check = len(folders) == 1
-    configs = [saved_config(folder, config, options, check=check) for folder in folders]
+    steps = [chosen_step(folder, config, options) for folder in folders]
+    configs = [saved_config(step, config, options, check=check) for step in steps]
     supported = supported_modes(configs, options.modes)
     checkpoints: list[dict[str, Any]] = []
     content = {**dataclasses.asdict(harness), "lm_eval": lm_eval.__version__, "checkpoints": checkpoints}
-    for folder, saved, (modes, unsupported) in zip(folders, configs, supported, strict=True):
+    for folder, step, saved, (modes, unsupported) in zip(folders, steps, configs, supported, strict=True):
         print(f"{folder}, {saved.model.pos_emb}, trained at {saved.model.seq_length:,} tokens:", flush=True)
         source = {
             "checkpoint": str(folder),
-            "iteration": iteration_of(chosen_step(folder, config, options)),
+            "iteration": iteration_of(step),
             "pos_emb": saved.model.pos_emb,
             "seed": saved.training.seed,
             "train_length": saved.model.seq_length,
@@ -127,7 +128,7 @@ def run_harness(
             checkpoints.append({**source, "mode": name, "note": reason, "results": {}})
         if not modes:
             continue
-        model, _ = load(folder, config, options, check=check)
+        model, _ = load(step, config, options, check=check)
         # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
         tokenizer_config = saved if options.own and config.tokenizer == configs[0].tokenizer else config
         tokenizer = load_tokenizer(tokenizer_config, saved, model.settings.padded_vocab_size)

@@ -166,7 +166,7 @@ def _evaluate(
                 report(f"{model.folder}: {len(tasks) - len(missing)} of {len(tasks)} results exist from an earlier run")
             if not missing:
                 continue  # without loading the model
-            loaded, _ = load(model.folder, config, options, check=len(models) == 1)
+            loaded, _ = load(model.step, config, options, check=len(models) == 1)
             _check_weights(loaded, model.step)
             text.check_ids(loaded.settings.padded_vocab_size)
             if prompts is not None:
@@ -244,10 +244,11 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
     labels = options.label
     if labels and len(labels) != len(folders):
         raise UserError(f"--label: {len(labels)} labels for {len(folders)} checkpoints; give one label per checkpoint")
-    for folder in folders:
-        step = chosen_step(folder, config, options)
+    # Once, on rank 0: if a run is still training, `latest` changes at any time.
+    steps = run_on_rank_0(lambda: [chosen_step(folder, config, options) for folder in folders])
+    for folder, step in zip(folders, steps, strict=True):
         # A single checkpoint must match the configuration. For several, it only defines the text and the lengths.
-        saved = saved_config(folder, config, options, check=len(folders) == 1)
+        saved = saved_config(step, config, options, check=len(folders) == 1)
         first = models[0].saved if models else saved
         if options.own:
             # `config` is that of the first checkpoint with --set applied.

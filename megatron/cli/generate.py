@@ -13,6 +13,7 @@ import torch
 from kerple.attention import FULL_MODE, Mode
 from megatron.cli.model_options import (
     checkpoint_folders,
+    chosen_step,
     first_process,
     load,
     load_tokenizer,
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             note = "the samples of a prompt are identical: temperature is 0 (greedy decoding); set it above 0 to sample"
             print(f"note: {note}", file=sys.stderr, flush=True)
 
-    model, saved = load(checkpoint_folders(config, options)[0], config, options)
+    model, saved = load(chosen_step(checkpoint_folders(config, options)[0], config, options), config, options)
     tokenizer = load_tokenizer(config, saved, model.settings.padded_vocab_size)
     generator = TextGenerator(model, tokenizer, settings, config.training.seed, options.batch_size, inference_mode)
     if mode == "interactive":

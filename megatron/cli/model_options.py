@@ -140,28 +140,29 @@ def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Pa
     return _find_step(folder, iteration, options.fallback or (config.checkpoint.fallback and not options.own))
 
 
-def saved_config(folder: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> Config:
-    """The checkpoint's configuration with the overrides of the user (see `_overrides`). Raises UserError if there is no
-    checkpoint or, with `check`, if `config` describes another model.
+def saved_config(step: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> Config:
+    """The configuration of the checkpoint in a global_stepN directory (see `chosen_step`), with the overrides of the
+    user (see `_overrides`). Raises UserError if it cannot be read or, with `check`, if `config` describes another
+    model.
     """
-    step = chosen_step(folder, config, options)
-    return _checked_config(folder, checkpoint_config(step, _overrides(step, config, options)), config, check)
+    return _checked_config(step, checkpoint_config(step, _overrides(step, config, options)), config, check)
 
 
-def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> tuple[GPT, Config]:
-    """The model in a folder, in evaluation mode on the chosen device, and its `saved_config`. Raises UserError like
-    `saved_config`.
+def load(step: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> tuple[GPT, Config]:
+    """The model in a global_stepN directory (see `chosen_step`), in evaluation mode on the chosen device, and its
+    `saved_config`. Raises UserError like `saved_config`.
+
+    It takes the step and not the folder, because a running training changes the folder's `latest`.
     """
-    step = chosen_step(folder, config, options)
     device, dtype = choose_device(options.device), DTYPES[options.precision]
     model, saved = load_model(
-        folder,
+        step.parent,
         iteration=iteration_of(step),
         device=device,
         dtype=dtype,
         overrides=_overrides(step, config, options),
     )
-    _checked_config(folder, saved, config, check)
+    _checked_config(step, saved, config, check)
     is_first = os.environ.get("RANK", "0") == "0"
     report = partial(print, file=sys.stderr, flush=True) if is_first else lambda line: None
     check_kernels(model, device, dtype, training=False, report=report)
@@ -181,11 +182,11 @@ def load(folder: Path, config: Config, options: argparse.Namespace, *, check: bo
     return model, saved
 
 
-def _checked_config(folder: Path, saved: Config, config: Config, check: bool) -> Config:
+def _checked_config(step: Path, saved: Config, config: Config, check: bool) -> Config:
     differences = model_differences(saved, config, evaluation=True) if check else []
     if differences:
         raise UserError(
-            f"{folder}: was trained with another configuration ({'; '.join(differences)}); use that configuration or "
+            f"{step}: was trained with another configuration ({'; '.join(differences)}); use that configuration or "
             "another checkpoint"
         )
     return saved

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli import evaluate, model_options
 from megatron.cli.evaluate import main
+from megatron.cli.model_options import load
 from megatron.evaluation import PROTOCOLS, read_results
 from megatron.evaluation.records import KINDS
 from tests.support.checkpoints import write_checkpoint, write_corpus
@@ -106,6 +108,44 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     # Rank 1 does not wait for rank 0 if the results cannot be written.
     (tmp_path / "file").write_text("")
     run_ranks(tmp_path, [*words, str(tmp_path / "file" / "x")], expected_error="cannot write to")
+
+
+def test_checkpoints_saved_during_an_evaluation_are_ignored(tmp_path, monkeypatch):
+    """Each checkpoint is measured at the iteration, and with the fingerprint, of its records."""
+    data = write_corpus(tmp_path)
+    write_checkpoint(tmp_path / "a", "kerple_log", data, iteration=2)
+    write_checkpoint(tmp_path / "b", "alibi", data, iteration=2)
+    words = ["--lengths", "64", "--tokens", "64", "--output"]
+    main(["--checkpoint", str(tmp_path / "b"), *words, str(tmp_path / "before")])
+
+    def load_and_save_another(step, *arguments, **options):
+        loaded = load(step, *arguments, **options)
+        if step.parent.name == "a":
+            write_checkpoint(tmp_path / "b", "alibi", data, iteration=4)
+        return loaded
+
+    monkeypatch.setattr(evaluate, "load", load_and_save_another)
+    main(["--checkpoint", str(tmp_path / "a"), str(tmp_path / "b"), *words, str(tmp_path / "during")])
+    assert (tmp_path / "b" / "latest").read_text() == "global_step4"
+    _, record = read_results(tmp_path / "during")
+    assert record == read_results(tmp_path / "before")[0]
+
+
+def test_two_ranks_evaluate_the_same_step(tmp_path, monkeypatch):
+    """Rank 1 looks later, when training has saved another checkpoint."""
+    data = write_corpus(tmp_path)
+    for iteration in (4, 2):
+        write_checkpoint(tmp_path / "run", "kerple_log", data, iteration=iteration)
+
+    def find_step(*_):
+        return tmp_path / "run" / ("global_step4" if os.environ.get("RANK") == "1" else "global_step2")
+
+    words = ["--checkpoint", str(tmp_path / "run"), "--lengths", "64", "--tokens", "256", "--output"]
+    monkeypatch.setattr(model_options, "_find_step", find_step)
+    run_ranks(tmp_path, [*words, str(tmp_path / "two")])
+    main([*words, str(tmp_path / "one")])
+    (record,), (expected,) = (read_results(tmp_path / name) for name in ("two", "one"))
+    assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 def test_a_killed_evaluation_loses_nothing(tmp_path):

@@ -11,6 +11,7 @@ from megatron.cli.model_options import (
     choose_device,
     chosen_step,
     first_process,
+    load,
     load_tokenizer,
     parse_with_checkpoint,
     saved_config,
@@ -41,7 +42,10 @@ def test_a_checkpoint_without_configuration_files(run):
     assert options.own
     assert options.checkpoint == [str(run)]
     assert (config.model.pos_emb, config.training.seed) == ("rotary", 3)
-    assert saved_config(run, config, options).model.pos_emb_options == {"scaling": "linear", "factor": 4}
+    assert saved_config(run / "global_step8", config, options).model.pos_emb_options == {
+        "scaling": "linear",
+        "factor": 4,
+    }
     assert chosen_step(run, config, options).name == "global_step8"
 
 
@@ -53,14 +57,14 @@ def test_methods_of_layers(tmp_path):
         methods = [{"rotary": {"fraction": 0.5, **scaling}}, {"alibi": {"random_range": 64, **random}}]
         word = f"pos-emb-options.methods={json.dumps(methods)}"
         config, options = parse("--checkpoint", tmp_path, "--set", word)
-        assert saved_config(tmp_path, config, options).model.pos_emb_options == {"methods": methods}
+        assert saved_config(tmp_path / "global_step4", config, options).model.pos_emb_options == {"methods": methods}
         config = Config.from_flat(settings_of("per_layer", "nowhere", pos_emb_options={"methods": methods}))
         options.own, options.overrides = False, {}
-        assert saved_config(tmp_path, config, options).model.pos_emb_options == {"methods": methods}
+        assert saved_config(tmp_path / "global_step4", config, options).model.pos_emb_options == {"methods": methods}
     for methods in ([{"rotary": {"fraction": 0.25}}, "alibi"], ["rotary"]):
         config, options = parse("--checkpoint", tmp_path, "--set", f"pos-emb-options.methods={json.dumps(methods)}")
         with pytest.raises(UserError, match=r"option methods of pos_emb per_layer cannot be changed .*random_length"):
-            saved_config(tmp_path, config, options)
+            saved_config(tmp_path / "global_step4", config, options)
 
 
 def test_configuration_files(run, tmp_path):
@@ -83,12 +87,27 @@ def test_the_folder_with_a_checkpoint(run, tmp_path):
         checkpoint_folders(configured(save=str(tmp_path)), options)
 
 
+def test_the_chosen_step_is_loaded_although_latest_changes(tmp_path, capsys):
+    """A run that is still training saves another checkpoint between the choice and the load."""
+    models = {4: write_checkpoint(tmp_path, "rotary", "nowhere", iteration=4)}
+    config, options = parse("--checkpoint", tmp_path, "--device", "cpu")
+    step = chosen_step(tmp_path, config, options)
+    models[8] = write_checkpoint(tmp_path, "rotary", "nowhere", iteration=8)
+    assert chosen_step(tmp_path, config, options).name == "global_step8"
+    loaded, _ = load(step, config, options)
+    weights = {iteration: next(model.parameters()) for iteration, model in models.items()}
+    assert torch.equal(next(loaded.parameters()), weights[4])
+    assert not torch.equal(weights[4], weights[8])
+    assert "loaded " in (printed := capsys.readouterr().err)
+    assert "global_step4" in printed
+
+
 def test_another_model_is_rejected(run):
     _, options = parse("--checkpoint", run)
     options.own = False
     with pytest.raises(UserError, match=r"another configuration \(num_layers 2 in the checkpoint, 3 here\)"):
-        saved_config(run, configured(num_layers=3), options)
-    assert saved_config(run, configured(num_layers=3), options, check=False).model.num_layers == 2
+        saved_config(run / "global_step8", configured(num_layers=3), options)
+    assert saved_config(run / "global_step8", configured(num_layers=3), options, check=False).model.num_layers == 2
 
 
 def test_the_tokenizer_of_the_configuration_or_the_checkpoint():
