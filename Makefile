@@ -1,6 +1,6 @@
 # make setup       create .venv with all dependencies (does nothing if it is up to date)
 # make demo        install what the demo needs, prepare a corpus, train three small models at length 128, evaluate them
-# make test        all tests
+# make test        all tests but the slow ones; for those: .venv/bin/python -m pytest -m slow
 # make test-unit   unit tests only; they start no processes
 # make test-hosts  training on two hosts emulated on this machine; as root, this installs the Debian packages it needs
 # make lint        ruff, mypy and the documentation without warnings
