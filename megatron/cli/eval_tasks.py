@@ -110,7 +110,7 @@ def run_harness(
     check = len(folders) == 1
     steps = [chosen_step(folder, config, options) for folder in folders]
     configs = [saved_config(step, config, options, check=check) for step in steps]
-    supported = supported_modes(configs, options.modes)
+    supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
     checkpoints: list[dict[str, Any]] = []
     content = {**dataclasses.asdict(harness), "lm_eval": lm_eval.__version__, "checkpoints": checkpoints}
     for folder, step, saved, (modes, unsupported) in zip(folders, steps, configs, supported, strict=True):

@@ -133,7 +133,8 @@ def _evaluate(
     prompts = Prompts(_tokenizer(config)) if options.passkey else None
     planned: list[list[EvalTask]] = []
     not_measured: list[Record] = []
-    supported = supported_modes([model.saved for model in models], options.modes)
+    configs = [model.saved for model in models]
+    supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
     for model, (parsed_modes, unsupported) in zip(models, supported, strict=True):
         source, modes = model.provenance, [mode.name for mode in parsed_modes]
         tasks: list[EvalTask] = []

@@ -11,7 +11,7 @@ from megatron.cli.model_options import (
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS
-from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.modes import parse_mode, supported_modes
 from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
 from megatron.evaluation.runner import (
     BATCH_TOKENS_CPU,
@@ -47,6 +47,20 @@ EXTRAPOLATION_OPTIONS = (
     "--batch-tokens",
 )
 
+# Options that cannot be used in a sweep, and why.
+_SET_BY_SWEEP = "the sweep sets it for each run"
+NOT_IN_SWEEPS = {
+    "--checkpoint": _SET_BY_SWEEP,
+    "--iteration": "the sweep evaluates the last iteration",
+    "--output": _SET_BY_SWEEP,
+    "--eval-results-prefix": _SET_BY_SWEEP,
+    "--replace": _SET_BY_SWEEP,
+    "--skip-unsupported": "it is always set",
+    "--compare-with": "each run is evaluated on its own; compare methods with tools/report.py --reference",
+    "--eval-tasks": "a sweep measures extrapolation; run tasks on its checkpoints with evaluate.py",
+    "--list-modes": "run evaluate.py --list-modes",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of evaluate.py, except those for the configuration and the checkpoint."""
@@ -69,6 +83,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     measurement.add_argument(
         "--list-modes", action=ListModes, nargs=0, help="print the inference modes and their modifiers, and exit"
+    )
+    measurement.add_argument(
+        "--skip-unsupported",
+        action="store_true",
+        help="report n/a for a mode that none of the checkpoints supports, instead of stopping with an error",
     )
     measurement.add_argument(
         "--protocol",
@@ -199,26 +218,49 @@ class ListModes(argparse.Action):
 
 
 def check_run(words: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:
-    """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run with this
+    """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run of a sweep with this
     configuration. has_data: whether its dataset exists; otherwise the amount of text is not checked.
     """
-    parser = OptionParser(prog=place, exit_on_error=False, add_help=False)
-    add_checkpoint_options(parser, several=True)
-    add_options(parser)
     try:
-        options, unknown = parser.parse_known_args(words)
-        if unknown:
-            raise UserError(f"evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
-        tasks = harness_options(config, options) is not None
-        check_options(options, config.model.seq_length, tasks=tasks)
+        options = _parse_sweep_options(words)
+        if harness_options(config, options) is not None:
+            raise UserError(f"eval-tasks cannot be used: {NOT_IN_SWEEPS['--eval-tasks']} (set: {{eval-tasks: null}})")
+        check_options(options, config.model.seq_length, tasks=False)
+        if options.label is not None and len(options.label) > 1:
+            raise UserError(f"label must be a single label, not {len(options.label)}")
         lengths, protocols, budget = lengths_of(config, options), protocols_of(options), budget_of(config, options)
-        if tasks or options.document_aware:
+        if options.document_aware:
             return
         available = len(validation_text(config).tokens) if has_data else max(lengths) << 32
         for protocol in protocols:
             protocol.plan(available, lengths, budget)
     except (argparse.ArgumentError, UserError) as error:
         raise UserError(f"{place}: {error}") from None
+
+
+def check_modes(words: Sequence[str], configs: Sequence[Config], place: str) -> None:
+    """Raises UserError, starting with `place`, if these options of evaluate.py contain a mode that none of the runs
+    with these configurations supports.
+    """
+    try:
+        supported_modes(configs, _parse_sweep_options(words).modes)
+    except (argparse.ArgumentError, UserError) as error:
+        raise UserError(f"{place}: {error}") from None
+
+
+def _parse_sweep_options(words: Sequence[str]) -> argparse.Namespace:
+    """Raises UserError or ArgumentError for options that are invalid or cannot be used in a sweep."""
+    for word in words:
+        name = word.replace("_", "-")
+        if name in NOT_IN_SWEEPS:
+            raise UserError(f"{name.lstrip('-')} cannot be used in a sweep: {NOT_IN_SWEEPS[name]}; remove it")
+    parser = OptionParser(exit_on_error=False, add_help=False)
+    add_checkpoint_options(parser, several=True)
+    add_options(parser)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UserError(f"evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
+    return options
 
 
 def check_options(options: argparse.Namespace, train_length: int | None, *, tasks: bool) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron.cli.evaluation_options import check_run
+from megatron.cli.evaluation_options import check_modes, check_run
 from megatron.config import UserError
 from megatron.config.command_line import OptionParser, integer, number
 from megatron.evaluation.records import read_results
@@ -76,12 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
-    runs = select(plan(sweep), options.only, options.shard)
+    all_runs = plan(sweep)
+    runs = select(all_runs, options.only, options.shard)
     for run in runs:
         place = f"{sweep.path}: evaluation of run {run.name}"
         has_data = not missing_data([run])
         for words in run.evaluation:
             check_run(words, run.config, place, has_data=has_data)
+    for words in sweep.evaluation:
+        check_modes(words, [run.config for run in all_runs], f"{sweep.path}: evaluation")
     missing = missing_data(runs)
     if options.write_slurm is not None or options.dry_run:
         for prefix in missing:

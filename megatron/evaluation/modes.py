@@ -16,10 +16,12 @@ def parse_modes(names: Sequence[str], train_length: int | None = None) -> list[M
     return list({mode.name: mode for mode in (parse_mode(name, train_length) for name in names)}.values())
 
 
-def supported_modes(configs: Sequence[Config], names: Sequence[str]) -> list[tuple[list[Mode], dict[str, str]]]:
+def supported_modes(
+    configs: Sequence[Config], names: Sequence[str], *, skip_unsupported: bool = False
+) -> list[tuple[list[Mode], dict[str, str]]]:
     """For each model, the modes that it supports, each once, and for the names of the others why it does not.
 
-    Raises UserError for a mode that no model supports.
+    Unless `skip_unsupported` is set, raises UserError for a mode that no model supports.
     """
     result: list[tuple[list[Mode], dict[str, str]]] = []
     supported: set[str] = set()
@@ -35,7 +37,7 @@ def supported_modes(configs: Sequence[Config], names: Sequence[str]) -> list[tup
         unique = {mode.name: mode for mode in modes.values()}
         result.append(([mode for name, mode in unique.items() if name not in unsupported], unsupported))
     for name in names:
-        if name not in supported:
+        if name not in supported and not skip_unsupported:
             raise UserError(f"inference mode {name} {first_reasons[name]}")
     return result
 

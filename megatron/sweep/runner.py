@@ -256,6 +256,7 @@ class Runner:
         if run.is_trained():
             job.task = "evaluation"
             command = [*self._kerple, "evaluate", config, "--output", str(run.results), "--replace"]
+            command.append("--skip-unsupported")  # the sweep has checked that another run supports the mode
             command += run.evaluation[run.evaluations_done()]
         else:
             job.task = "training"

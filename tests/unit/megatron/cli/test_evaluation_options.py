@@ -46,6 +46,10 @@ def test_methods_and_modes(tmp_path, capsys):
     assert len(set(losses.values())) == 3
     with pytest.raises(UserError, match=r"inference mode full\+dynamic-ntk is not supported: pos_emb kerple_log"):
         main([*words, "--modes", "full", "full+dynamic-ntk"])
+    main(["--skip-unsupported", *words, "--modes", "full", "full+dynamic-ntk"])
+    rows = json.loads((output / "extrapolation.json").read_text())["rows"]
+    notes = {row["pos_emb"]: row["note"] for row in rows if row["mode"] == "full+dynamic-ntk"}
+    assert all("is not supported: pos_emb " + method in notes[method] for method in models)
     with pytest.raises(SystemExit):
         main(["--list-modes"])
     assert "sinks@S+W" in capsys.readouterr().out

@@ -77,7 +77,7 @@ def test_several_evaluations_run_one_after_the_other(sweep):
     assert sweep("--dry-run", axes=axes, evaluation=[first, second]).count("to evaluate") == 1
     sweep(axes=axes, evaluation=[first, second])
     sweep(axes=axes, evaluation=[first, second, third])
-    calls = [line.partition("--replace ")[2] for line in sweep.output_lines("alibi/7")]
+    calls = [line.partition("--skip-unsupported ")[2] for line in sweep.output_lines("alibi/7")]
     assert calls == ["", "--lengths 32", "--lengths 64", "--lengths 32 --tokens 64"]
     # The results of the third call replaced those of the first.
     assert sweep("--dry-run", axes=axes, evaluation=[second]).count("to evaluate") == 1
@@ -249,6 +249,23 @@ def test_selected_runs(sweep):
             {"lengths": [32], "precision": "fp64"},
             "evaluation of run kerple_log/7: argument --precision: invalid choice",
         ),
+        ({"lengths": [32], "label": ["a", "b"]}, "evaluation of run kerple_log/7: label must be a single label"),
+        (
+            {"lengths": [32], "modes": ["full", "full+dynamic-ntk"]},
+            r"evaluation: inference mode full\+dynamic-ntk is not supported: pos_emb kerple_log",
+        ),
+        *(
+            ({"lengths": [32], name: value}, f"evaluation of run kerple_log/7: {name} cannot be used in a sweep")
+            for name, value in {
+                "checkpoint": "folder",
+                "iteration": 3,
+                "output": "folder",
+                "replace": True,
+                "compare-with": "alibi",
+                "eval-tasks": "lambada",
+                "list-modes": True,
+            }.items()
+        ),
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
@@ -256,3 +273,17 @@ def test_evaluation_options_are_checked_before_anything_is_trained(evaluation, m
     with pytest.raises(UserError, match=message):
         sweep(*options, evaluation=evaluation)
     assert not sweep.runs.exists()
+
+
+def test_tasks_in_the_configuration_are_rejected(sweep):
+    with pytest.raises(UserError, match=r"run kerple_log/7: eval-tasks cannot be used: .*set: \{eval-tasks: null\}"):
+        sweep(set={"eval-tasks": ["lambada"]})
+    axes = {"pos_emb": [{"name": "a", "pos-emb": "alibi", "eval-tasks": ["lambada"]}]}
+    sweep("--dry-run", axes={**axes, "tasks": [{"name": "none", "eval-tasks": None}]})
+
+
+def test_a_mode_is_checked_for_all_runs_of_the_sweep(sweep):
+    """rotary supports the mode, so the other runs report n/a, also if only they are selected."""
+    axes = {"pos_emb": ["alibi.yml", {"pos-emb": "rotary"}], "seed": [{"seed": 7}]}
+    sweep("--only", "alibi/7", axes=axes, evaluation={"lengths": [32], "modes": ["full", "full+dynamic-ntk"]})
+    assert "--skip-unsupported" in sweep.output_lines("alibi/7")[-1]
