@@ -1,7 +1,7 @@
 """The runs of a sweep and what remains to be done of each, derived from the files in its folder.
 
 The folder of a run contains `config.yml` (the merged configuration), `checkpoints/`, `logs/`, `output.log` (the output
-of its processes) and `evaluation/` with the results and `evaluated.json`, which records the checkpoint and options that
+of its processes) and `evaluation/` with the results and `evaluated.json`, which records the weights and options that
 produced them.
 """
 
@@ -16,17 +16,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from megatron.checkpoint.configuration import evaluated_method
-from megatron.checkpoint.directory import find_damage, find_step, has_checkpoint, iteration_of, tag_for
+from megatron.checkpoint.directory import (
+    find_damage,
+    find_step,
+    has_checkpoint,
+    iteration_of,
+    tag_for,
+    weights_fingerprint,
+)
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file as read_yaml
 from megatron.evaluation.records import has_results
 from megatron.reporting.speed import METRICS, parse_metrics, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import read_file, write_atomically
-from megatron.utils.typed_json import Count, parse_json
+from megatron.utils.typed_json import Name, parse_json
 
 EVALUATED = "evaluated.json"
 # How the last failed training or evaluation exited; removed when the run is tried again.
@@ -37,9 +44,9 @@ FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefi
 
 
 class Evaluated(TypedDict):
-    """The contents of `evaluated.json`: the checkpoint, and the options of each finished call of evaluate.py."""
+    """The contents of `evaluated.json`: the weights, and the options of each finished call of evaluate.py."""
 
-    iteration: Count
+    fingerprint: NotRequired[Name]  # without it, evaluate.py is called again, and uses the results that are still valid
     options: list[list[str]]
 
 
@@ -77,6 +84,10 @@ class SweepRun:
         return self.folder / "checkpoints"
 
     @property
+    def _last_step(self) -> Path:
+        return self.checkpoints / tag_for(self.steps)
+
+    @property
     def results(self) -> Path:
         return self.folder / "evaluation"
 
@@ -101,15 +112,17 @@ class SweepRun:
 
     def is_trained(self) -> bool:
         """Whether the last checkpoint is complete. Compares file sizes; the evaluation compares checksums."""
-        step = self.checkpoints / tag_for(self.steps)
-        return step.is_dir() and find_damage(step, contents=False) is None
+        return self._last_step.is_dir() and find_damage(self._last_step, contents=False) is None
 
     def is_evaluated(self) -> bool:
         """Whether there are results of the last checkpoint with the current options."""
         return self.evaluations_done() == len(self.evaluation)
 
     def evaluations_done(self) -> int:
-        """How many calls of evaluate.py have finished for the last checkpoint, with the current options."""
+        """How many calls of evaluate.py have finished for the weights of the last checkpoint, with the current options.
+
+        Raises UserError if the run is not trained, or `evaluated.json` is not valid.
+        """
         path = self.results / EVALUATED
         if not path.exists() or not has_results(self.results):
             return 0
@@ -123,7 +136,8 @@ class SweepRun:
         write_atomically(self.results / EVALUATED, content.encode())
 
     def _evaluated_as(self, done: int) -> Evaluated:
-        return {"iteration": self.steps, "options": [list(options) for options in self.evaluation[:done]]}
+        options = [list(words) for words in self.evaluation[:done]]
+        return {"fingerprint": weights_fingerprint(self._last_step), "options": options}
 
     def mark_failed(self, task: str, exit_status: int) -> None:
         content = json.dumps({"task": task, "exit_status": exit_status}) + "\n"

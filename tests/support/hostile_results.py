@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.directory import layer_file, weights_fingerprint
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import plan
 from tests.support.records import passkey_record, record
@@ -297,10 +298,11 @@ def _journal(generator: random.Random, place: Path, checkpoint: Path | None) -> 
     step = run / "checkpoints" / "global_step6" / "configs"
     step.mkdir(parents=True)
     (step / "config.yml").write_bytes(config.read_bytes())
+    layer_file(step.parent, 0, 0).write_text("weights")
     (run / "checkpoints" / "latest").write_text("global_step6")
     (run / "evaluation").mkdir()
     (run / "evaluation" / "results.jsonl").write_text("")
-    journal = {"iteration": 6, "options": [["--lengths", "32"]]}
+    journal = {"fingerprint": weights_fingerprint(step.parent), "options": [["--lengths", "32"]]}
     changed = write_hostile(generator, run / "evaluation" / "evaluated.json", [journal])
     return Case(f"journal: {changed}", command)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.checkpoint.directory import layer_file
 from megatron.cli import sweep as command
 from tests.support.checkpoints import write_corpus, write_yaml
 from tests.support.records import record
@@ -75,6 +76,7 @@ def fake_training(config, command, gpus, log) -> int:
             metrics.write(json.dumps(values) + "\n")
     (folder / f"global_step{end}" / "configs").mkdir(parents=True)
     (folder / f"global_step{end}" / "configs" / "config.yml").write_text(json.dumps(config))
+    layer_file(folder / f"global_step{end}", 0, 0).write_text(f"weights {log.tell()}")  # others in each training
     (folder / "latest").write_text(f"global_step{end}")
     return 0 if end == steps else 9
 

@@ -1,6 +1,7 @@
 """The runs of a sweep and their state."""
 
 import json
+import shutil
 
 import pytest
 
@@ -72,6 +73,19 @@ def test_a_run_with_a_damaged_last_checkpoint_is_not_finished(sweep):
     output = sweep("--dry-run")
     assert output.count("finished") == 1
     assert "to resume from 6" in output
+
+
+def test_a_run_that_was_trained_again_is_evaluated_again(sweep):
+    sweep()
+    shutil.rmtree(sweep.runs / "alibi" / "7" / "checkpoints")
+    assert "to train" in sweep("--dry-run")
+    sweep()
+    assert [line.split()[0] for line in sweep.output_lines("alibi/7")] == ["training", "evaluating"] * 2
+    journal = sweep.runs / "alibi" / "7" / "evaluation" / "evaluated.json"
+    assert "2 of them already finished" in sweep()
+    # An evaluation by a version that did not store the fingerprint.
+    journal.write_text(json.dumps({"iteration": 6, "options": json.loads(journal.read_text())["options"]}))
+    assert sweep("--dry-run").count("to evaluate") == 1
 
 
 def test_a_changed_configuration_is_an_error(sweep):
@@ -149,10 +163,10 @@ def test_the_sweeps_of_the_replication(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"iteration": 6', "evaluated.json: not valid JSON"),
-        ('{"iteration": "6", "options": []}', "evaluated.json: iteration must be an integer, not '6'"),
-        ('{"iteration": 6, "options": [["a", 1]]}', r"evaluated.json: options\[0\]\[1\] must be a string, not 1"),
-        ('{"iteration": 6}', "evaluated.json: options is missing"),
+        ('{"fingerprint": "a"', "evaluated.json: not valid JSON"),
+        ('{"fingerprint": 6, "options": []}', "evaluated.json: fingerprint must be a string, not 6"),
+        ('{"fingerprint": "a", "options": [["a", 1]]}', r"evaluated.json: options\[0\]\[1\] must be a string, not 1"),
+        ('{"fingerprint": "a"}', "evaluated.json: options is missing"),
     ],
 )
 def test_an_edited_journal_is_named(sweep, content, message):
