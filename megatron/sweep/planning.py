@@ -29,7 +29,9 @@ from megatron.checkpoint.directory import (
 )
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file as read_yaml
+from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import has_results
+from megatron.evaluation.text import corpus_name
 from megatron.reporting.speed import METRICS, parse_metrics, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import read_file, write_atomically
@@ -252,14 +254,19 @@ def select(runs: Sequence[SweepRun], patterns: Sequence[str] | None, shard: str 
 
 
 def _ambiguous_axes(runs: Sequence[SweepRun], combinations: Sequence[tuple[Choice, ...]]) -> list[int]:
-    """Indices of the axes that distinguish runs with the same method, model size, data and seed."""
-    groups: dict[tuple[str, ...], list[tuple[Choice, ...]]] = {}
+    """Indices of the axes that distinguish runs whose evaluation records have the same method, model size, corpus and
+    seed. Raises UserError that names the run if it has no data for the evaluation.
+    """
+    groups: dict[tuple[object, ...], list[tuple[Choice, ...]]] = {}
     for run, choices in zip(runs, combinations, strict=True):
-        model, data = run.config.model, run.config.data
-        corpora = (data.data_path, data.train_data_paths, data.valid_data_paths, data.split)
+        model = run.config.model
+        try:
+            corpora, _ = evaluation_corpora(run.config)
+        except UserError as error:
+            raise UserError(f"run {run.name}: {error}") from error
         size = (model.num_layers, model.hidden_size, model.seq_length)
-        identity = (evaluated_method(run.config), *size, corpora, run.config.training.seed)
-        groups.setdefault(tuple(map(repr, identity)), []).append(choices)
+        identity = (evaluated_method(run.config), *size, corpus_name(corpora), run.config.training.seed)
+        groups.setdefault(identity, []).append(choices)
     return [
         axis
         for axis in range(len(combinations[0]))

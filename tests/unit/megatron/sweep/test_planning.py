@@ -45,10 +45,31 @@ def test_runs_that_tables_cannot_distinguish_have_labels(tmp_path):
         assert not any("--label" in run.evaluation[0] for run in runs)
 
 
+@pytest.mark.parametrize(
+    ("keys", "labels"),
+    [
+        # Records have the name of the evaluated corpus, not the training data and the split.
+        ([{"train-data-paths": [name], "valid-data-paths": ["text_document"]} for name in "ab"], {"0", "1"}),
+        ([{"data-path": "text_document", "split": split} for split in ("2,1,0", "3,1,0")], {"0", "1"}),
+        ([{"data-path": "a/text_document"}, {"data-path": "b/text_document"}], {"0", "1"}),
+        ([{"data-path": "a"}, {"data-path": "b"}], set()),
+        ([{"train-data-paths": ["text"], "valid-data-paths": [name]} for name in "ab"], set()),
+    ],
+)
+def test_labels_of_runs_with_different_data(keys, labels, tmp_path):
+    axes = {"data": [{"name": str(index), **choice} for index, choice in enumerate(keys)]}
+    sweep = write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi", "data-path": None})
+    words = [run.evaluation[0] for run in plan(read_sweep(sweep))]
+    assert {options[-1] for options in words if "--label" in options} == labels
+
+
 def test_errors_name_the_run(tmp_path):
     sweep = read_sweep(write_sweep(tmp_path, axes={"heads": [{"num-attention-heads": 4}, {"num-attention-heads": 5}]}))
     with pytest.raises(UserError, match=r"sweep\.yml: run 5: .*num_attention_heads"):
         plan(sweep)
+    axes = {"data": [{"name": "web", "train-data-paths": ["web"], "data-path": None}]}
+    with pytest.raises(UserError, match=r"run web: no valid data: valid-data-paths is not set"):
+        plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"})))
     sweep = read_sweep(write_sweep(tmp_path, set={"train-itters": 5}))
     with pytest.raises(UserError, match=r"run kerple_log/7: .*train-itters"):
         plan(sweep)
