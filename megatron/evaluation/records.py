@@ -128,12 +128,14 @@ class ExtrapolationRecord(Record):
 
 class PositionsRecord(Record):
     """Kind `positions`: the loss by position in the segment. Bin i covers the positions `edges[i]` to
-    `edges[i + 1] - 1`; `losses[i]` is its mean loss in nats and `counts[i]` its number of scored tokens.
+    `edges[i + 1] - 1`; `losses[i]` is its mean loss in nats and `counts[i]` its number of scored tokens. targets: see
+    `ExtrapolationRecord`.
     """
 
     edges: Counts
     losses: Floats
     counts: Counts
+    targets: Name
 
 
 class ResolutionRecord(Record):

@@ -106,7 +106,7 @@ class ExtrapolationTask(EvalTask):
         return self._records(LossAccumulator(self.text, self.segments), note)
 
     def _records(self, sums: LossAccumulator, note: str | None) -> list[Record]:
-        measured = note is None
+        measured, targets = note is None, self.text.targets_digest(self.segments)
         losses: ExtrapolationRecord = {
             **self.planned[0],
             "note": note,
@@ -117,7 +117,7 @@ class ExtrapolationTask(EvalTask):
             "stderr": sums.stderr if measured else None,
             "bits_per_byte": sums.bits_per_byte if measured else None,
             "perplexity": perplexity(sums.loss) if measured else None,
-            "targets": self.text.targets_digest(self.segments),
+            "targets": targets,
             "groups": sums.groups() if measured else None,
         }
         if self.bins is None:
@@ -129,6 +129,7 @@ class ExtrapolationTask(EvalTask):
             "edges": edges,
             "losses": means,
             "counts": counts,
+            "targets": targets,
         }
         return [losses, positions]
 

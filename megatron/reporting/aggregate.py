@@ -67,7 +67,7 @@ class Measurements:
 
     Attributes:
         frame: one row per record, in the order of the records, with the columns `setting`, `method`, `length`, `depth`
-            (of pass keys), `seed`, `value` (NaN if not available), `tokens` and `note`.
+            (of pass keys), `seed`, `value` (NaN if not available), `tokens`, `targets` and `note`.
         settings, methods: those of the records, in their order.
         lines: pairs of setting and method: the lines of a figure.
         lengths: ascending.
@@ -126,8 +126,8 @@ def measurements(
     Args:
         value: a key of the records, or a function of a record.
 
-    Raises UserError if two records of different weights have the same method, setting, length and seed, because it is
-    ambiguous which one to report.
+    Raises UserError if two records of different weights, or of different measurements of the same weights, have the
+    same method, setting, length and seed, because it is ambiguous which one to report.
     """
     rows: dict[tuple[object, ...], tuple[object, ...]] = {}
     sources: dict[tuple[object, ...], AnyRecord] = {}
@@ -143,9 +143,14 @@ def measurements(
                 f"{record['length']:,} on {setting.corpus}: {_source(first)} and {_source(record)}; omit the results "
                 "of one of them, or evaluate them again with different labels (evaluate.py --label)"
             )
+        if first.get("measurement") != record.get("measurement"):
+            raise UserError(
+                f"{_source(record)} has been evaluated twice at length {record['length']:,} on {setting.corpus} "
+                f"({method.mode}), on different tokens or in different precisions; omit the results of one evaluation"
+            )
         number = value(record) if callable(value) else record.get(value)
-        rows[key] = (*key, math.nan if number is None else number, record.get("tokens"), record.get("note"))
-    columns = ["setting", "method", "length", "depth", "seed", "value", "tokens", "note"]
+        rows[key] = (*key, math.nan if number is None else number, *map(record.get, ("tokens", "targets", "note")))
+    columns = ["setting", "method", "length", "depth", "seed", "value", "tokens", "targets", "note"]
     return Measurements(DataFrame(list(rows.values()), columns=columns))
 
 
@@ -157,6 +162,15 @@ def _weights(record: AnyRecord) -> str:
 def _source(record: AnyRecord) -> str:
     checkpoint = record.get("checkpoint") or {}
     return f"{checkpoint.get('path')} at iteration {checkpoint.get('iteration')}"
+
+
+def comparable_means(cells: Iterable[Series | None]) -> list[float]:
+    """The mean of each cell over its seeds; NaN if it has fewer than others, because means over different seeds also
+    differ because of the seeds.
+    """
+    known = [None if cell is None else cell.dropna() for cell in cells]
+    most = max((len(cell) for cell in known if cell is not None), default=0)
+    return [math.nan if cell is None or len(cell) < most else float(cell.mean()) for cell in known]
 
 
 def p_value(first: Series, second: Series) -> float | None:

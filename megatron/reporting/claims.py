@@ -29,9 +29,11 @@ from megatron.reporting.aggregate import ALPHA, AnyRecord, Method, Setting, meth
 from megatron.reporting.formatting import NOT_MEASURED, format_number
 from megatron.reporting.published import corpus_name, corpus_rank
 from megatron.reporting.tables import Cell, Row, Section, Table
+from megatron.utils.errors import UserError
 
 FILE = Path(__file__).with_name("claims.yml")
 PROTOCOL = "non-overlapping"
+VALUES = {"extrapolation": "loss", "resolution": "resolution", "effective_length": "effective_lengths"}  # of each kind
 MIN_METHODS = 4  # for a rank correlation
 
 Verdict = Literal["holds", "does not hold", "inconclusive", "one seed", "not measured"]
@@ -195,24 +197,30 @@ def holm(p_values: Sequence[float], count: int) -> list[float]:
 
 
 class Data:
-    """Records by kind, setting, method (without the size of its mode), length and seed."""
+    """Records by kind, setting, method (without the size of its mode), length and seed.
+
+    Raises UserError if there are two records of the same kind, setting, method, length and seed.
+    """
 
     def __init__(self, records: Iterable[AnyRecord]):
         self._records: dict[str, dict[tuple[Setting, Method], dict[int, dict[int | None, AnyRecord]]]] = {}
         for record in records:
             setting, method, length = setting_of(record), method_of(record), record["length"]
-            if record["kind"] == "extrapolation":
-                if setting.protocol != PROTOCOL or record.get("loss") is None:
-                    continue
-            elif record["kind"] == "resolution" and record.get("resolution") is None:
+            if record["kind"] not in VALUES or record.get(VALUES[record["kind"]]) is None:
                 continue
-            train_length = setting.train_length
-            if method.kind.mode == "window" and method.mode != f"window@{train_length}":
+            if record["kind"] == "extrapolation" and setting.protocol != PROTOCOL:
+                continue
+            if method.mode not in ("full", "blockwise", f"window@{setting.train_length}"):
                 continue
             setting = replace(setting, protocol="")
             by_method = self._records.setdefault(record["kind"], {})
             lengths = by_method.setdefault((setting, method.kind), {})
-            lengths.setdefault(length, {})[record.get("seed")] = record
+            first = lengths.setdefault(length, {}).setdefault(record.get("seed"), record)
+            if first is not record:
+                raise UserError(
+                    f"{setting.corpus}: {method.pos_emb}, seed {record.get('seed')}, has two {record['kind']} records "
+                    f"in mode {method.mode} at length {length:,}; omit the results of one of the two evaluations"
+                )
 
     def estimate(self, claim: Claim) -> Estimate | None:
         """The difference of a claim, from all corpora on which both terms were measured; with at least two common seeds
@@ -236,10 +244,14 @@ class Data:
         variances, share = None, 1 / len(used) ** 2
         if several:
             variances = tuple((share * value.variance, len(value.by_run) - 1) for value in used.values())
-        by_corpus = {setting.corpus: statistics.fmean(value.by_run) for setting, value in used.items()}
+        means = {setting: statistics.fmean(value.by_run) for setting, value in used.items()}
+        by_corpus = {
+            corpus: statistics.fmean(mean for setting, mean in means.items() if setting.corpus == corpus)
+            for corpus in dict.fromkeys(setting.corpus for setting in means)
+        }
         by_run = tuple(difference for value in used.values() for difference in value.by_run)
         documents = share * sum(value.document_variance for value in used.values())
-        return Estimate(statistics.fmean(by_corpus.values()), by_corpus, by_run, variances, documents)
+        return Estimate(statistics.fmean(means.values()), by_corpus, by_run, variances, documents)
 
     def _cells(self, kind: str, setting: Setting, term: Term) -> list[dict[int | None, AnyRecord]]:
         """The records by seed, one entry per length; empty if a length is missing."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
+from megatron.reporting.aggregate import AnyRecord, Method, Setting, measurements, method_of, setting_of
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_difference, slug
 from megatron.reporting.paper_tables import setting_title
@@ -102,16 +102,19 @@ def context_plot(
 
 def _gains(records: Iterable[AnyRecord]) -> dict[tuple[Setting, int], tuple[Gains, list[str]]]:
     """The differences and the notes by setting and length, methods in the order of KERPLE's tables."""
-    groups: dict[tuple[Setting, int], dict[Method, list[AnyRecord]]] = {}
+    records = list(records)
+    measurements(records, "context", "loss")  # rejects two results of the same seed
+    groups: dict[tuple[Setting, int], dict[Method, dict[int | None, AnyRecord]]] = {}
     for record in records:
         if record["kind"] == "context":
             by_method = groups.setdefault((setting_of(record), record["length"]), {})
-            by_method.setdefault(method_of(record), []).append(record)
+            by_method.setdefault(method_of(record), {})[record.get("seed")] = record
     found = {}
     for key, by_method in groups.items():
         gains, notes = {}, [ERROR_NOTE]
         for method in published("kerple-3").ordered(by_method):
-            measured = [record for record in by_method[method] if record["differences"]]
+            own = by_method[method].values()
+            measured = [record for record in own if record["differences"]]
             gains[method] = {
                 size: _gain(
                     [
@@ -123,7 +126,7 @@ def _gains(records: Iterable[AnyRecord]) -> dict[tuple[Setting, int], tuple[Gain
                 )
                 for size in sorted({size for record in measured for size in record["contexts"]})
             }
-            reasons = dict.fromkeys(str(record["note"]) for record in by_method[method] if not record["differences"])
+            reasons = dict.fromkeys(str(record["note"]) for record in own if not record["differences"])
             notes += [f"{NOT_AVAILABLE}: {display_name(method)}: {reason}." for reason in reasons]
         found[key] = gains, notes
     return found

@@ -85,7 +85,8 @@ def _in_mode(method: Method) -> str:
 
 def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
     """The best combination for each setting and length, by the mean over the seeds that all combinations with results
-    have, which also give the differences; none if there is no such seed, or if the setting has only one mode.
+    have, which also give the differences; none if there is no such seed, or if the setting has only one mode. If
+    combinations were measured on different tokens, only those on the tokens of the first one are compared.
     """
     losses = measurements(records, "extrapolation", "loss")
     found = []
@@ -93,10 +94,10 @@ def best_combinations(records: Sequence[AnyRecord]) -> list[Best]:
         methods = [method for other, method in losses.lines if other == setting]
         if len({method.mode for method in methods}) < 2:
             continue
-        for length in losses.lengths:
-            series = {method: losses.values(setting, method, length) for method in methods}
-            by_seed = {method: values.dropna() for method, values in series.items() if values is not None}
-            by_seed = {method: values for method, values in by_seed.items() if len(values)}
+        measured = losses.select([setting]).frame.dropna(subset="value")
+        for length, cell in measured.fillna({"targets": ""}).groupby("length"):
+            same = cell[cell["targets"] == cell["targets"].iloc[0]]
+            by_seed = {method: rows.set_index("seed")["value"] for method, rows in same.groupby("method", sort=False)}
             seeds = set.intersection(*(set(values.index) for values in by_seed.values())) if by_seed else set()
             if not seeds:
                 continue

@@ -7,7 +7,6 @@ paper does not have come last.
 The table `perplexity` is narrower: all methods as rows, lengths as columns, and a section per corpus and mode.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -18,6 +17,7 @@ from megatron.reporting.aggregate import (
     Measurements,
     Method,
     Setting,
+    comparable_means,
     measurements,
     significantly_better,
 )
@@ -234,9 +234,9 @@ def _cells(
     """
     values = [group.values(setting, method, length) for method in methods]
     texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in values]
-    means = [math.nan if cell is None else float(cell.mean()) for cell in values]
+    bold = best_texts(comparable_means(values), texts, best)
     cells = []
-    for method, cell, text, is_best in zip(methods, values, texts, best_texts(means, texts, best), strict=True):
+    for method, cell, text, is_best in zip(methods, values, texts, bold, strict=True):
         ours = group.values(setting, replace(reference, mode=method.mode), length) if reference else None
         worse = cell is not None and ours is not None and ours is not cell and significantly_better(ours, cell)
         cells.append(Cell(text, best=is_best, worse=worse))
@@ -258,7 +258,7 @@ def _notes(
         fewest, most = tokens["tokens"].min(), tokens["tokens"].max()
         notes.append(f"Scored tokens: {fewest:,.0f}" + (f" to {most:,.0f}." if fewest < most else "."))
     for (setting, length), cell in tokens.groupby(["setting", "length"], sort=False):
-        if cell["tokens"].nunique() > 1:
+        if cell["tokens"].nunique() > 1 or cell["targets"].nunique() > 1:
             counts = " or ".join(f"{count:,.0f}" for count in sorted(cell["tokens"].unique()))
             notes.append(
                 f"{corpus_name(setting.corpus)} at {length:,}: the values are not comparable, because they were "
@@ -277,4 +277,9 @@ def _notes(
 
 
 def _seeds_note(values: Measurements) -> list[str]:
-    return [f"Mean ± standard deviation over {values.num_seeds} seeds."] if values.num_seeds > 1 else []
+    if values.num_seeds < 2:
+        return []
+    counts = values.frame.dropna(subset="value").groupby(["setting", "method", "length"], sort=False)["seed"].nunique()
+    if counts.nunique() == 1:
+        return [f"Mean ± standard deviation over {values.num_seeds} seeds."]
+    return [f"Mean ± standard deviation over up to {counts.max()} seeds; methods with fewer than others are not bold."]

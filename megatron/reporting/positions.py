@@ -109,7 +109,7 @@ def curve_of(records: PositionRecords, reference: PositionRecords | None = None)
         losses = np.array(record["losses"], dtype=float)
         if reference is not None:
             other = reference.get(seed)
-            if other is None or list(other["edges"]) != edges or other.get("targets") != record.get("targets"):
+            if other is None or list(other["edges"]) != edges or other["targets"] != record["targets"]:
                 continue
             losses = losses - np.array(other["losses"], dtype=float)
         columns[seed] = losses

@@ -33,6 +33,7 @@ from megatron.reporting.aggregate import (
     Measurements,
     Method,
     Setting,
+    comparable_means,
     measurements,
     method_of,
     setting_of,
@@ -157,7 +158,6 @@ def texts(pages: Path) -> dict[Path, str]:
         "seed_table": seeds_of_methods is not None,
         "kerple_claims": (count := sum(claim.paper == "KERPLE" for claim in claims())),
         "needed": [float(t_distribution.isf(ALPHA / 2 / count, df)) for df in (2, 6)],
-        "runs": _runs(records),
         "spread": f".{spread}" if spread else ", one seed.",
         "settings": _settings(records),
         "environments": _environments(records),
@@ -242,10 +242,7 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
             columns.append(f"{corpus_name(setting.corpus)}, {length:,}" if len(settings) > 1 else f"{length:,}")
             column = [values.values(setting, method, length) for method in methods]
             texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in column]
-            known = [None if cell is None else cell.dropna() for cell in column]
-            most = max((len(cell) for cell in known if cell is not None), default=0)
-            means = [math.nan if cell is None or len(cell) < most else float(cell.mean()) for cell in known]
-            bold = best_texts(means, texts, "lowest")
+            bold = best_texts(comparable_means(column), texts, "lowest")
             cells.append([Cell(text, best=best) for text, best in zip(texts, bold, strict=True)])
     if not cells:
         return None
@@ -413,7 +410,7 @@ def _runs(records: Sequence[AnyRecord]) -> str:
     counts = Counter(pos_emb for pos_emb, _ in runs)
     methods = published("kerple-3").ordered(map(Method, counts))
     names = [display_name(method) + (f" {n}" if (n := counts[method.pos_emb]) > 1 else "") for method in methods]
-    return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(names)}." if runs else ""
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(names)}"
 
 
 def _order(record: AnyRecord) -> tuple[tuple[int, str], int]:
@@ -453,6 +450,7 @@ def _settings(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
                 "documents": max(record["documents"] or 0 for record in own),
                 "stderr": max(errors, default=0.0),
                 "longest": max(record["length"] for record in own),
+                "runs": _runs(own),
             }
         )
     return facts

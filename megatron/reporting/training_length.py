@@ -20,13 +20,15 @@ def pilot_table(records: Sequence[AnyRecord]) -> Table | None:
     name at that length. None if there are no records at the training length.
     """
     keys = {(setting_of(record), method_of(record), record["length"]): record for record in records}
-    trained = {key: record for key, record in keys.items() if key[2] == record["train_length"]}
+    trained = {key: keys[key] for key in keys if key[2] == keys[key]["train_length"] and keys[key]["loss"] is not None}
     if not trained:
         return None
     losses, shortest = PairedLosses(records), min(record["length"] for record in records)
 
     def cell(record: AnyRecord | None) -> str:
-        return f"{record['loss']:.4f} ± {record['stderr'] or 0:.4f}" if record and record["loss"] else NOT_MEASURED
+        if record is None or record["loss"] is None:
+            return NOT_MEASURED
+        return f"{record['loss']:.4f} ± {record['stderr'] or 0:.4f}"
 
     lines = []
     for key in sorted(trained, key=lambda key: (key[2], trained[key]["loss"])):
@@ -93,6 +95,8 @@ def seed_table(records: Iterable[AnyRecord]) -> Table | None:
         if record["losses"]:
             edges, values, counts = (np.array(record[key]) for key in ("edges", "losses", "counts"))
             parts = np.searchsorted([length // 16, length // 2], edges[:-1], side="right")
+            if len(set(parts)) < 3:  # bins that are too wide
+                continue
             means = [float(np.average(values[parts == part], weights=counts[parts == part])) for part in range(3)]
             losses.setdefault(setting_of(record), {}).setdefault(method_of(record), {})[record["seed"]] = means
     lines: list[Row | Section] = []

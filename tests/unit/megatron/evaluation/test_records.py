@@ -124,7 +124,8 @@ def test_a_second_writer_is_rejected(tmp_path):
 
 def positions(**values):
     planned = {key: value for key, value in record().items() if key in get_type_hints(Record)}
-    return {**planned, "kind": "positions", "edges": [0, 8, 16], "losses": [2.0, 1.5], "counts": [8, 8], **values}
+    bins = {"edges": [0, 8, 16], "losses": [2.0, 1.5], "counts": [8, 8], "targets": "ab"}
+    return {**planned, "kind": "positions", **bins, **values}
 
 
 BAD_LINES = {

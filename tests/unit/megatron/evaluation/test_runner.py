@@ -344,6 +344,7 @@ def test_protocols_and_modes_equal_a_direct_computation(protocol, mode):
             assert positions["counts"][i] == in_bin.sum() > 0
             assert positions["losses"][i] == pytest.approx(losses[in_bin].mean(), abs=1e-5)
         assert sum(positions["counts"]) == len(scored)
+        assert positions["targets"] == row["targets"]
 
 
 def test_bits_per_byte_count_bytes_not_tokens_or_characters(tmp_path):

@@ -71,6 +71,11 @@ def test_two_checkpoints_with_the_same_seed_are_rejected():
         measurements([first, retrained], "extrapolation", "perplexity")
     moved = record("alibi", 512, 4.0, checkpoint=elsewhere)
     assert measurements([first, moved], "extrapolation", "perplexity").num_seeds == 1
+    more_tokens = record("alibi", 512, 4.1, measurement="more tokens")
+    with pytest.raises(
+        UserError, match="nowhere/alibi/1 at iteration 10 has been evaluated twice at length 512 on github"
+    ):
+        measurements([first, more_tokens], "extrapolation", "perplexity")
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.05, 0.2, 1.0])

@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 from kerple.positional.registry import canonical_name
 from megatron.reporting.aggregate import Method
 from megatron.reporting.claims import Claim, Term, claims, claims_table, evaluate_claims, holm, verdict_summary
+from megatron.utils.errors import UserError
 from tests.support.records import record
 
 TOKENS = [100] * 8
@@ -87,6 +88,27 @@ def test_corpora_have_equal_weights_and_need_two_seeds():
     other = result_of(prose).estimate
     assert estimate.documents == pytest.approx((single.documents + other.documents) / 4)
     assert estimate.error[1] < 3
+
+
+def test_two_models_on_one_corpus_are_averaged_like_two_corpora():
+    small, large = [*losses("kerple_log"), *losses("alibi", 0.3)], [*losses("kerple_log"), *losses("alibi", 0.9)]
+    large = [{**entry, "checkpoint": {**entry["checkpoint"], "layers": 24}} for entry in large]
+    expected = [result_of(records).estimate.mean for records in (small, large)]
+    estimate = result_of([*small, *large]).estimate
+    assert estimate.mean == pytest.approx(np.mean(expected))
+    assert estimate.by_corpus == {"debian_c": pytest.approx(np.mean(expected))}
+
+
+def test_two_records_of_the_same_run_are_rejected():
+    record_of = losses("alibi", seeds=1)[0]
+    resolutions = [
+        {**record_of, "kind": "resolution", "resolution": 0.1, "protocol": protocol}
+        for protocol in ("first@4", "first@8")
+    ]
+    with pytest.raises(
+        UserError, match="debian_c: alibi, seed 0, has two resolution records in mode full at length 128"
+    ):
+        result_of(resolutions, claim(kind="resolution"))
 
 
 def test_lengths_and_modes():

@@ -97,6 +97,13 @@ def test_differences_of_the_best_combination_are_those_of_the_common_seeds():
     assert (best.difference, best.lead) == (expected.difference, expected.lead)
 
 
+def test_the_best_combination_compares_the_same_tokens():
+    (rotary,) = (entry for entry in records() if (entry["pos_emb"], entry["mode"]) == ("rotary", "sinks@4+508"))
+    others = [entry for entry in records() if (entry["pos_emb"], entry["mode"]) != ("rotary", "sinks@4+508")]
+    (best,) = best_combinations([*others, {**rotary, "targets": "other"}])
+    assert (best.method.pos_emb, best.method.mode) == ("alibi", "sinks@4+508")
+
+
 def test_effects_of_modes():
     (sentence,) = mode_effects([*records(512), *records()])
     assert sentence.startswith("sinks@4+508 lowers that of Rotary (-4.0")

@@ -208,6 +208,19 @@ def test_different_texts_are_noted():
         "GitHub at 512: the values are not comparable, because they were measured on different texts (500 or 1,000 "
         "tokens)." in notes
     )
+    records = [record(name, 512, 3.0, targets=name) for name in ("kerple_log", "rpe")]  # as many, but other tokens
+    notes = only(perplexity_tables(records), "kerple-3").notes
+    assert any(note.startswith("GitHub at 512: the values are not comparable") for note in notes)
+    same = [{**entry, "targets": "ab"} for entry in records]
+    assert not any("not comparable" in note for note in only(perplexity_tables(same), "kerple-3").notes)
+
+
+def test_methods_with_fewer_seeds_are_not_bold():
+    table = only(perplexity_tables([*seeds("kerple_log", 512, LOG), record("rpe", 512, 1.0)]), "kerple-3")
+    bold = [cell.best for line in table.lines if isinstance(line, Row) and not line.published for cell in line.cells]
+    assert not any(bold)
+    note = "Mean ± standard deviation over up to 5 seeds; methods with fewer than others are not bold."
+    assert note in table.notes
 
 
 def test_passkey_accuracies():

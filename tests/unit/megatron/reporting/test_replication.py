@@ -96,10 +96,10 @@ def test_the_pages(pages, tmp_path):
     log_and_alibi = "Log has a lower loss than ALiBi at the training length | Table 3 (GitHub 3.40 and 3.42)"
     assert f"| {log_and_alibi} | **holds** | loss -0." in claims
     assert "Of 59 claims of the papers, 1 holds, " in claims
-    assert "10 runs: KERPLE (log) 4, ALiBi 4, xPos 2." in claims
+    assert "- C, 6 runs: KERPLE (log) 2, ALiBi 2, xPos 2\n- Prose, 4 runs: KERPLE (log) 2, ALiBi 2\n" in claims
     assert "- Measured with commit ab12, EPYC, 2 cores, Python 3.11, torch 2.13." in claims
     assert "| C | 2 | 12 layers of 768 | 128 | 10 | 8,192 | 1,000 (2) | 0.100 |" in claims
-    assert "losses on 5,000 tokens of C (2 documents), with a standard error of 0.010 for log" in claims
+    assert "losses on more tokens: 5,000 of C (2 documents, standard error of log's loss 0.010).\n" in claims
     readme = contents["README.md"]
     assert readme.startswith(f"before\n{START}\n![Perplexity by length]")
     assert readme.endswith(f"{END}\nafter\n")

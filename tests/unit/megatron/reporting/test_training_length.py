@@ -24,6 +24,7 @@ def test_settings_are_compared_with_the_plain_setting_of_log():
         run("alibi", "alibi", 2.1),
         run("long", "kerple_log", 1.7, train_length=512),
         run("long", "kerple_log", 1.95, train_length=512, length=128),
+        {**run("diverged", "alibi", 2.0), "loss": None, "groups": None},
     ]
     table = pilot_table(records)
     assert [row.labels for row in table.rows] == [
@@ -83,3 +84,5 @@ def test_differences_of_seeds_by_position():
     longer = {"train_length": 64, "edges": [0, 4, 18, 32, 64]}
     other = [{**entry, **longer} for entry in records if entry["length"] == 64]
     assert len(seed_table([*records, *other, {**records[0], "losses": []}]).rows) == 2
+    wide = [{**entry, "edges": [0, 32], "losses": [1.0], "counts": [21]} for entry in records]
+    assert seed_table(wide) is None
