@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_p
 from megatron.evaluation.measures.resolution import plan_resolution
 from megatron.evaluation.modes import supported_modes
 from megatron.evaluation.protocols import Protocol
-from megatron.evaluation.records import Checkpoint, Provenance, Record, ResultsFile
+from megatron.evaluation.records import Checkpoint, Provenance, Record, ResultsFile, identity
 from megatron.evaluation.runner import (
     LOSS_NOTE,
     EvalTask,
@@ -41,7 +42,7 @@ from megatron.evaluation.runner import (
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
-from megatron.reporting.summary import print_summary, write_summary
+from megatron.reporting.summary import check_comparison, print_summary, write_summary
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
@@ -115,12 +116,6 @@ def _evaluate(
     """Measure what the output folder has no results for, then print and write the report."""
     report: Callable[[str], None] = partial(print, flush=True) if rank == 0 else lambda line: None
     models = _read_models(folders, config, options)
-    methods = list(dict.fromkeys(str(model.provenance.pos_emb) for model in models))
-    if options.compare_with is not None and options.compare_with not in methods:
-        raise UserError(
-            f"--compare-with {options.compare_with}: none of the checkpoints has this method; choose one of "
-            f"{', '.join(methods)}, or add a checkpoint of it to --checkpoint"
-        )
     lengths, protocols, budget = lengths_of(config, options), protocols_of(options), budget_of(config, options)
     if not options.lengths:
         report(f"lengths: {' '.join(map(str, lengths))}")
@@ -151,6 +146,8 @@ def _evaluate(
             report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
             for task in plan_extrapolation(text, lengths, [name], protocols, budget, source, options.by_position):
                 not_measured += task.not_measured(reason)
+    records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
+    check_comparison(list({identity(record): record for record in records}.values()), options.compare_with)
     for line in _sample_lines(text, planned[0]):
         report(line)
 

@@ -113,6 +113,21 @@ def print_summary(
         console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
+def check_comparison(records: Sequence[AnyRecord], compare_with: str | None) -> None:
+    """Raises UserError if no method in the summary of these records has the name `compare_with`. Values of the records
+    are not read, so this can be checked before they are measured.
+    """
+    names, methods = (
+        dict.fromkeys(method_of(record).pos_emb for record in each if record["kind"] == "extrapolation")
+        for each in (_label_checkpoints(records), records)
+    )
+    if compare_with is not None and compare_with not in names:
+        reason, remedy = "none of the checkpoints has this method", "add a checkpoint of it to --checkpoint"
+        if compare_with in methods:
+            reason, remedy = "several checkpoints have this method and the same seed", "name them with --label"
+        raise UserError(f"--compare-with {compare_with}: {reason}; choose one of {', '.join(names)}, or {remedy}")
+
+
 def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with: str | None = None) -> Table:
     """A section per measure, in it a row per method and mode, and a column per length.
 
@@ -124,8 +139,9 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
         compare_with: a method. Perplexities that it significantly improves on are marked, and an additional section
             shows the differences from its losses.
 
-    Raises UserError if there are no results of that method.
+    Raises UserError like `check_comparison`.
     """
+    check_comparison(records, compare_with)
     records = _label_checkpoints(records)
     measured = {name: measurements(records, measure.kind, measure.value) for name, measure in MEASURES.items()}
     sections = {
@@ -134,13 +150,6 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
         if name == PERPLEXITY or values.frame["value"].notna().any()
     }
     perplexities = sections[PERPLEXITY]
-    compared = [method.pos_emb for method in perplexities.methods]
-    if compare_with is not None and compare_with not in compared:
-        raise UserError(
-            f"--compare-with {compare_with}: there are no results of this method; choose one of "
-            f"{', '.join(dict.fromkeys(compared))}"
-        )
-
     lines = list(chain.from_iterable(values.lines for values in measured.values()))
     lengths = sorted(set(chain.from_iterable(values.lengths for values in measured.values())))
     train_lengths = {setting.train_length for setting, _ in lines}

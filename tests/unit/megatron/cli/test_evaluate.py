@@ -368,16 +368,19 @@ def test_by_document(tmp_path, configuration, checkpoints, data, capsys):
         main([*words, "sliding", "--lengths", "256", "--output", str(tmp_path / "no")])
 
 
-def test_comparison_with_a_method(tmp_path, checkpoints):
-    folders = [str(folder) for folder, _ in checkpoints.values()]
-    words = ["--checkpoint", *folders, "--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
-    with pytest.raises(
-        UserError,
-        match=r"--compare-with rotary: none of the .* has this method; choose one of kerple_log, alibi",
-    ):
+def test_comparison_with_a_method(tmp_path, checkpoints, data):
+    words = ["--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "out"), "--checkpoint"]
+    words += [str(folder) for folder, _ in checkpoints.values()]
+    with pytest.raises(UserError, match=r"rotary: none of the .* has this method; choose one of kerple_log, alibi"):
         main([*words, "--compare-with", "rotary"])
+    write_checkpoint(tmp_path / "again", "kerple_log", data, iteration=5)
+    with pytest.raises(
+        UserError, match=r"several .* same seed; choose one of kerple_log \(.* at 4\), alibi, .*again at 5\), or name"
+    ):
+        main([*words, str(tmp_path / "again"), "--compare-with", "kerple_log"])
+    assert not (tmp_path / "out").exists()
     main([*words, "--compare-with", "kerple_log"])
-    assert "With one seed" in (tmp_path / "extrapolation.md").read_text()
+    assert "With one seed" in (tmp_path / "out" / "extrapolation.md").read_text()
 
 
 def test_labels_and_sizes_are_stored(tmp_path, checkpoints):

@@ -236,7 +236,9 @@ def test_daggers():
     assert note in summary_table(rows, "T", "kerple_log").notes
     one_seed = "With one seed, the variation of kerple_log and the other methods between seeds is unknown."
     assert one_seed in summary_table(ROWS, "T", "kerple_log").notes
-    with pytest.raises(UserError, match="--compare-with t5: there are no results of this method; choose one of kerple"):
+    with pytest.raises(
+        UserError, match="--compare-with t5: none of the checkpoints has this method; choose one of ker"
+    ):
         summary_table(rows, "T", "t5")
 
 
