@@ -31,7 +31,8 @@ from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_p
 from megatron.evaluation.measures.resolution import plan_resolution
 from megatron.evaluation.modes import supported_modes
 from megatron.evaluation.protocols import Protocol
-from megatron.evaluation.records import Checkpoint, Provenance, Record, ResultsFile, identity
+from megatron.evaluation.records import Checkpoint, Provenance, Record, identity
+from megatron.evaluation.results_file import ResultsFile
 from megatron.evaluation.runner import (
     LOSS_NOTE,
     EvalTask,

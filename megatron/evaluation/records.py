@@ -1,4 +1,4 @@
-"""Evaluation records and the file that stores them, `results.jsonl`.
+"""Evaluation records, and reading the file that stores them, `results.jsonl`.
 
 `results.jsonl` holds one JSON object per line. Its key `kind` selects one of the record types below; the keys of
 `Record` are common to all of them. A value that is not known is null. Each record is appended and flushed to disk
@@ -6,15 +6,13 @@ before the next measurement starts, so an interrupted evaluation resumes with th
 incomplete last line, which a killed process can leave, is ignored and overwritten.
 """
 
-import contextlib
-import errno
 import hashlib
 import io
 import itertools
-import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints, overload
@@ -23,8 +21,7 @@ from pydantic import FailFast, TypeAdapter
 from typing_extensions import TypedDict  # pydantic does not accept that of `typing` before Python 3.12
 
 from megatron.utils.errors import UserError
-from megatron.utils.files import read_file, write_atomically
-from megatron.utils.locks import Lock
+from megatron.utils.files import read_file
 from megatron.utils.typed_json import Count, Float, Fraction, Int, Name, Text, check_json, load_json
 
 if TYPE_CHECKING:
@@ -278,6 +275,12 @@ def extrapolation_records(records: Iterable[Record]) -> list[ExtrapolationRecord
     return [cast(ExtrapolationRecord, record) for record in records if record["kind"] == "extrapolation"]
 
 
+def fingerprint_of(record: Mapping[str, Any]) -> str | None:
+    """The fingerprint of the weights that were measured; None if it is not known."""
+    fingerprint: str | None = (record.get("checkpoint") or {}).get("fingerprint")
+    return fingerprint
+
+
 def identity(record: Record) -> tuple[object, ...]:
     """What a record measures. A later record with the same identity replaces an earlier one."""
     keys = ("corpus", "pos_emb", "seed", "train_length", "mode", "protocol", "length", "depth")
@@ -330,7 +333,7 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
                 raise UserError(f"{folder} is a file; give the folder that contains {RESULTS}")
             raise UserError(f"{folder}: no {RESULTS} in this folder or below it; evaluate.py writes it")
         for path in paths:
-            records += _read_file(path, strict)
+            records += read_results_file(path, strict)
     if not as_frame:
         return records
     import pandas
@@ -344,27 +347,37 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
     return pandas.DataFrame(rows)
 
 
-def _read_file(path: Path, strict: bool) -> list[Record]:
+def read_results_file(path: Path, strict: bool) -> list[Record]:
     """The records of one results.jsonl, the last one of each identity. Raises UserError."""
     records: dict[tuple[object, ...], Record] = {}
     content = read_file(path, MAX_BYTES)
-    for kind, count, limit in (("lines", content.count(b"\n"), MAX_RECORDS), ("lists", content.count(b"["), MAX_LISTS)):
-        if count > limit:
-            raise UserError(
-                f"{path} has {count:,} {kind}, more than the limit of {limit:,}; split it or remove records"
-            )
+    if reason := excess(file_sizes(content)):
+        raise UserError(f"{path} has {reason}; split it or remove records")
     for number, line in enumerate(io.BytesIO(content), start=1):
         if line.endswith(b"\n"):  # otherwise a killed process has not completed it
             try:
-                record = _parse_record(line[:-1], f"{path}, line {number}", strict)
+                record = parse_record(line[:-1], f"{path}, line {number}", strict)
             except UserError as error:
                 raise UserError(f"{error}; correct or remove the line") from None
             records[identity(record)] = record
     return list(records.values())
 
 
-def _parse_record(line: bytes, place: str, strict: bool) -> Record:
-    """Raises UserError, starting with `place`, if the line is not a record."""
+def file_sizes(content: bytes) -> Counter[str]:
+    """The bytes, lines and lists in the content of a results.jsonl, or in a part of it."""
+    return Counter(bytes=len(content), lines=content.count(b"\n"), lists=content.count(b"["))
+
+
+def excess(sizes: Mapping[str, int]) -> str | None:
+    """Which of the sizes (see `file_sizes`) is above its limit; None if a file of these sizes can be read."""
+    for kind, limit in (("bytes", MAX_BYTES), ("lines", MAX_RECORDS), ("lists", MAX_LISTS)):
+        if sizes[kind] > limit:
+            return f"{sizes[kind]:,} {kind}, more than the limit of {limit:,}"
+    return None
+
+
+def parse_record(line: bytes, place: str, strict: bool) -> Record:
+    """The record in a line. strict: see `read_results`. Raises UserError, starting with `place`, if it is not one."""
     value = load_json(line, place)
     kind = check_json(value, _KIND, place)["kind"]
     if not strict:
@@ -396,103 +409,3 @@ def _contradiction(record: Mapping[str, Any]) -> str | None:
         if 0 in contexts or any(a >= b for a, b in itertools.pairwise(contexts)):
             return "contexts must be positive and increase"
     return None
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-class ResultsFile:
-    """The results.jsonl of a folder, opened to add records. Use as a context manager.
-
-    Args:
-        folder: created if needed.
-        checkpoints: fingerprints of the models to evaluate.
-        replace: drop stored records of other models.
-        force_lock: take over the lock of another process.
-
-    Entering raises UserError if the folder cannot be written to, if another process is writing to it, or if it
-    contains records of other models and `replace` is False.
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        checkpoints: Sequence[str] = (),
-        *,
-        replace: bool = False,
-        force_lock: bool = False,
-    ):
-        self.folder = Path(folder)
-        self.path = self.folder / RESULTS
-        self.records: list[Record] = []
-        self._checkpoints = set(checkpoints)
-        self._replace = replace
-        self._lock = Lock(
-            self.folder / f"{RESULTS}.lock",
-            f"{self.path}: another evaluation is writing to it; wait until it ends, choose another --output, or use "
-            "--force-lock if it has ended",
-            force=force_lock,
-        )
-
-    def __enter__(self) -> "ResultsFile":
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._lock)
-            stored = _read_file(self.path, strict=True) if self.path.exists() else []
-            self.records = [record for record in stored if _fingerprint(record) in self._checkpoints]
-            other = next((record for record in stored if _fingerprint(record) not in self._checkpoints), None)
-            if other is not None and not self._replace:
-                checkpoint = other["checkpoint"] or cast(Checkpoint, {})
-                raise UserError(
-                    f"{self.folder}: contains results of another model, {other['pos_emb']} with seed {other['seed']} "
-                    f"({checkpoint.get('path')} at iteration {checkpoint.get('iteration')}, weights "
-                    f"{checkpoint.get('fingerprint')}); choose another --output, evaluate that model too (--checkpoint "
-                    "A B), or drop its results with --replace"
-                )
-            if other is not None:
-                lines = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)
-                write_atomically(self.path, lines)
-            try:
-                self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
-                self._file.seek(0)
-                content = self._file.read()
-                self._file.truncate(content.rfind(b"\n") + 1)
-            except OSError as error:
-                raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def find(self, planned: Record) -> Record | None:
-        """The stored record with the same identity and measurement digest, if there is one."""
-        key = identity(planned)
-        for record in self.records:
-            if identity(record) == key and record["measurement"] == planned["measurement"]:
-                return record
-        return None
-
-    def add(self, record: Record) -> None:
-        """Append a record and flush it to disk.
-
-        Raises UserError if it is not valid or cannot be written, or if another process has taken over the lock.
-        """
-        self._lock.check()
-        line = json.dumps(record).encode() + b"\n"
-        _parse_record(line[:-1], f"cannot write {self.path}", strict=True)  # never write what cannot be read
-        try:
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}") from error
-        key = identity(record)
-        self.records = [stored for stored in self.records if identity(stored) != key] + [record]
-
-
-def _fingerprint(record: Record) -> str | None:
-    return (record["checkpoint"] or cast(Checkpoint, {})).get("fingerprint")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kerple.positional.registry import canonical_name
+from megatron.evaluation.records import fingerprint_of
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.checkpoint_figures import (
     DistanceTable,
@@ -189,7 +190,7 @@ def _checkpoint_figures(sources: Sources) -> tuple[list[ReportFigure], list[Repo
     records if available.
     """
     recorded_lengths = {
-        _fingerprint(record): [length for layer in record["effective_lengths"] for length in layer]
+        fingerprint_of(record): [length for layer in record["effective_lengths"] for length in layer]
         for record in sources.records
         if record["kind"] == "effective_length"
     }
@@ -218,7 +219,7 @@ def _checkpoint_figures(sources: Sources) -> tuple[list[ReportFigure], list[Repo
             else:
                 weight_figures += [adaptive] if adaptive else []
                 weight_figures += distance_figures(tables, model=model, name=figure_name)
-        head_lengths = recorded_lengths.get(_fingerprint(record)) or _effective_lengths(tables)
+        head_lengths = recorded_lengths.get(fingerprint_of(record)) or _effective_lengths(tables)
         if head_lengths:
             lengths.setdefault(setting, {})[name] = head_lengths
     pos_embs = dict.fromkeys(method_of(record).pos_emb for record in sources.records)
@@ -254,10 +255,6 @@ def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:
     return [
         length for table in tables if table.effective_lengths is not None for length in table.effective_lengths.tolist()
     ]
-
-
-def _fingerprint(record: AnyRecord) -> str | None:
-    return (record.get("checkpoint") or {}).get("fingerprint")
 
 
 def _lead(records: Sequence[AnyRecord]) -> str:

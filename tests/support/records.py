@@ -1,6 +1,9 @@
 """Evaluation records."""
 
 import math
+from typing import get_type_hints
+
+from megatron.evaluation.records import Checkpoint, ExtrapolationRecord, Provenance, Record
 
 
 def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None = 1, **keys: object) -> dict:
@@ -48,3 +51,34 @@ def passkey_record(pos_emb: str, length: int, depth: float, accuracy: float | No
         "note": "no such position" if accuracy is None else None,
         **keys,
     }
+
+
+def stored_record(
+    length: int = 16, *, fingerprint: str = "aa", determined_by: str = "tokens", loss: float = 2.0
+) -> ExtrapolationRecord:
+    """A record of kind `extrapolation` with all its keys, as results.jsonl has it."""
+    checkpoint: Checkpoint = {
+        "path": "runs/a",
+        "iteration": 4,
+        "fingerprint": fingerprint,
+        "layers": 2,
+        "hidden_size": 32,
+    }
+    planned = Provenance(checkpoint, "alibi", 7, 16).record(
+        "extrapolation",
+        corpus="text",
+        mode="full",
+        protocol="non-overlapping",
+        length=length,
+        determined_by=determined_by,
+    )
+    values = {"tokens": 64, "segments": 4, "documents": None, "stderr": None, "bits_per_byte": None, "perplexity": None}
+    values |= {"targets": "ab", "groups": None}
+    return ExtrapolationRecord(**planned, loss=loss, **values)
+
+
+def positions(**values: object) -> dict:
+    """A record of kind `positions` with all its keys. `values` replace them."""
+    planned = {key: value for key, value in stored_record().items() if key in get_type_hints(Record)}
+    bins = {"edges": [0, 8, 16], "losses": [2.0, 1.5], "counts": [8, 8], "targets": "ab"}
+    return {**planned, "kind": "positions", **bins, **values}

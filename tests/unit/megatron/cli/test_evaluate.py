@@ -11,7 +11,8 @@ from kerple.attention import FULL, AttentionMode, Span
 from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
 from megatron.data.streams import validation_stream
-from megatron.evaluation.records import ResultsFile, read_results
+from megatron.evaluation.records import read_results
+from megatron.evaluation.results_file import ResultsFile
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import (
     TRAIN_LENGTH,

@@ -1,65 +1,22 @@
-"""Reading and writing results.jsonl."""
+"""Reading results.jsonl."""
 
 import json
 import math
-from typing import get_type_hints
 
 import pytest
 
-from megatron.evaluation.records import (
-    RESULTS,
-    ExtrapolationRecord,
-    Provenance,
-    Record,
-    ResultsFile,
-    extrapolation_records,
-    perplexity,
-    read_results,
-)
+from megatron.evaluation.records import RESULTS, extrapolation_records, perplexity, read_results
+from megatron.evaluation.results_file import ResultsFile
 from megatron.utils.errors import UserError
-
-
-def record(length=16, *, fingerprint="aa", determined_by="tokens", loss=2.0):
-    checkpoint = {"path": "runs/a", "iteration": 4, "fingerprint": fingerprint, "layers": 2, "hidden_size": 32}
-    planned = Provenance(checkpoint, "alibi", 7, 16).record(
-        "extrapolation",
-        corpus="text",
-        mode="full",
-        protocol="non-overlapping",
-        length=length,
-        determined_by=determined_by,
-    )
-    values = {"tokens": 64, "segments": 4, "documents": None, "stderr": None, "bits_per_byte": None, "perplexity": None}
-    values |= {"targets": "ab", "groups": None}
-    return ExtrapolationRecord(**planned, loss=loss, **values)
-
-
-def test_added_records_are_on_disk_at_once_and_in_order(tmp_path):
-    records = [record(16), record(32)]
-    with ResultsFile(tmp_path / "new" / "folder", ["aa"]) as results:
-        for count, added in enumerate(records, start=1):
-            results.add(added)
-            assert read_results(results.folder) == records[:count]
-    assert read_results(tmp_path / "new" / "folder") == records
-
-
-def test_a_later_measurement_replaces_an_earlier_one(tmp_path):
-    with ResultsFile(tmp_path, ["aa"]) as results:
-        results.add(record(16, loss=3.0))
-        later = record(16, determined_by="other tokens", loss=2.5)
-        assert results.find(later) is None
-        results.add(later)
-        assert results.find(later) == later
-        assert results.find(record(16)) is None
-    assert read_results(tmp_path) == [later]
+from tests.support.records import positions, stored_record
 
 
 def test_folders_are_searched_and_given_as_a_frame(tmp_path):
     with ResultsFile(tmp_path / "a" / "evaluation", ["aa"]) as results:
-        results.add(record(16))
-        results.add(record(32))
+        results.add(stored_record(16))
+        results.add(stored_record(32))
     with ResultsFile(tmp_path / "b", ["bb"]) as results:
-        results.add(record(16, fingerprint="bb", loss=2.5))
+        results.add(stored_record(16, fingerprint="bb", loss=2.5))
     records = read_results(tmp_path)
     assert [stored["length"] for stored in records] == [16, 32, 16]
     assert read_results([tmp_path / "a", tmp_path / "b"]) == records
@@ -68,64 +25,6 @@ def test_folders_are_searched_and_given_as_a_frame(tmp_path):
     assert frame.checkpoint_fingerprint.tolist() == ["aa", "aa", "bb"]
     assert frame[frame.checkpoint_hidden_size == 32].pivot_table("loss", "pos_emb", "length").loc["alibi", 16] == 2.25
     assert "checkpoint" not in frame
-
-
-@pytest.mark.parametrize("cut", [1, 7, 100])
-def test_an_incomplete_last_line_is_ignored_and_overwritten(tmp_path, cut):
-    with ResultsFile(tmp_path, ["aa"]) as results:
-        results.add(record(16))
-        results.add(record(32))
-    content = (tmp_path / RESULTS).read_bytes()
-    (tmp_path / RESULTS).write_bytes(content[:-cut])
-    assert read_results(tmp_path) == [record(16)]
-    with ResultsFile(tmp_path, ["aa"]) as results:
-        assert results.records == [record(16)]
-        results.add(record(32))
-    assert (tmp_path / RESULTS).read_bytes() == content
-
-
-def test_results_of_another_model_are_rejected_or_replaced(tmp_path):
-    with ResultsFile(tmp_path, ["aa"]) as results:
-        results.add(record())
-    before = (tmp_path / RESULTS).read_bytes()
-    with pytest.raises(UserError, match=r"alibi with seed 7 \(runs/a at iteration 4, weights aa\); choose another --o"):
-        ResultsFile(tmp_path, ["bb"]).__enter__()
-    assert (tmp_path / RESULTS).read_bytes() == before
-    with ResultsFile(tmp_path, ["aa", "bb"]) as results:
-        assert len(results.records) == 1
-        results.add(record(fingerprint="bb"))
-    with ResultsFile(tmp_path, ["bb"], replace=True) as results:
-        assert results.records == [record(fingerprint="bb")]
-        with pytest.raises(UserError, match="another evaluation is writing"):
-            ResultsFile(tmp_path, ["bb"]).__enter__()
-        results.add(record(32, fingerprint="bb"))
-    assert read_results(tmp_path) == [record(fingerprint="bb"), record(32, fingerprint="bb")]
-
-
-def test_replacing_results_loses_none_if_the_disk_is_full(tmp_path, monkeypatch):
-    with ResultsFile(tmp_path, ["aa", "bb"]) as results:
-        results.add(record())
-        results.add(record(fingerprint="bb"))
-    before = (tmp_path / RESULTS).read_bytes()
-
-    def disk_full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", disk_full)
-    with pytest.raises(UserError, match="No space left"):
-        ResultsFile(tmp_path, ["bb"], replace=True).__enter__()
-    assert (tmp_path / RESULTS).read_bytes() == before
-
-
-def test_a_second_writer_is_rejected(tmp_path):
-    with ResultsFile(tmp_path, ["aa"]), pytest.raises(UserError, match="another evaluation is writing"):
-        ResultsFile(tmp_path, ["aa"]).__enter__()
-
-
-def positions(**values):
-    planned = {key: value for key, value in record().items() if key in get_type_hints(Record)}
-    bins = {"edges": [0, 8, 16], "losses": [2.0, 1.5], "counts": [8, 8], "targets": "ab"}
-    return {**planned, "kind": "positions", **bins, **values}
 
 
 BAD_LINES = {
@@ -138,19 +37,23 @@ BAD_LINES = {
     '{"kind": "extrapolation"}': "corpus is missing",
     '{"kind": ["extrapolation"]}': "kind must be a string",
     '{"kind": "\\ud800"}': "not valid JSON",
-    json.dumps({**record(), "loss": True}): "loss must be a number, not True",
-    json.dumps({**record(), "loss": "2.0"}): "loss must be a number, not '2.0'",
-    json.dumps({**record(), "loss": "x" * 10**6}): r"loss must be a number, not 'x{59}\.\.\.",
-    json.dumps({**record(), "loss": 2.5}).replace("2.5", "1e999"): "loss must be a finite number, not inf",
-    json.dumps({**record(), "loss": math.nan}): "not valid JSON",
-    json.dumps({**record(), "length": 16.0}): r"length must be an integer, not 16\.0",
-    json.dumps({**record(), "length": 10**30}): r"length must be below 9223372036854775808, not 1000",
-    json.dumps({**record(), "pos_emb": "a\x1b[31mb"}): r"pos_emb contains a control character \(U\+001B\)",
-    json.dumps({**record(), "pos_emb": "a\u202eb"}): r"pos_emb contains RIGHT-TO-LEFT OVERRIDE",
-    json.dumps({**record(), "pos_emb": "a" * 5000}): "pos_emb must have at most 300 characters, not 'aaa",
-    json.dumps({**record(), "checkpoint": {"path": None}}): "checkpoint.iteration is missing",
-    json.dumps({**record(), "groups": {"tokens": [3, "4"], "losses": [2.0, 2.0]}}): r"groups\.tokens\[1\] must be",
-    json.dumps({**record(), "groups": {"tokens": [3, 4], "losses": [2.0]}}): "groups must have one loss for each",
+    json.dumps({**stored_record(), "loss": True}): "loss must be a number, not True",
+    json.dumps({**stored_record(), "loss": "2.0"}): "loss must be a number, not '2.0'",
+    json.dumps({**stored_record(), "loss": "x" * 10**6}): r"loss must be a number, not 'x{59}\.\.\.",
+    json.dumps({**stored_record(), "loss": 2.5}).replace("2.5", "1e999"): "loss must be a finite number, not inf",
+    json.dumps({**stored_record(), "loss": math.nan}): "not valid JSON",
+    json.dumps({**stored_record(), "length": 16.0}): r"length must be an integer, not 16\.0",
+    json.dumps({**stored_record(), "length": 10**30}): r"length must be below 9223372036854775808, not 1000",
+    json.dumps({**stored_record(), "pos_emb": "a\x1b[31mb"}): r"pos_emb contains a control character \(U\+001B\)",
+    json.dumps({**stored_record(), "pos_emb": "a\u202eb"}): r"pos_emb contains RIGHT-TO-LEFT OVERRIDE",
+    json.dumps({**stored_record(), "pos_emb": "a" * 5000}): "pos_emb must have at most 300 characters, not 'aaa",
+    json.dumps({**stored_record(), "checkpoint": {"path": None}}): "checkpoint.iteration is missing",
+    json.dumps(
+        {**stored_record(), "groups": {"tokens": [3, "4"], "losses": [2.0, 2.0]}}
+    ): r"groups\.tokens\[1\] must be",
+    json.dumps(
+        {**stored_record(), "groups": {"tokens": [3, 4], "losses": [2.0]}}
+    ): "groups must have one loss for each",
     json.dumps(positions(edges=[0, 16])): "edges must increase, with one more edge than losses",
     json.dumps(positions(edges=[0, 8, 8])): "edges must increase",
 }
@@ -159,7 +62,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("line", BAD_LINES, ids=BAD_LINES.values())
 def test_a_bad_line_is_named(tmp_path, line):
     with ResultsFile(tmp_path, ["aa"]) as results:
-        results.add(record())
+        results.add(stored_record())
     with (tmp_path / RESULTS).open("a") as file:
         file.write(line + "\n" + json.dumps(positions()) + "\n")
     with pytest.raises(UserError, match=f"results.jsonl, line 2: {BAD_LINES[line]}.*; correct or remove the line$"):
@@ -185,7 +88,7 @@ def test_only_regular_files_of_limited_size_are_read(tmp_path, monkeypatch):
         ResultsFile(tmp_path, ["aa"]).__enter__()
     path.unlink()
     monkeypatch.setattr("megatron.evaluation.records.MAX_BYTES", 1000)
-    path.write_text(json.dumps(record()) + "\n" + 1000 * " ")
+    path.write_text(json.dumps(stored_record()) + "\n" + 1000 * " ")
     with pytest.raises(UserError, match="is larger than 1,000 bytes"):
         read_results(tmp_path)
     monkeypatch.undo()
@@ -211,13 +114,4 @@ def test_perplexity_and_kinds():
     assert perplexity(2.0) == math.exp(2.0)
     assert perplexity(None) is None
     assert perplexity(1e9) is None
-    assert extrapolation_records([record(), {**record(), "kind": "positions"}]) == [record()]
-
-
-def test_an_evaluation_whose_lock_was_taken_over_writes_nothing_more(tmp_path):
-    with ResultsFile(tmp_path, ["aa"]) as first:
-        with ResultsFile(tmp_path, ["aa"], force_lock=True) as second:
-            second.add(record(16))
-            with pytest.raises(UserError, match="has lost the lock"):
-                first.add(record(32))
-        assert [stored["length"] for stored in read_results([tmp_path])] == [16]
+    assert extrapolation_records([stored_record(), {**stored_record(), "kind": "positions"}]) == [stored_record()]

@@ -1,0 +1,125 @@
+"""Writing evaluation records to `results.jsonl`."""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron.evaluation.records import (
+    RESULTS,
+    Record,
+    excess,
+    file_sizes,
+    fingerprint_of,
+    identity,
+    parse_record,
+    read_results_file,
+)
+from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
+from megatron.utils.locks import Lock
+
+
+class ResultsFile:
+    """The results.jsonl of a folder, opened to add records. Use as a context manager.
+
+    Args:
+        folder: created if needed.
+        checkpoints: fingerprints of the models to evaluate.
+        replace: drop stored records of other models.
+        force_lock: take over the lock of another process.
+
+    Entering raises UserError if the folder cannot be written to, if another process is writing to it, or if it
+    contains records of other models and `replace` is False.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        checkpoints: Sequence[str] = (),
+        *,
+        replace: bool = False,
+        force_lock: bool = False,
+    ):
+        self.folder = Path(folder)
+        self.path = self.folder / RESULTS
+        self.records: list[Record] = []
+        self._checkpoints = set(checkpoints)
+        self._replace = replace
+        self._lock = Lock(
+            self.folder / f"{RESULTS}.lock",
+            f"{self.path}: another evaluation is writing to it; wait until it ends, choose another --output, or use "
+            "--force-lock if it has ended",
+            force=force_lock,
+        )
+
+    def __enter__(self) -> "ResultsFile":
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._lock)
+            stored = read_results_file(self.path, strict=True) if self.path.exists() else []
+            self.records = [record for record in stored if fingerprint_of(record) in self._checkpoints]
+            other = next((record for record in stored if fingerprint_of(record) not in self._checkpoints), None)
+            if other is not None and not self._replace:
+                checkpoint: Mapping[str, object] = other["checkpoint"] or {}
+                raise UserError(
+                    f"{self.folder}: contains results of another model, {other['pos_emb']} with seed {other['seed']} "
+                    f"({checkpoint.get('path')} at iteration {checkpoint.get('iteration')}, weights "
+                    f"{checkpoint.get('fingerprint')}); choose another --output, evaluate that model too (--checkpoint "
+                    "A B), or drop its results with --replace"
+                )
+            if other is not None:
+                lines = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)
+                write_atomically(self.path, lines)
+            try:
+                self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
+                self._file.seek(0)
+                content = self._file.read()
+                content = content[: content.rfind(b"\n") + 1]
+                self._file.truncate(len(content))
+                self._sizes = file_sizes(content)
+            except OSError as error:
+                raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def find(self, planned: Record) -> Record | None:
+        """The stored record with the same identity and measurement digest, if there is one."""
+        key = identity(planned)
+        for record in self.records:
+            if identity(record) == key and record["measurement"] == planned["measurement"]:
+                return record
+        return None
+
+    def add(self, record: Record) -> None:
+        """Append a record and flush it to disk.
+
+        Raises UserError if it is not valid or cannot be written, if the file would be too large to read (see
+        `read_results`), or if another process has taken over the lock.
+        """
+        self._lock.check()
+        line = json.dumps(record).encode() + b"\n"
+        parse_record(line[:-1], f"cannot write {self.path}", strict=True)  # never write what cannot be read
+        sizes = self._sizes + file_sizes(line)
+        if reason := excess(sizes):
+            raise UserError(
+                f"{self.path} is full: with the next record it would have {reason}; choose another --output for some "
+                "of the checkpoints, modes or lengths"
+            )
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from error
+        self._sizes = sizes
+        key = identity(record)
+        self.records = [stored for stored in self.records if identity(stored) != key] + [record]

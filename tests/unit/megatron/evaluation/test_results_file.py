@@ -1,0 +1,110 @@
+"""Writing results.jsonl."""
+
+import pytest
+
+from megatron.evaluation.records import RESULTS, read_results
+from megatron.evaluation.results_file import ResultsFile
+from megatron.utils.errors import UserError
+from tests.support.records import positions, stored_record
+
+
+def test_added_records_are_on_disk_at_once_and_in_order(tmp_path):
+    records = [stored_record(16), stored_record(32)]
+    with ResultsFile(tmp_path / "new" / "folder", ["aa"]) as results:
+        for count, added in enumerate(records, start=1):
+            results.add(added)
+            assert read_results(results.folder) == records[:count]
+    assert read_results(tmp_path / "new" / "folder") == records
+
+
+def test_a_later_measurement_replaces_an_earlier_one(tmp_path):
+    with ResultsFile(tmp_path, ["aa"]) as results:
+        results.add(stored_record(16, loss=3.0))
+        later = stored_record(16, determined_by="other tokens", loss=2.5)
+        assert results.find(later) is None
+        results.add(later)
+        assert results.find(later) == later
+        assert results.find(stored_record(16)) is None
+    assert read_results(tmp_path) == [later]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 100])
+def test_an_incomplete_last_line_is_ignored_and_overwritten(tmp_path, cut):
+    with ResultsFile(tmp_path, ["aa"]) as results:
+        results.add(stored_record(16))
+        results.add(stored_record(32))
+    content = (tmp_path / RESULTS).read_bytes()
+    (tmp_path / RESULTS).write_bytes(content[:-cut])
+    assert read_results(tmp_path) == [stored_record(16)]
+    with ResultsFile(tmp_path, ["aa"]) as results:
+        assert results.records == [stored_record(16)]
+        results.add(stored_record(32))
+    assert (tmp_path / RESULTS).read_bytes() == content
+
+
+def test_results_of_another_model_are_rejected_or_replaced(tmp_path):
+    with ResultsFile(tmp_path, ["aa"]) as results:
+        results.add(stored_record())
+    before = (tmp_path / RESULTS).read_bytes()
+    with pytest.raises(UserError, match=r"alibi with seed 7 \(runs/a at iteration 4, weights aa\); choose another --o"):
+        ResultsFile(tmp_path, ["bb"]).__enter__()
+    assert (tmp_path / RESULTS).read_bytes() == before
+    with ResultsFile(tmp_path, ["aa", "bb"]) as results:
+        assert len(results.records) == 1
+        results.add(stored_record(fingerprint="bb"))
+    with ResultsFile(tmp_path, ["bb"], replace=True) as results:
+        assert results.records == [stored_record(fingerprint="bb")]
+        with pytest.raises(UserError, match="another evaluation is writing"):
+            ResultsFile(tmp_path, ["bb"]).__enter__()
+        results.add(stored_record(32, fingerprint="bb"))
+    assert read_results(tmp_path) == [stored_record(fingerprint="bb"), stored_record(32, fingerprint="bb")]
+
+
+def test_replacing_results_loses_none_if_the_disk_is_full(tmp_path, monkeypatch):
+    with ResultsFile(tmp_path, ["aa", "bb"]) as results:
+        results.add(stored_record())
+        results.add(stored_record(fingerprint="bb"))
+    before = (tmp_path / RESULTS).read_bytes()
+
+    def disk_full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", disk_full)
+    with pytest.raises(UserError, match="No space left"):
+        ResultsFile(tmp_path, ["bb"], replace=True).__enter__()
+    assert (tmp_path / RESULTS).read_bytes() == before
+
+
+def test_a_second_writer_is_rejected(tmp_path):
+    with ResultsFile(tmp_path, ["aa"]), pytest.raises(UserError, match="another evaluation is writing"):
+        ResultsFile(tmp_path, ["aa"]).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        ("MAX_BYTES", 1000, r"1,\d{3} bytes, more than the limit of 1,000"),
+        ("MAX_RECORDS", 2, "3 lines, more than the limit of 2"),
+        ("MAX_LISTS", 6, "9 lists, more than the limit of 6"),
+    ],
+)
+def test_a_file_that_could_not_be_read_is_not_written(tmp_path, monkeypatch, limit, value, message):
+    monkeypatch.setattr(f"megatron.evaluation.records.{limit}", value)
+    records = [positions(length=length) for length in (16, 32, 64)]
+    with ResultsFile(tmp_path, ["aa"]) as results:
+        results.add(records[0])
+    with ResultsFile(tmp_path, ["aa"]) as results:
+        results.add(records[1])
+        with pytest.raises(UserError, match=rf"results\.jsonl is full: .* {message}; choose another --output"):
+            results.add(records[2])
+        assert results.records == records[:2]
+    assert read_results(tmp_path) == records[:2]
+
+
+def test_an_evaluation_whose_lock_was_taken_over_writes_nothing_more(tmp_path):
+    with ResultsFile(tmp_path, ["aa"]) as first:
+        with ResultsFile(tmp_path, ["aa"], force_lock=True) as second:
+            second.add(stored_record(16))
+            with pytest.raises(UserError, match="has lost the lock"):
+                first.add(stored_record(32))
+        assert [stored["length"] for stored in read_results([tmp_path])] == [16]
