@@ -30,14 +30,15 @@ from megatron.checkpoint.directory import (
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file as read_yaml
 from megatron.data.streams import evaluation_corpora
-from megatron.evaluation.records import has_results
+from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
 from megatron.reporting.speed import METRICS, parse_metrics, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import read_file, write_atomically
-from megatron.utils.typed_json import Name, parse_json
+from megatron.utils.typed_json import Count, Name, parse_json
 
 EVALUATED = "evaluated.json"
+PREVIOUS_RESULTS = "results.previous.jsonl"
 # How the last failed training or evaluation exited; removed when the run is tried again.
 FAILED = "failed.json"
 MAX_JOURNAL_BYTES = 1 << 20
@@ -46,10 +47,17 @@ FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefi
 
 
 class Evaluated(TypedDict):
-    """The contents of `evaluated.json`: the weights, and the options of each finished call of evaluate.py."""
+    """The contents of `evaluated.json`.
 
-    fingerprint: NotRequired[Name]  # without it, evaluate.py is called again, and uses the results that are still valid
+    Attributes:
+        options: of the calls of evaluate.py that `results.jsonl` may have results of.
+        fingerprint, finished: how many of these calls have finished for the weights with this fingerprint. Without
+            these keys, no call has finished; evaluate.py does not measure again what is in `results.jsonl`.
+    """
+
     options: list[list[str]]
+    fingerprint: NotRequired[Name]
+    finished: NotRequired[Count]
 
 
 _EVALUATED = TypeAdapter(Evaluated)
@@ -125,21 +133,49 @@ class SweepRun:
 
         Raises UserError if the run is not trained, or `evaluated.json` is not valid.
         """
-        path = self.results / EVALUATED
-        if not path.exists() or not has_results(self.results):
+        evaluated = self._evaluated()
+        if evaluated is None or not has_results(self.results) or not self._has_current_options(evaluated):
             return 0
-        evaluated = parse_json(read_file(path, MAX_JOURNAL_BYTES), _EVALUATED, str(path))
-        done = len(evaluated["options"])
-        return done if evaluated == self._evaluated_as(done) else 0
+        if evaluated.get("fingerprint") != weights_fingerprint(self._last_step):
+            return 0
+        return min(evaluated.get("finished", 0), len(evaluated["options"]))
+
+    def start_evaluation(self) -> tuple[str, ...]:
+        """The options of the next call of evaluate.py. Records that it starts.
+
+        If `results.jsonl` may have results of options or labels that the sweep no longer has, it is renamed first.
+        """
+        done, evaluated = self.evaluations_done(), self._evaluated()
+        started = done + 1
+        if evaluated is not None and self._has_current_options(evaluated):
+            started = max(started, len(evaluated["options"]))
+        elif evaluated is not None and has_results(self.results):
+            (self.results / RESULTS).replace(self.results / PREVIOUS_RESULTS)
+        self.results.mkdir(parents=True, exist_ok=True)
+        self._write_evaluated(started, done)
+        return self.evaluation[done]
 
     def mark_evaluated(self) -> None:
-        """Record that the next call of evaluate.py has finished."""
-        content = json.dumps(self._evaluated_as(self.evaluations_done() + 1)) + "\n"
-        write_atomically(self.results / EVALUATED, content.encode())
+        """Record that the call of evaluate.py that was started last has finished."""
+        evaluated = self._evaluated()
+        assert evaluated is not None  # start_evaluation has written it
+        self._write_evaluated(len(evaluated["options"]), self.evaluations_done() + 1)
 
-    def _evaluated_as(self, done: int) -> Evaluated:
-        options = [list(words) for words in self.evaluation[:done]]
-        return {"fingerprint": weights_fingerprint(self._last_step), "options": options}
+    def _evaluated(self) -> Evaluated | None:
+        path = self.results / EVALUATED
+        if not path.exists():
+            return None
+        return parse_json(read_file(path, MAX_JOURNAL_BYTES), _EVALUATED, str(path))
+
+    def _has_current_options(self, evaluated: Evaluated) -> bool:
+        """Whether the sweep still has all calls that the results are of. New ones may follow them."""
+        return evaluated["options"] == [list(words) for words in self.evaluation[: len(evaluated["options"])]]
+
+    def _write_evaluated(self, started: int, finished: int) -> None:
+        options = [list(words) for words in self.evaluation[:started]]
+        fingerprint = weights_fingerprint(self._last_step)
+        content = json.dumps({"options": options, "fingerprint": fingerprint, "finished": finished}) + "\n"
+        write_atomically(self.results / EVALUATED, content.encode())
 
     def mark_failed(self, task: str, exit_status: int) -> None:
         content = json.dumps({"task": task, "exit_status": exit_status}) + "\n"

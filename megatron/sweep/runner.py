@@ -257,7 +257,7 @@ class Runner:
             job.task = "evaluation"
             command = [*self._kerple, "evaluate", config, "--output", str(run.results), "--replace"]
             command.append("--skip-unsupported")  # the sweep has checked that another run supports the mode
-            command += run.evaluation[run.evaluations_done()]
+            command += run.start_evaluation()
         else:
             job.task = "training"
             command = [*self._kerple, "train", config]

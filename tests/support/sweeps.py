@@ -1,5 +1,6 @@
 """Small sweeps on a small corpus: sweep files, and fake trainings and evaluations that run in this process."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -87,10 +88,13 @@ def fake_evaluation(config, command, gpus, log) -> int:
     if config["seed"] == 19:
         print("no such text", file=log)
         return 1
+    options = {word: arguments[index + 1 :] for index, word in enumerate(arguments) if word.startswith("--")}
+    lengths = [int(word) for word in itertools.takewhile(str.isdigit, options["--lengths"])]
+    label = f" ({options['--label'][0]})" if "--label" in options else ""
     keys = {"corpus": "text", "train_length": 32, "tokens": 128, "segments": 4, "documents": None, "stderr": None}
     records = [
         record(
-            config["pos_emb"],
+            config["pos_emb"] + label,
             length,
             2.7 + config["seed"] / 100,
             config["seed"],
@@ -107,11 +111,12 @@ def fake_evaluation(config, command, gpus, log) -> int:
                 "hidden_size": 32,
             },
         )
-        for length in (32, 64)
+        for length in lengths
     ]
-    output = Path(arguments[arguments.index("--output") + 1])
+    output = Path(options["--output"][0])
     output.mkdir(parents=True, exist_ok=True)
-    (output / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    with open(output / "results.jsonl", "a") as results:
+        results.writelines(json.dumps(line) + "\n" for line in records)
     return 0
 
 

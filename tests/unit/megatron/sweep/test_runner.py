@@ -1,5 +1,6 @@
 """Running a sweep: order, failures, devices and signals, with fake trainings and evaluations."""
 
+import json
 import signal
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from megatron.cli import sweep as command
 from megatron.config import UserError
+from megatron.evaluation.records import read_results
 from megatron.sweep import runner
 from megatron.sweep.planning import State, Status
 from megatron.utils.locks import Lock
@@ -68,6 +70,35 @@ def test_other_evaluation_options_evaluate_again_without_training(sweep):
     lines = sweep.output_lines("alibi/7")
     assert [line.split()[0] for line in lines] == ["training", "evaluating", "evaluating"]
     assert lines[-1].endswith("--tokens 256")
+
+
+def test_results_of_former_options_and_labels_are_not_reported(sweep):
+    def measured():
+        return {(record["pos_emb"], record["length"]) for record in read_results(sweep.runs / "alibi")}
+
+    axes = {"pos_emb": ["alibi.yml"], "lr": [{"optimizer.params.lr": 0.1}], "seed": [{"seed": 7}]}
+    sweep(axes=axes)
+    sweep(axes=axes, evaluation={"lengths": [32], "tokens": 256})
+    assert measured() == {("alibi", 32)}
+    previous = sweep.runs / "alibi" / "0.1" / "7" / "evaluation" / "results.previous.jsonl"
+    assert [json.loads(line)["length"] for line in previous.read_text().splitlines()] == [32, 64]
+    axes["lr"].append({"optimizer.params.lr": 0.2})
+    sweep(axes=axes, evaluation={"lengths": [32], "tokens": 256})
+    assert measured() == {("alibi (0.1)", 32), ("alibi (0.2)", 32)}
+
+
+def test_results_of_an_unfinished_evaluation_with_other_options_are_not_reported(sweep, monkeypatch):
+    def killed(*arguments):
+        process = fake_start_process(*arguments)
+        process.exit_status = 1 if "64" in arguments[0] else process.exit_status
+        return process
+
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}]}
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "start_process", killed)
+        sweep(axes=axes, evaluation=[{"lengths": [32]}, {"lengths": [64]}], status=1)
+    sweep(axes=axes, evaluation=[{"lengths": [32]}, {"lengths": [128]}])
+    assert [record["length"] for record in read_results(sweep.runs / "alibi")] == [32, 128]
 
 
 def test_several_evaluations_run_one_after_the_other(sweep):
