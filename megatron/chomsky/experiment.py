@@ -299,7 +299,9 @@ class EncoderExperiment(Experiment):
 
 
 def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Result]:
-    """The results of earlier runs; none if the file does not exist. Raises UserError if the settings differ."""
+    """The results of earlier runs; none if the file does not exist. Raises UserError if the settings differ, or if two
+    results have the same task, method and seed.
+    """
     if not path.exists():
         return []
     try:
@@ -314,6 +316,7 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
             f"{path} contains results of other settings ({changes}): use the same settings, or choose another --output"
         )
     lengths, decoder = list(map(str, settings.test_lengths)), settings.architecture == DECODER
+    indices: dict[tuple[str, str, int], int] = {}
     for index, result in enumerate(results):
         for name, is_right in (
             ("task", result["task"] in settings.tasks),
@@ -325,6 +328,12 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
                     f"{path}: results[{index}].{name} does not belong to these settings; remove the entry, or choose "
                     "another --output"
                 )
+        first = indices.setdefault((result["task"], result["pos_emb"], result["seed"]), index)
+        if first < index:
+            raise UserError(
+                f"{path}: results[{index}] has the task, method and seed of results[{first}], which would count twice; "
+                "remove the entry, or choose another --output"
+            )
     return results
 
 

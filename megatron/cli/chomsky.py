@@ -3,6 +3,7 @@ and write the results as JSON, tables and figure.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -98,7 +99,7 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
         raise UserError(f"--device {options.device} cannot be used: {first_line(error)}") from error
     path = options.output / "chomsky.json"
     results = read_chomsky_results(path, settings)
-    requested = [(task, method, seed) for task in options.tasks for method in options.methods for seed in options.seeds]
+    requested = list(dict.fromkeys(itertools.product(options.tasks, options.methods, options.seeds)))
     finished = {(result["task"], result["pos_emb"], result["seed"]) for result in results}
     missing = [key for key in requested if key not in finished]
     console = Console(soft_wrap=True)

@@ -100,6 +100,7 @@ def test_stored_results(tmp_path):
     with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):
         read_chomsky_results(path, ExperimentSettings(**{**vars(TINY), "steps": 7}))
     for wrong, message in (
+        ({}, r"results\[1\] has the task, method and seed of results\[0\], which .* remove the entry"),
         ({"task": "no_task"}, r"results\[1\]\.task does not belong to these settings"),
         ({"accuracies": {"7": 0.5}}, r"results\[1\]\.accuracies does not belong to these settings"),
         ({"accuracies": {**accuracies, "8": "0.5"}}, r"results\[1\]\.accuracies\.8 must be a number, not '0\.5'; corr"),

@@ -137,6 +137,14 @@ def test_the_folder_must_be_writable_and_unused(tmp_path, monkeypatch, capsys):
     assert "took over the lock" in capsys.readouterr().out
 
 
+def test_an_experiment_that_is_given_twice_is_run_once(tmp_path, capsys):
+    words = ("--tasks", "even_pairs", "even_pairs", "--methods", "none", "none", "--seeds", "1", "0", "1")
+    main(arguments(tmp_path, *words))
+    assert "2 experiments on cpu" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "chomsky.json").read_text())["results"]
+    assert [result["seed"] for result in stored] == [1, 0]
+
+
 def test_unsupported_methods_are_rejected(tmp_path):
     with pytest.raises(UserError, match="did you mean dape_v2"):
         main(arguments(tmp_path / "results", "--methods", "dape_v3"))
