@@ -74,6 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.replication is not None:
+        names = ("checkpoint", "benchmark", "reference", "style", "title")
+        given = [f"--{name}" for name in names if getattr(options, name) != parser.get_default(name)]
+        if given:
+            raise UserError(f"{', '.join(given)}: cannot be combined with --replication; use --output DIR for a report")
         check_writable(options.replication, "--replication")
         for folder in options.results:
             add_results(folder, options.replication)
