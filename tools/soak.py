@@ -132,7 +132,8 @@ def run_part(name: str, options: argparse.Namespace, header: dict[str, object], 
     with Progress(name, total, unit=name) as display, open(journal, "a") as stream:
         done = sum(outcome.count for outcome in outcomes)
         display.restart(done, done)
-        if not outcomes:
+        stream.truncate(len(complete_lines(journal)))
+        if not journal.stat().st_size:
             print(json.dumps(header), file=stream, flush=True)
         while done < total and time.monotonic() < deadline:
             index = len(outcomes)
@@ -151,16 +152,22 @@ def run_part(name: str, options: argparse.Namespace, header: dict[str, object], 
 
 def read_journal(path: Path, header: dict[str, object]) -> list[Outcome]:
     """The outcomes of earlier runs. Raises UserError if they have another seed or are of another commit."""
-    if not path.exists():
+    lines = complete_lines(path).splitlines()
+    if not lines:
         return []
-    first, *lines = path.read_text().splitlines()
-    stored = json.loads(first)
+    stored = json.loads(lines[0])
     for key in ("commit", "seed", "only"):
         if stored[key] != header[key]:
             raise UserError(
                 f"{path}: has results of {key} {stored[key]!r}, not {header[key]!r}; choose another --output"
             )
-    return [Outcome(**json.loads(line)) for line in lines]
+    return [Outcome(**json.loads(line)) for line in lines[1:]]
+
+
+def complete_lines(path: Path) -> bytes:
+    """The content of a journal, if it exists, without a last line that a killed process has not completed."""
+    content = path.read_bytes() if path.exists() else b""
+    return content[: content.rfind(b"\n") + 1]
 
 
 def keep_or_remove(folder: Path, outcome: Outcome, kept: Path) -> None:
@@ -168,6 +175,8 @@ def keep_or_remove(folder: Path, outcome: Outcome, kept: Path) -> None:
         hostile.remove(folder)
     else:
         kept.parent.mkdir(exist_ok=True)
+        if kept.exists():  # a killed process has not recorded the trial
+            hostile.remove(kept)
         folder.rename(kept)
 
 
