@@ -15,15 +15,14 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron.config.command_line import OptionParser, integer, number
+from megatron.reporting.metrics import METRICS, metrics_lines
 from megatron.reporting.terminal import print_rows, standard_output
 from megatron.utils.errors import UserError
-from megatron.utils.files import check_writable, read_lines, write_atomically
+from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.progress import readable_time
-from megatron.utils.typed_json import Int, Name, check_json, load_json
+from megatron.utils.typed_json import Int, Name
 
 DESCRIPTION = "Show the loss, speed, time left and kernel parameters of a running or finished training run."
-METRICS_FILE = "metrics.jsonl"
-MAX_LINE_BYTES = 1 << 20
 STANDARD_OUTPUT = "-"
 COLUMNS = {
     "loss": ("train/loss", "{:.4f}"),
@@ -62,31 +61,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def metrics_file(run: Path) -> Path:
     """The metrics file of a run: `run` itself, or the file in it or in its folder `logs`. Raises UserError."""
-    for path in (run, run / METRICS_FILE, run / "logs" / METRICS_FILE):
+    for path in (run, run / METRICS, run / "logs" / METRICS):
         if path.is_file():
             return path
     raise UserError(
-        f"{run} contains no {METRICS_FILE} or logs/{METRICS_FILE}; give the log-dir of a run that has started training "
+        f"{run} contains no {METRICS} or logs/{METRICS}; give the log-dir of a run that has started training "
         "(without log-dir, a run writes no metrics)"
     )
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """The metrics of each logged iteration, in order. Incomplete lines are skipped: the last one may be being written,
-    and killed runs may have left others.
+    """The metrics of each logged iteration, in order. Incomplete lines are skipped, see `metrics_lines`.
 
     If a run resumed from an earlier iteration, the metrics of the steps that it repeated are those of the last time.
 
     Raises UserError if the file cannot be read or a value has a wrong type.
     """
     history: list[Metrics] = []
-    for number_, line in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
-        place = f"{path}, line {number_}"
-        try:
-            content = load_json(line, place, allow_nan=True)
-        except UserError:
-            continue
-        values = {name: value for name, value in check_json(content, _METRICS, place).items() if value is not None}
+    for place, content in metrics_lines(path, _METRICS):
+        values = {name: value for name, value in content.items() if value is not None}
         iteration = values.get("iteration")
         if not isinstance(iteration, int):
             raise UserError(f"{place}: iteration is missing or not an integer; give a file that training wrote")

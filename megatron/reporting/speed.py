@@ -13,23 +13,15 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
 from megatron.reporting.aggregate import AnyRecord, Method
 from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number, slug
+from megatron.reporting.metrics import METRICS, METRICS_LINE, metrics_lines
 from megatron.reporting.published import corpus_name, published
 from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.utils.errors import UserError
-from megatron.utils.files import read_file, read_lines
-from megatron.utils.typed_json import Count, Float, Name, check_json, load_json, parse_json
+from megatron.utils.files import read_file
+from megatron.utils.typed_json import Float, Name, parse_json
 
-METRICS = "metrics.jsonl"
-MAX_LINE_BYTES = 1 << 20
 MAX_BENCHMARK_BYTES = 1 << 24
 Positive = Annotated[Float, Field(gt=0)]
-
-
-# The keys of a line of metrics.jsonl that are read here. Lines of validation losses have only the first.
-MetricsLine = TypedDict(
-    "MetricsLine",
-    {"iteration": Count, "train/tokens": NotRequired[Float], "train/tokens_per_second": NotRequired[Float]},
-)
 
 
 class Benchmark(TypedDict):
@@ -52,7 +44,6 @@ class Benchmarks(TypedDict):
     tables: dict[Name, list[Benchmark]]
 
 
-_METRICS_LINE = TypeAdapter(MetricsLine)
 _BENCHMARKS = TypeAdapter(Benchmarks)
 
 
@@ -101,26 +92,14 @@ def read_log(path: Path) -> tuple[float, float] | None:
     """
     rates: list[float] = []
     tokens_per_step = 0.0
-    for number, text in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
-        line = parse_metrics(text, f"{path}, line {number}")
-        if line and line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
+    for _, line in metrics_lines(path, METRICS_LINE):
+        if line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
             rates.append(line["train/tokens_per_second"])
             tokens_per_step = line["train/tokens"] / line["iteration"]
     if not rates:
         return None
     tokens_per_second = statistics.median(rates[1:] or rates)
     return tokens_per_step / tokens_per_second, tokens_per_second
-
-
-def parse_metrics(line: bytes, place: str) -> MetricsLine | None:
-    """A line of metrics.jsonl; None if a killed run has left it incomplete. Raises UserError, starting with `place`, if
-    a value has a wrong type.
-    """
-    try:
-        value = load_json(line, place, allow_nan=True)  # of losses
-    except UserError:
-        return None
-    return check_json(value, _METRICS_LINE, place)
 
 
 def step_time_tables(times: Iterable[StepTime]) -> list[Table]:

@@ -32,7 +32,8 @@ from megatron.config.yaml_files import read_file as read_yaml
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
-from megatron.reporting.speed import METRICS, parse_metrics, read_log
+from megatron.reporting.metrics import METRICS, METRICS_LINE, parse_metrics
+from megatron.reporting.speed import read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
@@ -203,7 +204,7 @@ class SweepRun:
             lines = stream.read().splitlines()
         for line in reversed(lines):
             with contextlib.suppress(UserError):  # this is only shown as progress
-                if values := parse_metrics(line, str(self.metrics)):
+                if values := parse_metrics(line, METRICS_LINE, str(self.metrics)):
                     return values["iteration"]
         return 0
 

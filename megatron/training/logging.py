@@ -19,6 +19,7 @@ from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.model.settings import ModelSettings
+from megatron.reporting.metrics import METRICS
 from megatron.training.distributed import Layout
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, install_command
@@ -65,7 +66,7 @@ class Logger:
         if not self._is_main:
             return
         if settings.log_dir:
-            self._metrics = self._open("metrics.jsonl")
+            self._metrics = self._open(METRICS)
         try:
             if self.shows_pictures:
                 import matplotlib  # noqa: F401

@@ -1,0 +1,48 @@
+"""Reading `metrics.jsonl`, to which training appends a JSON object with metrics at each logged iteration."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter
+from typing_extensions import NotRequired, TypedDict
+
+from megatron.utils.errors import UserError
+from megatron.utils.files import read_lines
+from megatron.utils.typed_json import Count, Float, check_json, load_json
+
+METRICS = "metrics.jsonl"
+MAX_LINE_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+# The keys of a line that progress and step times need. Lines of validation losses have only the first.
+MetricsLine = TypedDict(
+    "MetricsLine",
+    {"iteration": Count, "train/tokens": NotRequired[Float], "train/tokens_per_second": NotRequired[Float]},
+)
+METRICS_LINE = TypeAdapter(MetricsLine)
+
+
+def parse_metrics(line: bytes, adapter: TypeAdapter[T], place: str) -> T | None:
+    """A line of metrics.jsonl; None if a killed run has left it incomplete. Raises UserError, starting with `place`, if
+    it does not have the adapter's type.
+    """
+    try:
+        value = load_json(line, place, allow_nan=True)  # of losses
+    except UserError:
+        return None
+    return check_json(value, adapter, place)
+
+
+def metrics_lines(path: Path, adapter: TypeAdapter[T]) -> Iterator[tuple[str, T]]:
+    """(place for error messages, content) of the lines of a metrics.jsonl. Incomplete lines are skipped: the last one
+    may be being written, and killed runs may have left others.
+
+    Raises UserError if the file cannot be read, a line is longer than MAX_LINE_BYTES, or as `parse_metrics`.
+    """
+    for number, line in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
+        place = f"{path}, line {number}"
+        content = parse_metrics(line, adapter, place)
+        if content is not None:
+            yield place, content
