@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
     check_writable(sweep.output, f"{sweep.path}: output")
-    return _run(console, sweep, runs, devices)
+    return _run(console, sweep, all_runs, runs, devices)
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -144,7 +144,11 @@ def _visible_gpus() -> list[str]:
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _run(console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str]) -> int:
+def _run(
+    console: Console, sweep: Sweep, all_runs: Sequence[SweepRun], runs: Sequence[SweepRun], devices: Sequence[str]
+) -> int:
+    """Run the selected `runs` and report on all runs of the sweep. Returns the exit status."""
+
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
@@ -154,7 +158,7 @@ def _run(console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequ
     with Display(runs, statuses, console) as display:
         runner = Runner(KERPLE, devices, display)
         stopped_by, claimed_elsewhere = runner.run(unfinished)
-    _report(sweep, runs, say)
+    _report(sweep, all_runs, say)
     for failure in runner.failures:
         say(f"failed: {failure.run.name} in {failure.task}: {failure.log}")
     for reason in claimed_elsewhere:

@@ -261,6 +261,8 @@ def test_selected_runs(sweep):
     axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": seed} for seed in range(4)]}
     assert "2 runs, 0 of them" in sweep("--only", "*/[123]", "--shard", "1/2", axes=axes)
     assert sorted(path.name for path in (sweep.runs / "alibi").iterdir()) == ["1", "3"]
+    # The report is on all finished runs of the sweep.
+    assert "report of 3 of 4 runs" in sweep("--only", "alibi/0", axes=axes)
     for words, message in (
         (["--only", "rotary/*"], r"--only rotary/\*: matches no run; the first one is called alibi/0"),
         (["--shard", "3/2"], "--shard 3/2: must be I/N with 1 <= I <= N"),
