@@ -14,7 +14,7 @@ from rich.text import Text
 
 from megatron.cli.evaluation_options import check_modes, check_run
 from megatron.config import UserError
-from megatron.config.command_line import OptionParser, integer, number
+from megatron.config.command_line import OptionParser, integer, number, option_name
 from megatron.evaluation.records import read_results
 from megatron.reporting.report import Sources, write_report
 from megatron.sweep.definition import Sweep, read_sweep
@@ -29,12 +29,15 @@ from megatron.utils.progress import readable_time
 # The command `kerple` of this installation or checkout.
 KERPLE = [sys.executable, str(Path(__file__).resolve().parents[2] / "kerple_command.py")]
 
+SLURM_TASKS = 4
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sweep, or show its plan.
 
-    Returns 0 if all runs are finished, 1 if one failed, 128 + N if signal N stopped the sweep. Raises UserError before
-    anything is started if the sweep file is invalid or contradicts the contents of its output folder.
+    Returns 1 if a run failed in this process, 128 + N if signal N stopped the sweep, and 0 otherwise: all selected runs
+    are finished, or other sweep processes work on them or have failed in them. Raises UserError before anything is
+    started if options or the sweep file are invalid, or the file contradicts the contents of its output folder.
     """
     parser = OptionParser(description="Train and evaluate the unfinished runs of a sweep, and write its report.")
     parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
@@ -63,17 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     slurm.add_argument(
         "--slurm-tasks",
         type=integer(1, 100_000),
-        default=4,
         metavar="N",
-        help="number of array tasks (default: %(default)s)",
+        help=f"number of array tasks (default: {SLURM_TASKS})",
     )
     slurm.add_argument(
         "--slurm-options",
-        default="",
         metavar="TEXT",
         help="options for sbatch, such as --slurm-options='--gpus=1 --time=24:00:00'",
     )
     options = parser.parse_args(argv)
+    _check_options(options)
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
     all_runs = plan(sweep)
@@ -90,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for prefix in missing:
             console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
     if options.write_slurm is not None:
-        script = array_script(_command(options), sweep, options.slurm_tasks, options.slurm_options)
+        tasks = options.slurm_tasks or SLURM_TASKS
+        script = array_script(_command(options), sweep, tasks, options.slurm_options or "")
         sweep.output.mkdir(parents=True, exist_ok=True)  # for the logs of the tasks
         write_atomically(options.write_slurm, script.encode())
         console.print(f"start it with: sbatch {options.write_slurm}", highlight=False, markup=False)
@@ -103,6 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
     check_writable(sweep.output, f"{sweep.path}: output")
     return _run(console, sweep, all_runs, runs, devices)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raises UserError for options that would have no effect."""
+    if options.dry_run and options.write_slurm is not None:
+        raise UserError("--dry-run and --write-slurm exclude each other; remove one of them")
+    if options.rate is not None and not options.dry_run:
+        raise UserError("--rate only changes the estimate of --dry-run; add --dry-run, or remove --rate")
+    for name in ("slurm_tasks", "slurm_options"):
+        if getattr(options, name) is not None and options.write_slurm is None:
+            raise UserError(f"{option_name(name)} requires --write-slurm FILE; add it")
 
 
 def _command(options: argparse.Namespace) -> list[str]:

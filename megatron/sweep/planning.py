@@ -182,8 +182,12 @@ class SweepRun:
         content = json.dumps({"task": task, "exit_status": exit_status}) + "\n"
         write_atomically(self.folder / FAILED, content.encode())
 
+    def forget_failure(self) -> None:
+        """Delete the record of a failure, before the run is tried again."""
+        (self.folder / FAILED).unlink(missing_ok=True)
+
     def failed_at(self) -> int | None:
-        """Modification time in ns of the record of the last failure; None if there is none."""
+        """Modification time in ns of the record of a failure; None if the run has not failed since it was tried."""
         try:
             return (self.folder / FAILED).stat().st_mtime_ns
         except OSError:

@@ -203,10 +203,11 @@ class Runner:
             self._display.finished_elsewhere(run)
             claim.release()
             return False
-        if run.failed_at() != failed_before:
+        if run.failed_at() not in (None, failed_before):
             self._display.print(f"{run.name}: failed in another sweep process; see {run.folder / OUTPUT}")
             claim.release()
             return False
+        run.forget_failure()
         devices, self._free_devices = self._free_devices[:num_devices], self._free_devices[num_devices:]
         self._jobs.append(Job(run, claim, devices))
         if pids := find_processes(run.folder):

@@ -35,6 +35,20 @@ def test_errors_before_anything_is_started(sweep, monkeypatch):
     assert not sweep.runs.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate", "100"], "--rate only changes the estimate of --dry-run"),
+        (["--slurm-tasks", "4"], "--slurm-tasks requires --write-slurm FILE"),
+        (["--slurm-options=--gpus=1", "--dry-run"], "--slurm-options requires --write-slurm FILE"),
+        (["--dry-run", "--write-slurm", "sweep.sh"], "--dry-run and --write-slurm exclude each other"),
+    ],
+)
+def test_options_without_effect_are_rejected(words, message, sweep):
+    with pytest.raises(UserError, match=message):
+        sweep(*words)
+
+
 def test_the_folder_of_a_sweep_must_be_writable(sweep):
     (sweep.folder / "file").write_text("")
     with pytest.raises(UserError, match=r"sweep.yml: output: cannot write to .*file/out: Not a directory"):

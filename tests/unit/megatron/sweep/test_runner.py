@@ -60,6 +60,7 @@ def test_a_run_resumes_from_its_last_checkpoint(sweep):
     sweep(axes=axes)
     assert logged_iterations(sweep.runs / "17") == [1, 2, 3, 4, 5, 6]
     assert any(line.startswith("training from 3") for line in sweep.output_lines("17"))
+    assert not (sweep.runs / "17" / "failed.json").exists()
 
 
 def test_other_evaluation_options_evaluate_again_without_training(sweep):
@@ -241,6 +242,21 @@ def test_a_run_that_another_process_has_tried_is_not_tried_again(seed, outcome, 
     axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": seed}]}
     assert f"alibi/{seed}: {outcome} sweep process" in sweep(axes=axes)
     assert len([line for line in sweep.output_lines(f"alibi/{seed}") if line.startswith("training")]) == 1
+
+
+def test_a_failed_run_that_another_process_tried_again_and_left_is_tried(sweep, monkeypatch):
+    """The other process deletes failed.json, and is stopped before the run ends."""
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": 17}]}
+    sweep("--only", "alibi/17", axes=axes, status=1)
+    failure = sweep.runs / "alibi" / "17" / "failed.json"
+    assert json.loads(failure.read_text()) == {"task": "training", "exit_status": 9}
+
+    def start_process(*arguments):
+        failure.unlink(missing_ok=True)
+        return fake_start_process(*arguments)
+
+    monkeypatch.setattr(runner, "start_process", start_process)
+    assert "[2/2] alibi/17: finished" in sweep(axes=axes)
 
 
 def test_parallel_runs_on_a_cpu_share_the_cores(sweep, monkeypatch):
