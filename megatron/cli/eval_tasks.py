@@ -2,28 +2,37 @@
 
 import argparse
 import dataclasses
+import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
+from typing_extensions import NotRequired, TypedDict
 
 from kerple.attention import FULL_MODE
-from megatron.checkpoint.directory import iteration_of
-from megatron.cli.model_options import chosen_step, load, load_tokenizer, saved_config
+from megatron.checkpoint.configuration import evaluated_method
+from megatron.checkpoint.directory import iteration_of, weights_fingerprint
+from megatron.cli.model_options import chosen_step, load, load_tokenizer, saved_config, tokenizer_keys
 from megatron.config import Config, UserError
 from megatron.config.command_line import integer, number, option_name
 from megatron.config.schema.base import MAX_INT
 from megatron.evaluation.modes import supported_modes
 from megatron.reporting.terminal import print_rows, standard_output
-from megatron.utils.errors import install_command
-from megatron.utils.files import write_atomically
+from megatron.utils.errors import install_command, visible
+from megatron.utils.files import read_file, write_atomically
+from megatron.utils.locks import Lock
+from megatron.utils.typed_json import Float, Int, check_json, load_json
 
 TASK_RESULTS = "tasks.json"
+MAX_BYTES = 1 << 26
 COLUMNS = ("checkpoint", "method", "mode", "task", "n-shot", "filter", "metric", "value", "± error")
+Entry = dict[str, Any]  # of tasks.json: one checkpoint in one mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +44,40 @@ class HarnessOptions:
     limit: float | int | None
     include_path: tuple[str, ...]
     max_length: int | None
+
+
+# What an entry measures. A later entry with the same values of these keys replaces an earlier one.
+IDENTITY = (
+    *("checkpoint", "iteration", "pos_emb", "precision", "mode"),
+    *("tasks", "num_fewshot", "limit", "include_path", "max_length"),
+)
+# The keys of an entry that are read here. The others are only compared.
+_CheckedKeys = TypedDict(
+    "_CheckedKeys",
+    {
+        "checkpoint": str,
+        "iteration": Int,
+        "pos_emb": str,
+        "precision": str,
+        "mode": str,
+        "tasks": list[str],
+        "num_fewshot": Int | None,
+        "limit": Int | Float | None,
+        "include_path": list[str],
+        "max_length": Int | None,
+        "results": dict[str, dict[str, Any]],  # task -> metric -> value
+        "groups": NotRequired[dict[str, dict[str, Any]]],
+        "n-shot": NotRequired[dict[str, Any]],
+        "higher_is_better": NotRequired[dict[str, dict[str, Any]]],
+    },
+)
+
+
+class _Stored(TypedDict):
+    checkpoints: list[_CheckedKeys]
+
+
+_STORED = TypeAdapter(_Stored)
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -94,10 +137,17 @@ def harness_options(config: Config, options: argparse.Namespace) -> HarnessOptio
 
 
 def run_harness(
-    harness: HarnessOptions, folders: Sequence[Path], config: Config, options: argparse.Namespace, output: Path
+    harness: HarnessOptions,
+    folders: Sequence[Path],
+    config: Config,
+    options: argparse.Namespace,
+    output: Path,
+    lock: Lock,
 ) -> None:
-    """Run the tasks on every checkpoint in every mode, update `tasks.json` (an entry per checkpoint and mode) after
-    each run, and print the table. Raises UserError.
+    """Run the tasks on every checkpoint in every mode, add an entry for each to `tasks.json` as soon as it is measured,
+    and print the table. What the file already contains is not measured again. lock: that of the file, held.
+
+    Raises UserError.
     """
     try:
         import lm_eval.api.model
@@ -111,28 +161,52 @@ def run_harness(
     steps = [chosen_step(folder, config, options) for folder in folders]
     configs = [saved_config(step, config, options, check=check) for step in steps]
     supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
-    checkpoints: list[dict[str, Any]] = []
-    content = {**dataclasses.asdict(harness), "lm_eval": lm_eval.__version__, "checkpoints": checkpoints}
+    path = output / TASK_RESULTS
+    entries = {_identity(entry): entry for entry in read_task_results(path)}
+    shown: list[str] = []
+
+    def store(entry: Entry) -> None:
+        entries[_identity(entry)] = entry
+        lock.check()
+        _write(list(entries.values()), path)
+
+    own_files = _own_files(harness, output)
     for folder, step, saved, (modes, unsupported) in zip(folders, steps, configs, supported, strict=True):
-        print(f"{folder}, {saved.model.pos_emb}, trained at {saved.model.seq_length:,} tokens:", flush=True)
-        source = {
+        print(f"{folder}, {evaluated_method(saved)}, trained at {saved.model.seq_length:,} tokens:", flush=True)
+        # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
+        tokenizer_config = saved if options.own and config.tokenizer == configs[0].tokenizer else config
+        # Everything that determines the results, except the mode.
+        source: Entry = {
             "checkpoint": str(folder),
             "iteration": iteration_of(step),
-            "pos_emb": saved.model.pos_emb,
+            "fingerprint": weights_fingerprint(step),
+            "pos_emb": evaluated_method(saved),
             "seed": saved.training.seed,
             "train_length": saved.model.seq_length,
             "precision": options.precision,
+            "release_bf16_distances": saved.model.release_bf16_distances,
+            "tokenizer": list(tokenizer_keys(tokenizer_config, saved)),
+            **dataclasses.asdict(harness),
+            "tasks": list(harness.tasks),
+            "include_path": list(harness.include_path),
+            "own_files": own_files,
+            "lm_eval": lm_eval.__version__,
         }
         for name, reason in unsupported.items():
             print(f"inference mode {name} {reason} (not in the table)", flush=True)
-            checkpoints.append({**source, "mode": name, "note": reason, "results": {}})
-        if not modes:
-            continue
+            store({**source, "mode": name, "note": reason, "results": {}})
+        planned = {mode: {**source, "mode": mode.name, "note": None} for mode in modes}
+        shown += map(_identity, planned.values())
+        missing = [
+            mode for mode, entry in planned.items() if not entry.items() <= entries.get(_identity(entry), {}).items()
+        ]
+        if len(missing) < len(modes):
+            print(f"{len(modes) - len(missing)} of {len(modes)} results exist from an earlier run", flush=True)
+        if not missing:
+            continue  # without loading the model
         model, _ = load(step, config, options, check=check)
-        # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
-        tokenizer_config = saved if options.own and config.tokenizer == configs[0].tokenizer else config
         tokenizer = load_tokenizer(tokenizer_config, saved, model.settings.padded_vocab_size)
-        for mode in modes:
+        for mode in missing:
             if mode != FULL_MODE:
                 print(f"inference mode {mode.name}:", flush=True)
             results = evaluate_tasks(
@@ -148,23 +222,52 @@ def run_harness(
                 seed=saved.training.seed,
                 report=partial(print, flush=True),
             )
-            checkpoints.append({**source, "mode": mode.name, "note": None, **results})
-            _write(content, output)
+            store({**planned[mode], **results})
         del model  # free its memory before the next one is loaded
-    path = _write(content, output)
-    print_tasks(checkpoints)
+    print_tasks([entries[key] for key in shown])
     print(path, flush=True)
 
 
-def _write(content: Mapping[str, Any], output: Path) -> Path:
-    """Write `tasks.json` and return its path. Raises UserError."""
+def read_task_results(path: Path) -> list[Entry]:
+    """The entries of a `tasks.json`; none if it does not exist. Raises UserError for any other file."""
+    if not path.exists():
+        return []
     try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write results to {output}: {error.strerror or error}") from error
-    path = output / TASK_RESULTS
-    write_atomically(path, (json.dumps(content, indent=1, default=str) + "\n").encode())
-    return path
+        content = load_json(read_file(path, MAX_BYTES), str(path), allow_nan=True)
+        check_json(content, _STORED, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; move or remove the file, or choose another --output") from None
+    entries: list[Entry] = content["checkpoints"]
+    return entries
+
+
+def _write(entries: Sequence[Entry], path: Path) -> None:
+    """Raises UserError if the file cannot be written, or would be too large to read."""
+    content = (json.dumps({"checkpoints": entries}, indent=1, default=str) + "\n").encode()
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path} is full: it would have more than {MAX_BYTES:,} bytes; choose another --output")
+    write_atomically(path, content)
+
+
+def _identity(entry: Mapping[str, Any]) -> str:
+    """The values of the keys `IDENTITY`."""
+    return json.dumps([entry[key] for key in IDENTITY])
+
+
+def _own_files(harness: HarnessOptions, output: Path) -> str:
+    """A digest of the names, sizes and times of the files in `include_path`, and of those in the folders of tasks that
+    are files. If one of them has changed, earlier results may be those of another task.
+    """
+    digest = hashlib.sha256()
+    folders = [*harness.include_path, *(os.path.dirname(task) or "." for task in harness.tasks if os.path.isfile(task))]
+    for root, subfolders, names in (found for folder in folders for found in os.walk(folder)):
+        subfolders[:] = sorted(set(subfolders) - {"__pycache__"})
+        for path in (Path(root, name) for name in sorted(names)):
+            is_output = path.name.startswith(TASK_RESULTS) and path.parent.samefile(output)
+            if path.is_file() and not is_output:
+                status = path.stat()
+                digest.update(os.fsencode(f"{path} {status.st_size} {status.st_mtime_ns}\n"))
+    return digest.hexdigest()[:16]
 
 
 def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
@@ -191,19 +294,19 @@ def _table_lines(checkpoint: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             if not comma or metric.endswith("_stderr"):
                 continue
             higher_is_better = checkpoint.get("higher_is_better", {}).get(task, {}).get(metric)
-            arrow = {True: " ↑", False: " ↓"}.get(higher_is_better, "")
+            arrow = " ↑" if higher_is_better is True else " ↓" if higher_is_better is False else ""
             cells = (
                 checkpoint["checkpoint"],
                 checkpoint["pos_emb"],
                 checkpoint["mode"],
                 values.get("alias", task),
-                str(checkpoint.get("n-shot", {}).get(task, "")),
+                checkpoint.get("n-shot", {}).get(task, ""),
                 filter_name,
                 metric + arrow,
                 _number(value),
                 _number(values.get(f"{metric}_stderr,{filter_name}")),
             )
-            yield dict(zip(COLUMNS, cells, strict=True))
+            yield {column: visible(str(cell)) for column, cell in zip(COLUMNS, cells, strict=True)}
 
 
 def _number(value: Any) -> str:

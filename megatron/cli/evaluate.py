@@ -77,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         busy_message = (
             f"{output}: another evaluation is writing {TASK_RESULTS}; wait for it, or choose another --output"
         )
-        with Lock(Path(output) / f"{TASK_RESULTS}.lock", busy_message, force=options.force_lock):
-            return run_harness(harness, folders, config, options, Path(output))
+        with Lock(Path(output) / f"{TASK_RESULTS}.lock", busy_message, force=options.force_lock) as lock:
+            return run_harness(harness, folders, config, options, Path(output), lock)
     with _process_group() as (rank, world_size):
         run_on_rank_0(partial(check_writable, output, "--output"))
         _evaluate(folders, Path(output), config, options, rank, world_size)

@@ -232,13 +232,18 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
     return overrides
 
 
-def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
-    """The tokenizer in the user's configuration, or else in the checkpoint's. rows: number of rows of the model's
-    embedding. Raises UserError if the tokenizer has more tokens.
-    """
+def tokenizer_keys(config: Config, saved: Config) -> tuple[str, str | None, str | None]:
+    """(tokenizer_type, vocab_file, merge_file) in the user's configuration, or else in the checkpoint's."""
     configured = {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys()
     keys = (config if configured else saved).tokenizer
-    tokenizer = build_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file)
+    return keys.tokenizer_type, keys.vocab_file, keys.merge_file
+
+
+def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
+    """The tokenizer of `tokenizer_keys`. rows: number of rows of the model's embedding. Raises UserError if the
+    tokenizer has more tokens.
+    """
+    tokenizer = build_tokenizer(*tokenizer_keys(config, saved))
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has only {rows} embeddings; set the "

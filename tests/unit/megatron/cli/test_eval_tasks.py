@@ -9,14 +9,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from megatron.cli import evaluate
+from kerple.attention import FULL_MODE
+from megatron.cli import eval_tasks, evaluate
 from megatron.cli.eval_tasks import TASK_RESULTS, print_tasks
 from megatron.cli.evaluate import main
+from megatron.evaluation import harness
 from megatron.utils.errors import UserError
 from megatron.utils.locks import Lock
-from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_yaml
+from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_yaml
 from tests.support.harness_tasks import (
     CHOICES,
     CONTINUED,
@@ -82,9 +85,8 @@ def test_tasks_of_the_configuration(checkpoints, task_folder, tmp_path, capsys):
     longest = LONG + len(" longer one") - 1
     assert f"loglikelihood: 18 requests of up to {longest} tokens; max_length {longest}: all fit" in printed
     assert f"generate_until: 6 requests of up to {LONG + 12} tokens" in printed
-    stored = results_in(output)
-    assert (stored["limit"], stored["tasks"]) == (6, list(TASKS))
-    (checkpoint,) = stored["checkpoints"]
+    (checkpoint,) = results_in(output)["checkpoints"]
+    assert (checkpoint["limit"], checkpoint["tasks"]) == (6, list(TASKS))
     assert {key: checkpoint[key] for key in ("iteration", "pos_emb", "train_length")} == {
         "iteration": 4,
         "pos_emb": "kerple_log",
@@ -118,7 +120,7 @@ def test_few_shot_examples_make_prompts_longer(checkpoints, task_folder, tmp_pat
     longest = []
     for shots in ("0", "3"):
         main([*words, "--num-fewshot", shots, "--limit", "2", "--output", str(tmp_path)])
-        (checkpoint,) = results_in(tmp_path)["checkpoints"]
+        *_, checkpoint = results_in(tmp_path)["checkpoints"]
         assert checkpoint["n-shot"]["choices"] == int(shots)
         assert checkpoint["lengths"]["loglikelihood"]["cut"] == 0
         longest.append(checkpoint["lengths"]["loglikelihood"]["longest"])
@@ -164,6 +166,85 @@ def test_tasks_in_modes(checkpoints, task_folder, tmp_path, capsys):
     assert len(set(values.values())) == 5
     assert printed.count("byte_perplexity ↓") == 7
     assert all(name in printed.rpartition("Tasks")[2] for name in ("window@4", "full+logn", "window@8+clip@4"))
+
+
+def test_tasks_json_keeps_and_resumes_earlier_results(checkpoints, tmp_path, monkeypatch, capsys):
+    folder = write_tasks(tmp_path)
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--include-path", folder, "--limit", "2"]
+    words += ["--output", str(tmp_path)]
+
+    def stored():
+        return [(entry["mode"], *entry["results"]) for entry in results_in(tmp_path)["checkpoints"]]
+
+    main([*words, "--eval-tasks", "choices"])
+    modes = ["--eval-tasks", "pages", "--modes", "full", "window@4"]
+    evaluate_tasks = harness.evaluate_tasks
+
+    def interrupted_in_the_second_mode(*arguments, mode, **options):
+        if mode != FULL_MODE.attention:
+            raise KeyboardInterrupt
+        return evaluate_tasks(*arguments, mode=mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness, "evaluate_tasks", interrupted_in_the_second_mode)
+        with pytest.raises(KeyboardInterrupt):
+            main([*words, *modes])
+    assert stored() == [("full", "choices"), ("full", "pages")]
+    first = results_in(tmp_path)["checkpoints"]
+    capsys.readouterr()
+    main([*words, *modes])
+    printed = capsys.readouterr().out
+    assert "1 of 2 results exist from an earlier run" in printed
+    assert "choices" not in printed
+    assert printed.count("byte_perplexity ↓") == 2
+    assert stored() == [("full", "choices"), ("full", "pages"), ("window@4", "pages")]
+    assert results_in(tmp_path)["checkpoints"][:2] == first
+    content = (tmp_path / TASK_RESULTS).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(eval_tasks, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+        main([*words, *modes])
+        assert (tmp_path / TASK_RESULTS).read_bytes() == content
+    # The task has changed.
+    pages = (tmp_path / "pages.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "pages.jsonl").write_text("".join(pages[2:]))
+    main([*words, *modes])
+    assert stored() == [("full", "choices"), ("full", "pages"), ("window@4", "pages")]
+    last = results_in(tmp_path)["checkpoints"]
+    assert last[0] == first[0]
+    assert last[1]["results"] != first[1]["results"]
+
+
+def test_entries_name_the_evaluated_method_and_weights(task_folder, tmp_path):
+    run = tmp_path / "run"
+    words = ["--checkpoint", str(run), "--eval-tasks", "pages", "--limit", "2", "--include-path", task_folder]
+    words += ["--output", str(tmp_path)]
+    write_checkpoint(run, "rotary", "nowhere")
+    main(words)
+    main([*words, "--set", "pos-emb-options.scaling=linear", "pos-emb-options.factor=4"])
+    before = results_in(tmp_path)["checkpoints"]
+    assert [entry["pos_emb"] for entry in before] == ["rotary", "rotary (scaling linear, factor 4)"]
+    layer = next((run / "global_step4").glob("layer_03*"))
+    torch.save({name: 2 * value for name, value in torch.load(layer, weights_only=True).items()}, layer)
+    main(words)
+    after = results_in(tmp_path)["checkpoints"]
+    assert after[1] == before[1]
+    assert after[0]["fingerprint"] != before[0]["fingerprint"]
+    assert after[0]["results"] != before[0]["results"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"tasks\.json: not valid JSON"),
+        ('{"tasks": ["pages"], "checkpoints": [{"checkpoint": "a"}]}', r"checkpoints\[0\]\.iteration is missing"),
+    ],
+)
+def test_other_files_are_not_replaced(content, message, checkpoints, task_folder, tmp_path):
+    (tmp_path / TASK_RESULTS).write_text(content)
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "pages", "--include-path", task_folder]
+    with pytest.raises(UserError, match=f"{message}.*; move or remove the file, or choose another --output"):
+        main([*words, "--output", str(tmp_path)])
+    assert (tmp_path / TASK_RESULTS).read_text() == content
 
 
 @pytest.mark.parametrize("same_method", [False, True])

@@ -56,7 +56,7 @@ def test_written_tasks_are_run_by_evaluate(checkpoint, tmp_path, monkeypatch, ca
 
 
 def results(folder):
-    (checkpoint,) = json.loads((folder / "results/tasks.json").read_text())["checkpoints"]
+    *_, checkpoint = json.loads((folder / "results/tasks.json").read_text())["checkpoints"]
     return checkpoint
 
 
