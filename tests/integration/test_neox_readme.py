@@ -128,6 +128,7 @@ def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_commands_as_processes(checkout, tmp_path):
+    shutil.rmtree(checkout / "runs", ignore_errors=True)  # of the test above; the run would be finished
     with serve(checkout / "served") as address:
         run_there(PREPARE, checkout, http_proxy=address)
     assert "up to date" in run_there(PREPARE, checkout)
