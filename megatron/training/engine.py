@@ -26,6 +26,7 @@ from megatron.data import build_loader
 from megatron.data.datasets import Samples
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT, positional_methods
+from megatron.model.half_precision import multiply_in_float32
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import gather_vocabulary
@@ -97,7 +98,9 @@ class Engine:
         self.model.to(layout.device)
         if isinstance(self.model, GPTPipeline):
             self.model.synchronize_shared()
-        check_kernels(self.model, layout.device, DTYPES[config.precision.dtype], training=True, report=report)
+        dtype = DTYPES[config.precision.dtype]
+        multiply_in_float32(layout.device, dtype, report)
+        check_kernels(self.model, layout.device, dtype, training=True, report=report)
         if training.torch_compile:
             from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow
 
