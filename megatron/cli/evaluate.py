@@ -15,7 +15,15 @@ from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
 from megatron.cli.eval_tasks import TASK_RESULTS, harness_options, run_harness
-from megatron.cli.evaluation_options import add_options, budget_of, check_options, lengths_of, protocols_of
+from megatron.cli.evaluation_options import (
+    add_options,
+    budget_of,
+    check_options,
+    lengths_of,
+    plan_tasks,
+    protocols_of,
+    tokenizer_of,
+)
 from megatron.cli.model_options import (
     checkpoint_folders,
     chosen_step,
@@ -25,10 +33,8 @@ from megatron.cli.model_options import (
     saved_config,
 )
 from megatron.config import Config, UserError
-from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
-from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
-from megatron.evaluation.measures.resolution import plan_resolution
+from megatron.evaluation.measures.passkey import Prompts
 from megatron.evaluation.modes import supported_modes
 from megatron.evaluation.protocols import Protocol
 from megatron.evaluation.records import Checkpoint, Provenance, Record, identity
@@ -44,7 +50,6 @@ from megatron.evaluation.text import Text, check_ids, text_by_document, validati
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.reporting.summary import check_comparison, print_summary, write_summary
-from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
 from megatron.utils.files import check_writable
@@ -126,23 +131,14 @@ def _evaluate(
 
     # Plan everything first: invalid options should fail before anything is measured.
     text = _read_text(config, options, lengths, protocols, budget, report, quiet=rank > 0)
-    prompts = Prompts(_tokenizer(config)) if options.passkey else None
+    prompts = Prompts(tokenizer_of(config)) if options.passkey else None
     planned: list[list[EvalTask]] = []
     not_measured: list[Record] = []
     configs = [model.saved for model in models]
     supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
     for model, (parsed_modes, unsupported) in zip(models, supported, strict=True):
         source, modes = model.provenance, [mode.name for mode in parsed_modes]
-        tasks: list[EvalTask] = []
-        tasks += plan_extrapolation(text, lengths, modes, protocols, budget, source, options.by_position)
-        if options.resolution is not None:
-            tasks += plan_resolution(text, lengths, modes, options.resolution, source)
-        if options.context_utilization is not None:
-            tasks += plan_context(text, lengths, modes, options.context_utilization, source)
-        if prompts is not None:
-            depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
-            tasks += plan_passkey(prompts, lengths, modes, depths, trials, source, text.corpus)
-        planned.append(tasks)
+        planned.append(plan_tasks(text, prompts, modes, source, config, options))
         for name, reason in unsupported.items():
             report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
             for task in plan_extrapolation(text, lengths, [name], protocols, budget, source, options.by_position):
@@ -291,7 +287,7 @@ def _read_text(
     """The validation text; for --document-aware, as many rows of it as the budget needs."""
     token_bytes = None
     try:
-        token_bytes = _tokenizer(config).byte_lengths()
+        token_bytes = tokenizer_of(config).byte_lengths()
     except UserError as error:
         report(f"bits per byte is not measured: {error}")
     longest = max(lengths)
@@ -300,9 +296,3 @@ def _read_text(
         max_tokens = None if budget is None else max(budget // targets_per_row, 1) * longest
         return text_by_document(config, longest, max_tokens, token_bytes, quiet=quiet)
     return validation_text(config, token_bytes)
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    """Raises UserError if its files cannot be read."""
-    settings = config.tokenizer
-    return build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)

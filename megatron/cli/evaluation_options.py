@@ -1,26 +1,34 @@
 """The options of evaluate.py, and their checks."""
 
 import argparse
+import sys
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import add_task_options, harness_options
-from megatron.cli.model_options import (
-    add_checkpoint_options,
-)
+from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
-from megatron.evaluation.measures.passkey import DEPTHS, TRIALS
+from megatron.evaluation.measures.context import plan_context
+from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
+from megatron.evaluation.measures.resolution import plan_resolution
 from megatron.evaluation.modes import parse_mode, supported_modes
 from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
+from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import (
     BATCH_TOKENS_CPU,
     BATCH_TOKENS_GPU,
     QUERY_CHUNK,
+    EvalTask,
+    plan_extrapolation,
     unique_lengths,
 )
-from megatron.evaluation.text import validation_text
+from megatron.evaluation.text import PlannedText, Text, single_corpus, validation_lengths
 from megatron.reporting.summary import TITLE
+from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.errors import shortened
 
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
@@ -219,7 +227,8 @@ class ListModes(argparse.Action):
 
 def check_run(words: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:
     """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run of a sweep with this
-    configuration. has_data: whether its dataset exists; otherwise the amount of text is not checked.
+    configuration. has_data: whether its dataset exists; otherwise the amount of text and passkey prompts are not
+    checked.
     """
     try:
         options = _parse_sweep_options(words)
@@ -228,14 +237,54 @@ def check_run(words: Sequence[str], config: Config, place: str, *, has_data: boo
         check_options(options, config.model.seq_length, tasks=False)
         if options.label is not None and len(options.label) > 1:
             raise UserError(f"label must be a single label, not {len(options.label)}")
-        lengths, protocols, budget = lengths_of(config, options), protocols_of(options), budget_of(config, options)
-        if options.document_aware:
-            return
-        available = len(validation_text(config).tokens) if has_data else max(lengths) << 32
-        for protocol in protocols:
-            protocol.plan(available, lengths, budget)
+        [(modes, _)] = supported_modes([config], options.modes, skip_unsupported=True)
+        text = _planned_text(config, options, has_data=has_data)
+        prompts = Prompts(tokenizer_of(config)) if options.passkey and has_data else None
+        source = Provenance(train_length=config.model.seq_length)
+        plan_tasks(text, prompts, [mode.name for mode in modes], source, config, options)
     except (argparse.ArgumentError, UserError) as error:
         raise UserError(f"{place}: {error}") from None
+
+
+def _planned_text(config: Config, options: argparse.Namespace, *, has_data: bool) -> PlannedText:
+    """The size of the text that evaluate.py would read; with --document-aware, of the most rows that it can have."""
+    longest = max(lengths_of(config, options))
+    available = int(validation_lengths(config).sum()) if has_data else longest << 32
+    if not options.document_aware:
+        return PlannedText(_tokens(available))
+    single_corpus(config)
+    rows = (available - 1) // longest
+    if rows < 1:
+        raise UserError(f"--document-aware: the text has only {available:,} tokens; choose --lengths below that")
+    return PlannedText(_tokens(rows * (longest + 1)), row=longest + 1)
+
+
+def _tokens(count: int) -> Tensor:
+    return torch.empty(min(count, sys.maxsize), dtype=torch.int8, device="meta")
+
+
+def plan_tasks(
+    text: Text,
+    prompts: Prompts | None,
+    modes: Sequence[str],
+    source: Provenance,
+    config: Config,
+    options: argparse.Namespace,
+) -> list[EvalTask]:
+    """The measurements of one model that the options ask for, except effective lengths. Raises UserError if one of them
+    cannot be measured. prompts: those of --passkey; None: do not measure it.
+    """
+    lengths, budget = lengths_of(config, options), budget_of(config, options)
+    tasks: list[EvalTask] = []
+    tasks += plan_extrapolation(text, lengths, modes, protocols_of(options), budget, source, options.by_position)
+    if options.resolution is not None:
+        tasks += plan_resolution(text, lengths, modes, options.resolution, source)
+    if options.context_utilization is not None:
+        tasks += plan_context(text, lengths, modes, options.context_utilization, source)
+    if prompts is not None:
+        depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
+        tasks += plan_passkey(prompts, lengths, modes, depths, trials, source, text.corpus)
+    return tasks
 
 
 def check_modes(words: Sequence[str], configs: Sequence[Config], place: str) -> None:
@@ -300,6 +349,12 @@ def protocols_of(options: argparse.Namespace) -> list[Protocol]:
 def budget_of(config: Config, options: argparse.Namespace) -> int | None:
     """Tokens to score; None: all."""
     return options.tokens or config.evaluation.tokens
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """Raises UserError if its files cannot be read."""
+    settings = config.tokenizer
+    return build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
 
 
 def printable(text: str) -> str:

@@ -110,6 +110,14 @@ class Text:
         return lines
 
 
+class PlannedText(Text):
+    """The size of a text, to check whether a measurement is possible. Its tokens are a tensor without data."""
+
+    def digest(self, segments: Segments) -> str:
+        """An empty string."""
+        return ""
+
+
 class _Read(NamedTuple):
     """The digest of tokens that were read, and the smallest and largest of them."""
 
@@ -160,10 +168,23 @@ def check_range(low: int, high: int, vocab_size: int | None) -> None:
 
 def validation_text(config: Config, token_bytes: IntArray | None = None) -> Text:
     """The configured validation documents, concatenated. Their tokens are read when they are used."""
-    prefixes, split = evaluation_corpora(config, "valid")
-    lengths = np.concatenate([document_lengths(prefix, split, "valid") for prefix in prefixes])
-    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    prefixes, _ = evaluation_corpora(config, "valid")
+    offsets = np.concatenate(([0], np.cumsum(validation_lengths(config))))
     return Text(evaluation_stream(config), offsets, None, token_bytes, corpus_name(prefixes))
+
+
+def validation_lengths(config: Config) -> IntArray:
+    """The number of tokens of each configured validation document, int64 `[documents]`."""
+    prefixes, split = evaluation_corpora(config, "valid")
+    return np.concatenate([document_lengths(prefix, split, "valid") for prefix in prefixes])
+
+
+def single_corpus(config: Config) -> tuple[str, str | None]:
+    """(prefix, split) of the validation documents. Raises UserError if they come from several corpora."""
+    prefixes, split = evaluation_corpora(config, "valid")
+    if len(prefixes) > 1:
+        raise UserError("--document-aware reads a single corpus; set data-path to one corpus")
+    return prefixes[0], split
 
 
 def text_by_document(
@@ -179,10 +200,8 @@ def text_by_document(
     Documents that are too short are concatenated into further rows. Raises UserError if the text is too short for a
     single row.
     """
-    prefixes, split = evaluation_corpora(config, "valid")
-    if len(prefixes) > 1:
-        raise UserError("--document-aware reads a single corpus; set data-path to one corpus")
-    rows = document_segments(prefixes[0], split, "valid", longest, max_tokens, join_short=True)
+    prefix, split = single_corpus(config)
+    rows = document_segments(prefix, split, "valid", longest, max_tokens, join_short=True)
     joined = int(np.sum(rows.documents < 0))
     if joined and not quiet:
         print(
@@ -195,7 +214,7 @@ def text_by_document(
     starts_document[1:] = (rows.documents[1:] != rows.documents[:-1]) | (rows.documents[1:] < 0)
     offsets = np.concatenate((np.flatnonzero(starts_document), [len(starts_document)])) * (longest + 1)
     tokens = torch.from_numpy(rows.tokens).flatten()
-    return Text(tokens, offsets, longest + 1, token_bytes, corpus_name(prefixes))
+    return Text(tokens, offsets, longest + 1, token_bytes, corpus_name([prefix]))
 
 
 def corpus_name(prefixes: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ processors with such instructions: products and sums in float32, and one roundin
 
 import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,18 +15,22 @@ from torch import DispatchKeySet, Tensor
 OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "mm.out", "addmm.out", "bmm.out", "baddbmm.out")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# The replacements are removed when this object is deleted.
-_library = torch.library.Library("aten", "IMPL")
+# Contains the replacements of torch's operators, which are removed when it is deleted.
+_library: torch.library.Library | None = None
 
 
 def multiply_in_float32(device: torch.device, dtype: torch.dtype, report: Callable[[str], None]) -> None:
     """Multiply matrices of this dtype in float32 from now on, in the whole process, if they are on a CPU without fast
     products of the dtype. `report` prints that.
     """
+    global _library
     if device.type == "cpu" and dtype in NAMES and not has_fast_products(dtype):
-        _replace_operators()
+        _library = _library or _replace_operators()
         name = NAMES[dtype]
-        report(f"matrix products: computed in fp32 and rounded to {name}, because this processor has no {name} products")
+        report(
+            f"matrix products: computed in fp32 and rounded to {name}, because this processor has no instructions for "
+            f"them in {name}"
+        )
 
 
 def has_fast_products(dtype: torch.dtype) -> bool:
@@ -37,12 +40,13 @@ def has_fast_products(dtype: torch.dtype) -> bool:
     return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{NAMES[dtype]}_supported")())
 
 
-@cache
-def _replace_operators() -> None:
+def _replace_operators() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name in OPERATORS:
-            _library.impl(name, _product(name), "CPU", with_keyset=True, allow_override=True)
+            library.impl(name, _product(name), "CPU", with_keyset=True, allow_override=True)
+    return library
 
 
 def _product(name: str) -> Callable[..., Tensor]:
@@ -56,7 +60,7 @@ def _product(name: str) -> Callable[..., Tensor]:
         dtype = tensors[0].dtype
         if dtype not in slow or any(tensor.dtype != dtype for tensor in tensors):  # if they differ, torch raises errors
             destination = {} if out is None else {"out": out}
-            return kernel.call_boxed(keys, *arguments, **factors, **destination)  # type: ignore[no-any-return]
+            return kernel.call_boxed(keys, *arguments, **factors, **destination)
         result: Tensor = operator(*(tensor.float() for tensor in arguments), **factors)
         if out is None:
             return result.to(dtype)

@@ -13,8 +13,9 @@ from tests.support.checkpoints import write_checkpoint, write_corpus
 
 def test_options_are_checked_without_a_checkpoint(tmp_path):
     data = write_corpus(tmp_path)
-    keys = {"data-path": str(data), "seq-length": 32, "split": "1,1,0", "max-position-embeddings": 32}
-    config = Config.from_flat({**keys, "num-layers": 1, "hidden-size": 8, "num-attention-heads": 2})
+    keys = {"seq-length": 32, "max-position-embeddings": 32}
+    keys = {**keys, "num-layers": 1, "hidden-size": 8, "num-attention-heads": 2}
+    config = Config.from_flat({**keys, "data-path": str(data), "split": "1,1,0"})
     good = ["--lengths", "32", "--modes", "window@8", "--protocol", "last-k@16", "--precision", "bf16"]
     check_run(good, config, "sweep.yml", has_data=True)
     check_run(["--lengths", str(1 << 30)], config, "sweep.yml", has_data=False)
@@ -22,9 +23,19 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
         (["--lengths", "x"], "sweep.yml: argument --lengths: must be an integer from 1"),
         (["--modes", "sliding"], "'sliding' is unknown"),
         (["--lengths", str(1 << 30)], "is shorter|too short|has only"),
+        (["--lengths", str(1 << 30), "--document-aware"], "--document-aware: the text has only"),
+        (["--lengths", "32", "--modes", "sinks@4+12", "--resolution"], "--resolution: not measured in inference mode"),
+        (["--lengths", "32", "--resolution", "100000"], "--resolution 100000: the text has only"),
+        (["--lengths", "32", "--context-utilization"], "choose --lengths of at least 80"),
+        (["--lengths", "32", "--passkey"], "tokenizer-type GPT2BPETokenizer needs vocab-file"),
     ):
         with pytest.raises(UserError, match=message):
             check_run(words, config, "sweep.yml", has_data=True)
+    check_run(["--lengths", "32", "--document-aware", "--resolution", "2"], config, "sweep.yml", has_data=True)
+    paths = {f"{part}-data-paths": [str(data), str(data)] for part in ("train", "valid", "test")}
+    several = Config.from_flat({**keys, **paths})
+    with pytest.raises(UserError, match="--document-aware reads a single corpus"):
+        check_run(["--lengths", "32", "--document-aware"], several, "sweep.yml", has_data=False)
 
 
 def test_methods_and_modes(tmp_path, capsys):

@@ -66,11 +66,12 @@ def test_gradients_are_clipped_by_the_norm_in_the_log(clipping, tmp_path, data_p
     assert norms == pytest.approx([clipping] * 6 if clipping else logged, rel=1e-5)
 
 
-@pytest.mark.parametrize(("clipping", "tolerance"), [(0.0, 1e-6), (0.25, 1e-3)])
+@pytest.mark.parametrize(("clipping", "tolerance"), [(0.0, 1e-6), (0.25, 5e-4)])
 def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path, data_path, monkeypatch):
     """With gradient accumulation, and a parameter that gets no gradient in one micro-batch, then in a whole step.
 
-    Dividing by 1 / scale instead of multiplying by scale changes the last bit, which can change a rounded weight.
+    Dividing by 1 / scale instead of multiplying by scale changes the last bit, which can change a rounded weight. The
+    learning rate is low, because training amplifies such differences.
     """
     update = BF16_Optimizer.update_hp_grads, DeviceOnlyBF16Optimizer.update_hp_grads
     calls = []
@@ -87,7 +88,7 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
     monkeypatch.setattr(BF16_Optimizer, "update_hp_grads", with_missing_gradients(upstream=True))
     monkeypatch.setattr(DeviceOnlyBF16Optimizer, "update_hp_grads", with_missing_gradients(upstream=False))
     keys = {"precision": "bfloat16", "gradient_clipping": clipping, "gradient_accumulation_steps": 2}
-    keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.02}}, "load": None}
+    keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.002}}, "load": None}
     train(Config.from_flat(training_settings(tmp_path / "ours", data_path, **keys)))
     monkeypatch.setattr(deepspeed_patches, "DeviceOnlyBF16Optimizer", BF16_Optimizer)
     train(Config.from_flat(training_settings(tmp_path / "upstream", data_path, **keys)))
