@@ -29,9 +29,9 @@ from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from tests.support.simulated_cuda.traffic import Cost, operator_cost, triton_cost
+from tests.support.simulated_cuda.traffic import Cost, operator_cost, tensors_in, triton_cost
 
 GUARD_SOURCE = Path(__file__).with_name("guard.cpp")
 ROOT = Path(__file__).resolve().parents[3]
@@ -224,7 +224,7 @@ class SimulatedCuda(TorchDispatchMode):
                 result = func(*args, **kwargs)
             self.record(str(func), Cost(1, 0, 0))
             return result
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         on_device = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         on_host = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
         target = kwargs.get("device")
@@ -306,7 +306,7 @@ class SimulatedCuda(TorchDispatchMode):
             self.capture_errors.append(copy)
 
     def _track_memory(self, result: Any) -> None:
-        for leaf in tree_leaves(result):
+        for leaf in tensors_in(result):
             if not isinstance(leaf, FakeTensor) or leaf.device.type != "cuda":
                 continue
             storage = leaf.untyped_storage()
