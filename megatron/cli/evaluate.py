@@ -49,7 +49,6 @@ from megatron.evaluation.runner import (
 from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
-from megatron.reporting.summary import check_comparison, print_summary, write_summary
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
 from megatron.utils.files import check_writable
@@ -120,6 +119,9 @@ def _evaluate(
     folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, rank: int, world_size: int
 ) -> None:
     """Measure what the output folder has no results for, then print and write the report."""
+    # These import pandas and matplotlib, which is slow.
+    from megatron.reporting.summary import check_comparison, print_summary, write_summary
+
     report: Callable[[str], None] = partial(print, flush=True) if rank == 0 else lambda line: None
     models = _read_models(folders, config, options)
     lengths, protocols, budget = lengths_of(config, options), protocols_of(options), budget_of(config, options)

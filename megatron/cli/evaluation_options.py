@@ -27,7 +27,7 @@ from megatron.evaluation.runner import (
     unique_lengths,
 )
 from megatron.evaluation.text import PlannedText, Text, single_corpus, validation_lengths
-from megatron.reporting.summary import TITLE
+from megatron.reporting.formatting import TITLE
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.errors import shortened
 

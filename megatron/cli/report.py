@@ -8,11 +8,10 @@ from megatron.cli.evaluation_options import printable
 from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
+from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
-from megatron.reporting.replication import add_results, write_pages
 from megatron.reporting.report import Sources, write_report
 from megatron.reporting.style import PAPER, SCREEN, parse_style
-from megatron.reporting.summary import TITLE
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable
 
@@ -78,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         given = [f"--{name}" for name in names if getattr(options, name) != parser.get_default(name)]
         if given:
             raise UserError(f"{', '.join(given)}: cannot be combined with --replication; use --output DIR for a report")
+        from megatron.reporting.replication import add_results, write_pages  # imports scipy, which is slow
+
         check_writable(options.replication, "--replication")
         for folder in options.results:
             add_results(folder, options.replication)

@@ -1,6 +1,7 @@
 """`kerple sweep`: trains, evaluates and reports a sweep."""
 
 import argparse
+import importlib
 import os
 import sys
 import time
@@ -16,7 +17,6 @@ from megatron.cli.evaluation_options import check_modes, check_run
 from megatron.config import UserError
 from megatron.config.command_line import OptionParser, integer, number, option_name
 from megatron.evaluation.records import read_results
-from megatron.reporting.report import Sources, write_report
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner
@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
     check_writable(sweep.output, f"{sweep.path}: output")
+    importlib.import_module("megatron.reporting.report")  # not only after training, if a package is missing
     return _run(console, sweep, all_runs, runs, devices)
 
 
@@ -187,6 +188,8 @@ def _run(
 
 def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
     """Write the report of the finished runs. If another sweep process is writing it, wait for that process first."""
+    from megatron.reporting.report import Sources, write_report
+
     lock = Lock(sweep.output / "report.lock", f"{sweep.output}: another sweep process is writing the report")
     while True:
         try:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+TITLE = "Length extrapolation"  # of a report, by default
 NOT_AVAILABLE = "n/a"  # there is a record without a value; a note below the table gives the reason
 NOT_MEASURED = "–"  # there is no record
 MAX_SLUG_BYTES = 120

@@ -1,5 +1,6 @@
 """Reading `metrics.jsonl`, to which training appends a JSON object with metrics at each logged iteration."""
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -46,3 +47,21 @@ def metrics_lines(path: Path, adapter: TypeAdapter[T]) -> Iterator[tuple[str, T]
         content = parse_metrics(line, adapter, place)
         if content is not None:
             yield place, content
+
+
+def read_log(path: Path) -> tuple[float, float] | None:
+    """(seconds per step, tokens per second) from a `metrics.jsonl`; None if it has no steps.
+
+    Both are medians over the lines of the log. The first line includes warm-up and is skipped if there are others.
+    Raises UserError if the file cannot be read or a value has a wrong type.
+    """
+    rates: list[float] = []
+    tokens_per_step = 0.0
+    for _, line in metrics_lines(path, METRICS_LINE):
+        if line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
+            rates.append(line["train/tokens_per_second"])
+            tokens_per_step = line["train/tokens"] / line["iteration"]
+    if not rates:
+        return None
+    tokens_per_second = statistics.median(rates[1:] or rates)
+    return tokens_per_step / tokens_per_second, tokens_per_second

@@ -18,7 +18,7 @@ from megatron.reporting.checkpoint_figures import (
 )
 from megatron.reporting.context import context_figures, context_tables
 from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures
-from megatron.reporting.formatting import slug
+from megatron.reporting.formatting import TITLE, slug
 from megatron.reporting.html import Chapter, render_page
 from megatron.reporting.modes import mode_figures, mode_tables
 from megatron.reporting.paper_tables import (
@@ -33,7 +33,6 @@ from megatron.reporting.published import corpus_name, display_name, line_numbers
 from megatron.reporting.references import bibtex
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
 from megatron.reporting.style import SCREEN, Style
-from megatron.reporting.summary import TITLE
 from megatron.reporting.tables import Table, comma_separated, latex, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically

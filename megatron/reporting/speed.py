@@ -1,6 +1,5 @@
 """Training time per step, KERPLE's Table 4: from the logs of training runs, or from benchmark results."""
 
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
 from megatron.reporting.aggregate import AnyRecord, Method
 from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number, slug
-from megatron.reporting.metrics import METRICS, METRICS_LINE, metrics_lines
+from megatron.reporting.metrics import METRICS, read_log
 from megatron.reporting.published import corpus_name, published
 from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.utils.errors import UserError
@@ -82,24 +81,6 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
             model = (config.model.num_layers, config.model.hidden_size, config.model.seq_length)
             times.append(StepTime(corpus, config.model.pos_emb, config.training.seed, speed[0], model))
     return times
-
-
-def read_log(path: Path) -> tuple[float, float] | None:
-    """(seconds per step, tokens per second) from a `metrics.jsonl`; None if it has no steps.
-
-    Both are medians over the lines of the log. The first line includes warm-up and is skipped if there are others.
-    Raises UserError if the file cannot be read or a value has a wrong type.
-    """
-    rates: list[float] = []
-    tokens_per_step = 0.0
-    for _, line in metrics_lines(path, METRICS_LINE):
-        if line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
-            rates.append(line["train/tokens_per_second"])
-            tokens_per_step = line["train/tokens"] / line["iteration"]
-    if not rates:
-        return None
-    tokens_per_second = statistics.median(rates[1:] or rates)
-    return tokens_per_step / tokens_per_second, tokens_per_second
 
 
 def step_time_tables(times: Iterable[StepTime]) -> list[Table]:

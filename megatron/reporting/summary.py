@@ -26,7 +26,7 @@ from megatron.reporting.aggregate import (
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
-from megatron.reporting.formatting import NOT_AVAILABLE, format_mean, format_number, format_percent
+from megatron.reporting.formatting import NOT_AVAILABLE, TITLE, format_mean, format_number, format_percent
 from megatron.reporting.modes import best_combinations, best_notes, mode_figures
 from megatron.reporting.paper_tables import missing_notes
 from megatron.reporting.style import render
@@ -35,7 +35,6 @@ from megatron.reporting.terminal import print_table, standard_output
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
-TITLE = "Length extrapolation"
 PERPLEXITY = "perplexity"
 
 

@@ -32,8 +32,7 @@ from megatron.config.yaml_files import read_file as read_yaml
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
-from megatron.reporting.metrics import METRICS, METRICS_LINE, parse_metrics
-from megatron.reporting.speed import read_log
+from megatron.reporting.metrics import METRICS, METRICS_LINE, parse_metrics, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json

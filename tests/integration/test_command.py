@@ -65,11 +65,15 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(run, capsys,
 
 
 def test_what_the_commands_import():
-    """Only training imports DeepSpeed and megatron-core; no command imports wandb or TensorBoard until it logs."""
+    """Only training imports DeepSpeed and megatron-core; no command imports wandb or TensorBoard until it logs. Only
+    `report` imports packages for figures before it has checked its options.
+    """
     code = """import sys, kerple_command
-for command in kerple_command.COMMANDS.values():
-    kerple_command.load(command)
-print(*[name for name in ("deepspeed", "megatron.core", "wandb", "tensorboard") if name in sys.modules])"""
+for name in sorted(kerple_command.COMMANDS, key="report".__eq__):
+    if name == "report":
+        print(*[name for name in ("matplotlib", "pandas") if name in sys.modules])
+    kerple_command.load(kerple_command.COMMANDS[name])
+print(*[name for name in ("deepspeed", "megatron.core", "wandb", "tensorboard", "scipy") if name in sys.modules])"""
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
 

@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a value: itself, or in nested lists, tuples and dictionaries. Much faster than torch's `pytree`."""
+    """The tensors in a value: itself, or in nested lists, tuples and dictionaries. Faster than torch's `pytree`."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
