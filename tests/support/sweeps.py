@@ -12,6 +12,7 @@ import pytest
 
 from megatron.checkpoint.directory import layer_file
 from megatron.cli import sweep as command
+from megatron.reporting import report as reporting
 from tests.support.checkpoints import write_corpus, write_yaml
 from tests.support.records import record
 from tests.support.runs import ROOT, environment, training_settings
@@ -147,12 +148,12 @@ def sweep(tmp_path, monkeypatch, capsys) -> FakeSweep:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("megatron.sweep.runner.POLL_INTERVAL", 0.0)
     monkeypatch.setattr("megatron.sweep.runner.start_process", fake_start_process)
-    fake, write_report = FakeSweep(tmp_path, capsys), command.write_report
+    fake, write_report = FakeSweep(tmp_path, capsys), reporting.write_report
 
     def report(sources, output, title):
         return write_report(sources, output, title) if fake.write_reports else output / "left out"
 
-    monkeypatch.setattr(command, "write_report", report)
+    monkeypatch.setattr(reporting, "write_report", report)
     return fake
 
 
