@@ -18,6 +18,8 @@ TORCH ?= torch==2.13.0
 TORCH_OPTIONS ?= $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 # If uv is installed, it is used. It finds the build of PyTorch for this machine itself.
 UV := $(shell command -v uv)
+# Packages are installed without bytecode, so Python must save what it compiles: otherwise every process starts slowly.
+export PYTHONDONTWRITEBYTECODE :=
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -50,6 +50,7 @@ for kill in range(kills):
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "the run finished before it was killed"
     print(read_journal().decode(), flush=True)
+IndexedWriter.add = add
 runpy.run_path(script, run_name="__main__")
 """
 
