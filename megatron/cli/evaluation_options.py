@@ -247,12 +247,17 @@ def check_run(words: Sequence[str], config: Config, place: str, *, has_data: boo
 
 
 def _planned_text(config: Config, options: argparse.Namespace, *, has_data: bool) -> PlannedText:
-    """The size of the text that evaluate.py would read; with --document-aware, of the most rows that it can have."""
+    """The size of the text that evaluate.py would read; with --document-aware, of the most rows that it can have.
+    Without data, a text that is long enough for everything.
+    """
     longest = max(lengths_of(config, options))
-    available = int(validation_lengths(config).sum()) if has_data else longest << 32
+    if options.document_aware:
+        single_corpus(config)
+    if not has_data:
+        return PlannedText(_tokens(longest << 32))
+    available = int(validation_lengths(config).sum())
     if not options.document_aware:
         return PlannedText(_tokens(available))
-    single_corpus(config)
     rows = (available - 1) // longest
     if rows < 1:
         raise UserError(f"--document-aware: the text has only {available:,} tokens; choose --lengths below that")

@@ -188,9 +188,7 @@ class LastK(Protocol):
                 )
             count = min(count, token_budget // self.size)
         starts = _spread(available - 1, longest, stride, count)
-        return [
-            Segments(length, [start + longest - length for start in starts], length - self.size) for length in lengths
-        ]
+        return [Segments(length, _shifted(starts, longest - length), length - self.size) for length in lengths]
 
 
 class Sliding(LastK):
@@ -234,6 +232,12 @@ def _spread(available: int, size: int, stride: int, count: int) -> Sequence[int]
     if count >= most:
         return range(0, most * stride, stride)
     return [index * (available - size + stride) // count for index in range(count)]
+
+
+def _shifted(starts: Sequence[int], offset: int) -> Sequence[int]:
+    if isinstance(starts, range):
+        return range(starts.start + offset, starts.stop + offset, starts.step)
+    return [start + offset for start in starts]
 
 
 def _stream_too_short(available: int, length: int) -> UserError:
