@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from kerple.attention import attend_in_mode, parse_mode
 from kerple.positional import PositionalMethod, append_decay
@@ -53,12 +54,13 @@ def self_contained_files(method: type[PositionalMethod], **options: Any) -> dict
 
 def load_modeling_file(folder: Path, package: str) -> ModuleType:
     """Import the modeling file of a folder that this process has written, as a module of a package named `package`.
-    Call `unload_package` when it is no longer needed.
+    Call `unload_package` when it is no longer needed. Python saves no bytecode in the folder.
     """
     module = ModuleType(package)
     module.__path__ = [str(folder)]
     sys.modules[package] = module
-    return importlib.import_module(f"{package}.modeling_kerple")
+    with patch.object(sys, "dont_write_bytecode", True):
+        return importlib.import_module(f"{package}.modeling_kerple")
 
 
 def unload_package(package: str) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 
 import pytest
 import torch
@@ -277,7 +278,9 @@ def test_the_tokenizer_needs_no_code(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
-def test_files_have_the_permissions_of_the_umask(umask, tmp_path):
+def test_files_have_the_permissions_of_the_umask(umask, tmp_path, monkeypatch):
+    """And no bytecode is written, although the model's code is imported for the comparison."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     model, config = make_model("alibi")
     before = os.umask(umask)
     try:
