@@ -93,9 +93,9 @@ class StepCounter(SimulatedCuda):
         self.launches: list[Launch] = []
         self.saved = 0
 
-    def record(self, name: str, cost: Cost) -> None:
-        super().record(name, cost)
-        self.launches.append(Launch(name, self._part(), cost))
+    def record(self, name: str, launches: int, cost: Callable[[], Cost]) -> None:
+        super().record(name, launches, cost)
+        self.launches.append(Launch(name, self._part(), cost()))
 
     def _part(self) -> str:
         if self._parts:

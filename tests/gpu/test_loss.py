@@ -1,5 +1,7 @@
 """The loss on a simulated CUDA device: its kernels and memory traffic at the shape of the 162M recipe."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +22,9 @@ class Device(SimulatedCuda):
         super().reset()
         self.traffic = 0
 
-    def record(self, name: str, cost: Cost) -> None:
-        super().record(name, cost)
-        self.traffic += 0 if cost.flops else cost.bytes
+    def record(self, name: str, launches: int, cost: Callable[[], Cost]) -> None:
+        super().record(name, launches, cost)
+        self.traffic += 0 if cost().flops else cost().bytes
 
 
 def run_step(

@@ -17,7 +17,7 @@ import tempfile
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tests.support.simulated_cuda.traffic import Cost, operator_cost, tensors_in, triton_cost
+from tests.support.simulated_cuda.traffic import Cost, operator_cost, operator_launches, tensors_in, triton_cost
 
 GUARD_SOURCE = Path(__file__).with_name("guard.cpp")
 ROOT = Path(__file__).resolve().parents[3]
@@ -206,23 +206,24 @@ class SimulatedCuda(TorchDispatchMode):
         yield JITFunction, "run", lambda kernel, *args, **options: self._launch_triton(kernel, *args, **options)
         yield torch.nn.functional, "scaled_dot_product_attention", _cuda_sdpa
 
-    def record(self, name: str, cost: Cost) -> None:
-        """Called for every operator and Triton kernel that runs on the device."""
-        self.kernels[name] += cost.launches
+    def record(self, name: str, launches: int, cost: Callable[[], Cost]) -> None:
+        """Called for every operator and Triton kernel that runs on the device. Calling `cost` is slow."""
+        self.kernels[name] += launches
 
     def _launch_triton(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         for argument in (*arguments, *options.values()):
             if isinstance(argument, Tensor) and argument.device.type != "cuda":
                 raise RuntimeError(f"{kernel.fn.__name__}: pointer argument is on {argument.device}, not on cuda")
         named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
-        self.record(f"triton.{kernel.fn.__name__}", triton_cost(kernel, named, grid(named) if callable(grid) else grid))
+        grid = grid(named) if callable(grid) else grid
+        self.record(f"triton.{kernel.fn.__name__}", 1, lambda: triton_cost(kernel, named, grid))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # FlexAttention
             with self._fake:
                 result = func(*args, **kwargs)
-            self.record(str(func), Cost(1, 0, 0))
+            self.record(str(func), 1, lambda: Cost(1, 0, 0))
             return result
         tensors = tensors_in((args, kwargs))
         on_device = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
@@ -273,7 +274,8 @@ class SimulatedCuda(TorchDispatchMode):
         self._track_memory(result)
         # Collectives (c10d) have nothing to do on one rank.
         if func.overloadpacket.__name__ not in NO_KERNEL and func.namespace not in ("prim", "c10d"):
-            self.record(func.overloadpacket.__name__, operator_cost(func, args, kwargs, result))
+            launches = operator_launches(func, args, result)
+            self.record(func.overloadpacket.__name__, launches, lambda: operator_cost(func, args, kwargs, result))
         return result
 
     def _run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:

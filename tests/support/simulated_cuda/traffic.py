@@ -79,10 +79,15 @@ def operator_cost(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any],
     shaped = [arg for arg in args if not isinstance(arg, torch.dtype)]  # the formulas do not know out_dtype
     flops = 0 if formula is None else int(formula(*shaped, **kwargs, out_val=result))
     traffic = sum(_operator_traffic(func, name, args, kwargs, result))
+    return Cost(operator_launches(func, args, result), traffic, flops)
+
+
+def operator_launches(func: OpOverload, args: Sequence[Any], result: Any) -> int:
+    """The number of kernels that a PyTorch operator launches."""
+    name = func._schema.name.partition("::")[2]
     if name.startswith(("_foreach_", "_fused_adam")):
-        return Cost(_foreach_launches(name, args, result), traffic, flops)
-    passes = SEVERAL_KERNELS.get(name, 1)
-    return Cost(passes, traffic, flops)
+        return _foreach_launches(name, args, result)
+    return SEVERAL_KERNELS.get(name, 1)
 
 
 def _operator_traffic(
