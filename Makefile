@@ -53,6 +53,8 @@ $(VENV)/.demo: $(VENV)/.torch requirements/core.txt requirements/train.txt requi
 $(VENV)/.installed: $(VENV)/.demo $(wildcard requirements/*.txt)
 	@echo "installing the packages for tests and lint in requirements/dev.txt"
 	@DS_BUILD_OPS=0 $(INSTALL) -r requirements/dev.txt
+	@echo "compiling the packages to bytecode"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages contain templates, which are not valid Python
 	@touch $@
 
 demo: $(VENV)/.demo
