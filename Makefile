@@ -18,7 +18,8 @@ TORCH ?= torch==2.13.0
 TORCH_OPTIONS ?= $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 # If uv is installed, it is used. It finds the build of PyTorch for this machine itself.
 UV := $(shell command -v uv)
-# Packages are installed without bytecode, so Python must save what it compiles: otherwise every process starts slowly.
+# Packages are installed without bytecode. Even if the user's environment says otherwise, Python must save what it
+# compiles: otherwise every process starts slowly.
 export PYTHONDONTWRITEBYTECODE :=
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
@@ -32,7 +33,7 @@ CREATE := $(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
 INSTALL := $(UV) pip install --quiet --python $(VENV)
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_OPTIONS),--torch-backend=auto)
 else
-# By default, pip compiles all modules of all packages, which takes time and space. Python compiles what it imports.
+# By default, pip compiles all modules of all packages. For the demo, that takes longer than to compile what it imports.
 CREATE := $(PYTHON) -m venv $(VENV)
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 # The next step installs the dependencies of torch, from PyPI.
@@ -54,7 +55,7 @@ $(VENV)/.installed: $(VENV)/.demo $(wildcard requirements/*.txt)
 	@echo "installing the packages for tests and lint in requirements/dev.txt"
 	@DS_BUILD_OPS=0 $(INSTALL) -r requirements/dev.txt
 	@echo "compiling the packages to bytecode"
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages contain templates, which are not valid Python
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages contain invalid modules: templates and tests
 	@touch $@
 
 demo: $(VENV)/.demo

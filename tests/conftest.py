@@ -5,6 +5,7 @@
 - A fork does not collect garbage of its parent, such as process groups: it does not have the threads that their
   destructors wait for, and would hang or abort.
 - transformers copies the code of models into a cache of the user. Each test process gets its own.
+- Operators that a test replaced for processors without fast bf16 products are torch's own in the next test.
 - SIGINT raises KeyboardInterrupt, even if a shell started the tests in the background with SIGINT ignored.
 - Directories with slow tests run first, so that parallel workers finish at about the same time.
 """
@@ -14,6 +15,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -27,6 +29,16 @@ atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=Tru
 os.register_at_fork(after_in_child=gc.freeze)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def torch_operators():
+    yield
+    half_precision = sys.modules.get("megatron.model.half_precision")
+    if half_precision is not None and half_precision._library is not None:
+        half_precision._library._destroy()
+        half_precision._library = None
+        half_precision._reported.clear()
 
 
 @pytest.fixture(scope="module")

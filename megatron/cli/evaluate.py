@@ -22,6 +22,7 @@ from megatron.cli.evaluation_options import (
     lengths_of,
     plan_tasks,
     protocols_of,
+    rows_of_budget,
     tokenizer_of,
 )
 from megatron.cli.model_options import (
@@ -36,7 +37,6 @@ from megatron.config import Config, UserError
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import Prompts
 from megatron.evaluation.modes import supported_modes
-from megatron.evaluation.protocols import Protocol
 from megatron.evaluation.records import Checkpoint, Provenance, Record, identity
 from megatron.evaluation.results_file import ResultsFile
 from megatron.evaluation.runner import (
@@ -132,7 +132,7 @@ def _evaluate(
             report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
 
     # Plan everything first: invalid options should fail before anything is measured.
-    text = _read_text(config, options, lengths, protocols, budget, report, quiet=rank > 0)
+    text = _read_text(config, options, report, quiet=rank > 0)
     prompts = Prompts(tokenizer_of(config)) if options.passkey else None
     planned: list[list[EvalTask]] = []
     not_measured: list[Record] = []
@@ -276,25 +276,15 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
     return models
 
 
-def _read_text(
-    config: Config,
-    options: argparse.Namespace,
-    lengths: Sequence[int],
-    protocols: Sequence[Protocol],
-    budget: int | None,
-    report: Callable[[str], None],
-    *,
-    quiet: bool,
-) -> Text:
+def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None], *, quiet: bool) -> Text:
     """The validation text; for --document-aware, as many rows of it as the budget needs."""
     token_bytes = None
     try:
         token_bytes = tokenizer_of(config).byte_lengths()
     except UserError as error:
         report(f"bits per byte is not measured: {error}")
-    longest = max(lengths)
     if options.document_aware:
-        targets_per_row = min(protocol.size or longest for protocol in protocols)
-        max_tokens = None if budget is None else max(budget // targets_per_row, 1) * longest
+        longest, rows = max(lengths_of(config, options)), rows_of_budget(config, options)
+        max_tokens = None if rows is None else rows * longest
         return text_by_document(config, longest, max_tokens, token_bytes, quiet=quiet)
     return validation_text(config, token_bytes)

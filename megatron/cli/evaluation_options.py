@@ -247,21 +247,18 @@ def check_run(words: Sequence[str], config: Config, place: str, *, has_data: boo
 
 
 def _planned_text(config: Config, options: argparse.Namespace, *, has_data: bool) -> PlannedText:
-    """The size of the text that evaluate.py would read; with --document-aware, of the most rows that it can have.
-    Without data, a text that is long enough for everything.
+    """The size of the text that evaluate.py would read; with --document-aware, an upper bound of it, because ends of
+    documents are left out. Without data, a text that is long enough for everything.
     """
     longest = max(lengths_of(config, options))
-    if options.document_aware:
-        single_corpus(config)
-    if not has_data:
-        return PlannedText(_tokens(longest << 32))
-    available = int(validation_lengths(config).sum())
+    available = int(validation_lengths(config).sum()) if has_data else longest << 32
     if not options.document_aware:
         return PlannedText(_tokens(available))
-    rows = (available - 1) // longest
+    single_corpus(config)
+    rows = (available - 1) // longest if has_data else options.resolution or 1
     if rows < 1:
         raise UserError(f"--document-aware: the text has only {available:,} tokens; choose --lengths below that")
-    return PlannedText(_tokens(rows * (longest + 1)), row=longest + 1)
+    return PlannedText(_tokens(min(rows, rows_of_budget(config, options) or rows) * (longest + 1)), row=longest + 1)
 
 
 def _tokens(count: int) -> Tensor:
@@ -354,6 +351,14 @@ def protocols_of(options: argparse.Namespace) -> list[Protocol]:
 def budget_of(config: Config, options: argparse.Namespace) -> int | None:
     """Tokens to score; None: all."""
     return options.tokens or config.evaluation.tokens
+
+
+def rows_of_budget(config: Config, options: argparse.Namespace) -> int | None:
+    """The rows of text, of the longest length, that --document-aware reads to score `budget_of` tokens; None: all."""
+    budget, longest = budget_of(config, options), max(lengths_of(config, options))
+    if budget is None:
+        return None
+    return max(budget // min(protocol.size or longest for protocol in protocols_of(options)), 1)
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

@@ -97,11 +97,11 @@ def plan_resolution(
             stride = length if text.row is None else text.row
             available = (len(text.tokens) - 1) // length if text.row is None else len(text.tokens) // text.row
             if available < texts:
-                advice = (
-                    f"choose --resolution {available}, or shorter lengths" if available else "choose shorter lengths"
-                )
+                advice = "shorter lengths" if text.row is None else "shorter lengths, or more --tokens"
+                advice = f"--resolution {available}, {advice}" if available else advice
                 raise UserError(
-                    f"--resolution {texts}: the text has only {available:,} segments of {length:,} tokens; {advice}"
+                    f"--resolution {texts}: the text has only {available:,} segments of {length:,} tokens; choose "
+                    f"{advice}"
                 )
             segments = Segments(length, range(0, texts * stride, stride))
             planned = provenance.record(

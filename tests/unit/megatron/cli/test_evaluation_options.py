@@ -18,8 +18,15 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
     config = Config.from_flat({**keys, "data-path": str(data), "split": "1,1,0"})
     good = ["--lengths", "32", "--modes", "window@8", "--protocol", "last-k@16", "--precision", "bf16"]
     check_run(good, config, "sweep.yml", has_data=True)
-    for more in (["--document-aware", "--resolution", "100000"], ["--protocol", "last-k@1", "sliding@1", "kerple"]):
-        check_run(["--lengths", str(1 << 30), "3", *more], config, "sweep.yml", has_data=False)
+    check_run(
+        ["--lengths", str(1 << 30), "3", "--protocol", "last-k@1", "sliding@1", "kerple"],
+        config,
+        "s.yml",
+        has_data=False,
+    )
+    check_run(["--lengths", "48", "96", "--document-aware", "--resolution", "4"], config, "sweep.yml", has_data=False)
+    with pytest.raises(UserError, match=r"^sweep\.yml: .* least common multiple is 96"):
+        check_run(["--lengths", "32", "48", "--document-aware"], config, "sweep.yml", has_data=False)
     for words, message in (
         (["--lengths", "x"], "sweep.yml: argument --lengths: must be an integer from 1"),
         (["--modes", "sliding"], "'sliding' is unknown"),
@@ -27,6 +34,10 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
         (["--lengths", str(1 << 30), "--document-aware"], "--document-aware: the text has only"),
         (["--lengths", "32", "--modes", "sinks@4+12", "--resolution"], "--resolution: not measured in inference mode"),
         (["--lengths", "32", "--resolution", "100000"], "--resolution 100000: the text has only"),
+        (
+            ["--lengths", "32", "64", "--document-aware", "--tokens", "256", "--resolution"],
+            "only 4 segments .* --tokens",
+        ),
         (["--lengths", "32", "--context-utilization"], "choose --lengths of at least 80"),
         (["--lengths", "32", "--passkey"], "tokenizer-type GPT2BPETokenizer needs vocab-file"),
     ):

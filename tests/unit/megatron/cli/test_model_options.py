@@ -17,6 +17,7 @@ from megatron.cli.model_options import (
     saved_config,
 )
 from megatron.config import Config, UserError
+from megatron.model import half_precision
 from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
 
 
@@ -100,6 +101,14 @@ def test_the_chosen_step_is_loaded_although_latest_changes(tmp_path, capsys):
     assert not torch.equal(weights[4], weights[8])
     assert "loaded " in (printed := capsys.readouterr().err)
     assert "global_step4" in printed
+
+
+def test_products_in_bf16_on_a_slow_processor(run, monkeypatch, capsys):
+    monkeypatch.setattr(half_precision, "has_fast_products", lambda dtype: False)
+    config, options = parse("--checkpoint", run, "--device", "cpu", "--precision", "bf16")
+    for _ in range(2):
+        load(run / "global_step8", config, options)
+    assert capsys.readouterr().err.count("matrix products: computed in fp32 and rounded to bf16") == 1
 
 
 def test_another_model_is_rejected(run):
