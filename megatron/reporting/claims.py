@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import yaml
@@ -414,25 +414,6 @@ def claims_table(results: Sequence[Result]) -> Table:
 def has_several_runs(results: Iterable[Result]) -> bool:
     """Whether any claim was measured with several pairs of runs."""
     return any(result.estimate is not None and len(result.estimate.by_run) > 1 for result in results)
-
-
-def verdict_summary(results: Sequence[Result]) -> str:
-    """A sentence about the verdicts."""
-    verdicts = [result.verdict for result in results]
-    count = {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)}
-    if count["not measured"] == len(results):
-        return "No claim of the papers has been measured yet."
-    if count["one seed"] and not has_several_runs(results):
-        return "The claims of the papers are not decided yet, because there is only one seed."
-    texts = {
-        "holds": ("holds", "hold"),
-        "does not hold": ("does not hold", "do not hold"),
-        "inconclusive": ("is inconclusive", "are inconclusive"),
-        "one seed": ("has only one seed", "have only one seed"),
-        "not measured": ("is not measured yet", "are not measured yet"),
-    }
-    counts = [f"{number} {texts[verdict][number > 1]}" for verdict, number in count.items() if number]
-    return f"Of {len(results)} claims of the papers, {', '.join(counts)}."
 
 
 def _cells(result: Result, corpora: Sequence[str | None], several_runs: bool) -> tuple[Cell, ...]:

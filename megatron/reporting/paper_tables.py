@@ -27,6 +27,7 @@ from megatron.reporting.published import Published, corpus_name, corpus_rank, di
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
 
 REFERENCE = Method("kerple_log")
+NEGATIVE = "of a seed, the attention resolution is negative and has no meaning"
 
 
 def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENCE) -> list[Table]:
@@ -66,7 +67,7 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
     """
     losses, tables = PairedLosses(records), []
     values = measurements(records, "extrapolation", "loss")
-    for setting in values.settings:
+    for setting in sorted(values.settings, key=lambda setting: corpus_rank(setting.corpus)):
         group = values.select([setting])
         lines = []
         for method in published("kerple-3").ordered(group.methods):
@@ -92,8 +93,13 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
 
 
 def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
-    """LEX's table of attention resolutions, per model size and training length."""
-    groups = _groups(measurements(records, "resolution", "resolution"))
+    """LEX's table of attention resolutions, per model size and training length. A negative one has no meaning."""
+    shown = [
+        {**record, "resolution": None, "note": NEGATIVE} if (record.get("resolution") or 0) < 0 else record
+        for record in records
+        if record["kind"] == "resolution"
+    ]
+    groups = _groups(measurements(shown, "resolution", "resolution"))
     return [_table("lex-resolution", group, group.methods, None, rows="methods", best="highest") for group in groups]
 
 
@@ -173,6 +179,8 @@ def _table(
     """
     paper = published(name)
     methods = paper.ordered(methods)
+    # The paper's names are only clear next to its values.
+    name_of = paper.name if any(map(paper.matches, group.settings)) and rows != "modes" else display_name
     shown = group.select(group.settings, methods)
     lines: list[Row | Section] = []
     modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
@@ -195,7 +203,7 @@ def _table(
         if rows != "lengths":
             grid = list(map(list, zip(*grid, strict=True)))
             texts = list(map(list, zip(*texts, strict=True)))
-            labels = [paper.name(replace(method, mode="full") if mode else method) for method in section_methods]
+            labels = [name_of(replace(method, mode="full") if mode else method) for method in section_methods]
         for label, cells, published_texts in zip(labels, grid, texts, strict=True):
             lines.append(Row((label,), tuple(cells)))
             if rows != "modes" and paper.matches(setting) and any(published_texts):
@@ -207,7 +215,7 @@ def _table(
     title = [paper.title, f"{common.model[0]} layers of {common.model[1]}" if common.model else ""]
     title.append(f"trained at length {common.train_length:,}" if common.train_length else "training length unknown")
     title.append(f"protocol {common.protocol}" if common.protocol else "")
-    names = [paper.name(method) for method in methods]
+    names = [name_of(method) for method in methods]
     return Table(
         name=slug("perplexity" if rows == "modes" else name, common.size, common.train_length, common.protocol).lower(),
         title=", ".join(filter(None, title)),
@@ -267,7 +275,7 @@ def _notes(
     if reference and any(cell.worse for row in rows for cell in row.cells):
         notes.append(
             f"{DAGGER}: {display_name(reference)} is significantly better (paired two-sided t-test over the seeds, "
-            f"in the same mode, α = {ALPHA:g})."
+            f"in the same mode, α = {ALPHA:g}, not corrected for the number of comparisons)."
         )
     if any(row.published for row in rows):
         if any(cell.worse for row in rows if row.published for cell in row.cells):

@@ -45,10 +45,10 @@ from megatron.reporting.claims import (
     claims_table,
     evaluate_claims,
     has_several_runs,
-    verdict_summary,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
+from megatron.reporting.findings import comparisons_of_log, decided_claims, verdict_summary
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, slug
 from megatron.reporting.modes import mode_effects, mode_figures, mode_tables, unsupported_notes
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
@@ -151,6 +151,8 @@ def texts(pages: Path) -> dict[Path, str]:
     values = {
         "claims": _without_heading(claims_table(results)),
         "summary": verdict_summary(results),
+        "decided": decided_claims(results),
+        "comparisons": comparisons_of_log(results),
         "several_runs": has_several_runs(results),
         "main": _without_heading(table) if (table := main_table(records)) else "",
         "few_seeds": few_seeds(records),

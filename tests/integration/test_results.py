@@ -10,19 +10,19 @@ from megatron.reporting.replication import MAX_BYTES, figures, texts
 from tests.support.runs import ROOT
 
 RESULTS = ROOT / "docs" / "results"
+COMMAND = "python tools/report.py --replication docs/results"
 
 
 def test_the_committed_pages_are_current():
     for path, text in texts(RESULTS).items():
-        command = "python tools/report.py --replication docs/results"
-        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is not current: run {command}"
+        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
 
 
 @pytest.mark.slow
-def test_every_figure_is_committed():
+def test_the_committed_figures_are_current():
+    """They may differ with another version of matplotlib."""
     for path, content in figures(RESULTS).items():
-        assert path.is_file(), path.relative_to(ROOT)
-        assert content.startswith(b"\x89PNG")
+        assert path.read_bytes() == content, f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
 
 
 def test_the_tables_of_length_tests_are_current(tmp_path):

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 
 from kerple.positional.registry import canonical_name
 from megatron.reporting.aggregate import Method
-from megatron.reporting.claims import Claim, Term, claims, claims_table, evaluate_claims, holm, verdict_summary
+from megatron.reporting.claims import Claim, Term, claims, claims_table, evaluate_claims, holm
 from megatron.utils.errors import UserError
 from tests.support.records import record
 
@@ -217,7 +217,6 @@ def test_the_table():
     assert [cell.text for cell in second.cells] == ["not measured", "–", "–", "–", "–"]
     results = evaluate_claims([*records, *losses("kerple_log")], {}, [claim()])
     assert claims_table(results).columns[2:4] == ("C", "Prose")
-    assert verdict_summary(results) == "Of 1 claims of the papers, 1 holds."
 
 
 def test_one_seed_decides_nothing():
@@ -230,8 +229,6 @@ def test_one_seed_decides_nothing():
     ]
     assert result_of(records).verdict == "one seed"
     results = evaluate_claims(records[:2], {}, [claim(), claim("rpe")])
-    assert verdict_summary(results).startswith("The claims of the papers are not decided yet")
-    assert verdict_summary(results[1:]) == "No claim of the papers has been measured yet."
     table = claims_table(results)
     assert table.columns == ("verdict", "difference", "p", "corrected p")
     assert [cell.text for cell in table.rows[0].cells] == ["one seed", "loss -0.3000", "–", "–"]

@@ -184,8 +184,18 @@ def test_lex_s_layouts():
     ]
     (table,) = resolution_tables(resolutions)
     assert [row.labels for row in table.rows if any(cell.best for cell in row.cells)] == [("LEX",)], "the highest"
+    (ours,) = resolution_tables({**values, "train_length": 128} for values in resolutions)
+    assert labels(ours) == ["ALiBi", "xPos", "xPos, blockwise"], "the paper's names only next to its values"
     assert next(row for row in table.rows if row.labels == ("LEX, paper",)).cells[0].text == "1.08"
     assert "Bold: highest value, and values that are printed the same." in table.notes
+
+
+def test_negative_resolutions_have_no_meaning():
+    values = {"kind": "resolution", "train_length": 128}
+    records = [{**record("sinusoidal", 128, 3.0, seed), **values, "resolution": r} for seed, r in enumerate((0.5, -9))]
+    (table,) = resolution_tables(records)
+    assert [cell.text for cell in table.rows[0].cells] == ["0.5000"]
+    assert any(note.startswith("n/a: Sinusoidal at 128: of a seed, the attention res") for note in table.notes)
 
 
 def test_different_options_and_model_sizes_are_not_averaged():

@@ -60,6 +60,10 @@ def test_benchmark_numbers(tmp_path):
         (("sec/step",), ["0.5000", "0.6000"]),
         (("ratio to plain PyTorch",), ["1.000", "1.200"]),
     ]
+    rows[0]["seconds"], rows[1]["seconds"] = [1.0, 2.0, 1.0], [2.0, 2.0, 4.0]
+    (tmp_path / "train_step.json").write_text(json.dumps(content))
+    (table,) = benchmark_tables(tmp_path / "train_step.json")
+    assert [cell.text for cell in table.rows[1].cells] == ["1.000", "2.000"], "of the pairs, and not of the medians"
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(
         UserError, match=r"other\.json: hardware is missing; give a file written by benchmarks/train_step"
