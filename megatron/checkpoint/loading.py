@@ -1,6 +1,6 @@
 """Loading a checkpoint into a training run of any parallel layout: weights only (finetune), or everything (resume)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,16 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
     check_sizes(step, ModelSettings.from_config(config, padded_vocab_size), positional=not new_method)
     # The same weights fit several models; the checkpoint's configuration tells them apart.
     try:
-        differences = "; ".join(model_differences(_saved_config(step, config), config))
+        saved = _saved_config(step, config)
+        differences = "; ".join(model_differences(saved, config))
     except CheckpointError as error:
         report(f"{error}; only its sizes are compared with the configured model")
         return step
+    if saved.model.release_bf16_distances != config.model.release_bf16_distances:
+        report(
+            f"{step}: saved with release_bf16_distances {saved.model.release_bf16_distances}, this run uses "
+            f"{config.model.release_bf16_distances}: distances are rounded differently from now on"
+        )
     if differences and not settings.finetune:
         raise CheckpointError(
             f"{step}: is a checkpoint of a different model: {differences}. Use the configuration it was trained with, "
@@ -112,21 +118,43 @@ def check_save_folder(config: Config, padded_vocab_size: int) -> None:
 
 
 def continued_finetuning(config: Config) -> Config | None:
-    """The configuration that resumes the run which `finetune` has started in `save`; None if there is none.
+    """The configuration that resumes the run which `finetune` has started in `save`; None if there is none. The
+    configuration in the latest checkpoint tells whether it was started from the same `load`.
 
-    If `save` is also `load`, its checkpoints may be those to start from. The configuration in the latest one tells
-    whether finetuning saved it.
+    Raises CheckpointError if `save` contains checkpoints of another run, unless it is also `load`: then they are those
+    to start from.
     """
     settings = config.checkpoint
     if not settings.finetune or settings.save is None or not has_checkpoint(settings.save):
         return None
-    if settings.load is not None and Path(settings.load) == Path(settings.save):
-        try:
-            if not _saved_config(find_step(settings.save), config).checkpoint.finetune:
-                return None
-        except CheckpointError:
-            return None
-    return config.updated(load=settings.save, finetune=False, iteration=None)
+    try:
+        saved = _saved_config(find_step(settings.save), config).checkpoint
+    except CheckpointError:
+        saved = None
+    if saved is not None and saved.finetune and _same_folder(saved.load, settings.load):
+        return config.updated(load=settings.save, finetune=False, iteration=None)
+    if _same_folder(settings.save, settings.load):
+        return None
+    raise CheckpointError(
+        f"finetune: save: {settings.save} already contains checkpoints of another run, which was not started from "
+        f"load: {settings.load}. Choose another save; or, to resume that run, set load to its folder, without finetune"
+    )
+
+
+def _same_folder(first: str | None, second: str | None) -> bool:
+    return first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
+
+
+def _fp16_changes(saved: Mapping[str, Any], config: Config, report: Report) -> bool:
+    """Whether keys of `fp16` differ from those of the checkpoint's `run_state`. Then its loss scale is not used, and
+    `report` prints that.
+    """
+    before, now = saved.get("fp16") or {}, config.precision
+    changed = [f"fp16.{name}" for name, value in before.items() if value != getattr(now, name)]
+    if now.dtype != "fp16" or not changed:
+        return False
+    report(f"{', '.join(changed)}: not as in the checkpoint, so the loss scale starts as configured")
+    return True
 
 
 def _saved_config(step: Path, config: Config) -> Config:
@@ -221,7 +249,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     else:
         engine.refresh_masters()
         report("optimizer state not loaded: " + ("no-load-optim" if settings.no_load_optim else "it was not saved"))
-    restore_counters(engine, saved, loss_scale=load_optimizer_state)
+    restore_counters(engine, saved, loss_scale=load_optimizer_state and not _fp16_changes(saved, config, report))
     if not settings.no_load_rng:
         file = step / random_state_file(engine.layout.rank)
         same_ranks = all(

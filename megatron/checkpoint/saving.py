@@ -68,7 +68,7 @@ class Checkpointer:
         self.engine, self.config, self.report = engine, config, report
         self.directory = Path(config.checkpoint.save)
         self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._error: BaseException | None = None
         self._host_copy: dict[str, Any] = {}
         self._group = None
         if config.checkpoint.async_save and dist.get_world_size() > 1:
@@ -100,20 +100,21 @@ class Checkpointer:
             return
         # Reuse the memory of the last copy, because allocation is the slow part.
         self._host_copy = {name: to_host(value, self._host_copy.get(name)) for name, value in files}
+        iteration = state.iteration
 
         def write_in_background() -> None:
             try:
-                self._write(self._host_copy.items(), state.iteration, unfinished)
-            except CheckpointError as error:
-                self._error = error
+                self._write(self._host_copy.items(), iteration, unfinished)
             except RuntimeError as error:  # another rank has exited
                 self._error = CheckpointError(f"{unfinished}: could not be saved ({error})")
+            except BaseException as error:  # `finish` raises it in the main thread
+                self._error = error
 
         self._thread = threading.Thread(target=write_in_background, name="checkpoint")
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for a background save. Raises its CheckpointError."""
+        """Wait for a background save. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

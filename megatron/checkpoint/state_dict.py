@@ -30,8 +30,9 @@ FORWARD_PASS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 # A number of steps, samples or tokens.
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
-# Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration.
-COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+# Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration. Its micro_steps must
+# start at 0, because it updates the weights where they are a multiple of gradient_accumulation_steps, which may change.
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -89,6 +90,7 @@ class TrainingState:
         tokens: training tokens read.
         lr_schedule: formulas of the learning-rate schedule, as the configuration key.
         data_order: identifies the order of the training samples to which consumed_samples refers; empty if unknown.
+        evaluated_at: the last iteration at which the validation loss and extrapolation curves were measured.
     """
 
     iteration: Count = 0
@@ -97,6 +99,7 @@ class TrainingState:
     tokens: Count = 0
     lr_schedule: Literal["neox", "neox-2022"] = "neox"
     data_order: str = ""
+    evaluated_at: Count = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainingState":
@@ -126,13 +129,13 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
         "optimizer_left_out": config.checkpoint.no_save_optim,
         "counters": {name: int(getattr(engine.deepspeed, name)) for name in COUNTERS},
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)},
+        "fp16": {name: getattr(config.precision, name) for name in ScalerKeys.model_fields},
     }
 
 
 class _Counters(BaseModel):
     global_steps: Count
     global_samples: Count
-    micro_steps: Count
     skipped_steps: Count
 
 
@@ -141,6 +144,16 @@ class _LossScaler(BaseModel):
     cur_iter: int = 0
     last_overflow_iter: int | None = None
     cur_hysteresis: int = 0
+
+
+class ScalerKeys(BaseModel, extra="forbid"):
+    """Keys of `fp16` on which the loss scale depends."""
+
+    loss_scale: float
+    loss_scale_window: int
+    initial_scale_power: int
+    hysteresis: int
+    min_loss_scale: float
 
 
 class _RunState(BaseModel):
@@ -153,6 +166,7 @@ class _RunState(BaseModel):
     optimizer_left_out: StrictBool
     counters: _Counters
     loss_scaler: _LossScaler
+    fp16: ScalerKeys | None = None
 
 
 def check_run_state(saved: Mapping[str, Any], path: Path) -> None:
@@ -164,11 +178,11 @@ def check_run_state(saved: Mapping[str, Any], path: Path) -> None:
 
 
 def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_scale: bool) -> None:
-    """Restore the counters of DeepSpeed's engine from `run_state`, and the loss scaler if `loss_scale`."""
+    """Restore the counters of DeepSpeed's engine from `run_state`, and a dynamic loss scale if `loss_scale`."""
     for name in COUNTERS:
         setattr(engine.deepspeed, name, saved["counters"][name])
     scaler = getattr(engine.deepspeed.optimizer, "loss_scaler", None)
-    if loss_scale and scaler is not None:
+    if loss_scale and getattr(scaler, "dynamic", False):
         for name, value in saved["loss_scaler"].items():
             setattr(scaler, name, value)
 

@@ -9,6 +9,7 @@ same samples in a new order. Blends follow megatron-core's rule.
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +28,17 @@ from megatron.data.index_cache import (
     cache_folder,
     open_dataset_files,
     open_megatron_dataset,
+    order_of,
 )
 from megatron.data.indexed_dataset import IndexedFiles, bin_path, largest_id
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer import Tokenizer
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.ranks import run_on_rank_0
 
 _LARGEST_ID_FILE = "largest_id.json"
+_INDICES = ("document_index", "sample_index", "shuffle_index")  # attributes of GPTDataset
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ def build_corpus_part(
 
     Raises:
         UserError: there are fewer tokens than one sample, an id is beyond the vocabulary, or the cache folder cannot be
-            written.
+            written or is damaged.
     """
     first, last = span
     name = f"{files.prefix} ({PARTS[part]})"
@@ -253,13 +256,13 @@ def build_corpus_part(
             "use more data, another split, or a smaller seq-length"
         )
 
-    def build(folder: Path) -> GPTDataset:
+    def dataset(kind: type[GPTDataset], folder: str) -> GPTDataset:
         config = GPTDatasetConfig(
             random_seed=settings.seed,
             sequence_length=sequence_length,
             blend=([files.prefix], None),
             split="1",
-            path_to_cache=str(folder),
+            path_to_cache=folder,
             tokenizer=_Vocabulary(settings.vocab_size, settings.eod),
             reset_position_ids=False,
             reset_attention_mask=False,
@@ -267,8 +270,17 @@ def build_corpus_part(
             create_attention_mask=False,
         )
         documents = np.arange(first, last, dtype=np.int32)
-        # megatron-core names its index files by a hash of the dataset path. A constant path lets the corpus be moved.
-        return GPTDataset(open_megatron_dataset(files), "corpus", documents, None, Split(part), config)
+        return kind(open_megatron_dataset(files), files.prefix, documents, None, Split(part), config)
+
+    def build(folder: Path) -> None:
+        logger, level = logging.getLogger(GPTDataset.__module__), logging.getLogger(GPTDataset.__module__).level
+        logger.setLevel(logging.ERROR)  # without the warning that megatron-core does not save the indices
+        try:
+            built = dataset(GPTDataset, "")
+        finally:
+            logger.setLevel(level)
+        for name in _INDICES:
+            np.save(folder / f"{name}.npy", getattr(built, name), allow_pickle=False)
 
     folder = cache_folder(files, settings.cache_path, [first, last, part, sequence_length, settings.seed])
     build_once(folder, build)
@@ -280,7 +292,28 @@ def build_corpus_part(
                 f"{files.prefix}.bin contains token id {largest}, but the largest id of the vocabulary is "
                 f"{settings.vocab_size - 1}: the data were built with another tokenizer"
             )
-    return CorpusPart(build(folder), name, samples, folder.name, settings)
+    return CorpusPart(dataset(_CachedDataset, str(folder)), name, samples, order_of(folder), settings)
+
+
+class _CachedDataset(GPTDataset):
+    """megatron-core's dataset with the indices in the folder `path_to_cache`. megatron-core itself builds them only on
+    rank 0, even if other machines do not see its disk, and unpickles what the folder contains.
+    """
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int32 `[documents]`, int32 or int64 `[samples + 1, 2]`, and uint32 or int64 `[samples]`. Raises UserError."""
+        folder, indices = Path(self.config.path_to_cache), []
+        for name in _INDICES:
+            path = folder / f"{name}.npy"
+            try:
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError, EOFError) as error:
+                raise UserError(f"{path}: {first_line(error)}; remove {folder}, and it is built again") from error
+            if array.dtype.kind not in "iu" or array.shape[1:] != ((2,) if name == "sample_index" else ()):
+                raise UserError(f"{path}: is not an index of samples; remove {folder}, and it is built again")
+            indices.append(array)
+        document, sample, shuffle = indices
+        return document, sample, shuffle
 
 
 def _tokens(files: IndexedFiles, span: tuple[int, int]) -> int:

@@ -43,7 +43,12 @@ def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence
     digest.update(files.lengths.data)
     digest.update(files.document_index.data)
     parent = Path(cache_path) if cache_path else Path(f"{files.prefix}_indices")
-    return parent / digest.hexdigest()[:32]
+    return parent / f"samples-{digest.hexdigest()[:32]}"
+
+
+def order_of(folder: Path) -> str:
+    """Identifies the order of the samples in a `cache_folder`."""
+    return folder.name.removeprefix("samples-")
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> None:

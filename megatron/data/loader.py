@@ -1,5 +1,8 @@
 """Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +12,7 @@ from megatron.data.datasets import Samples
 from megatron.utils.errors import UserError
 from megatron.utils.processes import exit_with_parent
 
+_SECONDS_TO_END = 300.0
 _USER_ERROR_PREFIX = f"{UserError.__module__}.{UserError.__qualname__}: "
 
 
@@ -53,7 +57,7 @@ class Loader:
             collate_fn=_Collate(dataset.settings.eod_mask_loss),
             generator=torch.Generator(),
             pin_memory=pin_memory,
-            worker_init_fn=exit_with_parent,
+            worker_init_fn=_outlive_signals,
         )
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -112,6 +116,24 @@ def build_loader(
     return Loader(
         dataset, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples, num_workers, pin_memory
     )
+
+
+def _outlive_signals(*_: object) -> None:
+    """Let a worker process end with its parent, and not by the signals that the whole process group receives.
+
+    The parent needs its workers to finish an iteration before it saves a checkpoint. A worker that SIGTERM has not
+    ended after five minutes is stuck.
+    """
+    exit_with_parent()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+    def exit_later(*_: object) -> None:
+        timer = threading.Timer(_SECONDS_TO_END, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, exit_later)
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: gpu-[03-05,9],cpu-1 -> gpu-03."""
-    prefix, number, suffix = re.findall(r"^([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodelist)[0]
-    return f"{prefix}{number}{suffix}"
+    """The first host of a Slurm node list: gpu-[03-05,9],cpu-1 -> gpu-03, rack[1-2]node[01-16] -> rack1node01."""
+    match = re.match(r"([^,\[]|\[[^\]]*\])+", nodelist)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0]) if match else nodelist
 
 
 def follow_launcher() -> None:

@@ -42,15 +42,15 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         settings["bf16"] = {"enabled": True}
     if config.parallel.fp32_allreduce:
         settings["communication_data_type"] = "fp32"
+    if precision.dtype == "bf16" and stage == 1:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.parallel.pipe_parallel_size > 1:
+        settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     reserved = {*settings, "optimizer", "scheduler", "fp16", "bf16", "communication_data_type", "curriculum_learning"}
     for key, value in config.training.deepspeed_extra_args.items():
         if key in reserved:
             raise UserError(f'"deepspeed_extra_args.{key}": remove it; DeepSpeed\'s {key} is set from other keys')
         settings[key] = value
-    if precision.dtype == "bf16" and stage == 1:
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if config.parallel.pipe_parallel_size > 1:
-        settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     # DeepSpeed's throughput timer would wait for the device before and after every micro-batch. Our log has its own.
     settings.setdefault("timers", {"throughput": {"enabled": False}})
     return settings

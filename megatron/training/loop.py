@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
 
@@ -114,7 +115,8 @@ class Trainer:
         if self.lock is not None:
             start = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
             check_space(config, vocab_size, start, logger.info)
-        datasets = self._build_datasets(tokenizer)
+        planned = self._num_samples(TrainingState())
+        datasets = self._build_datasets(tokenizer, planned)
         self.curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
 
         self.engine = Engine(config, vocab_size, layout, logger.info)
@@ -127,6 +129,9 @@ class Trainer:
         )
         self.state = load_checkpoint(self.engine, source, checkpoint, logger.info)
         self.engine.project()
+        needed = self._num_samples(self.state)
+        if any(map(operator.gt, needed, planned)):  # the checkpoint was saved with larger batches
+            datasets = self._build_datasets(tokenizer, needed)
 
         data_order = self.state.data_order if datasets.train is None else datasets.train.order
         if self.state.data_order and self.state.consumed_samples and data_order != self.state.data_order:
@@ -161,17 +166,23 @@ class Trainer:
         )
         logger.start_metrics()
 
-    def _build_datasets(self, tokenizer: Tokenizer) -> Datasets:
-        """Training, validation and test samples for the whole run. Raises UserError if there are no documents."""
-        config, training = self.config, self.config.training
-        _, _, global_batch = config.batch.resolve(self.layout.data_size)
+    def _num_samples(self, state: TrainingState) -> tuple[int, int, int]:
+        """The training, validation and test samples that a run needs which continues from this state, with those that
+        it has read; no training samples if it has ended.
+        """
+        training, remaining = self.config.training, self.last_iteration - state.iteration
+        _, _, global_batch = self.config.batch.resolve(self.layout.data_size)
         samples_per_validation = training.eval_iters * global_batch
-        validations = self.last_iteration // training.eval_interval + 1 if training.eval_iters else 0
-        num_samples = (
-            self.last_iteration * global_batch,
-            validations * samples_per_validation,
+        validations = self.last_iteration // training.eval_interval - state.evaluated_at // training.eval_interval
+        return (
+            state.consumed_samples + remaining * global_batch if remaining > 0 else 0,
+            state.consumed_valid_samples + (max(validations, 0) + 1) * samples_per_validation,
             samples_per_validation,
         )
+
+    def _build_datasets(self, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+        """Training, validation and test samples for the whole run. Raises UserError if there are no documents."""
+        config, training = self.config, self.config.training
         check_number_of_samples(sum(num_samples))
         datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
         if self.last_iteration and datasets.train is None:
@@ -193,6 +204,10 @@ class Trainer:
         log = StepLog(self.config, self.engine, self.logger, flops, state.tokens)
         if self.checkpointer is not None and state.iteration == 0 and self.last_iteration > 0 and saves(0):
             self._save()
+        stopped_before = 0 < state.iteration < self.last_iteration and state.evaluated_at != state.iteration
+        if stopped_before and _is_due(state.iteration, training.eval_interval):
+            with log.paused():
+                self._evaluate()
         while state.iteration < self.last_iteration:
             learning_rate = self.schedule(state.iteration)
             if length != self.engine.length_at(state.iteration):
@@ -217,10 +232,7 @@ class Trainer:
                 log.write(state, learning_rate)
             if _is_due(state.iteration, training.eval_interval) and not exit_reason:
                 with log.paused():
-                    if training.eval_iters:
-                        self.validator.validate(state)
-                    if self.curves is not None:
-                        self.curves.measure(self.engine, state.iteration)
+                    self._evaluate()
             if self.checkpointer is not None and (saves(state.iteration) or is_last or exit_reason):
                 with log.paused():
                     log.check(state.iteration)
@@ -234,6 +246,14 @@ class Trainer:
                 self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
                 return False
         return True
+
+    def _evaluate(self) -> None:
+        """Validation and extrapolation curves at the current iteration."""
+        if self.config.training.eval_iters:
+            self.validator.validate(self.state)
+        if self.curves is not None:
+            self.curves.measure(self.engine, self.state.iteration)
+        self.state.evaluated_at = self.state.iteration
 
     def _save(self) -> None:
         """Save a checkpoint. Raises UserError if another run has taken over the lock on `save`."""

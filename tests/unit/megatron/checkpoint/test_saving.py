@@ -9,6 +9,9 @@ from megatron.checkpoint import saving
 from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.checkpoint.saving import to_host, write_files
 from megatron.checkpoint.storage import file_record
+from megatron.config import Config
+from megatron.training.loop import train
+from tests.support.runs import training_settings
 
 
 def test_the_manifest_lists_all_files(trained_run):
@@ -65,3 +68,15 @@ def test_host_copies_are_independent_and_reuse_memory():
     assert second["w"].tolist() == [1, 2, 3, 4]
     assert second["nested"][0][1] == 3
     assert to_host({"w": torch.ones(9)}, first)["w"].shape == (9,)
+
+
+def test_every_error_of_a_background_save_is_raised(tmp_path, data_path, monkeypatch):
+    """The last save of a run, too, whose error `finish` raises."""
+
+    def fail(*_):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(saving, "write_files", fail)
+    keys = {"train_iters": 1, "eval_iters": 0, "async_save": True, "load": None}
+    with pytest.raises(MemoryError, match="no memory"):
+        train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))

@@ -56,5 +56,5 @@ def test_run_state_is_checked():
     for name in RUN_STATE:
         with pytest.raises(CheckpointError, match=rf"a\.pt: {name}: Input should be"):
             check_run_state({**RUN_STATE, name: None}, Path("a.pt"))
-    with pytest.raises(CheckpointError, match=r"counters\.micro_steps: Field required"):
+    with pytest.raises(CheckpointError, match=r"counters\.skipped_steps: Field required"):
         check_run_state({**RUN_STATE, "counters": {"global_steps": 1, "global_samples": 1}}, Path("a.pt"))

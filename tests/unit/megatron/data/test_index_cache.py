@@ -113,6 +113,39 @@ def test_rank_0_builds_and_all_ranks_read(corpus, settings, as_rank, monkeypatch
     assert samples[0] == samples[1]
 
 
+def test_every_machine_builds_its_own_indices(corpus, tmp_path, as_rank):
+    """The ranks, the first ones of their machines, do not see each other's folders."""
+    samples = []
+    for rank in (0, 1):
+        as_rank(rank)
+        settings = SampleSettings(1000, 0, 1234, cache_path=str(tmp_path / str(rank)))
+        train = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
+        samples.append([train[index]["tokens"].tolist() for index in range(10)])
+        assert len(_folders(tmp_path / str(rank))) == 1
+    assert samples[0] == samples[1]
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Payload()), b"", np.zeros(3)], ids=["pickle", "empty", "floats"])
+@pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
+def test_damaged_and_hostile_indices(name, content, corpus, settings, tmp_path, monkeypatch):
+    """Indices next to the data may come from someone else: nothing is unpickled."""
+    monkeypatch.chdir(tmp_path)
+    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    (folder,) = Path(f"{corpus}_indices").iterdir()
+    if isinstance(content, bytes):
+        (folder / f"{name}.npy").write_bytes(content)
+    else:
+        np.save(folder / f"{name}.npy", content)
+    with pytest.raises(UserError, match=rf"{name}\.npy: .*; remove .*{folder.name}, and it is built again"):
+        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    assert not Path("executed").exists()
+
+
 def test_all_ranks_fail_if_rank_0_fails(tmp_path, as_rank):
     def fail(folder):
         raise UserError("the disk is on fire")

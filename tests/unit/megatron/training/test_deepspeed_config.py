@@ -74,6 +74,18 @@ def test_batch_sizes_must_fit():
         settings(train_batch_size=5)
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("data_types", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+        ("pipeline", {"pipe_parallel_size": 2}),
+    ],
+)
+def test_settings_from_other_keys_cannot_be_given_twice(name, keys):
+    with pytest.raises(UserError, match=rf"deepspeed_extra_args\.{name}.: remove it"):
+        settings(deepspeed_extra_args={name: {}}, **keys)
+
+
 def test_deepspeed_accepts_it(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig

@@ -9,6 +9,7 @@ from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
+from megatron.data.datasets import CorpusPart
 from megatron.training.engine import TrainableGPT
 from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
@@ -80,6 +81,47 @@ def test_a_resumed_run_equals_an_uninterrupted_one(keys, tmp_path, data_path):
     assert_same_end(trained(tmp_path / "resumed", data_path, **keys), uninterrupted)
 
 
+def test_resuming_with_another_accumulation(tmp_path, data_path):
+    """After 3 iterations of one micro-batch, every iteration has two."""
+    uninterrupted = trained(tmp_path / "uninterrupted", data_path)
+    copy_checkpoint(uninterrupted, tmp_path / "resumed", 3)
+    trained(tmp_path / "resumed", data_path, gradient_accumulation_steps=2)
+    for name in ("train/loss", "train/grad_norm"):
+        expected = {step: value for step, value in metrics(uninterrupted, name).items() if step > 3}
+        assert metrics(tmp_path / "resumed", name) == pytest.approx(expected, rel=1e-4)
+
+
+def test_resuming_with_smaller_batches_reads_the_next_samples(tmp_path, data_path, monkeypatch):
+    """Although it has read more samples than a run with these batches needs in total."""
+    read, sample = [], CorpusPart.sample
+
+    def recorded(dataset, index):
+        if "(train)" in dataset.name:
+            read.append(index)
+        return sample(dataset, index)
+
+    monkeypatch.setattr(CorpusPart, "sample", recorded)
+    keys = {"eval_iters": 0, "save_interval": 4}
+    trained(tmp_path, data_path, train_iters=4, train_batch_size=16, **keys)
+    trained(tmp_path, data_path, train_iters=8, train_batch_size=8, **keys)
+    assert read == list(range(4 * 16 + 4 * 8))
+
+
+@pytest.mark.parametrize(
+    ("fp16", "scale"),
+    [({"loss_scale": 128}, 128), ({"initial_scale_power": 4}, 16), ({}, 2**11)],
+)
+def test_the_loss_scale_of_the_configuration_is_used_if_it_has_changed(fp16, scale, tmp_path, data_path, capsys):
+    """The dynamic scale of the first run, 2^8 at first, doubles every other iteration."""
+    first = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}, "eval_iters": 0}
+    trained(tmp_path, data_path, **first)
+    changed = {**first["fp16"], **fp16}
+    trained(tmp_path, data_path, **{**first, "fp16": changed}, train_iters=7)
+    assert metrics(tmp_path, "train/loss_scale")[7] == scale
+    printed = "not as in the checkpoint, so the loss scale starts as configured" in capsys.readouterr().out
+    assert printed == (changed != first["fp16"])
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
 def test_extra_checkpoints(precision, tmp_path, data_path):
     keys = {
@@ -140,6 +182,21 @@ def test_the_same_command_resumes_finetuning(folder, tmp_path, data_path, capsys
     assert "finetune: weights from" not in output
 
 
+def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch, capsys):
+    keys = {"eval_iters": 0, "train_iters": 1}
+    for name in ("first", "other"):
+        trained(tmp_path / name, data_path, **keys)
+    load, save = (str(tmp_path / name / "checkpoints") for name in ("first", "other"))
+    with pytest.raises(
+        CheckpointError, match=r"save: .*other.* of another run, which was not started from load: .*fir"
+    ):
+        trained(tmp_path / "other", data_path, **keys, load=load, save=save, finetune=True)
+    # `save` is `load`, spelled differently, and contains the run to start from.
+    monkeypatch.chdir(tmp_path)
+    trained(tmp_path / "first", data_path, **keys, load="first/checkpoints", finetune=True)
+    assert "finetune: weights from" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("keys", [{"load": None}, {"finetune": True}])
 def test_two_models_cannot_save_to_one_folder(keys, tmp_path, data_path):
     trained(tmp_path / "first", data_path, train_iters=1, eval_iters=0)
@@ -178,6 +235,14 @@ def test_exit_interval_exits_without_an_evaluation(tmp_path, data_path, capsys):
     assert "exiting after iteration 2: exit-interval 2; checkpoint saved" in output
     assert "validation at" not in output
     assert saved_iterations(tmp_path / "checkpoints") == [2]
+
+
+def test_a_validation_that_the_exit_prevented_follows(tmp_path, data_path):
+    expected = metrics(trained(tmp_path / "uninterrupted", data_path), "validation/loss")
+    trained(tmp_path / "stopped", data_path, exit_interval=3)
+    trained(tmp_path / "stopped", data_path)
+    assert metrics(tmp_path / "stopped", "validation/loss") == expected
+    assert list(expected) == [3, 6]
 
 
 @pytest.mark.parametrize("cause", ["learning rate", "weights of the checkpoint"])
