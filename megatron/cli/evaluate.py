@@ -285,13 +285,13 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
 
 def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None], *, quiet: bool) -> Text:
     """The validation text; for --document-aware, as many rows of it as the budget needs."""
-    token_bytes = None
+    tokenizer = None
     try:
-        token_bytes = tokenizer_of(config).byte_lengths()
+        tokenizer = tokenizer_of(config)
     except UserError as error:
         report(f"bits per byte is not measured: {error}")
     if options.document_aware:
         longest, rows = max(lengths_of(config, options)), rows_of_budget(config, options)
         max_tokens = None if rows is None else rows * longest
-        return text_by_document(config, longest, max_tokens, token_bytes, quiet=quiet)
-    return validation_text(config, token_bytes)
+        return text_by_document(config, longest, max_tokens, tokenizer, quiet=quiet)
+    return validation_text(config, tokenizer)

@@ -10,11 +10,13 @@ import torch
 from kerple.attention import FULL, AttentionMode, Span
 from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
+from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.streams import validation_stream
 from megatron.evaluation.records import read_results
 from megatron.evaluation.results_file import ResultsFile
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
+from tests.support.corpora import manifest_of
 from tests.support.language_models import direct_losses
 
 LENGTHS = ["--lengths", "32", "64", "256"]
@@ -427,3 +429,17 @@ def test_a_mode_is_measured_once_it_is_supported(tmp_path, checkpoints):
     assert all(record["losses"] for record in positions)
     main([*words, "--set", "attention-backend=sdpa"])  # the measured value stays
     assert {row["mode"]: row for row in rows_in(tmp_path)} == measured
+
+
+def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
+    prefix, output = write_corpus(tmp_path), str(tmp_path / "out")
+    write_manifest(prefix, manifest_of(open_indexed_files(prefix), 255))
+    words = ["--checkpoint", str(checkpoints["alibi"][0]), "--lengths", "32", "--tokens", "64", "--output", output]
+    words += ["--set", f"data-path={prefix}"]
+    for by_document in ([], ["--document-aware"]):
+        with pytest.raises(UserError, match=r"was tokenized with HFTokenizer .* set tokenizer-type, vocab-file"):
+            main([*words, *by_document])
+    assert not Path(output).exists()
+    main([*words, "tokenizer-type=HFTokenizer", "vocab-file=nowhere"])  # no usable tokenizer
+    assert "bits per byte is not measured: vocab-file nowhere" in capsys.readouterr().out
+    assert rows_in(output)[0]["loss"] > 0
