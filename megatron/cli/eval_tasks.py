@@ -18,12 +18,13 @@ from typing_extensions import NotRequired, TypedDict
 from kerple.attention import FULL_MODE
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
-from megatron.cli.model_options import chosen_step, load, load_tokenizer, saved_config, tokenizer_keys
+from megatron.cli.model_options import check_vocabulary, chosen_step, load, saved_config, tokenizer_keys
 from megatron.config import Config, UserError
 from megatron.config.command_line import integer, number, option_name
 from megatron.config.schema.base import MAX_INT
 from megatron.evaluation.modes import supported_modes
 from megatron.reporting.terminal import print_rows, standard_output
+from megatron.tokenizer import build_tokenizer
 from megatron.utils.errors import install_command, visible
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock
@@ -175,6 +176,7 @@ def run_harness(
         print(f"{folder}, {evaluated_method(saved)}, trained at {saved.model.seq_length:,} tokens:", flush=True)
         # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
         tokenizer_config = saved if options.own and config.tokenizer == configs[0].tokenizer else config
+        tokenizer = build_tokenizer(*tokenizer_keys(tokenizer_config, saved))
         # Everything that determines the results, except the mode.
         source: Entry = {
             "checkpoint": str(folder),
@@ -186,6 +188,7 @@ def run_harness(
             "precision": options.precision,
             "release_bf16_distances": saved.model.release_bf16_distances,
             "tokenizer": list(tokenizer_keys(tokenizer_config, saved)),
+            "tokenizer_fingerprint": tokenizer.fingerprint,
             **dataclasses.asdict(harness),
             "tasks": list(harness.tasks),
             "include_path": list(harness.include_path),
@@ -205,7 +208,7 @@ def run_harness(
         if not missing:
             continue  # without loading the model
         model, _ = load(step, config, options, check=check)
-        tokenizer = load_tokenizer(tokenizer_config, saved, model.settings.padded_vocab_size)
+        check_vocabulary(tokenizer, model.settings.padded_vocab_size)
         for mode in missing:
             if mode != FULL_MODE:
                 print(f"inference mode {mode.name}:", flush=True)

@@ -36,7 +36,7 @@ from megatron.cli.model_options import (
 from megatron.config import Config, UserError
 from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.measures.passkey import Prompts
-from megatron.evaluation.modes import supported_modes
+from megatron.evaluation.modes import UNSUPPORTED_NOTE, supported_modes
 from megatron.evaluation.records import Checkpoint, Provenance, Record, identity
 from megatron.evaluation.results_file import ResultsFile
 from megatron.evaluation.runner import (
@@ -220,8 +220,15 @@ def _sample_lines(text: Text, tasks: Sequence[EvalTask]) -> list[str]:
 
 
 def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]:
-    """Indices of the tasks without stored results."""
-    return [index for index, task in enumerate(tasks) if not all(map(results.find, task.planned))]
+    """Indices of the tasks without stored results. The modes of all tasks are supported, so a record that an earlier
+    run stored for a mode that was not, e.g. with another `attention-backend`, is no result.
+    """
+
+    def is_stored(planned: Record) -> bool:
+        record = results.find(planned)
+        return record is not None and not str(record["note"]).startswith(UNSUPPORTED_NOTE)
+
+    return [index for index, task in enumerate(tasks) if not all(map(is_stored, task.planned))]
 
 
 def _measure_effective_lengths(model: EvaluatedModel, corpus: str | None, results: ResultsFile) -> None:
@@ -278,13 +285,13 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
 
 def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None], *, quiet: bool) -> Text:
     """The validation text; for --document-aware, as many rows of it as the budget needs."""
-    token_bytes = None
+    tokenizer = None
     try:
-        token_bytes = tokenizer_of(config).byte_lengths()
+        tokenizer = tokenizer_of(config)
     except UserError as error:
         report(f"bits per byte is not measured: {error}")
     if options.document_aware:
         longest, rows = max(lengths_of(config, options)), rows_of_budget(config, options)
         max_tokens = None if rows is None else rows * longest
-        return text_by_document(config, longest, max_tokens, token_bytes, quiet=quiet)
-    return validation_text(config, token_bytes)
+        return text_by_document(config, longest, max_tokens, tokenizer, quiet=quiet)
+    return validation_text(config, tokenizer)

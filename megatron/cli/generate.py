@@ -225,7 +225,7 @@ class TextGenerator:
         return [
             {
                 "context": context,
-                "text": tokenizer.detokenize(generation.tokens),
+                "text": tokenizer.detokenize_continuation(generation.prompt, generation.tokens),
                 "length": len(generation.tokens),
                 "finished": generation.finished,
                 "message": generation.message,

@@ -242,16 +242,19 @@ def tokenizer_keys(config: Config, saved: Config) -> tuple[str, str | None, str 
 
 
 def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
-    """The tokenizer of `tokenizer_keys`. rows: number of rows of the model's embedding. Raises UserError if the
-    tokenizer has more tokens.
-    """
+    """The tokenizer of `tokenizer_keys`, see `check_vocabulary`."""
     tokenizer = build_tokenizer(*tokenizer_keys(config, saved))
+    check_vocabulary(tokenizer, rows)
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+    """Raises UserError if the tokenizer has more tokens than the model's embedding has rows."""
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has only {rows} embeddings; set the "
             "tokenizer-type, vocab-file and merge-file that the model was trained with"
         )
-    return tokenizer
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -12,6 +12,7 @@ from megatron.data.indexed_dataset import (
     IndexedFiles,
     Manifest,
     bin_path,
+    check_tokenizer,
     manifest_path,
     open_indexed_files,
     read_manifest,
@@ -65,8 +66,8 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
     """
     files = open_indexed_files(prefix)
     manifest = read_manifest(prefix)
-    if manifest and tokenizer and manifest.tokenizer_fingerprint != tokenizer.fingerprint:
-        raise UserError(f"{prefix} was built with another {manifest.tokenizer}; pass the tokenizer it was built with")
+    if tokenizer:
+        check_tokenizer(prefix, tokenizer)
     digest = hashlib.sha256()
     smallest, largest = int(np.iinfo(np.int64).max), -1
     tokens = files.open_tokens()

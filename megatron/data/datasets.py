@@ -30,7 +30,7 @@ from megatron.data.index_cache import (
     open_megatron_dataset,
     order_of,
 )
-from megatron.data.indexed_dataset import IndexedFiles, bin_path, largest_id
+from megatron.data.indexed_dataset import IndexedFiles, bin_path, check_tokenizer, largest_id
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
@@ -163,7 +163,7 @@ def build_datasets(
 
     Raises:
         UserError: the data files are missing or invalid (see `open_dataset_files`), a dataset has fewer tokens than one
-            sample, or the data contain ids beyond the vocabulary.
+            sample, or the data contain ids beyond the vocabulary or were built with another tokenizer.
     """
     data = config.data
     settings = SampleSettings(
@@ -174,7 +174,10 @@ def build_datasets(
     blends = config_blends(config)
     if blends is None:
         assert data.data_path is not None  # checked by config_blends
+        check_tokenizer(data.data_path, tokenizer)
         return datasets_from_split(data.data_path, data.split, lengths, num_samples, settings)
+    for prefix in {prefix: None for blend in blends if blend is not None for prefix in blend.prefixes}:
+        check_tokenizer(prefix, tokenizer)
     return datasets_from_blends(blends, lengths, num_samples, settings)
 
 

@@ -21,13 +21,17 @@ import os
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import TypeAdapter
 
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, visible
 from megatron.utils.files import open_file, read_file, write_atomically
 from megatron.utils.typed_json import Count
+
+if TYPE_CHECKING:
+    from megatron.tokenizer import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -323,6 +327,45 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     try:
         return _MANIFEST.validate_json(read_file(manifest_path(prefix), _MANIFEST_LIMIT), strict=True)
     except (UserError, ValueError):
+        return None
+
+
+def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> bool:
+    """Compare the tokenizer of the manifest with `tokenizer`. Reads only the manifest and the header of the .idx.
+
+    Returns:
+        True if they are the same. False if the data's tokenizer is not known: there is no manifest, as for data from
+        other software or on an object store, it is unreadable, or it describes other files.
+
+    Raises:
+        UserError: the data were tokenized with another tokenizer.
+    """
+    manifest = read_manifest(prefix)
+    if manifest is None or (manifest.tokens, manifest.documents) != _counts(prefix):
+        return False
+    if manifest.tokenizer_fingerprint != tokenizer.fingerprint:
+        names = (
+            f"{visible(name[:40])} with {size:,} ids (fingerprint {visible(fingerprint[:12])})"
+            for name, size, fingerprint in (
+                (manifest.tokenizer, manifest.vocab_size, manifest.tokenizer_fingerprint),
+                (tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint),
+            )
+        )
+        raise UserError(
+            f"{prefix} was tokenized with {' and not with '.join(names)}; set tokenizer-type, vocab-file and "
+            f"merge-file to the tokenizer of the data, or build the data again with {_BUILD_COMMANDS}. If both "
+            f"tokenizers give the same ids, remove {manifest_path(prefix)}"
+        )
+    return True
+
+
+def _counts(prefix: str | Path) -> tuple[int, int] | None:
+    """(tokens, documents) by the size of the .bin and the header of the .idx; None if they cannot be read."""
+    try:
+        with open_file(idx_path(prefix)) as stream:
+            _, _, code, _, entries = HEADER.unpack(stream.read(HEADER.size))
+        return bin_path(prefix).stat().st_size // ID_TYPES[code].itemsize, entries - 1
+    except (UserError, OSError, struct.error, KeyError):
         return None
 
 

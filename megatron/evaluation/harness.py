@@ -225,9 +225,11 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Requests are ((context, continuation) as text, context tokens, continuation tokens)."""
         pairs = []
-        needed = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
+        # The harness moves white space at a context's end to the continuation, which may leave no context.
+        contexts = [context or [self.prefix_token_id] for _, context, _ in requests]
+        needed = [len(context) + len(request[2]) - 1 for context, request in zip(contexts, requests, strict=True)]
         limit = self._max_length or max(needed, default=0)
-        for (context_text, continuation_text), context, continuation in requests:
+        for ((context_text, continuation_text), _, continuation), context in zip(requests, contexts, strict=True):
             if not continuation:
                 raise UserError(
                     f"a task asks for the probability of {continuation_text!r} after {context_text[-40:]!r}, but it "
@@ -278,7 +280,7 @@ class HarnessModel(TemplateLM):
         with inference(self._model), bar:
             while start < len(inputs):
                 batch = inputs[start : start + max(1, self._batch_tokens // len(inputs[start]))]
-                if self._mode.length_dependent:
+                if self._mode.length_dependent or not self._decoder.cached:
                     batch = [text for text in batch if len(text) == len(batch[0])]
                 scored = [
                     (row, len(text) - len(pairs[index][1]) + offset, target, index)
@@ -299,14 +301,16 @@ class HarnessModel(TemplateLM):
     ) -> tuple[Tensor, Tensor]:
         """Log-probability (float64 `[n]`) of the target tokens `[n]` after the given rows and positions `[n]` of the
         texts, and whether each is the most probable token. The first text must be the longest; the others are padded on
-        the right, where no earlier position attends.
+        the right, where no earlier position attends. If the mode or the positional method depends on the length, all
+        texts must have the same one.
         """
         width = len(texts[0])
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=self._device)
         chunk = QUERY_CHUNK if self._decoder.cached else width
         mode = self._mode.at_length(width)
         cache = self._decoder.new_cache(len(texts), width, mode) if width > chunk else None
-        values, is_top = torch.empty(len(rows), dtype=torch.float64), torch.empty(len(rows), dtype=torch.bool)
+        values = torch.full((len(rows),), torch.nan, dtype=torch.float64)  # so that no target can be missed unnoticed
+        is_top = torch.zeros(len(rows), dtype=torch.bool)
         for begin in range(0, width, chunk):
             try:
                 hidden = self._decoder.hidden(tokens[:, begin : begin + chunk], cache, mode)

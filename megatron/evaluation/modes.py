@@ -10,6 +10,9 @@ from megatron.inference.decoder import unsupported_reason
 from megatron.model.settings import ModelSettings
 from megatron.utils.errors import UserError
 
+# The start of `unsupported_reason`, and so of the note of a record in a mode that the model does not support.
+UNSUPPORTED_NOTE = "is not supported"
+
 
 def parse_modes(names: Sequence[str], train_length: int | None = None) -> list[Mode]:
     """The modes with these names, each once. See `parse_mode`."""

@@ -172,6 +172,7 @@ class ContextRecord(Record):
         tokens: number of scored tokens.
         documents: number of documents they are in; None if document boundaries are not known.
         loss: their mean loss with the full context, in nats.
+        targets: see `ExtrapolationRecord`.
         contexts: tokens of context, ascending.
         differences: for each of `contexts`, the mean loss of the same tokens with this context minus `loss`.
         stderrs: standard errors of the differences over documents, or over segments if document boundaries are not
@@ -181,6 +182,7 @@ class ContextRecord(Record):
     tokens: Count
     documents: Count | None
     loss: Float | None
+    targets: Name
     contexts: Counts
     differences: Floats
     stderrs: Annotated[list[Float | None], FailFast()]

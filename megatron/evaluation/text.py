@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.data.indexed_dataset import check_tokenizer
 from megatron.data.streams import (
     TokenStream,
     document_lengths,
@@ -19,6 +20,7 @@ from megatron.data.streams import (
     evaluation_stream,
 )
 from megatron.evaluation.protocols import Segments
+from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
@@ -37,6 +39,7 @@ class Text:
         row: the stream consists of rows of this many tokens, and no segment may cross rows; None for one stream.
         token_bytes: int64 `[vocabulary]`, the number of UTF-8 bytes of each token; None if not known.
         corpus: its name.
+        tokenizer_is_known: whether the data name their tokenizer, so that the tokens determine `token_bytes`.
     """
 
     tokens: Tensor | TokenStream
@@ -44,14 +47,19 @@ class Text:
     row: int | None = None
     token_bytes: IntArray | None = None
     corpus: str | None = None
+    tokenizer_is_known: bool = False
     _read: dict[bytes, "_Read"] = field(default_factory=dict, repr=False, compare=False)
 
     def digest(self, segments: Segments) -> str:
-        """16 hexadecimal digits that identify what is scored: the tokens that are read, and the segments."""
+        """16 hexadecimal digits that identify what is scored: the tokens that are read, the segments, and the number of
+        bytes of the tokens.
+        """
         starts = np.asarray(segments.starts, dtype=np.int64)
         digest = self._read_digest(_merged(np.unique(starts), segments.length + 1))
         digest.update(starts.tobytes())
         digest.update(repr((segments.length, segments.first, self.token_bytes is not None)).encode())
+        if self.token_bytes is not None and not self.tokenizer_is_known:
+            digest.update(self.token_bytes.tobytes())
         return digest.hexdigest()[:16]
 
     def targets_digest(self, segments: Segments) -> str:
@@ -166,11 +174,24 @@ def check_range(low: int, high: int, vocab_size: int | None) -> None:
         )
 
 
-def validation_text(config: Config, token_bytes: IntArray | None = None) -> Text:
-    """The configured validation documents, concatenated. Their tokens are read when they are used."""
+def validation_text(config: Config, tokenizer: Tokenizer | None = None) -> Text:
+    """The configured validation documents, concatenated. Their tokens are read when they are used.
+
+    tokenizer: that of the text, for bits per byte. Raises UserError if the data were built with another one.
+    """
     prefixes, _ = evaluation_corpora(config, "valid")
+    is_known = _check_tokenizer(prefixes, tokenizer)
+    token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
     offsets = np.concatenate(([0], np.cumsum(validation_lengths(config))))
-    return Text(evaluation_stream(config), offsets, None, token_bytes, corpus_name(prefixes))
+    return Text(evaluation_stream(config), offsets, None, token_bytes, corpus_name(prefixes), is_known)
+
+
+def _check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> bool:
+    """Whether all corpora name their tokenizer. Raises UserError if it is not this one."""
+    if tokenizer is None:
+        return False
+    known = [check_tokenizer(prefix, tokenizer) for prefix in prefixes]
+    return all(known)
 
 
 def validation_lengths(config: Config) -> IntArray:
@@ -191,16 +212,18 @@ def text_by_document(
     config: Config,
     longest: int,
     max_tokens: int | None,
-    token_bytes: IntArray | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     quiet: bool = False,
 ) -> Text:
     """The configured validation documents as rows of `longest + 1` tokens (inputs and targets) from one document each.
 
     Documents that are too short are concatenated into further rows. Raises UserError if the text is too short for a
-    single row.
+    single row, or was built with another tokenizer than this one.
     """
     prefix, split = single_corpus(config)
+    is_known = _check_tokenizer([prefix], tokenizer)
+    token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
     rows = document_segments(prefix, split, "valid", longest, max_tokens, join_short=True)
     joined = int(np.sum(rows.documents < 0))
     if joined and not quiet:
@@ -214,7 +237,7 @@ def text_by_document(
     starts_document[1:] = (rows.documents[1:] != rows.documents[:-1]) | (rows.documents[1:] < 0)
     offsets = np.concatenate((np.flatnonzero(starts_document), [len(starts_document)])) * (longest + 1)
     tokens = torch.from_numpy(rows.tokens).flatten()
-    return Text(tokens, offsets, longest + 1, token_bytes, corpus_name([prefix]))
+    return Text(tokens, offsets, longest + 1, token_bytes, corpus_name([prefix]), is_known)
 
 
 def corpus_name(prefixes: Sequence[str]) -> str:

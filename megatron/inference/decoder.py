@@ -8,6 +8,7 @@ Legend: b batch, s new tokens, e hidden size, v padded vocabulary.
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from megatron.model.settings import ModelSettings
 
 # The backends for modes that `attend_in_mode` computes.
 MODE_BACKENDS = ("auto", "chunked", "reference")
+# The RoPE types of transformers whose angles depend on the length of the text ("su": Phi-3's first name of longrope).
+LENGTH_DEPENDENT_ROPE = re.compile(r"dynamic|longrope|^su$")
 
 
 class Decoder(Protocol):
@@ -128,18 +131,18 @@ class CallableDecoder:
 
 
 class TransformersDecoder:
-    """A causal model of the transformers library, with its own cache.
+    """A causal model of the transformers library, with its own cache, unless its angles depend on the length of the
+    text (RoPE types `dynamic` and `longrope`).
 
     A table of absolute positions is detected in advance, and a length beyond its end raises PositionsExceeded: on a GPU
     an index out of range would make the device unusable for the rest of the process.
     """
 
-    cached = True
-
     def __init__(self, model: Any):
         self._model = model
         self.vocab_size: int | None = model.get_input_embeddings().num_embeddings
         config = model.config
+        self.cached = not any(LENGTH_DEPENDENT_ROPE.search(name) for name in _rope_types(config))
         method = getattr(config, "positional_method", None)  # an exported model of this project
         self.pos_emb = None if method is None else describe_method(method, config.positional_options or {})
         limit = getattr(config, "max_position_embeddings", None)
@@ -152,6 +155,8 @@ class TransformersDecoder:
         self._max_positions: int | None = limit if has_table else None
 
     def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
+        if not self.cached:
+            return None
         from transformers import DynamicCache
 
         return DynamicCache(config=self._model.config)
@@ -173,11 +178,22 @@ class TransformersDecoder:
             raise PositionsExceeded(
                 f"{type(self._model).__name__} has a table of {self._max_positions} positions, but {end} are needed"
             )
+        if not self.cached:
+            # Dynamic angles stay those of the longest text until a short one resets them.
+            self._model(tokens[:, :1], use_cache=False)
         logits: Tensor = self._model(tokens, past_key_values=cache, use_cache=cache is not None).logits
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The RoPE types in the configuration of a transformers model, which can have one for each type of layers."""
+    config = config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(entry.get("rope_type", entry.get("type"))) for entry in (parameters, *by_layer_type)}
 
 
 def unsupported_reason(

@@ -12,6 +12,10 @@ from megatron.reporting.formatting import slug
 from megatron.utils.errors import UserError
 
 ALPHA = 0.05  # significance level
+DIFFERENT_TARGETS = (
+    "methods or seeds were scored on different tokens, so their values also differ because of the text. Evaluate them "
+    "with the same data and --tokens."
+)
 
 AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
 
@@ -152,6 +156,15 @@ def measurements(
         rows[key] = (*key, math.nan if number is None else number, *map(record.get, ("tokens", "targets", "note")))
     columns = ["setting", "method", "length", "depth", "seed", "value", "tokens", "targets", "note"]
     return Measurements(DataFrame(list(rows.values()), columns=columns))
+
+
+def have_different_targets(records: Iterable[AnyRecord]) -> bool:
+    """Whether records of the same setting and length were scored on different tokens."""
+    targets: dict[tuple[Setting, int], set[str]] = {}
+    for record in records:
+        if record.get("targets"):
+            targets.setdefault((setting_of(record), record["length"]), set()).add(record["targets"])
+    return any(len(digests) > 1 for digests in targets.values())
 
 
 def _weights(record: AnyRecord) -> str:

@@ -7,7 +7,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from megatron.reporting.aggregate import AnyRecord, Method, Setting, measurements, method_of, setting_of
+from megatron.reporting.aggregate import (
+    DIFFERENT_TARGETS,
+    AnyRecord,
+    Method,
+    Setting,
+    have_different_targets,
+    measurements,
+    method_of,
+    setting_of,
+)
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_difference, slug
 from megatron.reporting.paper_tables import setting_title
@@ -112,6 +121,8 @@ def _gains(records: Iterable[AnyRecord]) -> dict[tuple[Setting, int], tuple[Gain
     found = {}
     for key, by_method in groups.items():
         gains, notes = {}, [ERROR_NOTE]
+        if have_different_targets(record for by_seed in by_method.values() for record in by_seed.values()):
+            notes.append(f"The values are not comparable: {DIFFERENT_TARGETS}")
         for method in published("kerple-3").ordered(by_method):
             own = by_method[method].values()
             measured = [record for record in own if record["differences"]]

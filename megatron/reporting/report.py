@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kerple.positional.registry import canonical_name
+from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.evaluation.records import fingerprint_of
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.checkpoint_figures import (
@@ -210,11 +211,17 @@ def _checkpoint_figures(sources: Sources) -> tuple[list[ReportFigure], list[Repo
         path, iteration = checkpoint.get("path"), checkpoint.get("iteration")
         if path is not None:
             try:
+                measured = fingerprint_of(record)
+                if measured is not None and weights_fingerprint(find_step(path, iteration)) != measured:
+                    raise UserError(
+                        f"{path}: iteration {iteration} has other weights than those that were evaluated (fingerprint "
+                        f"{measured}); evaluate it again"
+                    )
                 figure_name = f"{setting.name}-{slug(pos_emb).lower()}"
                 adaptive = checkpoint_adaptive_figure(path, iteration, model=model, name=figure_name)
                 tables = distance_tables(path, iteration)
             except (UserError, OSError) as error:
-                sources.notes.append(f"No kernels are plotted for a checkpoint that cannot be read: {error}.")
+                sources.notes.append(f"No kernels are plotted for {model}: {error}.")
             else:
                 weight_figures += [adaptive] if adaptive else []
                 weight_figures += distance_figures(tables, model=model, name=figure_name)

@@ -16,12 +16,13 @@ from rich.console import Console
 
 from megatron.reporting.aggregate import (
     ALPHA,
+    DIFFERENT_TARGETS,
     AnyRecord,
     Method,
     Setting,
+    have_different_targets,
     measurements,
     method_of,
-    setting_of,
     significantly_better,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
@@ -47,14 +48,21 @@ class Measure:
     format: Callable[[Series], str] = format_mean
 
 
+def _format_error(values: Series) -> str:
+    return format_number(values.mean(), digits=2)
+
+
 MEASURES = {
     PERPLEXITY: Measure("extrapolation", "perplexity"),
     "loss": Measure("extrapolation", "loss"),
-    "standard error": Measure("extrapolation", "stderr", lambda values: format_number(values.mean(), digits=2)),
+    "standard error": Measure("extrapolation", "stderr", _format_error),
     "bits per byte": Measure("extrapolation", "bits_per_byte"),
     "loss, first bin": Measure("positions", lambda record: record["losses"][0] if record["losses"] else None),
     "loss, last bin": Measure("positions", lambda record: record["losses"][-1] if record["losses"] else None),
     "loss gained, least context": Measure("context", lambda record: (record["differences"] or [None])[0]),
+    "standard error of the loss gained": Measure(
+        "context", lambda record: (record["stderrs"] or [None])[0], _format_error
+    ),
     "resolution": Measure("resolution", "resolution"),
     "passkey accuracy": Measure("passkey", "accuracy", format_percent),
 }
@@ -288,15 +296,8 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
     for protocol in dict.fromkeys(record["protocol"] for record in losses):
         measured = [record for record in losses if record["protocol"] == protocol]
         counts = sorted({record["tokens"] for record in measured if record["tokens"]})
-        targets: dict[tuple[Setting, int], set[str]] = {}
-        for record in measured:
-            if record.get("targets"):
-                targets.setdefault((setting_of(record), record["length"]), set()).add(record["targets"])
-        if any(len(digests) > 1 for digests in targets.values()):
-            notes.append(
-                f"Protocol {protocol}: methods or seeds were scored on different tokens, so their values also differ "
-                "because of the text. Evaluate them with the same data and --tokens."
-            )
+        if have_different_targets(measured):
+            notes.append(f"Protocol {protocol}: {DIFFERENT_TARGETS}")
         elif len(counts) == 1:
             notes.append(f"Protocol {protocol}: the same {counts[0]:,} tokens are scored at every length.")
         elif counts:
@@ -326,6 +327,8 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
             f"Loss gained: the loss with {least:,} tokens of context minus that of the same tokens with the full "
             "context (context utilization); higher means that more distant tokens are used."
         )
+        if have_different_targets(by_kind["context"]):
+            notes.append(f"Loss gained: {DIFFERENT_TARGETS}")
     if "resolution" in by_kind:
         notes.append("The attention resolution (LEX) is the mean over heads, layers and texts; higher is better.")
     if "passkey" in by_kind:

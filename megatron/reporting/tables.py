@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 DAGGER = "†"
 
+# A number with thousands separators that is not a part of a name.
+_SEPARATED_NUMBER = re.compile(r"(?<![\w@.,])\d{1,3}(?:,\d{3})+(?![\w,])")
+
 _LATEX = {
     "\\": r"\textbackslash{}",
     "&": r"\&",
@@ -116,16 +119,19 @@ def markdown(table: Table, heading: str = "##") -> str:
 
 
 def comma_separated(table: Table) -> str:
-    """CSV with the section and whether the row is published as extra columns; numbers have no thousands separators.
+    """CSV with the section and whether the row is published as extra columns. Values, and headers and labels that are
+    numbers, have no thousands separators; names, such as mode full+group@4,256, are not changed.
 
     A name that a spreadsheet would read as a formula starts with an apostrophe.
     """
 
     def name(text: str) -> str:
-        return f"'{text}" if text.startswith(("=", "+", "-", "@")) else plain(text)
+        if text.startswith(("=", "+", "-", "@")):
+            return f"'{text}"
+        return plain(text) if _SEPARATED_NUMBER.fullmatch(text) else text
 
     def plain(text: str) -> str:
-        return re.sub(r"(?<=\d),(?=\d{3})", "", text)
+        return _SEPARATED_NUMBER.sub(lambda number: number[0].replace(",", ""), text)
 
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")

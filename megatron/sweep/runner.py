@@ -147,10 +147,9 @@ class Runner:
         self._signals: list[int] = []
         self.failures: list[Failure] = []
         # CPU runs in parallel share the cores; with a thread per core each, they would slow each other down.
-        self._threads = len(os.sched_getaffinity(0)) // len(devices) if len(devices) > 1 and not devices[0] else None
-        if "OMP_NUM_THREADS" in os.environ:
-            self._threads = None
-        elif self._threads:
+        self._threads: int | None = None
+        if len(devices) > 1 and not devices[0] and "OMP_NUM_THREADS" not in os.environ:
+            self._threads = max(1, len(os.sched_getaffinity(0)) // len(devices))
             display.print(f"{self._threads} thread(s) per run (OMP_NUM_THREADS is not set)")
 
     def run(self, runs: Sequence[SweepRun]) -> tuple[int | None, list[str]]:
@@ -265,7 +264,7 @@ class Runner:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if job.devices[0]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(job.devices)
-        if self._threads:
+        if self._threads is not None:
             environment["OMP_NUM_THREADS"] = str(self._threads)
         job.process = start_process(command, run.folder, environment, run.folder / OUTPUT)
 

@@ -68,6 +68,13 @@ class Tokenizer(ABC):
         Invalid UTF-8, for example ids that end in the middle of a character, is decoded as U+FFFD.
         """
 
+    def detokenize_continuation(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text that `ids` add to the text of `prompt`. Alone, the first word of SentencePiece's ids would
+        lose the space before it.
+        """
+        before, text = self.detokenize(prompt), self.detokenize([*prompt, *ids])
+        return text[len(before) :] if text.startswith(before) else self.detokenize(ids)
+
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize every text. Subclasses override this if the library has a faster batch call."""
         return [self.tokenize(text) for text in texts]

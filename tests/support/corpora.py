@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.documents import DocumentOptions, read_texts
-from megatron.data.indexed_dataset import open_indexed_files
+from megatron.data.indexed_dataset import IndexedFiles, Manifest, open_indexed_files
 from megatron.data.input_files import find_files
 from megatron.data.readers import FileCorpus
 from megatron.tokenizer import TokenizerFiles
@@ -63,3 +63,25 @@ def debian_package(files: dict[str, bytes], compress=lzma.compress, ending=".xz"
 def exit_process(chunks, tokenizer, options) -> None:
     """A function for `process_in_order` that ends the worker process. Workers import it by name."""
     os._exit(1)
+
+
+def manifest_of(files: IndexedFiles, largest_id: int, fingerprint: str = "") -> Manifest:
+    """A manifest that describes `files`, by an HFTokenizer with 2,000 ids and this fingerprint."""
+    return Manifest(
+        documents=files.documents,
+        tokens=files.tokens,
+        text_bytes=None,
+        largest_id=largest_id,
+        sha256="",
+        dtype=files.dtype.name,
+        tokenizer="HFTokenizer",
+        tokenizer_fingerprint=fingerprint,
+        vocab_size=2000,
+        append_eod=True,
+        ftfy=False,
+        key="text",
+        inputs=[],
+        skipped_empty=0,
+        skipped_bad=0,
+        skipped_other=0,
+    )

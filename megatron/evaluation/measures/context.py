@@ -73,6 +73,7 @@ class ContextTask(EvalTask):
             "tokens": full.tokens if measured else 0,
             "documents": full.documents if measured else None,
             "loss": full.loss if measured else None,
+            "targets": self.text.targets_digest(self.full),
             "contexts": list(self.contexts) if measured else [],
             "differences": [part.loss - full.loss for part in shorter] if measured else [],
             "stderrs": [

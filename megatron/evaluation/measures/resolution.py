@@ -136,6 +136,7 @@ class ScoreRecorder:
             bias_table=options["bias_table"],
             weight_table=options["weight_table"],
             table=options["table"],
+            decay_sums=options["decay_sums"],
             scale=options["scale"],
             span=Span(options["window"], options["block"]),
             dropped=options["dropped"],
@@ -154,12 +155,13 @@ class ScoreRecorder:
         bias_table: Tensor | None,
         weight_table: Tensor | None,
         table: Tensor | None,
+        decay_sums: Tensor | None,
         scale: float,
         span: Span,
         dropped: int = 0,
     ) -> None:
         """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, g, t, d]`, the first of
-        which is at position `dropped`; for the tables see `kerple.attention.attend`.
+        which is at position `dropped`; for the tables and `decay_sums` see `kerple.attention.call.AttentionCall`.
         """
         s, t = query.shape[2], key.shape[2]
         method = self._attention.positional
@@ -178,6 +180,9 @@ class ScoreRecorder:
             dtype = torch.promote_types(query.dtype, torch.float32)
             keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * scale
+            if decay_sums is not None:
+                of_queries, of_keys = decay_sums[..., t - s + first : end], decay_sums[..., begin:end]
+                scores = scores + (of_queries.unsqueeze(-1) - of_keys.unsqueeze(-2)).to(dtype)
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and method.modifies_scores:
                 positions = query_positions + dropped, key_positions + dropped

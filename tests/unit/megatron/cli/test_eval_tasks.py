@@ -17,6 +17,7 @@ from megatron.cli import eval_tasks, evaluate
 from megatron.cli.eval_tasks import TASK_RESULTS, print_tasks
 from megatron.cli.evaluate import main
 from megatron.evaluation import harness
+from megatron.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
 from megatron.utils.locks import Lock
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_yaml
@@ -29,6 +30,7 @@ from tests.support.harness_tasks import (
     write_ascii_checkpoint,
     write_tasks,
 )
+from tests.support.sentencepiece import LLAMA, train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -212,6 +214,22 @@ def test_tasks_json_keeps_and_resumes_earlier_results(checkpoints, tmp_path, mon
     last = results_in(tmp_path)["checkpoints"]
     assert last[0] == first[0]
     assert last[1]["results"] != first[1]["results"]
+
+
+def test_another_tokenizer_at_the_same_path_is_measured_again(checkpoints, task_folder, tmp_path, capsys):
+    path = train_sentencepiece(tmp_path / "tokenizer.model", vocab_size=480, **LLAMA)
+    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "pages", "--include-path", task_folder]
+    words += ["--limit", "2", "--output", str(tmp_path)]
+    words += ["--set", "tokenizer-type=SPMTokenizer", f"vocab-file={path}"]
+    values = []
+    for vocab_size in (480, 512, 512):
+        train_sentencepiece(path, vocab_size=vocab_size, **LLAMA)
+        main(words)
+        (entry,) = results_in(tmp_path)["checkpoints"]
+        values.append(entry["results"]["pages"]["byte_perplexity,none"])
+        assert entry["tokenizer_fingerprint"] == build_tokenizer("SPMTokenizer", path).fingerprint
+    assert values[0] != values[1]
+    assert capsys.readouterr().out.count("1 of 1 results exist from an earlier run") == 1
 
 
 def test_entries_name_the_evaluated_method_and_weights(task_folder, tmp_path):

@@ -10,19 +10,14 @@ import torch
 from kerple.attention import FULL, AttentionMode, Span
 from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
+from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.streams import validation_stream
 from megatron.evaluation.records import read_results
 from megatron.evaluation.results_file import ResultsFile
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import (
-    TRAIN_LENGTH,
-    VOCABULARY,
-    settings_of,
-    write_checkpoint,
-    write_corpus,
-    write_yaml,
-)
-from tests.support.language_models import direct_losses, small_gpt
+from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
+from tests.support.corpora import manifest_of
+from tests.support.language_models import direct_losses
 
 LENGTHS = ["--lengths", "32", "64", "256"]
 METHODS = ("kerple_log", "alibi", "learned")
@@ -417,84 +412,34 @@ def test_an_interrupted_run_resumes(tmp_path, configuration, monkeypatch):
     assert rows_in(tmp_path / "interrupted") == rows_in(tmp_path / "uninterrupted")
 
 
-# Options of a positional method at evaluation: the same weights, other positions
-
-LENGTH = 4 * TRAIN_LENGTH
-LINEAR = {"scaling": "linear", "factor": 4}
-
-
-@pytest.fixture(scope="module")
-def rotary(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("rotary")
-    return folder, write_checkpoint(folder, "rotary", data)
-
-
-def loss_with(model, data, **options) -> float:
-    """From one call, with these options and the same weights."""
-    other = small_gpt(
-        "rotary", max_positions=TRAIN_LENGTH, padded_vocab_size=VOCABULARY, pos_emb_options=tuple(options.items())
-    )
-    other.load_state_dict(model.state_dict())
-    text = torch.from_numpy(validation_stream(data, "2,1,0"))[None, : LENGTH + 1]
-    with torch.no_grad():
-        return direct_losses(other(text[:, :-1]), text[:, 1:]).mean().item()
+def test_a_mode_is_measured_once_it_is_supported(tmp_path, checkpoints):
+    folder = str(checkpoints["kerple_log"][0])
+    words = ["--checkpoint", folder, "--lengths", "64", "--tokens", "64", "--output", str(tmp_path)]
+    words += ["--modes", "full", "sinks@2+9", "--skip-unsupported", "--by-position", "4"]
+    main([*words, "--set", "attention-backend=sdpa"])
+    full, sinks = rows_in(tmp_path)
+    assert full["loss"] is not None
+    assert "attention-backend sdpa" in sinks["note"]
+    main(words)
+    measured = {row["mode"]: row for row in rows_in(tmp_path)}
+    assert measured["sinks@2+9"]["note"] is None
+    assert measured["sinks@2+9"]["loss"] is not None
+    assert measured["full"] == full
+    positions = [record for record in read_results(tmp_path) if record["kind"] == "positions"]
+    assert all(record["losses"] for record in positions)
+    main([*words, "--set", "attention-backend=sdpa"])  # the measured value stays
+    assert {row["mode"]: row for row in rows_in(tmp_path)} == measured
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        LINEAR,
-        {"scaling": "ntk", "factor": 4},
-        {"scaling": "yarn", "factor": 4},
-        {"scaling": "llama3", "factor": 4},
-        {"scaling": "dynamic", "factor": 4},
-        {"random_range": 256, "random_length": LENGTH},
-    ],
-    ids=lambda options: options.get("scaling", "random"),
-)
-def test_position_scaling_with_set(options, rotary, data, tmp_path):
-    folder, model = rotary
-    words = [f"pos-emb-options.{name}={value}" for name, value in options.items()]
-    length = ["--lengths", str(LENGTH), "--tokens", str(LENGTH), "--query-chunk", "24"]
-    main(["--checkpoint", str(folder), *length, "--output", str(tmp_path), "--set", *words])
-    (row,) = rows_in(tmp_path)
-    assert row["loss"] == pytest.approx(loss_with(model, data, **options), abs=1e-5)
-    assert abs(row["loss"] - loss_with(model, data)) > 1e-4
-    assert row["pos_emb"] == f"rotary ({', '.join(f'{name} {value}' for name, value in options.items())})"
-
-
-def test_position_scaling_in_the_configuration(rotary, data, tmp_path, capsys):
-    folder, model = rotary
-    keys = {"load": str(folder), "pos_emb_options": LINEAR}
-    path = str(write_yaml(tmp_path / "all.yml", {**settings_of("rotary", data), **keys}))
-    words = ["--lengths", str(LENGTH), "--tokens", str(LENGTH), "--output", str(tmp_path / "report")]
-    main([path, *words])
-    assert rows_in(tmp_path / "report")[0]["loss"] == pytest.approx(loss_with(model, data, **LINEAR), abs=1e-5)
-    assert "rotary (scaling linear, factor 4)" in capsys.readouterr().err
-
-
-def test_a_random_range_that_is_too_short_has_a_note(rotary, tmp_path):
-    words = ["--lengths", str(LENGTH), "--tokens", str(LENGTH), "--output", str(tmp_path), "--set"]
-    main(["--checkpoint", str(rotary[0]), *words, "pos-emb-options={random_range: 64}"])
-    (row,) = rows_in(tmp_path)
-    assert row["loss"] is None
-    assert f"random_length {TRAIN_LENGTH}" in row["note"]
-
-
-@pytest.mark.parametrize(
-    ("pos_emb", "words", "message"),
-    [
-        ("alibi", ["pos-emb-options.scaling=linear"], "Alibi has no option 'scaling'"),
-        (
-            "rotary",
-            ["pos-emb-options.fraction=0.5"],
-            "option fraction of pos_emb rotary cannot be changed .* can: scaling, ",
-        ),
-        ("rotary", ["pos-emb-options.scaling=cubic"], "scaling 'cubic' is unknown"),
-        ("kerple", ["pos-emb-options.bias=log"], "pos_emb kerple cannot be changed after training .* can: random"),
-    ],
-)
-def test_options_that_change_the_weights_are_rejected(pos_emb, words, message, data, tmp_path):
-    write_checkpoint(tmp_path / "run", pos_emb, data)
-    with pytest.raises(UserError, match=message):
-        main(["--checkpoint", str(tmp_path / "run"), "--lengths", "64", "--output", str(tmp_path), "--set", *words])
+def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
+    prefix, output = write_corpus(tmp_path), str(tmp_path / "out")
+    write_manifest(prefix, manifest_of(open_indexed_files(prefix), 255))
+    words = ["--checkpoint", str(checkpoints["alibi"][0]), "--lengths", "32", "--tokens", "64", "--output", output]
+    words += ["--set", f"data-path={prefix}"]
+    for by_document in ([], ["--document-aware"]):
+        with pytest.raises(UserError, match=r"was tokenized with HFTokenizer .* set tokenizer-type, vocab-file"):
+            main([*words, *by_document])
+    assert not Path(output).exists()
+    main([*words, "tokenizer-type=HFTokenizer", "vocab-file=nowhere"])  # no usable tokenizer
+    assert "bits per byte is not measured: vocab-file nowhere" in capsys.readouterr().out
+    assert rows_in(output)[0]["loss"] > 0

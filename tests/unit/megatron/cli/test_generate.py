@@ -11,12 +11,14 @@ import pytest
 from megatron.cli.generate import TextGenerator, cache_bytes, interact, main, read_prompts, split_prompts
 from megatron.config import Config, UserError
 from megatron.config.command_line import run_main
+from megatron.config.schema import GenerationConfig
 from megatron.evaluation.modes import parse_mode
-from megatron.inference.generation import generate
+from megatron.inference.generation import Generation, generate
 from megatron.model.cache import LayerCache
 from megatron.tokenizer import build_tokenizer
 from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.language_models import small_gpt
+from tests.support.sentencepiece import LLAMA, train_sentencepiece
 
 TOKENIZER = build_tokenizer("CharLevelTokenizer")
 CHOICE = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "maximum_tokens": 48}
@@ -89,6 +91,18 @@ def test_several_samples_per_prompt(tmp_path, configuration, trained):
     records = read_records(output)
     assert [record["context"] for record in records] == ["ab", "ab", "cd", "cd"]
     assert [record["text"] for record in records] == expected(trained[1], ["ab", "ab", "cd", "cd"])
+
+
+def test_the_space_between_a_prompt_and_the_text_of_sentencepiece(tmp_path, monkeypatch):
+    tokenizer = build_tokenizer("SPMTokenizer", train_sentencepiece(tmp_path / "tokenizer.model", **LLAMA))
+
+    def paris(model, prompts, **options):
+        return [Generation(prompt, tokenizer.tokenize("Paris."), True, None, 0.1) for prompt in prompts]
+
+    monkeypatch.setattr("megatron.cli.generate.generate", paris)
+    generator = TextGenerator(small_gpt("none"), tokenizer, GenerationConfig(), seed=1, batch_size=2)
+    records = generator.generate(["The capital is", ""])
+    assert [record["text"] for record in records] == [" Paris.", "Paris."]
 
 
 def test_recompute_and_batches_of_one_give_the_same(tmp_path, configuration):

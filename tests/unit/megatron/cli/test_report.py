@@ -21,7 +21,7 @@ def test_report_of_several_folders(tmp_path, capsys):
     *notes, path = capsys.readouterr().out.splitlines()
     assert path == str(tmp_path / "out" / "report.html")
     assert len(notes) == 2
-    assert all(note.startswith("note: No kernels are plotted for a checkpoint that cannot be read") for note in notes)
+    assert all(note.startswith("note: No kernels are plotted for ") and ": no such folder" in note for note in notes)
     assert "<title>Mine</title>" in (tmp_path / "out" / "report.html").read_text()
 
 

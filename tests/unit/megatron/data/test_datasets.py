@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data import build_datasets
 from megatron.data.datasets import BlendedParts, SampleSettings, datasets_from_blends, datasets_from_split
+from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.splits import Blend
 from megatron.utils.errors import UserError
+from tests.support.corpora import manifest_of
 
 LENGTHS = (32, 32, 32)
 
@@ -275,6 +278,21 @@ def test_build_datasets_from_separate_paths(configuration, corpus, tmp_path, wri
     assert torch.equal(tokens(datasets.train), tokens(expected.train))
     assert len(datasets.valid) == datasets.valid.samples_per_epoch == (9 * 200 - 1) // 32
     assert datasets.test is None
+
+
+def test_data_of_another_tokenizer_are_rejected(configuration, corpus, tmp_path, write_corpus, tokenizer):
+    """Even if its ids fit into the vocabulary."""
+    write_corpus(tmp_path / "other", [200] * 9, vocab_size=tokenizer.vocab_size)
+    other = str(tmp_path / "other")
+    manifest = manifest_of(open_indexed_files(other), tokenizer.vocab_size - 1)
+    write_manifest(other, manifest)
+    message = r"other was tokenized with HFTokenizer with 2,000 ids .* and not with HFTokenizer with 600 ids"
+    separate = {"train_data_paths": [corpus], "valid_data_paths": [other]}
+    for keys in ({"data_path": other, "split": "1"}, separate):
+        with pytest.raises(UserError, match=message):
+            build_datasets(configuration(**keys), tokenizer, 32, (10, 0, 0))
+    write_manifest(other, replace(manifest, tokenizer_fingerprint=tokenizer.fingerprint))
+    assert len(build_datasets(configuration(data_path=other, split="1"), tokenizer, 32, (10, 0, 0)).train) == 10
 
 
 @pytest.mark.parametrize(("exponent", "share"), [(1.0, 0.9), (0.5, 0.75), (0.0, 0.5)])

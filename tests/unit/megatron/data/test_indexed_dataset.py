@@ -2,6 +2,7 @@
 
 import os
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.data.indexed_dataset import (
     ID_TYPES,
-    Manifest,
+    bin_path,
+    check_tokenizer,
     id_type_for,
     idx_path,
     largest_id,
@@ -20,6 +22,7 @@ from megatron.data.indexed_dataset import (
     write_manifest,
 )
 from megatron.utils.errors import UserError
+from tests.support.corpora import manifest_of
 
 
 def test_id_types_equal_megatron_cores():
@@ -140,25 +143,32 @@ def test_empty_dataset(tmp_path):
 # --- manifests
 
 
-def manifest_of(files, largest) -> Manifest:
-    return Manifest(
-        documents=files.documents,
-        tokens=files.tokens,
-        text_bytes=None,
-        largest_id=largest,
-        sha256="",
-        dtype=files.dtype.name,
-        tokenizer="HFTokenizer",
-        tokenizer_fingerprint="",
-        vocab_size=2000,
-        append_eod=True,
-        ftfy=False,
-        key="text",
-        inputs=[],
-        skipped_empty=0,
-        skipped_bad=0,
-        skipped_other=0,
+def test_the_tokenizer_of_the_manifest(pair, write_corpus, tokenizer):
+    assert not check_tokenizer(pair, tokenizer)  # no manifest
+    manifest = manifest_of(open_indexed_files(pair), 1234)
+    write_manifest(pair, manifest)
+    with pytest.raises(UserError) as error:
+        check_tokenizer(pair, tokenizer)
+    assert str(error.value) == (
+        f"{pair} was tokenized with HFTokenizer with 2,000 ids (fingerprint ) and not with HFTokenizer with 600 ids "
+        f"(fingerprint {tokenizer.fingerprint[:12]}); set tokenizer-type, vocab-file and merge-file to the tokenizer "
+        "of the data, or build the data again with kerple prepare (prepare_data.py) or "
+        f"tools/datasets/preprocess_data.py. If both tokenizers give the same ids, remove {pair}.json"
     )
+    write_manifest(pair, replace(manifest, tokenizer_fingerprint=tokenizer.fingerprint))
+    assert check_tokenizer(pair, tokenizer)
+    for changed in ({"tokens": manifest.tokens + 1}, {"documents": manifest.documents + 1}):
+        write_manifest(pair, replace(manifest, **changed))  # of other files
+        assert not check_tokenizer(pair, tokenizer)
+    write_manifest(pair, manifest)
+    for damaged in (manifest_path(pair), idx_path(pair)):
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:20])
+        assert not check_tokenizer(pair, tokenizer)
+        damaged.write_bytes(content)
+    bin_path(pair).unlink()
+    assert not check_tokenizer(pair, tokenizer)
+    assert not check_tokenizer("s3://bucket/corpus", tokenizer)
 
 
 def test_largest_id_uses_only_an_up_to_date_manifest(pair, write_corpus):

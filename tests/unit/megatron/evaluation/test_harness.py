@@ -14,6 +14,7 @@ from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import quiet
 from tests.support.harness_tasks import TASKS, use_offline_harness, write_ascii_checkpoint, write_tasks
+from tests.support.language_models import small_gpt
 from tests.support.texts import PYTHON
 
 
@@ -187,6 +188,33 @@ def test_a_tokenizer_that_puts_a_token_before_texts(models):
     assert rolling == pytest.approx(values.sum().item(), abs=1e-4)
     assert empty == pytest.approx(values.sum().item(), abs=1e-4)
     assert partial == pytest.approx(values[9:].sum().item(), abs=1e-4)
+
+
+def test_a_context_of_white_space(models):
+    """The harness moves the white space to the continuation, so the end-of-document token is the context."""
+    harness = harness_model(models, "kerple_log")
+    model, tokenizer, _ = models["kerple_log"]
+    # The longer text comes first in the batch.
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in ((PYTHON[:30], "x"), ("  ", "x"), ("", "  x"))]
+    _, (value, _), (empty, _) = harness.loglikelihood(requests)
+    tokens = torch.tensor([tokenizer.eod, *b"  x"])
+    with torch.no_grad():
+        log_probabilities = model(tokens[None, :-1])[0].double().log_softmax(-1)
+    expected = log_probabilities.gather(1, tokens[1:, None]).sum().item()
+    assert value == pytest.approx(expected, abs=1e-4)
+    assert empty == pytest.approx(expected, abs=1e-4)
+    assert harness.lengths["loglikelihood"].longest == 30
+
+
+def test_log_likelihoods_of_a_length_dependent_method_do_not_depend_on_the_batch():
+    """With dynamic scaling, padding would change the angles of a shorter text."""
+    options = {"scaling": "dynamic", "factor": 4.0, "trained_length": 16}
+    model = small_gpt("rotary", padded_vocab_size=512, pos_emb_options=tuple(options.items()))
+    harness = HarnessModel(model, CharLevelTokenizer(), rolling_length=400, report=quiet)
+    requests = [Instance("loglikelihood", {}, (PYTHON[: length - 1] + "x", " end"), 0) for length in (90, 24, 23)]
+    together = harness.loglikelihood(requests)
+    alone = [harness.loglikelihood([request])[0] for request in requests]
+    assert [value for value, _ in together] == pytest.approx([value for value, _ in alone], abs=1e-4)
 
 
 def test_a_stop_sequence_of_several_tokens_ends_the_text(models):

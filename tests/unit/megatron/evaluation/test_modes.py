@@ -2,8 +2,10 @@
 
 import pytest
 
-from megatron.evaluation.modes import parse_mode, parse_modes
+from megatron.evaluation.modes import UNSUPPORTED_NOTE, parse_mode, parse_modes
+from megatron.inference.decoder import as_decoder
 from megatron.utils.errors import UserError
+from tests.support.language_models import small_gpt
 
 
 def test_each_mode_is_listed_once():
@@ -14,3 +16,17 @@ def test_each_mode_is_listed_once():
 def test_invalid_names():
     with pytest.raises(UserError, match="choose full, window@W"):
         parse_mode("sliding")
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({"pos_emb": "learned"}, "full+clip@8"),
+        ({"pos_emb": "rotary", "window": 4}, "window@8"),
+        ({"pos_emb": "alibi", "attention_backend": "sdpa"}, "sinks@2+8"),
+    ],
+)
+def test_the_reason_for_an_unsupported_mode_can_be_recognized(settings, mode):
+    """evaluate.py measures a mode again if the stored note starts like this, once the mode is supported."""
+    reason = as_decoder(small_gpt(**settings)).unsupported_reason(parse_mode(mode, 32).attention)
+    assert reason.startswith(UNSUPPORTED_NOTE)

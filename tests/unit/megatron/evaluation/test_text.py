@@ -5,10 +5,13 @@ import pytest
 import torch
 
 from megatron.config import Config
+from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.text import Text, as_text, check_ids, corpus_name, text_by_document, validation_text
+from megatron.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import settings_of, write_corpus
+from tests.support.corpora import manifest_of
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,50 @@ def test_digests_identify_what_is_scored():
         Text(tokens, documents, token_bytes=np.ones(100, dtype=np.int64)).digest(segments),
     }
     assert len(digests) == 7
+
+
+def test_digests_identify_the_bytes_of_the_tokens():
+    """Unless the data name their tokenizer: then the tokens determine them."""
+    tokens, segments, ones = torch.arange(100), Segments(8, [0, 16], 2), np.ones(100, dtype=np.int64)
+    unknown = [Text(tokens, token_bytes=count * ones).digest(segments) for count in (1, 1, 2)]
+    assert unknown[0] == unknown[1] != unknown[2]
+    known, also_known = (
+        Text(tokens, token_bytes=count * ones, tokenizer_is_known=True).digest(segments) for count in (1, 2)
+    )
+    assert known == also_known
+    assert known not in (*unknown, Text(tokens).digest(segments))
+
+
+@pytest.mark.parametrize(
+    "read", [validation_text, lambda config, tokenizer: text_by_document(config, 64, 64, tokenizer)]
+)
+def test_the_tokenizer_of_the_text(read, tmp_path):
+    prefix, tokenizer = write_corpus(tmp_path), CharLevelTokenizer()
+    config = Config.from_flat(settings_of("none", prefix))
+    text = read(config, tokenizer)
+    assert not text.tokenizer_is_known  # there is no manifest
+    assert text.token_bytes.tolist() == tokenizer.byte_lengths().tolist()
+    files = open_indexed_files(prefix)
+    write_manifest(prefix, manifest_of(files, 255, tokenizer.fingerprint))
+    assert read(config, tokenizer).tokenizer_is_known
+    write_manifest(prefix, manifest_of(files, 255, "other"))
+    assert read(config, None).token_bytes is None
+    with pytest.raises(UserError, match=r"text_document was tokenized with HFTokenizer .* and not with CharLevel"):
+        read(config, tokenizer)
+
+
+def test_the_tokenizer_of_every_corpus_is_checked(tmp_path):
+    folders = [tmp_path / "without a manifest", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    prefixes = list(map(write_corpus, folders))
+    keys = settings_of("none", prefixes[0])
+    keys = {**keys, "data_path": None, "train_data_paths": prefixes, "valid_data_paths": prefixes}
+    config = Config.from_flat(keys)
+    assert not validation_text(config, CharLevelTokenizer()).tokenizer_is_known
+    write_manifest(prefixes[1], manifest_of(open_indexed_files(prefixes[1]), 255, "other"))
+    with pytest.raises(UserError, match="other/text_document was tokenized with HFTokenizer"):
+        validation_text(config, CharLevelTokenizer())
 
 
 def test_validation_text(config):

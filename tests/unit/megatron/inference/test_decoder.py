@@ -7,8 +7,9 @@ from torch import nn
 from kerple.attention import FULL, AttentionMode, Span
 from kerple.positional import PositionsExceeded
 from kerple.positional.distance_maps import Clip
+from megatron.evaluation.runner import evaluate_extrapolation
 from megatron.inference.decoder import CallableDecoder, NativeDecoder, TransformersDecoder, as_decoder, inference
-from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
+from tests.support.language_models import VOCABULARY, direct_losses, random_tokens, small_gpt
 
 
 def test_a_model_of_this_project():
@@ -99,6 +100,59 @@ def test_a_table_of_positions_is_detected():
     assert decoder.hidden(tokens, cache).shape == (1, 10, VOCABULARY)
     with pytest.raises(PositionsExceeded, match="GPT2LMHeadModel has a table of 16 positions, but 20 are needed"):
         decoder.hidden(tokens, cache)
+
+
+def rope_model(model_type, rope_parameters, **keys):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0}
+    rope = {"max_position_embeddings": 16, "rope_parameters": rope_parameters}
+    config = AutoConfig.for_model(model_type, **sizes, **heads, **rope, **keys)
+    config.initializer_range = 0.5
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 4.0, "original_max_position_embeddings": 16}
+LAYER_TYPES = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "keys"),
+    [
+        ("llama", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}, {}),
+        ("phi3", {"rope_type": "longrope", "rope_theta": 100.0, **LONGROPE}, {}),
+        (
+            "gemma3_text",
+            {
+                "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            {"layer_types": LAYER_TYPES, "sliding_window": 8},
+        ),
+    ],
+    ids=["dynamic", "longrope", "by layer type"],
+)
+def test_angles_that_depend_on_the_length_are_not_cached(model_type, rope, keys):
+    """The loss must not depend on the chunks, nor on a longer text before."""
+    model = rope_model(model_type, rope, **keys)
+    text = random_tokens(81)
+    expected = model(torch.stack((text[:40], text[40:80])), use_cache=False).logits
+    decoder = as_decoder(model)
+    assert not decoder.cached
+    assert decoder.new_cache(1, 40) is None
+    losses = {
+        chunk: evaluate_extrapolation(model, text, [80, 40], query_chunk=chunk, progress=False)[1]["loss"]
+        for chunk in (7, 512)
+    }
+    by_hand = direct_losses(expected, torch.stack((text[1:41], text[41:]))).mean().item()
+    assert losses == {chunk: pytest.approx(by_hand, abs=1e-5) for chunk in losses}
+
+
+def test_constant_angles_are_cached():
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
+    assert as_decoder(rope_model("llama", rope)).cached
 
 
 def test_inference_restores_the_mode_of_every_module():

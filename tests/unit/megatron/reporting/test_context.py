@@ -40,6 +40,16 @@ def test_table():
     assert "loss with the full context" in markdown(table, "#")
 
 
+def test_results_on_different_tokens_have_a_note():
+    def notes(*targets):
+        records = [context(name, [0.3, 0.2], [0.01, 0.02], targets=digest) for name, digest in targets]
+        (table,) = context_tables(records)
+        return " ".join(table.notes)
+
+    assert "not comparable: methods or seeds were scored on different tokens" in notes(("alibi", "a"), ("rpe", "b"))
+    assert "different tokens" not in notes(("alibi", "a"), ("rpe", "a"))
+
+
 def test_copies_of_a_result_are_not_seeds():
     entry = context("alibi", [0.01, -0.02], [0.02, 0.01])
     (table,) = context_tables([entry, {**entry, "checkpoint": {**entry["checkpoint"], "path": "copy"}}])

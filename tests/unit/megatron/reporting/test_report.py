@@ -4,7 +4,9 @@ import re
 import shutil
 
 import pytest
+import torch
 
+from megatron.checkpoint.directory import weights_fingerprint
 from megatron.reporting.report import Sources, report_chapters, write_report
 from megatron.reporting.style import SCREEN, parse_style
 from megatron.utils.errors import UserError
@@ -39,7 +41,7 @@ def test_page(report):
     assert text.count("<img ") == 3, "perplexity, kernels, effective lengths"
     assert "kerple_log, GitHub, seed 1: nowhere/kerple_log/1, iteration 10, fingerprint kerple_log1." in text
     assert len(sources.notes) == 3, "the checkpoints of the records do not exist"
-    assert all(note.startswith("No kernels are plotted for a checkpoint") for note in sources.notes)
+    assert all(re.match(r"No kernels are plotted for .*: nowhere/.*: no such folder", note) for note in sources.notes)
 
 
 def test_files(report):
@@ -85,12 +87,41 @@ def test_aliases_are_the_same_method():
     assert [result["pos_emb"] for result in sources.records] == ["kerple_power_ap_ap", "dape_kerple (variant Concat)"]
 
 
+def written_checkpoint(folder, iteration):
+    """Write a small checkpoint, whose weights depend on the iteration; returns its description in records."""
+    write_checkpoint(folder, "kerple_log", "nowhere", iteration=iteration)
+    fingerprint = weights_fingerprint(folder / f"global_step{iteration}")
+    values = {"path": str(folder), "iteration": iteration, "fingerprint": fingerprint}
+    return {**record("x", 1, 1.0)["checkpoint"], **values}
+
+
+def test_kernels_are_those_of_the_evaluated_weights(tmp_path):
+    checkpoint = written_checkpoint(tmp_path / "run", 3)
+    records = [record("kerple_log", 512, 3.0, checkpoint=checkpoint)]
+
+    def kernels():
+        sources = Sources(records)
+        chapters = {chapter.anchor: chapter for chapter in report_chapters(sources)}
+        return chapters["kernels"].figures + chapters["effective-lengths"].figures, sources.notes
+
+    figures, notes = kernels()
+    assert (len(figures), notes) == (2, [])
+    layer = next((tmp_path / "run" / "global_step3").glob("layer_03*"))  # trained again in the same folder
+    torch.save({name: 2 * value for name, value in torch.load(layer, weights_only=True).items()}, layer)
+    figures, (note,) = kernels()
+    assert figures == []
+    assert note == (
+        f"No kernels are plotted for KERPLE (log), GitHub, seed 1: {tmp_path / 'run'}: iteration 3 has "
+        f"other weights than those that were evaluated (fingerprint {checkpoint['fingerprint']}); evaluate it again."
+    )
+    checkpoint["fingerprint"] = None  # not known
+    assert len(kernels()[0]) == 2
+
+
 def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
     records = []
     for seed in (2, 1):
-        path = tmp_path / str(seed)
-        write_checkpoint(path, "kerple_log", "nowhere")
-        checkpoint = {**record("x", 1, 1.0)["checkpoint"], "path": str(path), "iteration": 4, "fingerprint": str(seed)}
+        checkpoint = written_checkpoint(tmp_path / str(seed), seed)
         records.append(record("kerple_log", 512, 3.0, seed, checkpoint=checkpoint))
         heads = {"effective_lengths": [[seed, 7], [8, 9]], "layers": ["layer 0", "layer 1"]}
         records.append({**records[-1], "kind": "effective_length", **heads})

@@ -58,6 +58,16 @@ def test_csv():
     ]
 
 
+def test_csv_removes_thousands_separators_only_from_numbers():
+    mode = "full+group@4,256"
+    cells = (Cell("1,234,567.5 ± 1,024"), Cell(f"-3,900 ({mode})"))
+    lines = (Section(mode), Row((mode, "16,384"), cells))
+    assert comma_separated(Table("n", "t", ("Mode", "Length"), ("1,024", mode), lines)).splitlines() == [
+        'section,Mode,Length,published,1024,"full+group@4,256"',
+        '"full+group@4,256","full+group@4,256",16384,no,1234567.5 ± 1024,"-3900 (full+group@4,256)"',
+    ]
+
+
 def test_latex():
     assert latex(TABLE).splitlines() == [
         r"\begin{table}",

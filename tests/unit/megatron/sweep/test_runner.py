@@ -259,7 +259,8 @@ def test_a_failed_run_that_another_process_tried_again_and_left_is_tried(sweep, 
     assert "[2/2] alibi/17: finished" in sweep(axes=axes)
 
 
-def test_parallel_runs_on_a_cpu_share_the_cores(sweep, monkeypatch):
+@pytest.mark.parametrize(("cores", "each"), [(8, 4), (1, 1)])
+def test_parallel_runs_on_a_cpu_share_the_cores(cores, each, sweep, monkeypatch):
     threads = []
 
     def start_process(command, folder, environment, log):
@@ -267,10 +268,10 @@ def test_parallel_runs_on_a_cpu_share_the_cores(sweep, monkeypatch):
         return fake_start_process(command, folder, environment, log)
 
     monkeypatch.setattr(runner, "start_process", start_process)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert "4 thread(s) per run" in sweep("--jobs", "2")
-    assert set(threads) == {"4"}
+    assert f"{each} thread(s) per run" in sweep("--jobs", "2")
+    assert set(threads) == {str(each)}
 
 
 def test_selected_runs(sweep):

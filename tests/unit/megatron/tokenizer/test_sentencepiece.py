@@ -51,6 +51,14 @@ def test_a_beginning_of_sequence_token_is_added_as_transformers_does(model, tmp_
             assert theirs("def f(x):")["input_ids"] == tokenizer.tokenize("def f(x):")
 
 
+def test_a_continuation_keeps_the_space_before_its_first_word(model):
+    tokenizer = build_tokenizer("SPMTokenizer", model)
+    prompt, ids = tokenizer.tokenize("The capital is"), tokenizer.tokenize("Paris.")
+    assert tokenizer.detokenize_continuation(prompt, ids) == " Paris."
+    assert tokenizer.detokenize_continuation(prompt, []) == ""
+    assert tokenizer.detokenize_continuation([tokenizer.eod], ids) == "Paris."
+
+
 def test_the_end_of_documents(tmp_path):
     path = train_sentencepiece(tmp_path / "own.model", control_symbols=["<|endoftext|>"], **LLAMA)
     tokenizer = build_tokenizer("SPMTokenizer", path)

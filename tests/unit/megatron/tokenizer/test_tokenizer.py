@@ -27,6 +27,8 @@ def test_char_level_tokenizer_vocabulary():
     tokenizer = build_tokenizer("CharLevelTokenizer")
     assert (tokenizer.vocab_size, tokenizer.eod) == (512, 0)
     assert tokenizer.detokenize([104, 105, 300, 0xC3]) == "hi\ufffd\ufffd"
+    assert tokenizer.detokenize_continuation([104], [105]) == "i"
+    assert tokenizer.detokenize_continuation([0xC3], [0xA4]) == "\ufffd"  # the prompt's text changes
 
 
 @pytest.mark.parametrize("name", ["TiktokenTokenizer", "HFLlamaTokenizer"])

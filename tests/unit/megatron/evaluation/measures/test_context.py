@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.evaluation.measures.context import TARGETS, plan_context
+from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import EvalContext, run_eval_tasks
 from megatron.evaluation.scoring import SegmentReader
@@ -31,6 +32,8 @@ def test_differences_are_those_of_the_same_tokens(documents):
     starts = range(0, 480, length)
     assert record["contexts"] == [64, 128]
     assert record["tokens"] == len(starts) * TARGETS
+    scored = Segments(TARGETS, [start + length - TARGETS for start in starts])
+    assert record["targets"] == Text(STREAM[:500], documents).targets_digest(scored)
     full, shorter = {}, {64: {}, 128: {}}
     for start in starts:
         targets = range(start + length - TARGETS + 1, start + length + 1)

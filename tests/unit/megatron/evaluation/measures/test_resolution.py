@@ -55,6 +55,11 @@ def scores_of(model, layer, tokens, span):
         scores = scores - p * torch.log(1 + a * distance)
     elif method.has_bias:
         scores = scores + method.bias(distance.float()).double()
+    if method.has_decay:
+        decay = method.decay(inputs[0])[0]
+        for i in range(LENGTH):
+            for j in range(i):
+                scores[:, i, j] += decay[:, j + 1 : i + 1].sum(dim=1)
     if method.modifies_scores:
         mask = torch.tensor([[not attends(span, i, j) for j in range(LENGTH)] for i in range(LENGTH)])
         scores = method.modify_scores(
@@ -84,7 +89,10 @@ def test_of_grouped_heads(method):
         assert grouped["resolution"] == pytest.approx(repeated["resolution"], rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap", "rotary", "xpos", "dape_kerple", "learned"])
+@pytest.mark.parametrize(
+    "method",
+    ["kerple_log", "kerple_power_ap_ap", "rotary", "xpos", "dape_kerple", "learned", "forgetting", "cable"],
+)
 @torch.no_grad()
 def test_against_every_pair(method):
     """In chunks of 20 through the cache, two texts in a batch."""
