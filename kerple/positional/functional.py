@@ -47,10 +47,10 @@ def ntk_base(base: float, factor: float, size: int) -> float:
 
 
 class DeviceConstant:
-    """Python floats as a tensor on any device, cached per device.
+    """Python numbers as a tensor on any device, cached per device.
 
-    Unlike a buffer, its dtype does not change if the model is cast. Without the cache, every use would copy from the
-    CPU and synchronize with the GPU.
+    Unlike a buffer, its dtype does not change if the model is cast, and it has its values even if the model is built on
+    the meta device. Without the cache, every use would copy from the CPU and synchronize with the GPU.
     """
 
     def __init__(self, values: Sequence[float], dtype: torch.dtype = torch.float32):
