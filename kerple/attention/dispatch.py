@@ -82,7 +82,7 @@ def attend(
     Args:
         query: `[b, h, s, d]`. The queries are the last s of the t positions: query i is at position t - s + i.
         key, value: `[b, g, t, d]`. With g < h (grouped-query attention, arXiv 2305.13245), query head i uses key/value
-            head i // (h/g). Only FlexAttention on a CPU repeats them in memory.
+            head i // (h/g). Only uncompiled FlexAttention (see `flex.py`) repeats them in memory.
         bias_table, weight_table: float32 `[h, >= Span.max_kv_len(t)]` over distance (see `tables`). Their gradients
             are exact.
         modify_scores: a positional method's hook that computes the final scores. It replaces bias and weight.
