@@ -129,17 +129,19 @@ def _block_mask(s: int, t: int, window: int | None, device: torch.device) -> Any
         distance = query + offset - key
         return (distance >= 0) & (distance < distances)
 
-    first_query = torch.arange(0, s, BLOCK, device=device)[:, None] + offset
-    last_query = (first_query + BLOCK - 1).clamp(max=t - 1)
-    first_key = torch.arange(0, t, BLOCK, device=device)
-    last_key = first_key + BLOCK - 1
-    some = (first_key <= last_query) & (last_key > first_query - distances)
-    complete = (last_key < t) & (first_query + BLOCK <= t)
-    every = complete & (last_key <= first_query) & (first_key > last_query - distances)
-    blocks = [_visible_first(mask) for mask in (some & ~every, every)]
-    return _flex_module().BlockMask.from_kv_blocks(
-        *blocks[0], *blocks[1], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)
-    )
+    # Autograd cannot save inference tensors, and training may use a mask that an evaluation cached.
+    with torch.inference_mode(False):
+        first_query = torch.arange(0, s, BLOCK, device=device)[:, None] + offset
+        last_query = (first_query + BLOCK - 1).clamp(max=t - 1)
+        first_key = torch.arange(0, t, BLOCK, device=device)
+        last_key = first_key + BLOCK - 1
+        some = (first_key <= last_query) & (last_key > first_query - distances)
+        complete = (last_key < t) & (first_query + BLOCK <= t)
+        every = complete & (last_key <= first_query) & (first_key > last_query - distances)
+        blocks = [_visible_first(mask) for mask in (some & ~every, every)]
+        return _flex_module().BlockMask.from_kv_blocks(
+            *blocks[0], *blocks[1], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)
+        )
 
 
 def _visible_first(blocks: Tensor) -> tuple[Tensor, Tensor]:

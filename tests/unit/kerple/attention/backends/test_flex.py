@@ -58,6 +58,13 @@ def test_block_masks_are_those_of_create_block_mask(s, t, window):
             assert actual == tensor
 
 
+def test_masks_that_an_evaluation_caches_can_be_used_in_training():
+    flex._block_mask.cache_clear()
+    with torch.inference_mode():
+        mask = flex._block_mask(300, 300, 50, torch.device("cpu"))
+    assert not any(part.is_inference() for part in mask.as_tuple() if isinstance(part, torch.Tensor))
+
+
 def test_a_window_needs_no_matrix_of_queries_and_keys():
     """2^17 queries and keys, 2^10 blocks of each; a block of queries attends to at most 9 blocks of keys."""
     with LargestStorage() as largest:
