@@ -231,6 +231,11 @@ class AttentionCall:
         for name, table in (("bias", self.bias_table), ("weight", self.weight_table)):
             if table is not None and (table.shape[0] != heads or table.shape[1] < self.max_kv_len):
                 raise ValueError(f"{name}_table {list(table.shape)} must be [{heads}, at least {self.max_kv_len}]")
+        if self.score_table is not None and self.score_table.shape[-1] < self.max_kv_len:
+            raise ValueError(
+                f"table {list(self.score_table.shape)} must be [..., at least {self.max_kv_len}]: pass "
+                f"score_table(method, {self.max_kv_len}, device)"
+            )
         if self.decay_sums is not None:
             if list(self.decay_sums.shape) != [query[0], heads, self.kv_len]:
                 raise ValueError(

@@ -383,6 +383,11 @@ class Attention:
         positional = self.positional
         modify_scores = None
         if positional is not None and self.modifies_scores:
+            if table is None and positional.table(torch.zeros(1, device=query.device)) is not None:
+                raise ValueError(
+                    "the positional method has a table for modify_scores: pass table=score_table(method, "
+                    f"{Span(window, block).max_kv_len(key.shape[2])}, device)"
+                )
             modify_scores = partial(_final_scores, positional, dropped) if dropped else positional.final_scores
         call = AttentionCall(
             query=query,

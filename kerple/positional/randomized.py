@@ -127,7 +127,14 @@ class Randomized(PositionalMethod):
         return max(1, super().segment * length // self.random.range)
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """The method's own table, or its bias and weight `[1 or 2, h, r]`, at all distances below r."""
+        """The method's own table, or its bias and weight `[1 or 2, h, r]`, at all distances below r.
+
+        Raises PositionsExceeded for more than r distances.
+        """
+        if distance.shape[-1] > self.random.range:
+            raise PositionsExceeded(
+                f"{distance.shape[-1]} tokens need more positions than random_range {self.random.range} has"
+            )
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
         if hasattr(self.plain, "modify_scores"):
             return super().table(distances)

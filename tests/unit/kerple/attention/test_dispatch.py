@@ -142,6 +142,18 @@ def test_a_method_s_tables_are_required():
         Attention("auto")(*random_states(), bias_table=torch.zeros(2, 6))
 
 
+@pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "transformer_xl"])
+def test_a_method_s_table_for_modify_scores_is_required(name):
+    attention = Attention("auto", build(name, SHAPE))
+    with pytest.raises(ValueError, match=r"pass table=score_table\(method, 4, device\)"):
+        attention(*random_states(), window=4)
+
+
+@pytest.mark.parametrize("name", ["fire", "dape", "dape_fire", "cope", "stick_breaking"])
+def test_methods_with_modify_scores_but_without_a_table(name):
+    assert Attention("auto", build(name, SHAPE))(*random_states()).shape == (1, 2, 6, 4)
+
+
 def test_modify_scores_excludes_tables():
     class Both(PositionalMethod):
         def modify_scores(self, scores, *context):

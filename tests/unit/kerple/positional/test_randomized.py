@@ -61,6 +61,11 @@ def test_samples_in_evaluation_do_not_depend_on_the_length():
         method.sampled(torch.tensor([20]))
 
 
+def test_tables_of_texts_that_are_longer_than_the_range():
+    with pytest.raises(PositionsExceeded, match="51 tokens need more positions than random_range 50 has"):
+        score_table(random_method("alibi"), RANGE + 1, "cpu")
+
+
 def assert_equal_with_gradients(attended, expected, states, method, plain):
     """Two results of the same states, by methods with the same parameters."""
     torch.testing.assert_close(attended, expected, rtol=0, atol=1e-6)
