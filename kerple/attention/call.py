@@ -327,3 +327,12 @@ def modify_budget(device: torch.device) -> int:
         memory = torch.cuda.get_device_properties(device).total_memory
         return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
     return MODIFY_CPU_BYTES if device.type == "cpu" else MODIFY_DEVICE_BYTES
+
+
+def modify_rows(query: Tensor, kv_len: int) -> int:
+    """Queries per chunk of `[b, h, s, d]`, so that their scores for `kv_len` keys fit into `modify_budget`: at least
+    MODIFY_MIN_ROWS, and on a CPU at most MODIFY_MAX_ROWS.
+    """
+    row_bytes = max(1, 4 * query.shape[0] * query.shape[1] * kv_len)  # 0 for an empty batch
+    rows = max(MODIFY_MIN_ROWS, modify_budget(query.device) // row_bytes)
+    return min(rows, MODIFY_MAX_ROWS) if query.device.type == "cpu" else rows

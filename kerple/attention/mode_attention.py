@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention.call import MODIFY_MAX_ROWS, MODIFY_MIN_ROWS, modify_budget, without_autocast
+from kerple.attention.call import MODIFY_MIN_ROWS, modify_rows, without_autocast
 from kerple.attention.mode import AttentionMode
 from kerple.attention.tables import pair_distances, score_table, tables
 from kerple.positional import PositionalMethod
@@ -64,9 +64,7 @@ def attend_in_mode(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # A chunk has at most as many keys more than one of its queries as it has queries.
     most_keys = mode.span.max_kv_len(total)
-    row_bytes = 4 * query.shape[0] * query.shape[1] * min(total, 2 * most_keys)
-    rows = max(MODIFY_MIN_ROWS, min(modify_budget(device) // row_bytes, most_keys))
-    rows = min(rows, MODIFY_MAX_ROWS) if device.type == "cpu" else rows
+    rows = min(modify_rows(query, min(total, 2 * most_keys)), max(MODIFY_MIN_ROWS, most_keys))
     if method.scales_qk:
         rows = min(rows, method.segment)
     contexts = []

@@ -280,13 +280,19 @@ def test_scores_of_a_chunk_fit_into_the_budget(pos_emb, monkeypatch):
         return result
 
     monkeypatch.setattr(mode_attention, "_scores", recorded)
-    monkeypatch.setattr(mode_attention, "modify_budget", lambda _: budget)
-    monkeypatch.setattr(mode_attention, "MODIFY_MAX_ROWS", 1 << 30)
+    monkeypatch.setattr("kerple.attention.call.modify_budget", lambda _: budget)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_MAX_ROWS", 1 << 30)
     method = build(pos_emb, ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
     query, key, value = torch.randn(3, 1, HEADS, 1000, HEAD_SIZE).unbind()
     with torch.no_grad():
         attend_in_mode(query, key, value, method, AttentionMode(SINKS))
     assert 0 < max(sizes) <= budget
+
+
+def test_an_empty_batch():
+    method = build("kerple_log", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
+    states = torch.randn(0, HEADS, 10, HEAD_SIZE)
+    assert attend_in_mode(states, states, states, method, AttentionMode(SINKS)).shape == states.shape
 
 
 WIDE_SINKS = Span(window=124, sinks=4)
