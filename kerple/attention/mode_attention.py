@@ -33,7 +33,7 @@ def attend_in_mode(
     method: PositionalMethod,
     mode: AttentionMode,
     *,
-    start: int = 0,
+    start: int | None = None,
     scale: float | None = None,
     tables_at: Tables | None = None,
     decay_sums: Tensor | None = None,
@@ -44,18 +44,20 @@ def attend_in_mode(
         query: `[b, h, s, d]` at the positions from `start` on, before the method's rotation, scaled by the mode.
         key, value: `[b, g, t, d]` before rotation. If t < start + s, positions are missing: between the sinks and the
             window if the mode has sinks, otherwise before the window. No query may see a missing key.
+        start: the position of the first query, t - s by default: the keys of all positions are there.
         scale: factor of q.k, 1 / sqrt(d) by default.
         tables_at: the method's bias and weight; by default those of all its heads.
         decay_sums: `[b, h, t]`, prefix sums of the keys' decays; None if the method has no decay.
 
-    Raises ValueError if the method does not support the mode.
+    Raises ValueError if the method does not support the mode, for more keys than positions, and if a query sees a
+    missing key.
     """
     reason = mode.unsupported_reason(method)
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
-    s, device = query.shape[2], query.device
-    total = start + s
-    missing = total - key.shape[2]
+    s, t, device = query.shape[2], key.shape[2], query.device
+    start = t - s if start is None else start
+    total, missing = start + s, missing_keys(mode, start, s, t)
     if tables_at is None:
 
         def tables_at(first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
@@ -91,6 +93,25 @@ def key_ranges(mode: AttentionMode, queries: range) -> list[range]:
         return [range(0 if sinks else first_key, end)]
     ranges = range(min(sinks, end)), range(max(sinks, first_key), end)
     return [keys for keys in ranges if len(keys)]
+
+
+def missing_keys(mode: AttentionMode, start: int, s: int, t: int) -> int:
+    """How many keys are missing if there are t for the positions up to the last of s queries, the first at `start`.
+
+    Raises ValueError if there are more keys than positions, and if a query sees a missing key.
+    """
+    sinks, missing = mode.span.sinks, start + s - t
+    if start < 0 or missing < 0:
+        raise ValueError(
+            f"{s} queries from position {start} on, and {t} keys: there must be at least {s} keys, and none after the "
+            f"last query; pass the keys of all positions up to it, and start={max(0, t - s)} (the default)"
+        )
+    if missing and mode.span.first_key(start) < sinks + missing:
+        raise ValueError(
+            f"{t} keys for the positions 0 to {start + s - 1}: those of {sinks} to {sinks + missing - 1} are missing, "
+            f"but the query at position {start} attends to the keys from {mode.span.first_key(start)} on; pass them too"
+        )
+    return missing
 
 
 def stored(keys: range, mode: AttentionMode, missing: int) -> slice:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from .attention_mode import AttentionMode
-from .attention_mode_attention import Pairs, attend_in_mode, key_ranges, stored
+from .attention_mode_attention import Pairs, attend_in_mode, key_ranges, missing_keys, stored
 from .attention_tables import tables as tables_of
 from .cache_kerple import BoundedLayer
 from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
@@ -394,7 +394,7 @@ def sdpa_attention(query, key, value, tables, layout, dropout, scale):
 def sdpa_in_mode(query, key, value, method, mode, *, start, scale):
     """`attend_in_mode` for methods with a bias at most, which is rounded on a GPU as in `sdpa_attention`."""
     new, device = query.shape[2], query.device
-    missing = start + new - key.shape[2]
+    missing = missing_keys(mode, start, new, key.shape[2])
     grouped = query.shape[1] != key.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32) if device.type == "cpu" else query.dtype
     contexts = []
