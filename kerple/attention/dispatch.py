@@ -212,7 +212,8 @@ class Attention:
     def __init__(self, backend: str = "auto", positional: PositionalMethod | None = None):
         """`positional` is a method from `kerple.positional`, or None for no positions.
 
-        Raises ValueError for an unknown backend and NotImplementedError for one that does not support the method.
+        Raises ValueError for an unknown backend and for hooks that exclude each other, and NotImplementedError for a
+        backend that does not support the method.
         """
         self.backend = backend
         self.positional = positional
@@ -220,9 +221,11 @@ class Attention:
         self.has_weight = positional is not None and positional.has_weight
         self.modifies_scores = positional is not None and positional.modifies_scores
         self.has_decay = positional is not None and positional.has_decay
-        if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay):
+        scales_qk = positional is not None and positional.scales_qk
+        if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay or scales_qk):
             raise ValueError(
-                f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight or decay too"
+                f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight, decay or "
+                "scale_qk too; compute the final scores in modify_scores, and scale queries and keys in rotate"
             )
         if self.has_decay and self.has_weight:
             raise ValueError(f"{type(positional).__name__} defines decay, so it must not define weight too")

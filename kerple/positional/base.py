@@ -64,7 +64,7 @@ class PositionalMethod(nn.Module):
         decay(hidden)                                            added to the scores: its sums between key and query
 
     Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or softmax(modify_scores(q.k /
-    sqrt(d), ...)). A method with `modify_scores` has no bias, weight or decay.
+    sqrt(d), ...)). A method with `modify_scores` has no bias, weight, decay or scale_qk.
 
     Constructor arguments named like a field of `ModelShape` receive the model's sizes; the other arguments are the
     method's options. A method imports only torch and `kerple.positional`, so it works in any model.

@@ -154,7 +154,7 @@ def test_methods_with_modify_scores_but_without_a_table(name):
     assert Attention("auto", build(name, SHAPE))(*random_states()).shape == (1, 2, 6, 4)
 
 
-def test_modify_scores_excludes_tables():
+def test_modify_scores_excludes_other_hooks():
     class Both(PositionalMethod):
         def modify_scores(self, scores, *context):
             return scores
@@ -162,8 +162,15 @@ def test_modify_scores_excludes_tables():
         def bias(self, distance):
             return distance
 
-    with pytest.raises(ValueError, match="Both defines modify_scores, so it must not define bias, weight or decay"):
+    class Scaled(XPos):
+        def modify_scores(self, scores, *context):
+            return scores
+
+    message = " defines modify_scores, so it must not define bias, weight, decay or scale_qk"
+    with pytest.raises(ValueError, match=f"Both{message}"):
         Attention("auto", Both())
+    with pytest.raises(ValueError, match=f"Scaled{message}"):
+        Attention("auto", Scaled(4))
 
 
 class DecayingXPos(XPos):
