@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -46,6 +47,16 @@ def ntk_base(base: float, factor: float, size: int) -> float:
     return float(base * factor ** (size / (size - 2)))
 
 
+def may_cache() -> bool:
+    """Whether new tensors may be used in later calls, and cached ones in this call. Not within FakeTensorMode and other
+    dispatch modes, nor in functions that torch.func transforms: their tensors are valid only there.
+    """
+    if is_in_torch_dispatch_mode():
+        return False
+    # Dynamo cannot trace the other test.
+    return torch.compiler.is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+
+
 class DeviceConstant:
     """Python numbers as a tensor on any device, cached per device.
 
@@ -60,6 +71,8 @@ class DeviceConstant:
 
     def __call__(self, device: torch.device) -> Tensor:
         """The values `[len(values)]` on `device`."""
+        if not may_cache():
+            return torch.tensor(self.values, dtype=self.dtype, device=device)
         if device not in self._cache:
             # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
             with torch.inference_mode(False):
@@ -111,7 +124,7 @@ class Angles:
 
     def __call__(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cosines, sines) on `device` for int64 or floating-point positions `[s]`."""
-        if positions.device.type != "cpu":
+        if positions.device.type != "cpu" or not may_cache():
             return self._compute(positions, device)
         for cached_positions, cached_device, result in self._cache:
             if cached_device == device and torch.equal(cached_positions, positions):
