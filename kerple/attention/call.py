@@ -289,8 +289,8 @@ class Backend:
         """Run a validated call that the backend supports."""
         if call.decay_sums is None or self.decay:
             return self.run(call)
-        # Only differences of the sums matter. Those to the sum of the middle query (in decoding, the only one) are small
-        # for the keys near it, so that products in float32 do not lose them.
+        # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of the only one) are
+        # small for the keys near it, so that products in float32 do not lose them.
         sums = call.decay_sums - call.decay_sums[..., -1 - call.q_len // 2, None].detach()
         query, key, value = append_decay(call.query, call.key, call.value, sums, call.scale)
         context = self.run(replace(call, query=query, key=key, value=value, decay_sums=None))

@@ -86,7 +86,7 @@ def test_calls_of_many_lengths_are_compiled_or_rejected(monkeypatch):
         flex._run_compiled(*[states[:, :, :length]] * 3)
     assert graphs["unique_graphs"] == before + 10
     monkeypatch.setattr(flex, "MAX_KERNELS", 10)
-    with pytest.raises(RuntimeError, match=r"'flex' compiles a kernel for each .* has compiled 10; use another backend"):
+    with pytest.raises(RuntimeError, match=r"'flex' compiles a kernel for each .* compiled 10; use another backend"):
         flex._run_compiled(*[states[:, :, :1].expand(2, -1, -1, -1)] * 3)
     flex._compiled_flex_attention.cache_clear()
     torch._dynamo.reset()
