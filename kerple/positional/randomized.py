@@ -80,6 +80,11 @@ class Randomized(PositionalMethod):
     random: RandomPositions
     step: tuple[int, int, int] | None = None  # step, seed, length of the sequences
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For copies and pickle, which cannot import the class: `_without_state` creates it."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _without_state, (self.plain,), *state
+
     def sampled(self, positions: Tensor) -> Tensor:
         """The sampled positions of the tokens at these positions, int64 `[s]`.
 
@@ -196,11 +201,17 @@ class Randomized(PositionalMethod):
         return hasattr(self.plain, "modify_scores") or bool(self._tables())
 
 
+@functools.cache
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
-    """A subclass of a method's class with random positions. Its parameters have the same names."""
+    """The subclass of a method's class with random positions. Its parameters have the same names."""
     per_pair = plain.per_pair or not hasattr(plain, "modify_scores")
     attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
     return type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
+
+
+def _without_state(plain: type[PositionalMethod]) -> Randomized:
+    method = randomized(plain)
+    return method.__new__(method)
 
 
 def build_randomized(

@@ -1,6 +1,7 @@
 """Randomized positions: the samples, and each kind of method against its formula at sampled positions in float64."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -186,6 +187,17 @@ def test_embeddings_and_rotations_at_sampled_positions(name):
     assert torch.equal(method.embed(hidden, POSITIONS), plain.embed(hidden, positions))
     rotated, expected = (part.rotate(states, states, p, p)[0] for part, p in ((method, POSITIONS), (plain, positions)))
     assert torch.equal(rotated, expected)
+
+
+@pytest.mark.parametrize("name", ["rotary", "alibi", "fire"])
+def test_pickled_methods(name):
+    method = random_method(name)
+    method.begin_step(3)
+    loaded = pickle.loads(pickle.dumps(method))
+    assert type(loaded) is type(method) is type(random_method(name))
+    assert torch.equal(loaded.sampled(POSITIONS), method.sampled(POSITIONS))
+    for key, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, method.state_dict()[key])
 
 
 def test_methods_without_positions_are_rejected():
