@@ -439,8 +439,8 @@ def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str, dro
         query, key = method.scale_qk(
             call.query[:, :, first:last],
             call.key[:, :, first_key:end],
-            torch.arange(call.offset + first, end) + dropped,
-            torch.arange(first_key, end) + dropped,
+            torch.arange(call.offset + first, end, device="cpu") + dropped,
+            torch.arange(first_key, end, device="cpu") + dropped,
         )
         sums = None if call.decay_sums is None else call.decay_sums[..., first_key:end]
         part = replace(call, query=query, key=key, value=call.value[:, :, first_key:end], decay_sums=sums)

@@ -141,7 +141,7 @@ class Pairs(NamedTuple):
         """For ranges of positions in the text."""
         span = mode.span
         mask = span.mask(queries, keys, device)
-        query_positions, key_positions = (torch.arange(part.start, part.stop) for part in (queries, keys))
+        query_positions, key_positions = (torch.arange(part.start, part.stop, device="cpu") for part in (queries, keys))
         distance = pair_distances(queries, keys, mask)
         if mode.reindexed and keys.start < span.sinks:
             # In the cache, the query has the last of sinks + window positions, and the sinks have the first ones.
@@ -231,7 +231,7 @@ def _range_products(
 def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
     """Both ranges, with `missing` masked keys between them, and without distances."""
     first, second = sinks.pairs, window.pairs
-    between = first.key_positions[-1] + 1 + torch.arange(missing)
+    between = first.key_positions[-1] + 1 + torch.arange(missing, device="cpu")
     return window._replace(
         scores=torch.cat((F.pad(sinks.scores, (0, missing)), window.scores), dim=-1),
         pairs=second._replace(

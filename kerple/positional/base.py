@@ -190,7 +190,7 @@ class PositionalMethod(nn.Module):
         The result for a query is then the same whether or not keys follow, as in decoding with a KV cache.
         """
         if self.lookahead:
-            following = torch.arange(self.lookahead) + key_positions[-1] + 1
+            following = torch.arange(self.lookahead, device="cpu") + key_positions[-1] + 1
             key_positions = torch.cat((key_positions, following))
             scores, mask = F.pad(scores, (0, self.lookahead)), F.pad(mask, (0, self.lookahead), value=True)
         final = self.modify_scores(scores, query, query_positions, key_positions, mask, table)

@@ -70,7 +70,7 @@ class RandomPositions:
 @functools.lru_cache(maxsize=4)
 def _sample(high: int, count: int, seed: int) -> Tensor:
     with torch.inference_mode(False):
-        return torch.randperm(high, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+        return torch.randperm(high, generator=torch.Generator().manual_seed(seed), device="cpu")[:count].sort().values
 
 
 class Randomized(PositionalMethod):

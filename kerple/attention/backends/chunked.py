@@ -192,7 +192,7 @@ class _ChunkedAttention(torch.autograd.Function):
         weight_table: Tensor | None,
     ) -> Tensor:
         plan = ChunkPlan.for_call(call)
-        seed = int(torch.randint(2**62, ())) if call.dropout_p else 0
+        seed = int(torch.randint(2**62, (), device="cpu")) if call.dropout_p else 0
         ctx.save_for_backward(query, key, value, bias_table, weight_table)
         ctx.plan, ctx.seed = plan, seed
         ctx.scale, ctx.span, ctx.dropout_p = call.scale, call.span, call.dropout_p

@@ -144,13 +144,13 @@ class Layout:
 
     def _set_positions(self, positions: Tensor | None, batch: int, new: int) -> None:
         if positions is None and self.padded is None:
-            self.positions = torch.arange(self.cached, self.cached + new)[None]
+            self.positions = torch.arange(self.cached, self.cached + new, device="cpu")[None]
             return
         if positions is None:
             positions = ((~self.padded).long().cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
         # Methods read positions on the CPU.
         positions = positions.cpu().expand(batch, new)
-        first = torch.zeros(batch, 1, dtype=torch.int64)
+        first = torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
         if self.padded is not None:
             first = (~self.padded[:, -new:]).long().argmax(dim=1, keepdim=True).cpu()
         starts = self.cached + first - positions.gather(1, first)
@@ -331,7 +331,8 @@ def eager_attention(query, key, value, method, tables, layout, dropout, places, 
     for part, end, distance, mask in chunks(layout, new, rows, query.device):
         query_rows, key_rows = query[:, :, part], keys[:, :, :end]
         if method.scales_qk or method.modifies_scores:
-            query_positions, key_positions = torch.arange(end - (part.stop - part.start), end), torch.arange(end)
+            query_positions = torch.arange(end - (part.stop - part.start), end, device="cpu")
+            key_positions = torch.arange(end, device="cpu")
         if method.scales_qk:
             query_rows, key_rows = method.scale_qk(query_rows, key_rows, query_positions, key_positions)
         scores = query_rows.to(dtype) @ key_rows.transpose(-1, -2) * scale

@@ -6,11 +6,24 @@ from types import ModuleType
 import pytest
 import torch
 
-from kerple.attention import Attention, Requirements, Span, attend, backend_names, check_backend, dispatch, tables
+from kerple.attention import (
+    Attention,
+    AttentionMode,
+    Requirements,
+    Span,
+    attend,
+    attend_in_mode,
+    backend_names,
+    check_backend,
+    dispatch,
+    score_table,
+    tables,
+)
 from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
 from kerple.positional import ModelShape, PositionalMethod, XPos, build, primary_names
+from kerple.positional.randomized import _sample
 from tests.support.attention import (
     SPANS,
     attend_arguments,
@@ -280,6 +293,34 @@ def test_complete_blocks_are_one_call(calls):
         [(122, 3, 16, 4), (122, 3, 32, 4)],
         [(2, 3, 8, 4), (2, 3, 24, 4)],
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dape_kerple", {}),
+        ("dape_v2_kerple", {}),
+        ("stick_breaking", {}),
+        ("xpos", {}),
+        ("fire", {"random_range": 20}),
+    ],
+)
+def test_positions_are_on_the_cpu_whatever_the_default_device(name, options):
+    method = build(name, SHAPE, **options).eval()
+    states, mode = random_states(), AttentionMode(Span(window=3, sinks=1))
+    table = score_table(method, 6, "cpu") if method.modifies_scores else None
+
+    def compute():
+        dropped = Attention("chunked", method)(*states, table=table, dropout_p=0.5)
+        assert dropped.device.type == "cpu"
+        return Attention("auto", method)(*states, table=table), attend_in_mode(*states, method, mode)
+
+    expected = compute()
+    _sample.cache_clear()
+    with torch.device("meta"):
+        actual = compute()
+    for context, expected_context in zip(actual, expected, strict=True):
+        assert torch.equal(context, expected_context)
 
 
 def test_scaled_queries_and_keys_are_computed_in_segments(calls):
