@@ -82,8 +82,8 @@ class Randomized(PositionalMethod):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For copies and pickle, which cannot import the class: `_without_state` creates it."""
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _without_state, (self.plain,), *state
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _without_state, (self.plain,), *reduced[2:]
 
     def sampled(self, positions: Tensor) -> Tensor:
         """The sampled positions of the tokens at these positions, int64 `[s]`.
@@ -201,12 +201,17 @@ class Randomized(PositionalMethod):
         return hasattr(self.plain, "modify_scores") or bool(self._tables())
 
 
-@functools.cache
+# One class for each plain one.
+_CLASSES: dict[type[PositionalMethod], type[Randomized]] = {}
+
+
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
     """The subclass of a method's class with random positions. Its parameters have the same names."""
-    per_pair = plain.per_pair or not hasattr(plain, "modify_scores")
-    attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
-    return type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
+    if plain not in _CLASSES:
+        per_pair = plain.per_pair or not hasattr(plain, "modify_scores")
+        attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
+        _CLASSES[plain] = type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
+    return _CLASSES[plain]
 
 
 def _without_state(plain: type[PositionalMethod]) -> Randomized:
