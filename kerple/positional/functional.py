@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -48,13 +47,13 @@ def ntk_base(base: float, factor: float, size: int) -> float:
 
 
 def may_cache() -> bool:
-    """Whether new tensors may be used in later calls, and cached ones in this call. Not within FakeTensorMode and other
-    dispatch modes, nor in functions that torch.func transforms: their tensors are valid only there.
+    """Whether new tensors may be used in later calls, and cached ones in this call. Not if tensors are fake, or in a
+    function that torch.func transforms: its tensors are valid only there.
     """
-    if is_in_torch_dispatch_mode():
-        return False
-    # Dynamo cannot trace the other test.
-    return torch.compiler.is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace this test, and stores real tensors
+        return True
+    new = torch.empty(0, device="cpu")
+    return type(new) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(new)
 
 
 class DeviceConstant:
