@@ -223,7 +223,7 @@ def _small_call(
     if method.modifies_scores:
         table = score_table(method, KV_LEN, device)
         call = replace(call, modify_scores=method.final_scores, score_table=table)
-    key_positions = torch.arange(call.kv_len)
+    key_positions = torch.arange(call.kv_len, device="cpu")
     with torch.no_grad():
         query, key = method.rotate(call.query, call.key, key_positions[call.offset :], key_positions)
     return replace(call, query=query, key=key)

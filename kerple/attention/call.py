@@ -231,6 +231,11 @@ class AttentionCall:
         for name, table in (("bias", self.bias_table), ("weight", self.weight_table)):
             if table is not None and (table.shape[0] != heads or table.shape[1] < self.max_kv_len):
                 raise ValueError(f"{name}_table {list(table.shape)} must be [{heads}, at least {self.max_kv_len}]")
+        if self.score_table is not None and self.score_table.shape[-1] < self.max_kv_len:
+            raise ValueError(
+                f"table {list(self.score_table.shape)} must be [..., at least {self.max_kv_len}]: pass "
+                f"score_table(method, {self.max_kv_len}, device)"
+            )
         if self.decay_sums is not None:
             if list(self.decay_sums.shape) != [query[0], heads, self.kv_len]:
                 raise ValueError(
@@ -284,7 +289,10 @@ class Backend:
         """Run a validated call that the backend supports."""
         if call.decay_sums is None or self.decay:
             return self.run(call)
-        query, key, value = append_decay(call.query, call.key, call.value, call.decay_sums, call.scale)
+        # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of the only one) are
+        # small for the keys near it, so that products in float32 do not lose them.
+        sums = call.decay_sums - call.decay_sums[..., -1 - call.q_len // 2, None].detach()
+        query, key, value = append_decay(call.query, call.key, call.value, sums, call.scale)
         context = self.run(replace(call, query=query, key=key, value=value, decay_sums=None))
         return context[..., : call.query.shape[3]]
 
@@ -322,3 +330,12 @@ def modify_budget(device: torch.device) -> int:
         memory = torch.cuda.get_device_properties(device).total_memory
         return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
     return MODIFY_CPU_BYTES if device.type == "cpu" else MODIFY_DEVICE_BYTES
+
+
+def modify_rows(query: Tensor, kv_len: int) -> int:
+    """Queries per chunk of `[b, h, s, d]`, so that their scores for `kv_len` keys fit into `modify_budget`: at least
+    MODIFY_MIN_ROWS, and on a CPU at most MODIFY_MAX_ROWS.
+    """
+    row_bytes = max(1, 4 * query.shape[0] * query.shape[1] * kv_len)  # 0 for an empty batch
+    rows = max(MODIFY_MIN_ROWS, modify_budget(query.device) // row_bytes)
+    return min(rows, MODIFY_MAX_ROWS) if query.device.type == "cpu" else rows

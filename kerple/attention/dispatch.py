@@ -82,7 +82,7 @@ def attend(
     Args:
         query: `[b, h, s, d]`. The queries are the last s of the t positions: query i is at position t - s + i.
         key, value: `[b, g, t, d]`. With g < h (grouped-query attention, arXiv 2305.13245), query head i uses key/value
-            head i // (h/g). Only FlexAttention on a CPU repeats them in memory.
+            head i // (h/g). Only uncompiled FlexAttention (see `flex.py`) repeats them in memory.
         bias_table, weight_table: float32 `[h, >= Span.max_kv_len(t)]` over distance (see `tables`). Their gradients
             are exact.
         modify_scores: a positional method's hook that computes the final scores. It replaces bias and weight.
@@ -212,7 +212,8 @@ class Attention:
     def __init__(self, backend: str = "auto", positional: PositionalMethod | None = None):
         """`positional` is a method from `kerple.positional`, or None for no positions.
 
-        Raises ValueError for an unknown backend and NotImplementedError for one that does not support the method.
+        Raises ValueError for an unknown backend and for hooks that exclude each other, and NotImplementedError for a
+        backend that does not support the method.
         """
         self.backend = backend
         self.positional = positional
@@ -220,9 +221,11 @@ class Attention:
         self.has_weight = positional is not None and positional.has_weight
         self.modifies_scores = positional is not None and positional.modifies_scores
         self.has_decay = positional is not None and positional.has_decay
-        if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay):
+        scales_qk = positional is not None and positional.scales_qk
+        if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay or scales_qk):
             raise ValueError(
-                f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight or decay too"
+                f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight, decay or "
+                "scale_qk too; compute the final scores in modify_scores, and scale queries and keys in rotate"
             )
         if self.has_decay and self.has_weight:
             raise ValueError(f"{type(positional).__name__} defines decay, so it must not define weight too")
@@ -383,6 +386,11 @@ class Attention:
         positional = self.positional
         modify_scores = None
         if positional is not None and self.modifies_scores:
+            if table is None and positional.table(torch.zeros(1, device=query.device)) is not None:
+                raise ValueError(
+                    "the positional method has a table for modify_scores: pass table=score_table(method, "
+                    f"{Span(window, block).max_kv_len(key.shape[2])}, device)"
+                )
             modify_scores = partial(_final_scores, positional, dropped) if dropped else positional.final_scores
         call = AttentionCall(
             query=query,
@@ -431,8 +439,8 @@ def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str, dro
         query, key = method.scale_qk(
             call.query[:, :, first:last],
             call.key[:, :, first_key:end],
-            torch.arange(call.offset + first, end) + dropped,
-            torch.arange(first_key, end) + dropped,
+            torch.arange(call.offset + first, end, device="cpu") + dropped,
+            torch.arange(first_key, end, device="cpu") + dropped,
         )
         sums = None if call.decay_sums is None else call.decay_sums[..., first_key:end]
         part = replace(call, query=query, key=key, value=call.value[:, :, first_key:end], decay_sums=sums)

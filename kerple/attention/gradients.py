@@ -20,7 +20,7 @@ def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, l
     parameters = [parameter for parameter in method.parameters() if parameter.requires_grad]
     if not parameters:
         return []
-    device, positions = parameters[0].device, torch.arange(length)
+    device, positions = parameters[0].device, torch.arange(length, device="cpu")
     hidden = torch.randn(3, length, heads * head_size, generator=torch.Generator().manual_seed(0)).to(device)
     with torch.enable_grad():
         # The three rows become query, key and value.

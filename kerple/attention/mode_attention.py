@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention.call import MODIFY_MAX_ROWS, MODIFY_MIN_ROWS, modify_budget, without_autocast
+from kerple.attention.call import MODIFY_MIN_ROWS, modify_rows, without_autocast
 from kerple.attention.mode import AttentionMode
 from kerple.attention.tables import pair_distances, score_table, tables
 from kerple.positional import PositionalMethod
@@ -33,7 +33,7 @@ def attend_in_mode(
     method: PositionalMethod,
     mode: AttentionMode,
     *,
-    start: int = 0,
+    start: int | None = None,
     scale: float | None = None,
     tables_at: Tables | None = None,
     decay_sums: Tensor | None = None,
@@ -44,18 +44,20 @@ def attend_in_mode(
         query: `[b, h, s, d]` at the positions from `start` on, before the method's rotation, scaled by the mode.
         key, value: `[b, g, t, d]` before rotation. If t < start + s, positions are missing: between the sinks and the
             window if the mode has sinks, otherwise before the window. No query may see a missing key.
+        start: the position of the first query, t - s by default: the keys of all positions are there.
         scale: factor of q.k, 1 / sqrt(d) by default.
         tables_at: the method's bias and weight; by default those of all its heads.
         decay_sums: `[b, h, t]`, prefix sums of the keys' decays; None if the method has no decay.
 
-    Raises ValueError if the method does not support the mode.
+    Raises ValueError if the method does not support the mode, for more keys than positions, and if a query sees a
+    missing key.
     """
     reason = mode.unsupported_reason(method)
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
-    s, device = query.shape[2], query.device
-    total = start + s
-    missing = total - key.shape[2]
+    s, t, device = query.shape[2], key.shape[2], query.device
+    start = t - s if start is None else start
+    total, missing = start + s, missing_keys(mode, start, s, t)
     if tables_at is None:
 
         def tables_at(first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
@@ -64,9 +66,7 @@ def attend_in_mode(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # A chunk has at most as many keys more than one of its queries as it has queries.
     most_keys = mode.span.max_kv_len(total)
-    row_bytes = 4 * query.shape[0] * query.shape[1] * min(total, 2 * most_keys)
-    rows = max(MODIFY_MIN_ROWS, min(modify_budget(device) // row_bytes, most_keys))
-    rows = min(rows, MODIFY_MAX_ROWS) if device.type == "cpu" else rows
+    rows = min(modify_rows(query, min(total, 2 * most_keys)), max(MODIFY_MIN_ROWS, most_keys))
     if method.scales_qk:
         rows = min(rows, method.segment)
     contexts = []
@@ -93,6 +93,25 @@ def key_ranges(mode: AttentionMode, queries: range) -> list[range]:
         return [range(0 if sinks else first_key, end)]
     ranges = range(min(sinks, end)), range(max(sinks, first_key), end)
     return [keys for keys in ranges if len(keys)]
+
+
+def missing_keys(mode: AttentionMode, start: int, s: int, t: int) -> int:
+    """How many keys are missing if there are t for the positions up to the last of s queries, the first at `start`.
+
+    Raises ValueError if there are more keys than positions, and if a query sees a missing key.
+    """
+    sinks, missing = mode.span.sinks, start + s - t
+    if start < 0 or missing < 0:
+        raise ValueError(
+            f"{s} queries from position {start} on, and {t} keys: there must be at least {s} keys, and none after the "
+            f"last query; pass the keys of all positions up to it, and start={max(0, t - s)} (the default)"
+        )
+    if missing and mode.span.first_key(start) < sinks + missing:
+        raise ValueError(
+            f"{t} keys for the positions 0 to {start + s - 1}: those of {sinks} to {sinks + missing - 1} are missing, "
+            f"but the query at position {start} attends to the keys from {mode.span.first_key(start)} on; pass them too"
+        )
+    return missing
 
 
 def stored(keys: range, mode: AttentionMode, missing: int) -> slice:
@@ -122,7 +141,7 @@ class Pairs(NamedTuple):
         """For ranges of positions in the text."""
         span = mode.span
         mask = span.mask(queries, keys, device)
-        query_positions, key_positions = (torch.arange(part.start, part.stop) for part in (queries, keys))
+        query_positions, key_positions = (torch.arange(part.start, part.stop, device="cpu") for part in (queries, keys))
         distance = pair_distances(queries, keys, mask)
         if mode.reindexed and keys.start < span.sinks:
             # In the cache, the query has the last of sinks + window positions, and the sinks have the first ones.
@@ -212,7 +231,7 @@ def _range_products(
 def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
     """Both ranges, with `missing` masked keys between them, and without distances."""
     first, second = sinks.pairs, window.pairs
-    between = first.key_positions[-1] + 1 + torch.arange(missing)
+    between = first.key_positions[-1] + 1 + torch.arange(missing, device="cpu")
     return window._replace(
         scores=torch.cat((F.pad(sinks.scores, (0, missing)), window.scores), dim=-1),
         pairs=second._replace(

@@ -64,7 +64,7 @@ class PositionalMethod(nn.Module):
         decay(hidden)                                            added to the scores: its sums between key and query
 
     Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or softmax(modify_scores(q.k /
-    sqrt(d), ...)). A method with `modify_scores` has no bias, weight or decay.
+    sqrt(d), ...)). A method with `modify_scores` has no bias, weight, decay or scale_qk.
 
     Constructor arguments named like a field of `ModelShape` receive the model's sizes; the other arguments are the
     method's options. A method imports only torch and `kerple.positional`, so it works in any model.
@@ -190,7 +190,7 @@ class PositionalMethod(nn.Module):
         The result for a query is then the same whether or not keys follow, as in decoding with a KV cache.
         """
         if self.lookahead:
-            following = torch.arange(self.lookahead) + key_positions[-1] + 1
+            following = torch.arange(self.lookahead, device="cpu") + key_positions[-1] + 1
             key_positions = torch.cat((key_positions, following))
             scores, mask = F.pad(scores, (0, self.lookahead)), F.pad(mask, (0, self.lookahead), value=True)
         final = self.modify_scores(scores, query, query_positions, key_positions, mask, table)

@@ -46,11 +46,21 @@ def ntk_base(base: float, factor: float, size: int) -> float:
     return float(base * factor ** (size / (size - 2)))
 
 
-class DeviceConstant:
-    """Python floats as a tensor on any device, cached per device.
+def may_cache() -> bool:
+    """Whether new tensors may be used in later calls, and cached ones in this call. Not if tensors are fake, or in a
+    function that torch.func transforms: its tensors are valid only there.
+    """
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace this test, and stores real tensors
+        return True
+    new = torch.empty(0, device="cpu")
+    return type(new) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(new)
 
-    Unlike a buffer, its dtype does not change if the model is cast. Without the cache, every use would copy from the
-    CPU and synchronize with the GPU.
+
+class DeviceConstant:
+    """Python numbers as a tensor on any device, cached per device.
+
+    Unlike a buffer, its dtype does not change if the model is cast, and it has its values even if the model is built on
+    the meta device. Without the cache, every use would copy from the CPU and synchronize with the GPU.
     """
 
     def __init__(self, values: Sequence[float], dtype: torch.dtype = torch.float32):
@@ -60,6 +70,8 @@ class DeviceConstant:
 
     def __call__(self, device: torch.device) -> Tensor:
         """The values `[len(values)]` on `device`."""
+        if not may_cache():
+            return torch.tensor(self.values, dtype=self.dtype, device=device)
         if device not in self._cache:
             # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
             with torch.inference_mode(False):
@@ -111,7 +123,7 @@ class Angles:
 
     def __call__(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cosines, sines) on `device` for int64 or floating-point positions `[s]`."""
-        if positions.device.type != "cpu":
+        if positions.device.type != "cpu" or not may_cache():
             return self._compute(positions, device)
         for cached_positions, cached_device, result in self._cache:
             if cached_device == device and torch.equal(cached_positions, positions):

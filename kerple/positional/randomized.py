@@ -70,7 +70,7 @@ class RandomPositions:
 @functools.lru_cache(maxsize=4)
 def _sample(high: int, count: int, seed: int) -> Tensor:
     with torch.inference_mode(False):
-        return torch.randperm(high, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+        return torch.randperm(high, generator=torch.Generator().manual_seed(seed), device="cpu")[:count].sort().values
 
 
 class Randomized(PositionalMethod):
@@ -79,6 +79,11 @@ class Randomized(PositionalMethod):
     plain: type[PositionalMethod]
     random: RandomPositions
     step: tuple[int, int, int] | None = None  # step, seed, length of the sequences
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For copies and pickle, which cannot import the class: `_without_state` creates it."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _without_state, (self.plain,), *reduced[2:]
 
     def sampled(self, positions: Tensor) -> Tensor:
         """The sampled positions of the tokens at these positions, int64 `[s]`.
@@ -127,7 +132,14 @@ class Randomized(PositionalMethod):
         return max(1, super().segment * length // self.random.range)
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """The method's own table, or its bias and weight `[1 or 2, h, r]`, at all distances below r."""
+        """The method's own table, or its bias and weight `[1 or 2, h, r]`, at all distances below r.
+
+        Raises PositionsExceeded for more than r distances.
+        """
+        if distance.shape[-1] > self.random.range:
+            raise PositionsExceeded(
+                f"{distance.shape[-1]} tokens need more positions than random_range {self.random.range} has"
+            )
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
         if hasattr(self.plain, "modify_scores"):
             return super().table(distances)
@@ -189,11 +201,22 @@ class Randomized(PositionalMethod):
         return hasattr(self.plain, "modify_scores") or bool(self._tables())
 
 
+# One class for each plain one.
+_CLASSES: dict[type[PositionalMethod], type[Randomized]] = {}
+
+
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
-    """A subclass of a method's class with random positions. Its parameters have the same names."""
-    per_pair = plain.per_pair or not hasattr(plain, "modify_scores")
-    attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
-    return type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
+    """The subclass of a method's class with random positions. Its parameters have the same names."""
+    if plain not in _CLASSES:
+        per_pair = plain.per_pair or not hasattr(plain, "modify_scores")
+        attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
+        _CLASSES[plain] = type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
+    return _CLASSES[plain]
+
+
+def _without_state(plain: type[PositionalMethod]) -> Randomized:
+    method = randomized(plain)
+    return method.__new__(method)
 
 
 def build_randomized(

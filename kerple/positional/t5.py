@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import PositionalMethod, TableJacobian, draw
+from kerple.positional.functional import DeviceConstant
 from kerple.positional.registry import register
 
 
@@ -36,8 +37,8 @@ class T5(PositionalMethod):
     GPT-NeoX and the KERPLE authors' code multiply by sqrt(d); checkpoints store the table without it.
     """
 
+    computed = ("later_starts",)  # in self-contained models that older versions exported
     weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
-    later_starts: Tensor
 
     def __init__(self, num_heads: int, head_size: int, num_buckets: int = 32, max_distance: int = 128):
         super().__init__()
@@ -50,8 +51,7 @@ class T5(PositionalMethod):
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
         starts = bucket_starts(num_buckets, max_distance)
         self.last_start = starts[-1]
-        # Integers, so casting the model does not change them.
-        self.register_buffer("later_starts", torch.tensor(starts[1:]), persistent=False)
+        self._later_starts_on = DeviceConstant(starts[1:], torch.int64)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -60,7 +60,7 @@ class T5(PositionalMethod):
 
     def buckets(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, int64 of the same shape."""
-        return torch.bucketize(distance.long(), self.later_starts, right=True)
+        return torch.bucketize(distance.long(), self._later_starts_on(distance.device), right=True)
 
     def bias(self, distance: Tensor) -> Tensor:
         values = F.embedding(self.buckets(distance), self.weight.float())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod
-from kerple.positional.functional import Angles, DeviceConstant, positions_on
+from kerple.positional.functional import Angles, DeviceConstant, may_cache, positions_on
 from kerple.positional.registry import register
 
 # Smaller factors are set to zero: they would produce denormal numbers, which are slow on a CPU.
@@ -95,5 +95,6 @@ class XPos(PositionalMethod):
                 for offsets in (query_offsets, -key_offsets)
             )
             cached = queries.clone(), keys.clone(), device, (query_factors, key_factors)
-        self._cache = [cached, *self._cache[: self.CACHE_SIZE - 1]]
+        if may_cache():
+            self._cache = [cached, *self._cache[: self.CACHE_SIZE - 1]]
         return query_factors, key_factors

@@ -22,11 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable
 from kerple.attention.backends.reference import attend_to_chunk
 from kerple.attention.call import (
-    MODIFY_MAX_ROWS,
-    MODIFY_MIN_ROWS,
     AttentionCall,
     Backend,
-    modify_budget,
+    modify_rows,
     without_autocast,
 )
 
@@ -50,11 +48,8 @@ def chunked_attention(call: AttentionCall) -> Tensor:
 
 def _attend_with_modified_scores(call: AttentionCall) -> Tensor:
     """Attention for a method with `modify_scores`, which may mix heads and keys: autograd recomputes each chunk."""
-    row_bytes = 4 * call.query.shape[0] * call.query.shape[1] * call.kv_len
-    rows = max(MODIFY_MIN_ROWS, modify_budget(call.query.device) // row_bytes)
-    if call.query.device.type == "cpu":
-        rows = min(rows, MODIFY_MAX_ROWS)
-    else:
+    rows = modify_rows(call.query, call.kv_len)
+    if call.query.device.type != "cpu":
         rows = -(-call.q_len // -(-call.q_len // rows))  # chunks of equal size
     contexts = []
     for first in range(0, call.q_len, rows):
@@ -197,7 +192,7 @@ class _ChunkedAttention(torch.autograd.Function):
         weight_table: Tensor | None,
     ) -> Tensor:
         plan = ChunkPlan.for_call(call)
-        seed = int(torch.randint(2**62, ())) if call.dropout_p else 0
+        seed = int(torch.randint(2**62, (), device="cpu")) if call.dropout_p else 0
         ctx.save_for_backward(query, key, value, bias_table, weight_table)
         ctx.plan, ctx.seed = plan, seed
         ctx.scale, ctx.span, ctx.dropout_p = call.scale, call.span, call.dropout_p

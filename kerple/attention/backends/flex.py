@@ -1,7 +1,8 @@
 """PyTorch's FlexAttention: as a backend, and `score_mod` for models that call FlexAttention themselves.
 
-On a GPU FlexAttention is compiled and sums the tables' gradients with atomics, so two runs may differ in the last bits.
-On a CPU it is not compiled and has no backward pass.
+On a GPU FlexAttention is compiled, for each number of queries and keys, and sums the tables' gradients with atomics, so
+two runs may differ in the last bits. For a single query it is not compiled: in decoding, each token would need another
+kernel, and there is only one row of scores. On a CPU it is not compiled and has no backward pass.
 
 Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, δ distance.
 """
@@ -20,6 +21,8 @@ from kerple.positional import PositionalMethod
 
 # Queries and keys of a block: FlexAttention skips blocks without visible pairs.
 BLOCK = 128
+# torch.compile's limit is 8, after which it would run FlexAttention uncompiled, with all scores in memory.
+MAX_KERNELS = 64
 # FlexAttention's score_mod: (score, batch, head, query index, key index) -> score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -73,11 +76,15 @@ def table_score_mod(bias: Tensor | None, weight: Tensor | None, offset: int) -> 
 
 
 def flex_attention(call: AttentionCall) -> Tensor:
-    """Like `attend`, without dropout, and without gradients on a CPU."""
+    """Like `attend`, without dropout, and without gradients on a CPU.
+
+    Raises RuntimeError if more than MAX_KERNELS kernels would have to be compiled.
+    """
     modify = None
     if call.has_tables:
         modify = table_score_mod(call.bias_table, call.weight_table, call.offset)
-    run = _compiled_flex_attention() if call.query.device.type == "cuda" else _flex_module().flex_attention
+    compiled = call.query.device.type == "cuda" and call.q_len > 1
+    run = _run_compiled if compiled else _flex_module().flex_attention
     mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device)
     options = {"score_mod": modify, "block_mask": mask, "scale": call.scale, "enable_gqa": call.queries_per_kv > 1}
     context: Tensor = run(call.query, call.key, call.value, **options)
@@ -93,7 +100,24 @@ def _flex_module() -> ModuleType:
 
 @lru_cache(maxsize=1)
 def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(_flex_module().flex_attention, dynamic=False)
+    return torch.compile(_flex_module().flex_attention, dynamic=False, fullgraph=True)
+
+
+def _run_compiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Compiled FlexAttention. Raises RuntimeError instead of running it uncompiled."""
+    from torch._dynamo import config, exc  # the import takes a second
+
+    limit = max(MAX_KERNELS, config.recompile_limit)
+    with config.patch(recompile_limit=limit):
+        try:
+            context: Tensor = _compiled_flex_attention()(query, key, value, **options)
+        except exc.FailOnRecompileLimitHit as error:
+            raise RuntimeError(
+                f"attention-backend 'flex' compiles a kernel for each number of queries and keys, and this process has "
+                f"compiled {limit}; use another backend or fewer different lengths, or raise "
+                "torch._dynamo.config.recompile_limit"
+            ) from error
+    return context
 
 
 @lru_cache(maxsize=64)
@@ -105,17 +129,19 @@ def _block_mask(s: int, t: int, window: int | None, device: torch.device) -> Any
         distance = query + offset - key
         return (distance >= 0) & (distance < distances)
 
-    first_query = torch.arange(0, s, BLOCK, device=device)[:, None] + offset
-    last_query = (first_query + BLOCK - 1).clamp(max=t - 1)
-    first_key = torch.arange(0, t, BLOCK, device=device)
-    last_key = first_key + BLOCK - 1
-    some = (first_key <= last_query) & (last_key > first_query - distances)
-    complete = (last_key < t) & (first_query + BLOCK <= t)
-    every = complete & (last_key <= first_query) & (first_key > last_query - distances)
-    blocks = [_visible_first(mask) for mask in (some & ~every, every)]
-    return _flex_module().BlockMask.from_kv_blocks(
-        *blocks[0], *blocks[1], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)
-    )
+    # Autograd cannot save inference tensors, and training may use a mask that an evaluation cached.
+    with torch.inference_mode(False):
+        first_query = torch.arange(0, s, BLOCK, device=device)[:, None] + offset
+        last_query = (first_query + BLOCK - 1).clamp(max=t - 1)
+        first_key = torch.arange(0, t, BLOCK, device=device)
+        last_key = first_key + BLOCK - 1
+        some = (first_key <= last_query) & (last_key > first_query - distances)
+        complete = (last_key < t) & (first_query + BLOCK <= t)
+        every = complete & (last_key <= first_query) & (first_key > last_query - distances)
+        blocks = [_visible_first(mask) for mask in (some & ~every, every)]
+        return _flex_module().BlockMask.from_kv_blocks(
+            *blocks[0], *blocks[1], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)
+        )
 
 
 def _visible_first(blocks: Tensor) -> tuple[Tensor, Tensor]:

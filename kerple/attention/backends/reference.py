@@ -47,8 +47,9 @@ def attend_to_chunk(
     scores = scores.view(*query.shape[:3], len(keys))
     mask = call.span.mask(queries, keys, query.device)
     if call.modify_scores is not None:
-        positions = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
-        scores = call.modify_scores(scores, query, *positions, mask, score_table)
+        query_positions = torch.arange(queries.start, queries.stop, device="cpu")
+        key_positions = torch.arange(keys.start, keys.stop, device="cpu")
+        scores = call.modify_scores(scores, query, query_positions, key_positions, mask, score_table)
     elif call.has_tables:
         distance = pair_distances(queries, keys, mask)
         if call.weight_table is not None:

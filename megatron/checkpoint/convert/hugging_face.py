@@ -201,7 +201,7 @@ def from_hugging_face(
         computed = {
             prefixes[index] + name
             for index, method in model.positional_methods().items()
-            for name, _ in method.named_buffers()
+            for name in (*method.computed, *dict(method.named_buffers()))
             if name not in method.state_dict()
         }
         own_tensors = {name: tensor for name, tensor in tensors.items() if name not in computed}

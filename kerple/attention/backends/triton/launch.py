@@ -147,7 +147,9 @@ class Launcher:
 
     def _split(self, decay_sums: Tensor) -> tuple[Tensor, Tensor]:
         """The kernels' `decay` and `bases`, whose sums are the prefix sums `[b, h, t]` in units of log2."""
-        margin, block, sums = self.kernels.MARGIN, self.kernels.DECAY_BLOCK.value, decay_sums.detach() * LOG2_E
+        margin, block = self.kernels.MARGIN, self.kernels.DECAY_BLOCK.value
+        # The kernels take both results as contiguous; those of a view, such as blocks, would have its memory order.
+        sums = decay_sums.detach().contiguous() * LOG2_E
         bases = sums[..., ::block].float()
         decay = (sums - bases.repeat_interleave(block, dim=2)[..., : self.t]).float()
         return F.pad(decay, (margin, margin)), bases

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from .attention_mode import AttentionMode
-from .attention_mode_attention import Pairs, attend_in_mode, key_ranges, stored
+from .attention_mode_attention import Pairs, attend_in_mode, key_ranges, missing_keys, stored
 from .attention_tables import tables as tables_of
 from .cache_kerple import BoundedLayer
 from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
@@ -144,13 +144,13 @@ class Layout:
 
     def _set_positions(self, positions: Tensor | None, batch: int, new: int) -> None:
         if positions is None and self.padded is None:
-            self.positions = torch.arange(self.cached, self.cached + new)[None]
+            self.positions = torch.arange(self.cached, self.cached + new, device="cpu")[None]
             return
         if positions is None:
             positions = ((~self.padded).long().cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
         # Methods read positions on the CPU.
         positions = positions.cpu().expand(batch, new)
-        first = torch.zeros(batch, 1, dtype=torch.int64)
+        first = torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
         if self.padded is not None:
             first = (~self.padded[:, -new:]).long().argmax(dim=1, keepdim=True).cpu()
         starts = self.cached + first - positions.gather(1, first)
@@ -331,7 +331,8 @@ def eager_attention(query, key, value, method, tables, layout, dropout, places, 
     for part, end, distance, mask in chunks(layout, new, rows, query.device):
         query_rows, key_rows = query[:, :, part], keys[:, :, :end]
         if method.scales_qk or method.modifies_scores:
-            query_positions, key_positions = torch.arange(end - (part.stop - part.start), end), torch.arange(end)
+            query_positions = torch.arange(end - (part.stop - part.start), end, device="cpu")
+            key_positions = torch.arange(end, device="cpu")
         if method.scales_qk:
             query_rows, key_rows = method.scale_qk(query_rows, key_rows, query_positions, key_positions)
         scores = query_rows.to(dtype) @ key_rows.transpose(-1, -2) * scale
@@ -394,7 +395,7 @@ def sdpa_attention(query, key, value, tables, layout, dropout, scale):
 def sdpa_in_mode(query, key, value, method, mode, *, start, scale):
     """`attend_in_mode` for methods with a bias at most, which is rounded on a GPU as in `sdpa_attention`."""
     new, device = query.shape[2], query.device
-    missing = start + new - key.shape[2]
+    missing = missing_keys(mode, start, new, key.shape[2])
     grouped = query.shape[1] != key.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32) if device.type == "cpu" else query.dtype
     contexts = []

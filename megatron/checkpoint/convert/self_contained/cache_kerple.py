@@ -56,7 +56,7 @@ class BoundedLayer(DynamicLayer):
         self.keys, self.values = keys, values
         if self.first:
             starts = None if places is None else places.get("starts")
-            starts = torch.zeros(1, dtype=torch.int64) if starts is None else starts
+            starts = torch.zeros(1, dtype=torch.int64, device="cpu") if starts is None else starts
             starts = starts.to(keys.device)[:, None]
             # The tokens to keep, and where they are. Those that do not exist yet are replaced later.
             sinks = starts + torch.arange(self.sinks, device=keys.device)

@@ -67,6 +67,10 @@ def jacobian(*shape: int) -> TableJacobian:
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1; got 1.0"),
         ({"bias_table": torch.zeros(2, 5)}, r"bias_table \[2, 5\] must be \[2, at least 6\]"),
         ({"weight_table": torch.zeros(3, 6)}, r"weight_table \[3, 6\] must be \[2, at least 6\]"),
+        (
+            {"table": torch.zeros(2, 5), "modify_scores": lambda scores, *_: scores},
+            r"table \[2, 5\] must be \[..., at least 6\]: pass score_table\(method, 6, device\)",
+        ),
         ({"bias_jacobian": jacobian(2, 1, 5)}, r"bias_jacobian .* must be \[2, p\] and \[2, p, at least 6\]"),
         ({"bias_jacobian": jacobian(2, 2, 6)}, "bias_jacobian has coefficients"),
         ({"weight_jacobian": jacobian(1, 1, 6)}, "weight_jacobian has coefficients"),

@@ -6,11 +6,24 @@ from types import ModuleType
 import pytest
 import torch
 
-from kerple.attention import Attention, Requirements, Span, attend, backend_names, check_backend, dispatch, tables
-from kerple.attention.backends import chunk_plan, chunked, sdpa
+from kerple.attention import (
+    Attention,
+    AttentionMode,
+    Requirements,
+    Span,
+    attend,
+    attend_in_mode,
+    backend_names,
+    check_backend,
+    dispatch,
+    score_table,
+    tables,
+)
+from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
 from kerple.positional import ModelShape, PositionalMethod, XPos, build, primary_names
+from kerple.positional.randomized import _sample
 from tests.support.attention import (
     SPANS,
     attend_arguments,
@@ -142,7 +155,19 @@ def test_a_method_s_tables_are_required():
         Attention("auto")(*random_states(), bias_table=torch.zeros(2, 6))
 
 
-def test_modify_scores_excludes_tables():
+@pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "transformer_xl"])
+def test_a_method_s_table_for_modify_scores_is_required(name):
+    attention = Attention("auto", build(name, SHAPE))
+    with pytest.raises(ValueError, match=r"pass table=score_table\(method, 4, device\)"):
+        attention(*random_states(), window=4)
+
+
+@pytest.mark.parametrize("name", ["fire", "dape", "dape_fire", "cope", "stick_breaking"])
+def test_methods_with_modify_scores_but_without_a_table(name):
+    assert Attention("auto", build(name, SHAPE))(*random_states()).shape == (1, 2, 6, 4)
+
+
+def test_modify_scores_excludes_other_hooks():
     class Both(PositionalMethod):
         def modify_scores(self, scores, *context):
             return scores
@@ -150,8 +175,15 @@ def test_modify_scores_excludes_tables():
         def bias(self, distance):
             return distance
 
-    with pytest.raises(ValueError, match="Both defines modify_scores, so it must not define bias, weight or decay"):
+    class Scaled(XPos):
+        def modify_scores(self, scores, *context):
+            return scores
+
+    message = " defines modify_scores, so it must not define bias, weight, decay or scale_qk"
+    with pytest.raises(ValueError, match=f"Both{message}"):
         Attention("auto", Both())
+    with pytest.raises(ValueError, match=f"Scaled{message}"):
+        Attention("auto", Scaled(4))
 
 
 class DecayingXPos(XPos):
@@ -263,6 +295,34 @@ def test_complete_blocks_are_one_call(calls):
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dape_kerple", {}),
+        ("dape_v2_kerple", {}),
+        ("stick_breaking", {}),
+        ("xpos", {}),
+        ("fire", {"random_range": 20}),
+    ],
+)
+def test_positions_are_on_the_cpu_whatever_the_default_device(name, options):
+    method = build(name, SHAPE, **options).eval()
+    states, mode = random_states(), AttentionMode(Span(window=3, sinks=1))
+    table = score_table(method, 6, "cpu") if method.modifies_scores else None
+
+    def compute():
+        dropped = Attention("chunked", method)(*states, table=table, dropout_p=0.5)
+        assert dropped.device.type == "cpu"
+        return Attention("auto", method)(*states, table=table), attend_in_mode(*states, method, mode)
+
+    expected = compute()
+    _sample.cache_clear()
+    with torch.device("meta"):
+        actual = compute()
+    for context, expected_context in zip(actual, expected, strict=True):
+        assert torch.equal(context, expected_context)
+
+
 def test_scaled_queries_and_keys_are_computed_in_segments(calls):
     method = XPos(4, scale_base=1.0)
     Attention("sdpa", method)(*random_states(6, 10))
@@ -319,7 +379,7 @@ def test_a_window_s_cost_does_not_grow_with_the_length(backend, method, monkeypa
     """
     monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(*[Tile(32, 32, 4, 1)] * 4, kib=0))
     monkeypatch.setattr(sdpa, "MASK_ROWS", 32)
-    monkeypatch.setattr(chunked, "MODIFY_MAX_ROWS", 32)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_MAX_ROWS", 32)
     monkeypatch.setattr(chunk_plan, "MIN_ROWS", 32)
     monkeypatch.setattr(chunk_plan, "MAX_ROWS", 32)
     positional = build(method, ModelShape(2, 16, 32, 1, 160))

@@ -280,13 +280,47 @@ def test_scores_of_a_chunk_fit_into_the_budget(pos_emb, monkeypatch):
         return result
 
     monkeypatch.setattr(mode_attention, "_scores", recorded)
-    monkeypatch.setattr(mode_attention, "modify_budget", lambda _: budget)
-    monkeypatch.setattr(mode_attention, "MODIFY_MAX_ROWS", 1 << 30)
+    monkeypatch.setattr("kerple.attention.call.modify_budget", lambda _: budget)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_MAX_ROWS", 1 << 30)
     method = build(pos_emb, ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
     query, key, value = torch.randn(3, 1, HEADS, 1000, HEAD_SIZE).unbind()
     with torch.no_grad():
         attend_in_mode(query, key, value, method, AttentionMode(SINKS))
     assert 0 < max(sizes) <= budget
+
+
+def test_the_queries_are_the_last_positions_by_default():
+    method = build("kerple_log", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
+    states, mode = torch.randn(1, HEADS, 40, HEAD_SIZE), AttentionMode(SINKS)
+    expected = attend_in_mode(states, states, states, method, mode)[:, :, 30:]
+    actual = attend_in_mode(states[:, :, 30:], states, states, method, mode)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    kept = torch.cat((states[:, :, :4], states[:, :, 11:]), dim=2)  # a query at 30 sees the keys from 11 on
+    actual = attend_in_mode(states[:, :, 30:], kept, kept, method, mode, start=30)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("span", "keys", "start", "message"),
+    [
+        (SINKS, 40, 29, "10 queries from position 29 on, and 40 keys: .* none after the last query; .* start=30"),
+        (SINKS, 9, None, "10 queries from position -1 on, and 9 keys: there must be at least 10 keys"),
+        (SINKS, 32, 30, "32 keys for the positions 0 to 39: those of 4 to 11 are missing, but the query at .* 30"),
+        (Span(window=20), 28, 30, "those of 0 to 11 are missing, but .* 30 attends to the keys from 11 on"),
+        (Span(), 39, 30, "those of 0 to 0 are missing, but .* attends to the keys from 0 on; pass them too"),
+    ],
+)
+def test_keys_that_do_not_fit_the_queries_are_rejected(span, keys, start, message):
+    method = build("kerple_log", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
+    query, key = (torch.randn(1, HEADS, length, HEAD_SIZE) for length in (10, keys))
+    with pytest.raises(ValueError, match=message):
+        attend_in_mode(query, key, key, method, AttentionMode(span), start=start)
+
+
+def test_an_empty_batch():
+    method = build("kerple_log", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
+    states = torch.randn(0, HEADS, 10, HEAD_SIZE)
+    assert attend_in_mode(states, states, states, method, AttentionMode(SINKS)).shape == states.shape
 
 
 WIDE_SINKS = Span(window=124, sinks=4)

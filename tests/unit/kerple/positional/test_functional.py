@@ -1,11 +1,21 @@
 """Angles, and values over distance for the pairs of a chunk."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kerple.positional.functional import Angles, by_distance, by_pair, cast_together, default_frequencies, positions_on
+from kerple.positional.functional import (
+    Angles,
+    DeviceConstant,
+    by_distance,
+    by_pair,
+    cast_together,
+    default_frequencies,
+    positions_on,
+)
 
 
 def test_angles_are_exact_at_far_positions():
@@ -29,6 +39,35 @@ def test_the_latest_angles_are_cached_by_value():
     for start in range(1, 1 + Angles.CACHE_SIZE):
         angles(torch.arange(start, start + 5), cpu)
     assert angles(torch.arange(5), cpu) is not first
+
+
+def cached_tensors() -> Callable[[], list[torch.Tensor]]:
+    constant, angles, cpu = DeviceConstant((1.0, 0.5)), Angles(4, 10_000.0), torch.device("cpu")
+    return lambda: [constant(cpu), *angles(torch.arange(3), cpu)]
+
+
+@pytest.mark.parametrize("fake_first", [True, False])
+def test_fake_tensors_are_not_cached(fake_first):
+    compute, expected = cached_tensors(), cached_tensors()()
+    if not fake_first:
+        compute()
+    with FakeTensorMode():
+        assert [(tensor * torch.ones(2)).shape for tensor in compute()] == [(2,), (3, 2), (3, 2)]
+    for actual, tensor in zip(compute(), expected, strict=True):
+        assert torch.equal(actual, tensor)
+
+
+def test_tensors_of_transformed_functions_are_not_cached():
+    """Their memory is not accessible after the transformation, for example to kernels."""
+    compute = cached_tensors()
+    torch.func.grad(lambda states: states.sum() + len(compute()))(torch.ones(2))
+    assert [tensor.untyped_storage().nbytes() for tensor in compute()] == [8, 24, 24]
+
+
+def test_constants_are_traced_in_one_graph():
+    constant = DeviceConstant((1.0, 0.5))
+    compiled = torch.compile(lambda states: states * constant(states.device), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == compiled(torch.ones(2)).tolist() == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("positions", [torch.arange(3, 9), torch.tensor([4, 4, 1]), torch.arange(0)])

@@ -1,6 +1,7 @@
 """Randomized positions: the samples, and each kind of method against its formula at sampled positions in float64."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -59,6 +60,11 @@ def test_samples_in_evaluation_do_not_depend_on_the_length():
     assert not torch.equal(random_method(random_length=20, random_seed=1).eval().sampled(torch.arange(20)), expected)
     with pytest.raises(PositionsExceeded, match="position 20 is beyond random_length 20"):
         method.sampled(torch.tensor([20]))
+
+
+def test_tables_of_texts_that_are_longer_than_the_range():
+    with pytest.raises(PositionsExceeded, match="51 tokens need more positions than random_range 50 has"):
+        score_table(random_method("alibi"), RANGE + 1, "cpu")
 
 
 def assert_equal_with_gradients(attended, expected, states, method, plain):
@@ -181,6 +187,17 @@ def test_embeddings_and_rotations_at_sampled_positions(name):
     assert torch.equal(method.embed(hidden, POSITIONS), plain.embed(hidden, positions))
     rotated, expected = (part.rotate(states, states, p, p)[0] for part, p in ((method, POSITIONS), (plain, positions)))
     assert torch.equal(rotated, expected)
+
+
+@pytest.mark.parametrize("name", ["rotary", "alibi", "fire"])
+def test_pickled_methods(name):
+    method = random_method(name)
+    method.begin_step(3)
+    loaded = pickle.loads(pickle.dumps(method))
+    assert type(loaded) is type(method) is type(random_method(name))
+    assert torch.equal(loaded.sampled(POSITIONS), method.sampled(POSITIONS))
+    for key, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, method.state_dict()[key])
 
 
 def test_methods_without_positions_are_rejected():

@@ -40,6 +40,14 @@ def test_default_buckets_are_those_of_the_formula_in_float64():
     np.testing.assert_array_equal(actual, expected)
 
 
+def test_buckets_of_a_model_built_on_the_meta_device():
+    with torch.device("meta"):
+        method = T5(num_heads=2, head_size=4)
+    method.to_empty(device="cpu").load_state_dict(T5(num_heads=2, head_size=4).state_dict())
+    distance = torch.arange(300.0)
+    assert method.buckets(distance).tolist() == [bucket(d, 32, 128) for d in range(300)]
+
+
 def test_bias_is_the_table_times_the_root_of_the_head_size():
     torch.manual_seed(0)
     method = T5(num_heads=3, head_size=64)

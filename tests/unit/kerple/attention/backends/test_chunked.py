@@ -314,7 +314,7 @@ class Transfers(TorchDispatchMode):
 @pytest.mark.parametrize("name", MODIFYING)
 def test_modified_scores_never_wait_for_the_device(name, monkeypatch):
     """On the meta device, from which no value can be read; in both passes."""
-    monkeypatch.setattr(chunked, "MODIFY_MIN_ROWS", 8)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_MIN_ROWS", 8)
     monkeypatch.setattr("kerple.attention.call.MODIFY_DEVICE_BYTES", 1)
     method = make_method(name).to("meta")
     table = score_table(method, 30, "meta")
@@ -360,8 +360,8 @@ def test_modified_scores_in_half_precision(name, dtype, tolerance):
 
 @pytest.mark.parametrize("name", ["dape_v2_kerple", "cope"])
 def test_dropout_of_modified_scores_is_the_same_in_both_passes(name, monkeypatch):
-    monkeypatch.setattr(chunked, "MODIFY_MIN_ROWS", 2)
-    monkeypatch.setattr(chunked, "MODIFY_MAX_ROWS", 2)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_MIN_ROWS", 2)
+    monkeypatch.setattr("kerple.attention.call.MODIFY_MAX_ROWS", 2)
     method = make_method(name).double()
 
     def with_fixed_seed(*leaves):
@@ -380,6 +380,11 @@ def test_dropout_of_modified_scores_preserves_the_mean():
         draws = attended("chunked", method, *repeated, 3, FULL, dropout_p=0.3)
     assert draws.std(dim=0).min() > 0.01
     assert ((draws.mean(dim=0) - expected[0]).abs() < 5 * draws.std(dim=0) / 2000**0.5).all()
+
+
+def test_modified_scores_of_an_empty_batch():
+    states = torch.randn(0, 3, 5, 4)
+    assert Attention("chunked", make_method("fire"))(states, states, states).shape == states.shape
 
 
 @pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "fire", "cope", "transformer_xl"])

@@ -1,5 +1,7 @@
 """FlexAttention as a backend, and score_mods of methods. On a CPU it has no backward pass."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -56,12 +58,38 @@ def test_block_masks_are_those_of_create_block_mask(s, t, window):
             assert actual == tensor
 
 
+def test_masks_that_an_evaluation_caches_can_be_used_in_training():
+    flex._block_mask.cache_clear()
+    with torch.inference_mode():
+        mask = flex._block_mask(300, 300, 50, torch.device("cpu"))
+    assert not any(part.is_inference() for part in mask.as_tuple() if isinstance(part, torch.Tensor))
+
+
 def test_a_window_needs_no_matrix_of_queries_and_keys():
     """2^17 queries and keys, 2^10 blocks of each; a block of queries attends to at most 9 blocks of keys."""
     with LargestStorage() as largest:
         mask = flex._block_mask(2**17, 2**17, 1024, torch.device("cpu"))
     assert (mask.kv_num_blocks + mask.full_kv_num_blocks).max() == 9
     assert largest.elements <= 4 * (2**17 / 128) ** 2
+
+
+@torch.no_grad()
+def test_calls_of_many_lengths_are_compiled_or_rejected(monkeypatch):
+    """10 lengths exceed torch.compile's default limit of 8, after which it runs functions uncompiled."""
+    torch._dynamo.reset()
+    flex._compiled_flex_attention.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    states = torch.randn(1, 1, 10, 4)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    for length in range(1, 11):
+        flex._run_compiled(*[states[:, :, :length]] * 3)
+    assert graphs["unique_graphs"] == before + 10
+    monkeypatch.setattr(flex, "MAX_KERNELS", 10)
+    with pytest.raises(RuntimeError, match=r"'flex' compiles a kernel for each .* compiled 10; use another backend"):
+        flex._run_compiled(*[states[:, :, :1].expand(2, -1, -1, -1)] * 3)
+    flex._compiled_flex_attention.cache_clear()
+    torch._dynamo.reset()
 
 
 def test_unsupported_calls_are_rejected():

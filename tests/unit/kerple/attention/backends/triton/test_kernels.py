@@ -111,6 +111,16 @@ def test_decay_of_strong_gates():
         assert (actual.double() - expected_tensor).norm() <= 1e-4 * expected_tensor.norm() + 1e-5
 
 
+@pytest.mark.parametrize(("length", "block"), [(150, None), (390, 130)])
+def test_decay_sums_of_any_memory_order(length, block):
+    """Those `[b, t, h]` in memory, and overlapping ones of blocks; with more than DECAY_BLOCK keys."""
+    arguments = random_attend_arguments(1, 2, length, length, 16, bias=False, weight=False, decay=True, device=DEVICE)
+    arguments["decay_sums"] = arguments["decay_sums"].detach().mT.contiguous().mT.requires_grad_()
+    expected = run_attend("reference", float64_arguments(arguments), block=block)
+    for actual, expected_tensor in zip(run_attend("fused", arguments, block=block), expected, strict=True):
+        torch.testing.assert_close(actual.double(), expected_tensor, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_half_precision(dtype, decay):
