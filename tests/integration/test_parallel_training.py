@@ -269,7 +269,7 @@ def test_chunked_loss_on_two_ranks(layout, kernel_devices, ranks, trained, data_
     [
         ("tensor", {}),
         pytest.param("tensor", LLAMA, marks=pytest.mark.slow),
-        pytest.param("pipeline", {}, marks=pytest.mark.slow),
+        pytest.param("pipeline", {"train_batch_size": 2}, marks=pytest.mark.slow),  # two micro-batches
     ],
 )
 def test_fused_blocks_on_two_ranks(layout, block, ranks, trained, data_path, tmp_path):
