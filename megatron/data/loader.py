@@ -1,10 +1,14 @@
 """Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
 
+import atexit
+import functools
+import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.synchronize import Event
 
 import torch
 
@@ -12,7 +16,6 @@ from megatron.data.datasets import Samples
 from megatron.utils.errors import UserError
 from megatron.utils.processes import exit_with_parent
 
-_SECONDS_TO_END = 300.0
 _USER_ERROR_PREFIX = f"{UserError.__module__}.{UserError.__qualname__}: "
 
 
@@ -57,7 +60,7 @@ class Loader:
             collate_fn=_Collate(dataset.settings.eod_mask_loss),
             generator=torch.Generator(),
             pin_memory=pin_memory,
-            worker_init_fn=_outlive_signals,
+            worker_init_fn=partial(_outlive_signals, _exit_event()) if num_workers else None,
         )
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -118,22 +121,22 @@ def build_loader(
     )
 
 
-def _outlive_signals(*_: object) -> None:
-    """Let a worker process end with its parent, and not by the signals that the whole process group receives.
+@functools.cache
+def _exit_event() -> Event:
+    """Is set when this process exits, before multiprocessing sends SIGTERM to the workers that are left."""
+    event = multiprocessing.Event()
+    atexit.register(event.set)
+    return event
 
-    The parent needs its workers to finish an iteration before it saves a checkpoint. A worker that SIGTERM has not
-    ended after five minutes is stuck.
+
+def _outlive_signals(parent_exits: Event, *_: object) -> None:
+    """Let a worker process end with its parent, and not by the signals that the whole process group receives: the
+    parent needs its workers to finish an iteration before it saves a checkpoint.
     """
     exit_with_parent()
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-
-    def exit_later(*_: object) -> None:
-        timer = threading.Timer(_SECONDS_TO_END, os._exit, [1])
-        timer.daemon = True
-        timer.start()
-
-    signal.signal(signal.SIGTERM, exit_later)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1) if parent_exits.is_set() else None)
 
 
 @dataclass(frozen=True)
