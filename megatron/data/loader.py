@@ -1,14 +1,7 @@
 """Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
 
-import atexit
-import functools
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.synchronize import Event
 
 import torch
 
@@ -60,7 +53,7 @@ class Loader:
             collate_fn=_Collate(dataset.settings.eod_mask_loss),
             generator=torch.Generator(),
             pin_memory=pin_memory,
-            worker_init_fn=partial(_outlive_signals, _exit_event()) if num_workers else None,
+            worker_init_fn=exit_with_parent,
         )
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -119,24 +112,6 @@ def build_loader(
     return Loader(
         dataset, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples, num_workers, pin_memory
     )
-
-
-@functools.cache
-def _exit_event() -> Event:
-    """Is set when this process exits, before multiprocessing sends SIGTERM to the workers that are left."""
-    event = multiprocessing.Event()
-    atexit.register(event.set)
-    return event
-
-
-def _outlive_signals(parent_exits: Event, *_: object) -> None:
-    """Let a worker process end with its parent, and not by the signals that the whole process group receives: the
-    parent needs its workers to finish an iteration before it saves a checkpoint.
-    """
-    exit_with_parent()
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(1) if parent_exits.is_set() else None)
 
 
 @dataclass(frozen=True)

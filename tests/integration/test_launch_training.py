@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 
 import psutil
@@ -38,25 +37,6 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path, forked_script
     train(Config.from_flat(training_settings(tmp_path / "one", data_path, train_iters=5, load=None, save=None, **keys)))
     losses = metrics(tmp_path)
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)
-
-
-def test_sigterm_to_all_processes_of_a_run(tmp_path, data_path, forked_scripts):
-    """As from `timeout` or systemd: the workers that read data do not end before the run has saved a checkpoint."""
-    keys = {"save_interval": None, "eval_iters": 0, "num_workers": 2}
-    config = training_settings(tmp_path, data_path, train_iters=100_000, **keys)
-    (tmp_path / "config.yml").write_text(json.dumps(config))
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), str(tmp_path / "config.yml")],
-        **{"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
-        start_new_session=True,
-    )
-    for line in process.stdout:
-        if "iteration 5/" in line:
-            os.killpg(process.pid, signal.SIGTERM)
-            break
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
-    assert "received a signal to stop; checkpoint saved" in output
 
 
 def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):

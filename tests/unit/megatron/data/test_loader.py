@@ -3,12 +3,8 @@
 import itertools
 import os
 import re
-import signal
-import subprocess
-import sys
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -17,9 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.data import build_loader
 from megatron.data.datasets import SampleSettings, datasets_from_split
-from megatron.data.loader import _exit_event, rank_samples
+from megatron.data.loader import rank_samples
 from megatron.utils.errors import UserError
-from tests.support.runs import ROOT
 
 
 @pytest.fixture
@@ -165,35 +160,3 @@ def test_truncation_while_training(corpus, train, num_workers):
     with pytest.raises(UserError, match=expected) as error:
         list(itertools.islice(batches, 200))
     assert "\n" not in str(error.value)
-
-
-def test_workers_outlive_signals_until_their_parent_exits(train):
-    """A signal may be sent to all processes of a run, which must finish an iteration before it stops."""
-    others = set(psutil.Process().children())
-    batches = iter(build_loader(train, micro_batch_size=2, num_workers=1))
-    next(batches)
-    (worker,) = set(psutil.Process().children()) - others
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
-        worker.send_signal(number)
-    for _ in range(10):
-        next(batches)
-    _exit_event().set()
-    worker.send_signal(signal.SIGTERM)
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(itertools.islice(batches, 1000))
-    _exit_event().clear()
-
-
-def test_a_process_with_a_worker_exits(corpus):
-    """Although the loader is still in use, as in a traceback."""
-    code = f"""
-import sys
-from megatron.data import build_loader
-from megatron.data.datasets import SampleSettings, datasets_from_split
-train = datasets_from_split({str(corpus)!r}, "1", (16, 16, 16), (300, 0, 0), SampleSettings(1000, 0, 1234)).train
-sys.batches = iter(build_loader(train, micro_batch_size=2, num_workers=2))
-next(sys.batches)
-1 / 0
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stderr.endswith("ZeroDivisionError: division by zero\n"), result.stderr
