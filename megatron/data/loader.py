@@ -1,5 +1,6 @@
 """Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class Loader:
             collate_fn=_Collate(dataset.settings.eod_mask_loss),
             generator=torch.Generator(),
             pin_memory=pin_memory,
-            worker_init_fn=exit_with_parent,
+            worker_init_fn=_start_worker,
         )
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -112,6 +113,14 @@ def build_loader(
     return Loader(
         dataset, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples, num_workers, pin_memory
     )
+
+
+def _start_worker(_: int) -> None:
+    """Let this worker process end with its parent, and not receive the signals to the parent's process group: after
+    SIGTERM, the parent needs its workers to finish the iteration before it saves a checkpoint.
+    """
+    exit_with_parent()
+    os.setpgid(0, 0)
 
 
 @dataclass(frozen=True)

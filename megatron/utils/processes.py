@@ -32,10 +32,10 @@ def signal_without_parent(number: int) -> Callable[[], None]:
     return prepare
 
 
-def exit_with_parent(*_: object) -> None:
+def exit_with_parent() -> None:
     """Make this process, started by `multiprocessing`, exit when its parent has ended.
 
-    Otherwise it might wait forever for its next task. Arguments are ignored: a DataLoader passes the worker's index.
+    Otherwise it might wait forever for its next task.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 
 import psutil
@@ -66,6 +67,29 @@ def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
     assert (tmp_path / "checkpoints" / "run.lock").exists()
     run(tmp_path / "second", second)
     assert not (tmp_path / "checkpoints" / "run.lock").exists()
+
+
+def test_sigterm_to_all_processes_saves_a_checkpoint(tmp_path, data_path, forked_scripts):
+    """`timeout` sends it to the process group, but the run needs its data worker for the rest of the iteration."""
+    config = tmp_path / "config.yml"
+    keys = {"save_interval": None, "eval_iters": 0, "num_workers": 1, "train_iters": 100_000}
+    config.write_text(json.dumps(training_settings(tmp_path, data_path, gradient_accumulation_steps=8, **keys)))
+    process = subprocess.Popen(
+        [sys.executable, "train.py", str(config)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    for line in process.stdout:
+        if "iteration 5/" in line:
+            os.killpg(process.pid, signal.SIGTERM)
+            break
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert len(saved_iterations(tmp_path / "checkpoints")) == 1
 
 
 @pytest.mark.parametrize("words", [["train.py"], pytest.param(["deepy.py", "train.py"], marks=pytest.mark.slow)])

@@ -67,5 +67,5 @@ def test_exit_with_parent(calls, monkeypatch):
     monkeypatch.setattr(processes.multiprocessing, "parent_process", lambda: parent)
     monkeypatch.setattr(processes.threading.Thread, "start", processes.threading.Thread.run)  # in this thread
     with pytest.raises(ProcessEndedError):
-        processes.exit_with_parent(0)
+        processes.exit_with_parent()
     assert joined == [True]
