@@ -30,6 +30,13 @@ def counted(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     return json.loads(rows.read_text())
 
 
+def test_kernels_of_the_log_kernel_for_hopper(tmp_path):
+    """In training, they have a bias and two directions of its jacobian."""
+    rows = counted(tmp_path, "--variants", "bias, 2 directions")
+    assert {row["kernel"] for row in rows} == {"forward", "key and value", "query"}
+
+
+@pytest.mark.slow
 def test_kernels_for_hopper(tmp_path):
     """Without tables, with a decay, with a bias, and with bias and weight, for coefficients and for any table."""
     counts = {(row["variant"], row["kernel"]): row for row in counted(tmp_path)}

@@ -253,6 +253,7 @@ def test_chunked_loss_on_two_ranks(layout, kernel_devices, ranks, trained, data_
     vocabulary also by the Triton kernel.
     """
     keys = {"padded_vocab_size": VOCABULARY, "save": None, "load": None, "no_weight_tying": layout != "pipeline"}
+    keys |= {"train_iters": 2, "eval_interval": 2, "log_interval": 1}
     trained(tmp_path / "one", "one", **keys)
     constants = {
         "megatron.model.gpt:mean_loss": None,  # fails if it is called with the complete logits

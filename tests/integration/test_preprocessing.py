@@ -87,8 +87,8 @@ def test_interrupted_with_workers(tmp_path, signal_number, forked_scripts):
     large = tmp_path / "large.jsonl"
     large.write_bytes((b'{"text": "' + b"x" * 4000 + b'"}\n') * 20000)
     command = [sys.executable, str(ROOT / SCRIPT), "--input", str(large), "--output-prefix", str(tmp_path / "out")]
-    command += ["--tokenizer-type", "CharLevelTokenizer", "--workers", "2"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    command += ["--tokenizer-type", "CharLevelTokenizer"]
+    with subprocess.Popen([*command, "--workers", "2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         partial = tmp_path / "out_text_document.partial.bin"
         deadline = time.monotonic() + 60
         while not (partial.exists() and partial.stat().st_size) and time.monotonic() < deadline:
