@@ -33,6 +33,14 @@ class Ranks:
         self._processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.stdin.close()
+            process.wait(timeout=60)
+
+    def _start(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
         for rank in range(self.size):
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
@@ -46,12 +54,12 @@ class Ranks:
                     text=True,
                 )
             )
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def _kill(self) -> None:
         for process in self._processes:
-            process.stdin.close()
-            process.wait(timeout=60)
+            process.kill()
+            process.communicate()
+        self._processes.clear()
 
     def train(
         self,
@@ -64,6 +72,8 @@ class Ranks:
         constants: "module:NAME" -> value for the constant during this training.
         stop_last_rank_at: send SIGTERM to the last rank when this text occurs in the output of rank 0.
         """
+        if not self._processes:
+            self._start()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -82,6 +92,7 @@ class Ranks:
                     stop_last_rank_at = None
                     self._processes[-1].send_signal(signal.SIGTERM)
             if answer != "done":
+                self._kill()  # the other ranks may wait for this one
                 raise RankFailed("".join(lines) + str(answer))
             outputs.append("".join(lines))
         return outputs[0]
