@@ -1,6 +1,7 @@
 """deepy.py's command line: which script to start, with which configuration and options."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ Start SCRIPT once per GPU (without a GPU: on the CPU), on this machine or on the
 All keys: configs/neox_arguments.md; its section Launcher has those for processes and nodes."""
 
 
+# -d DIR, -dDIR, --conf-dir DIR or --conf-dir=DIR, as in argparse.
+_CONF_DIR = re.compile(r"-d(=?(?P<short>.+))?|--conf[-_]dir(=(?P<long>.+))?", re.DOTALL)
+
+
 @dataclass(frozen=True)
 class DeepyArguments:
     """The parsed command line of deepy.py. `program`: the absolute path of the script, and words before its options."""
@@ -67,16 +72,21 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
     files: list[str] = []
     config_dir = None
     strict = False
-    while words and (not words[0].startswith("-") or words[0] in ("-d", "--conf-dir", "--conf_dir", STRICT_OPTION)):
+    while words and (not words[0].startswith("-") or words[0] == STRICT_OPTION or _CONF_DIR.fullmatch(words[0])):
         word = words.pop(0)
-        if not word.startswith("-"):
-            files.append(word)
-        elif word == STRICT_OPTION:
+        match = _CONF_DIR.fullmatch(word)
+        if word == STRICT_OPTION:
             strict = True
+        elif match is None:
+            files.append(word)
+        elif folder := match["short"] or match["long"]:
+            config_dir = folder
         elif words:
             config_dir = words.pop(0)
         else:
             raise UserError(f"{word} is the last word; it must be followed by the folder of the configuration files")
+    if not files and {"-h", "--help"} & set(words):
+        return None
     if not files:
         name = Path(program[0]).name if len(program) == 1 else program[-1]
         raise UserError(f"no configuration files were given for {name}; they come before the other options")

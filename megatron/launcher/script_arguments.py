@@ -47,6 +47,7 @@ def parse_arguments(
     if options.neox_config is not None:
         if options.files or overrides:
             raise UserError(f"{MERGED_CONFIG_OPTION} is a complete configuration; remove the files and --set")
+        reject_config_options(options)
         config = decode_config(options.neox_config)
     else:
         if not options.files:
@@ -80,6 +81,17 @@ def make_parser(
     if add_options is not None:
         add_options(parser)
     return parser
+
+
+def reject_config_options(options: argparse.Namespace) -> None:
+    """Raises UserError if the options of a script that deepy.py starts contain one that deepy.py itself reads, but only
+    before the first option of the script.
+    """
+    for name, value in (("-d", options.conf_dir), (STRICT_OPTION, options.strict)):
+        if value:
+            raise UserError(
+                f"{name} comes directly after the script or the configuration files; move it before the other options"
+            )
 
 
 def print_notices(config: Config) -> None:

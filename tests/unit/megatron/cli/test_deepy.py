@@ -30,6 +30,8 @@ def start(tmp_path, monkeypatch):
         (["--set", "data-path=elsewhere"], r"no data at elsewhere: elsewhere\.bin and elsewhere\.idx missing; .*"),
         (["--set", "distributed_backend=mpi"], "distributed_backend mpi is not available: .*; remove the key .*"),
         (["--fallback", "other.yml"], r"other\.yml: configuration files come before the options of train\.py"),
+        (["--force-lock", "-d", "other"], "-d comes directly after the script or the configuration files; .*"),
+        (["--force-lock", "--strict"], "--strict comes directly after the script or the configuration files; .*"),
         (
             ["--set", "data-path=null", 'train-data-paths=["one"]', 'valid-data-paths=["two"]'],
             r"no data at one: one\.bin and one\.idx missing; .*",
