@@ -91,6 +91,13 @@ def test_forwarded_variables(tmp_path, monkeypatch):
 def test_secrets_are_recognized():
     variables = {"WANDB_API_KEY": "1", "HF_TOKEN": "2", "WANDB_BASE_URL": "https://me:pw@host", "HF_HOME": "/x"}
     assert split_secrets(variables) == ({"HF_HOME": "/x"}, ["WANDB_API_KEY", "HF_TOKEN", "WANDB_BASE_URL"])
+    names = (
+        "MLFLOW_TRACKING_TOKEN HUGGINGFACE_TOKEN AWS_SESSION_TOKEN AZURE_STORAGE_KEY AZURE_STORAGE_CONNECTION_STRING"
+    )
+    names += " MYSQL_PWD DB_PASS SSH_PASSPHRASE AWS_CREDENTIALS JWT PGPASSWORD"
+    assert split_secrets(dict.fromkeys(names.split(), "1")) == ({}, names.split())
+    harmless = dict.fromkeys(["TOKENIZERS_PARALLELISM", "PWD", "AWS_TOKEN_FILE", "NCCL_IB_PKEY", "SSH_ASKPASS"], "1")
+    assert split_secrets(harmless) == (harmless, [])
 
 
 def test_local_environment(monkeypatch):
