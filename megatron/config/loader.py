@@ -30,7 +30,7 @@ from megatron.config.checks import find_contradictions, find_notices
 from megatron.config.schema.base import MAX_INT, REST, Group, KeyPath, field_aliases, field_path, has_placeholders
 from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, Entry, find_file, parse_override, read_file
 from megatron.utils.errors import UserError, shortened
-from megatron.utils.secrets import is_secret_name
+from megatron.utils.secrets import contains_secret, is_secret_name
 
 _SET = "--set"
 _MAX_SUGGESTIONS = 3
@@ -244,8 +244,8 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, mes
 
 
 def _check_plain(entry: Entry) -> None:
-    """Raises UserError if a value is invalid for any key, or exceeds the limits of YAML files: `from_flat` also
-    receives values from other files, such as JSON.
+    """Raises UserError if a value is invalid for any key, looks like a secret, or exceeds the limits of YAML files:
+    `from_flat` also receives values from other files, such as JSON.
     """
     stack: list[tuple[tuple[str, ...], Any]] = [((), entry.key), ((entry.key,), entry.value)]
     visited = 0
@@ -268,6 +268,11 @@ def _check_plain(entry: Entry) -> None:
             problem = f"is {value}; numbers must be finite"
         elif isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
             problem = f"contains a null character or a lone surrogate: {shortened(repr(value))}"
+        if (path and value and is_secret_name(path[-1])) or (isinstance(value, str) and contains_secret(value)):
+            problem = (
+                "looks like a secret, and the configuration is copied into checkpoints, logs and command lines; remove "
+                "it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
+            )
         if problem is not None:
             raise UserError(f'{entry.place}: "{shortened(".".join(path) or entry.key)}" {problem}')
 
@@ -401,11 +406,6 @@ def _allowed_rest(path: KeyPath) -> set[str]:
 
 
 def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
-    if is_secret_name(path[-1]):
-        return (
-            f"{_where(path, keys)} looks like a secret, and the configuration is copied into checkpoints and logs; "
-            "remove it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
-        )
     # Suggest supported keys of the same mapping or nested in it (optimizer.params.betas for betas). If none is
     # similar, suggest other keys of GPT-NeoX.
     supported = {name: (*path[:-1], name) for name in _children(path[:-1])}

@@ -12,10 +12,10 @@ _NAME = re.compile(
 _VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|PWD|PASS|PASSPHRASE|CREDENTIALS|JWT|CONNECTION_STRING)$")
 _HARMLESS_VARIABLES = ("PWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN")
 # A secret inside a value: NAME=VALUE with such a name, or the user and password of a URL.
-_ASSIGNMENT_OR_LOGIN = re.compile(r"(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
+_ASSIGNMENT_OR_LOGIN = re.compile(r"(?<![\w-])(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
 # In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the user and password of a URL, an HTTP header.
 _IN_TEXT = re.compile(
-    r"""(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string)[\w-]*)(?P<between>["']?\s*[=:]\s*)"""
+    r"""(?<![\w-])(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string)[\w-]*)(?P<between>["']?\s*[=:]\s*)"""
     r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)}\]]+)"""
     r"""|://(?P<login>[^/\s:@]+:[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+""",
     re.IGNORECASE,

@@ -287,6 +287,22 @@ def test_secrets_are_rejected(flat, key):
     assert "0123456789abcdef" not in str(caught.value)
 
 
+def test_secrets_in_values_that_are_passed_on_are_rejected(flat, write):
+    extra = {"wandb": {"enabled": True, "api_key": "abcdefg"}}
+    for key, value, name in (
+        ("deepspeed_extra_args", extra, "deepspeed_extra_args.wandb.api_key"),
+        ("wandb_host", "https://user:word@host", "wandb_host"),
+        ("data-path", "https://user:word@host/data", "data-path"),
+        ("eval_include_path", ["a", "https://user:word@host/b"], "eval_include_path.1"),
+        ("comment", "--export WANDB_API_KEY=abcdefg", "comment"),
+    ):
+        with pytest.raises(UserError, match=f'^here: "{name}" looks like a secret'):
+            Config.from_flat({**flat, key: value}, source="here")
+    with pytest.raises(UserError, match=r'^--set: "deepspeed_extra_args.comet.api_key" looks like a secret'):
+        load(write, MODEL, overrides=["deepspeed_extra_args.comet.api_key=abc"])
+    Config.from_flat({**flat, "deepspeed_extra_args": {"comet": {"enabled": False, "api_key": None}}})
+
+
 def nested(key: str, value: object) -> dict:
     """nested("a.b", 1) == {"a": {"b": 1}}"""
     for name in reversed(key.split(".")):
