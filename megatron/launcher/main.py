@@ -161,9 +161,8 @@ def _run_on_other_hosts(
         files = [sys.executable, arguments.program[0]]
         files += [str(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
         first_address = check_hosts(resources.hosts, os.getcwd(), files, os.environ)
-    # With Slurm, the ranks read the address of the first node from Slurm's variables.
     address = launcher.master_addr or first_address or resources.hosts[0]
-    keys = {"master_port": launcher.master_port or DEFAULT_PORT}
+    port = launcher.master_port or DEFAULT_PORT
     if launcher.launcher == "pdsh":
         command = rank_command(config, arguments.program, arguments.script_options)
         variables, names = split_secrets(variables)
@@ -173,8 +172,9 @@ def _run_on_other_hosts(
                 f"{', '.join(names)}; set them on the hosts themselves (docs/clusters.md)",
                 flush=True,
             )
-        return run_pdsh(make_nodes(resources, address, keys["master_port"]), command, variables, os.environ)
-    config = config.updated(**keys) if launcher.launcher == "slurm" else config.updated(master_addr=address, **keys)
+        return run_pdsh(make_nodes(resources, address, port), command, variables, os.environ)
+    if launcher.launcher != "slurm":  # with Slurm, the ranks compute both from Slurm's variables
+        config = config.updated(master_addr=address, master_port=port)
     command = rank_command(config, arguments.program, arguments.script_options)
     command = job_command(config, resources, list(variables), command)
     return run_job(command, {**os.environ, **variables}, resources.world_size)

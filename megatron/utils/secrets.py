@@ -15,7 +15,8 @@ _HARMLESS_VARIABLES = ("PWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN")
 _ASSIGNMENT_OR_LOGIN = re.compile(r"(?<![\w-])(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
 # In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the user and password of a URL, an HTTP header.
 _IN_TEXT = re.compile(
-    r"""(?<![\w-])(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string)[\w-]*)(?P<between>["']?\s*[=:]\s*)"""
+    r"""(?<![\w-])(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string)[\w-]*)"""
+    r"""(?P<between>["']?\s*[=:]\s*)"""
     r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)}\]]+)"""
     r"""|://(?P<login>[^/\s:@]+:[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+""",
     re.IGNORECASE,
