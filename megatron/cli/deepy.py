@@ -31,8 +31,9 @@ def train() -> int:
     return launcher.main(words, check_script, TRAIN_COMMAND)
 
 
-def check_script(program: Sequence[str], config: Config, options: Sequence[str]) -> list[str]:
-    """Check the options of train.py, the data keys and the backend. Returns the prefixes of the local datasets.
+def check_script(program: Sequence[str], config: Config, options: Sequence[str], world_size: int) -> list[str]:
+    """Check the options of train.py, the parallel sizes and batch sizes for this number of processes, the data keys and
+    the backend. Returns the prefixes of the local datasets.
 
     Other scripts check their own command lines. Raises UserError, or prints the usage and exits with status 2.
     """
@@ -44,6 +45,9 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str])
     if parsed.files:
         raise UserError(f"{parsed.files[0]}: configuration files come before the options of {name}")
     reject_config_options(parsed)
+    data_parallel_size = config.parallel.data_parallel_size(world_size)
+    if config.batch.is_set:
+        config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
     backend = config.parallel.distributed_backend
     if backend not in (None, "nccl"):  # without a GPU, gloo replaces nccl
         from megatron.training.distributed import check_backend

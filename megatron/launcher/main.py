@@ -103,14 +103,15 @@ def _find_script(name: str) -> Path:
 
 def main(
     words: Sequence[str],
-    check_script: Callable[[Sequence[str], Config, Sequence[str]], list[str]] = lambda *_: [],
+    check_script: Callable[[Sequence[str], Config, Sequence[str], int], list[str]] = lambda *_: [],
     program: Sequence[str] = (),
 ) -> int:
     """Run deepy.py with these command-line arguments, and return the exit status of the script.
 
     Args:
-        check_script: receives the program, the configuration and the options of the script. It raises UserError, or
-            exits, if the script would reject them, and returns the prefixes of the datasets that every host needs.
+        check_script: receives the program, the configuration, the options of the script and the number of processes. It
+            raises UserError, or exits, if the script would reject them, and returns the prefixes of the datasets that
+            every host needs.
         program: what to start instead of the script that the first word names (see `rank_command`).
 
     Raises UserError, before anything is started, if the configuration is wrong or does not fit this machine.
@@ -125,10 +126,7 @@ def main(
     on_other_hosts = uses_other_hosts(config, resources)
     if on_other_hosts:
         check_launcher(config, resources)
-    data_parallel_size = config.parallel.data_parallel_size(resources.world_size)
-    if config.batch.is_set:
-        config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
-    prefixes = check_script(arguments.program, config, arguments.script_options)
+    prefixes = check_script(arguments.program, config, arguments.script_options, resources.world_size)
     if not on_other_hosts:
         for prefix in prefixes:
             find_files(prefix)

@@ -57,10 +57,15 @@ def parse_arguments(
             print_notices(config)
     if options.fallback:
         config = config.updated(fallback=True)
-    set_rank_variables(config, os.environ)
-    if options.neox_config is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        follow_launcher()
+    become_rank(config, started_by_deepy=options.neox_config is not None)
     return config, options
+
+
+def become_rank(config: Config, *, started_by_deepy: bool = False) -> None:
+    """If a launcher has started several processes, set the variables of this rank, and stop it with its launcher."""
+    set_rank_variables(config, os.environ)
+    if started_by_deepy or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        follow_launcher()
 
 
 def make_parser(
