@@ -14,6 +14,14 @@ from megatron.utils.errors import UserError, first_line, shortened
 if TYPE_CHECKING:
     from megatron.config.loader import Config
 
+_ZERO_3_KEYS = (
+    "offload_param",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+)
+
 
 def find_contradictions(config: "Config") -> Iterator[str]:
     """One message for each contradiction between keys."""
@@ -78,6 +86,14 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
             "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
         )
+    for key in _ZERO_3_KEYS if stage < 3 else ():
+        value = config.optimizer.zero.get(key)
+        value = value.get("device") if isinstance(value, dict) else value
+        if value is True or value not in (None, False, 1, "none"):
+            yield (
+                f"zero_optimization.{key} has no effect with stage {stage}: DeepSpeed uses it only with stage 3; "
+                "remove the key, or use stage 3"
+            )
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
         yield (
             f"attention_dropout {model.attention_dropout} with model_parallel_size "

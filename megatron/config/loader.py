@@ -231,16 +231,28 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, mes
         if name in keys:
             reject_duplicate(entry, keys[name])
         keys[name] = entry
-    values = {name: entry.value for name, entry in keys.items()}
     for override in overrides:
-        key, value = parse_override(override)
-        path = canonical_path(key)
-        _set_nested(values, path, value, key)
-        keys[path[0]] = Entry(key if len(path) == 1 else key.split(".")[0], values[path[0]], _SET)
-        _check_plain(keys[path[0]])
+        _override(keys, *parse_override(override))
+    return keys
+
+
+def _override(keys: MergedKeys, key: str, value: Any) -> None:
+    """Set a key as --set does: a mapping replaces another one as a whole."""
+    path = canonical_path(key)
+    for alias, (name, *_) in ALIASES.items():  # those that `_pop_nested_aliases` moved out of the replaced mapping
+        if len(alias) > len(path) and alias[: len(path)] == path and name in keys and keys[name].key == ".".join(alias):
+            del keys[name]
+    name = path[0]
+    values = {} if name not in keys else {name: keys[name].value}
+    _set_nested(values, path, value, key)
+    if len(path) == 1:
+        keys[name] = Entry(key, value, _SET)
+    else:
+        entry = keys.get(name, Entry(key.split(".")[0], None, _SET))
+        keys[name] = dataclasses.replace(entry, value=values[name], overridden=(*entry.overridden, path))
+    _check_plain(dataclasses.replace(keys[name], source=_SET, line=None))
     for name, entry in list(_pop_nested_aliases(keys)):
         keys[name] = dataclasses.replace(entry, source=_SET, line=None)
-    return keys
 
 
 def _check_plain(entry: Entry) -> None:
@@ -386,7 +398,8 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
 def _where(path: KeyPath, keys: MergedKeys) -> str:
     """`FILE:LINE: "key"`, with the key as it was written."""
     entry = keys[path[0]]
-    return f'{entry.place}: "{shortened(".".join((entry.key, *path[1:])))}"'
+    place = _SET if any(path[: len(each)] == each for each in entry.overridden) else entry.place
+    return f'{place}: "{shortened(".".join((entry.key, *path[1:])))}"'
 
 
 def _children(path: KeyPath) -> list[str]:

@@ -87,6 +87,17 @@ from megatron.config import Config, UserError
             {"zero_optimization": {"stage": 3}, "model-parallel-size": 2},
             "zero_optimization.stage 3 with model_parallel_size 2 is not supported",
         ),
+        *(
+            (
+                {"zero_optimization": {"stage": stage, key: value}},
+                rf"zero_optimization.{key} has no effect with stage {stage}: .*; remove the key, or use stage 3",
+            )
+            for stage, key, value in (
+                (2, "offload_param", {"device": "cpu"}),
+                (1, "zero_quantized_weights", True),
+                (0, "zero_hpz_partition_size", 4),
+            )
+        ),
         (
             {"torch-compile": True, "pipe-parallel-size": 2},
             "torch_compile with pipe_parallel_size 2 is not supported",
@@ -180,7 +191,9 @@ def test_contradictions(flat, keys, message):
 
 def test_consistent_combinations_are_accepted(flat):
     Config.from_flat({**flat, "zero_optimization": {"stage": 1}, "pipe-parallel-size": 2})
-    Config.from_flat({**flat, "zero_optimization": {"stage": 3}})
+    off = {"offload_param": {"device": "none"}, "zero_quantized_weights": False, "zero_hpz_partition_size": 1}
+    Config.from_flat({**flat, "zero_optimization": {"stage": 1, **off}})
+    Config.from_flat({**flat, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
     Config.from_flat({**flat, "pos-emb": "alibi", "max-position-embeddings": 8})
     Config.from_flat({**flat, "extrapolation-lengths": [131_072], "pipe-parallel-size": 1})
     Config.from_flat({**flat, "finetune": True, "load": "somewhere", "iteration": 0})

@@ -258,6 +258,29 @@ def test_alias_inside_an_override(write):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "weight_decay"),
+    [
+        (["optimizer.params={lr: 1e-3, weight_decay: 0.2}", "weight_decay=0.5"], 0.5),
+        (["weight_decay=0.5", "optimizer.params={lr: 1e-3, weight_decay: 0.2}"], 0.2),
+        (["optimizer.params.lr=5e-3"], 0.3),
+        (["optimizer.params={lr: 5e-3}"], 0.1),  # the default: the mapping with 0.3 is replaced
+        (["optimizer={type: adam, params: {lr: 5e-3}}"], 0.1),
+        (["weight_decay=0.5", "optimizer.params={lr: 5e-3}"], 0.5),
+    ],
+)
+def test_order_of_overrides_and_aliases(write, overrides, weight_decay):
+    config = load(write, MODEL, '{"optimizer": {"params": {"weight_decay": 0.3}}}', overrides=overrides)
+    assert config.optimizer.weight_decay == weight_decay
+
+
+def test_places_of_errors_in_a_mapping_with_overrides(write, tmp_path):
+    text = '{"optimizer": {"params": {"eps": "abc", "lr": 1}}}'
+    for override, place in (("optimizer.params.lr=0.1", f"{tmp_path}/1.yml:1"), ("optimizer.params.eps=b", "--set")):
+        with pytest.raises(UserError, match=f'^{place}: "optimizer.params.eps": must be a number'):
+            load(write, MODEL, text, overrides=[override])
+
+
+@pytest.mark.parametrize(
     ("key", "nearest"),
     [
         ("num-layer", "num_layers"),
