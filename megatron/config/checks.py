@@ -14,6 +14,8 @@ from megatron.utils.errors import UserError, first_line, shortened
 if TYPE_CHECKING:
     from megatron.config.loader import Config
 
+# Key, option of the positional method, default.
+_ROTARY_KEYS = (("rotary_pct", "fraction", 1.0), ("rotary_emb_base", "base", 10_000))
 _ZERO_3_KEYS = (
     "offload_param",
     "zero_hpz_partition_size",
@@ -154,6 +156,9 @@ def find_notices(config: "Config") -> Iterator[str]:
             "use_bnb_optimizer with pos_emb learned: the position embeddings have no layer norm, unlike those of "
             "GPT-NeoX with this key (bitsandbytes' StableEmbedding)"
         )
+    for name, option, default in _ROTARY_KEYS if model.pos_emb != "per_layer" else ():
+        if getattr(model, name) != default and option not in model.positional_options:
+            yield f"{name} {getattr(model, name)} has no effect with pos_emb {model.pos_emb}"
     schedule = config.schedule
     if schedule.lr_decay_iters is not None and 0 < (schedule.train_iters or 0) < schedule.lr_decay_iters:
         yield (
@@ -222,11 +227,11 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
                 f"pos_emb per_layer: methods has {len(entries)} entries, but num_layers is {model.num_layers}; remove "
                 "those that no layer uses"
             )
-        for name, default in (("rotary_pct", 1.0), ("rotary_emb_base", 10_000)):
+        for name, option, default in _ROTARY_KEYS:
             if getattr(model, name) != default:
                 yield (
                     f"{name} has no effect with pos_emb per_layer; set the option in its list: "
-                    f'{{"rotary": {{"{"fraction" if name == "rotary_pct" else "base"}": {getattr(model, name)}}}}}'
+                    f'{{"rotary": {{"{option}": {getattr(model, name)}}}}}'
                 )
     for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
         if model.pos_emb == "learned" and length is not None and length > model.max_position_embeddings:

@@ -217,6 +217,18 @@ def test_a_decay_that_ends_after_training_is_a_notice(flat):
     assert not Config.from_flat({**keys, "lr_decay_iters": 60}).notices
 
 
+def test_rotary_keys_without_effect_are_a_notice(flat):
+    def notices(method: str, **keys) -> tuple[str, ...]:
+        return Config.from_flat({**flat, "pos-emb": method, **keys}).notices
+
+    assert notices("alibi", rotary_pct=0.25) == ("rotary_pct 0.25 has no effect with pos_emb alibi",)
+    assert notices("p_rope", rotary_pct=0.25) == ("rotary_pct 0.25 has no effect with pos_emb p_rope",)
+    assert notices("rotary", rotary_pct=0.25, rotary_emb_base=500) == ()
+    assert notices("alibi", rotary_pct=1.0, rotary_emb_base=10000) == ()
+    config = Config.from_flat({**flat, "pos-emb": "xpos", "rotary_emb_base": 500})
+    assert (config.notices, config.model.positional_options) == ((), {"base": 500})
+
+
 def test_a_broken_positional_file_is_one_error(flat, write):
     path = write("broken.py", "def (:\n")
     with pytest.raises(UserError, match=r"pos_emb_module .*broken\.py: "):
