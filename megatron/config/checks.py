@@ -88,12 +88,11 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
             "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
         )
-    for key in _ZERO_3_KEYS if stage < 3 else ():
-        value = config.optimizer.zero.get(key)
+    for zero_key, value in config.optimizer.zero.items() if stage < 3 else ():
         value = value.get("device") if isinstance(value, dict) else value
-        if value is True or value not in (None, False, 1, "none"):
+        if zero_key in _ZERO_3_KEYS and (value is True or value not in (False, 1, "none")):
             yield (
-                f"zero_optimization.{key} has no effect with stage {stage}: DeepSpeed uses it only with stage 3; "
+                f"zero_optimization.{zero_key} has no effect with stage {stage}: DeepSpeed uses it only with stage 3; "
                 "remove the key, or use stage 3"
             )
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
