@@ -10,7 +10,7 @@ from megatron.config import Config, UserError
 from megatron.data.indexed_dataset import is_remote
 from megatron.data.splits import config_blends
 from megatron.launcher import main as launcher
-from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, make_parser
+from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, make_parser, reject_config_options
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
@@ -31,8 +31,9 @@ def train() -> int:
     return launcher.main(words, check_script, TRAIN_COMMAND)
 
 
-def check_script(program: Sequence[str], config: Config, options: Sequence[str]) -> list[str]:
-    """Check the options of train.py, the data keys and the backend. Returns the prefixes of the local datasets.
+def check_script(program: Sequence[str], config: Config, options: Sequence[str], world_size: int) -> list[str]:
+    """Check the options of train.py, the parallel sizes and batch sizes for this number of processes, the data keys and
+    the backend. Returns the prefixes of the local datasets.
 
     Other scripts check their own command lines. Raises UserError, or prints the usage and exits with status 2.
     """
@@ -40,9 +41,13 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str])
     if not is_command and Path(program[0]).resolve() != TRAIN:
         return []
     name = "kerple train" if is_command else TRAIN.name
-    files = make_parser("Train a model.", train_script.add_options, prog=name).parse_intermixed_args(options).files
-    if files:
-        raise UserError(f"{files[0]}: configuration files come before the options of {name}")
+    parsed = make_parser("Train a model.", train_script.add_options, prog=name).parse_intermixed_args(options)
+    if parsed.files:
+        raise UserError(f"{parsed.files[0]}: configuration files come before the options of {name}")
+    reject_config_options(parsed)
+    data_parallel_size = config.parallel.data_parallel_size(world_size)
+    if config.batch.is_set:
+        config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
     backend = config.parallel.distributed_backend
     if backend not in (None, "nccl"):  # without a GPU, gloo replaces nccl
         from megatron.training.distributed import check_backend

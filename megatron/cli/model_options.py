@@ -25,7 +25,7 @@ from megatron.config.command_line import OptionParser, extract_overrides, intege
 from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.inference.loading import load_model
-from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, parse_arguments
+from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank, parse_arguments
 from megatron.model.gpt import GPT
 from megatron.model.half_precision import multiply_in_float32
 from megatron.model.kernel_check import check_kernels
@@ -74,7 +74,12 @@ def parse_with_checkpoint(
             module = {
                 key: value for key, value in options.overrides.items() if canonical_path(key) == ("pos_emb_module",)
             }
-            return checkpoint_config(step, module).updated(**options.overrides), options
+            trained = checkpoint_config(step, module)
+            # The address is that of the training run.
+            addresses = {key: None for key in ("master_addr", "master_port") if key in trained.to_flat()}
+            config = trained.updated(**addresses).updated(**options.overrides)
+            become_rank(config)
+            return config, options
     config, options = parse_arguments(description, words, add_options)
     _find_on_hub(options)
     return config, options
@@ -102,7 +107,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
         help="folder with `latest`, or hf:ORG/NAME[@REVISION]; default: `load` in the configuration, or else `save`",
     )
     parser.add_argument("--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if available")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (one process only) ...; default: a GPU if available")
     parser.add_argument(
         "--precision",
         choices=DTYPES,
@@ -258,9 +263,16 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The named device; by default, this process's GPU if there is one. Raises UserError for an invalid name."""
-    if name is None:
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if use_gpus() else "cpu"
+    """The named device; by default, this process's GPU if there is one. `cuda` is the GPU of this rank, too. Raises
+    UserError for an invalid name, and for the name of a single GPU if there are several ranks.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if name is None and not use_gpus():
+        name = "cpu"
+    elif name is None or (name == "cuda" and ranks > 1):
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    elif name.startswith("cuda:") and ranks > 1:
+        raise UserError(f"--device {name}: {ranks} ranks would share this GPU; --device cuda gives each rank its own")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

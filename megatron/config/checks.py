@@ -14,6 +14,16 @@ from megatron.utils.errors import UserError, first_line, shortened
 if TYPE_CHECKING:
     from megatron.config.loader import Config
 
+# Key, option of the positional method, default.
+_ROTARY_KEYS = (("rotary_pct", "fraction", 1.0), ("rotary_emb_base", "base", 10_000))
+_ZERO_3_KEYS = (
+    "offload_param",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+)
+
 
 def find_contradictions(config: "Config") -> Iterator[str]:
     """One message for each contradiction between keys."""
@@ -78,6 +88,13 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
             "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
         )
+    for zero_key, value in config.optimizer.zero.items() if stage < 3 else ():
+        value = value.get("device") if isinstance(value, dict) else value
+        if zero_key in _ZERO_3_KEYS and (value is True or value not in (False, 1, "none")):
+            yield (
+                f"zero_optimization.{zero_key} has no effect with stage {stage}: DeepSpeed uses it only with stage 3; "
+                "remove the key, or use stage 3"
+            )
     if model.attention_dropout > 0 and parallel.model_parallel_size > 1:
         yield (
             f"attention_dropout {model.attention_dropout} with model_parallel_size "
@@ -138,6 +155,9 @@ def find_notices(config: "Config") -> Iterator[str]:
             "use_bnb_optimizer with pos_emb learned: the position embeddings have no layer norm, unlike those of "
             "GPT-NeoX with this key (bitsandbytes' StableEmbedding)"
         )
+    for name, option, default in _ROTARY_KEYS if model.pos_emb != "per_layer" else ():
+        if getattr(model, name) != default and option not in model.positional_options:
+            yield f"{name} {getattr(model, name)} has no effect with pos_emb {model.pos_emb}"
     schedule = config.schedule
     if schedule.lr_decay_iters is not None and 0 < (schedule.train_iters or 0) < schedule.lr_decay_iters:
         yield (
@@ -206,11 +226,11 @@ def _check_positional_method(config: "Config") -> Iterator[str]:
                 f"pos_emb per_layer: methods has {len(entries)} entries, but num_layers is {model.num_layers}; remove "
                 "those that no layer uses"
             )
-        for name, default in (("rotary_pct", 1.0), ("rotary_emb_base", 10_000)):
+        for name, option, default in _ROTARY_KEYS:
             if getattr(model, name) != default:
                 yield (
                     f"{name} has no effect with pos_emb per_layer; set the option in its list: "
-                    f'{{"rotary": {{"{"fraction" if name == "rotary_pct" else "base"}": {getattr(model, name)}}}}}'
+                    f'{{"rotary": {{"{option}": {getattr(model, name)}}}}}'
                 )
     for name, length in (("seq_length", model.seq_length), ("seq_length_val", config.training.seq_length_val)):
         if model.pos_emb == "learned" and length is not None and length > model.max_position_embeddings:

@@ -150,7 +150,8 @@ def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Remove every `--set key=value ...` and every `KEY_OPTIONS` option from a command line.
 
     Returns (overrides of the form key=value, remaining words). --set ends at the first word that is not of the form
-    key=value, so files may follow it. Raises UserError if an option is not followed by its value.
+    key=value, so files may follow it. As in argparse, --set=key=value, --hostfile=FILE and -HFILE are accepted. Raises
+    UserError if an option is not followed by its value.
     """
     overrides: list[str] = []
     rest: list[str] = []
@@ -158,16 +159,22 @@ def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     while queue:
         word = queue.pop(0)
         option, equals, value = word.partition("=")
+        if word.startswith("-H") and option != "-H":
+            option, equals, value = "-H", "=", word.removeprefix("-H")
         key = KEY_OPTIONS.get(_with_dashes(option))
         if key is not None:
-            if not equals and not queue:
-                raise UserError(f"{word} is the last word; it must be followed by the value of {key}")
-            overrides.append(f"{key}={json.dumps(value if equals else queue.pop(0))}")
+            if not equals and (not queue or queue[0].startswith("-")):
+                problem = f"is followed by {queue[0]!r}" if queue else "is the last word"
+                hint = f"; if this is the value, write {option}={queue[0]}" if queue else ""
+                raise UserError(f"{word} {problem}; it must be followed by the value of {key}{hint}")
+            overrides.append(f"{key}={json.dumps(value if equals else queue.pop(0), ensure_ascii=False)}")
             continue
-        if word != SET_OPTION:
+        if option != SET_OPTION:
             rest.append(word)
             continue
         count = len(overrides)
+        if equals:
+            queue.insert(0, value)
         while queue and not queue[0].startswith("-") and "=" in queue[0]:
             overrides.append(queue.pop(0))
         if len(overrides) == count:

@@ -30,7 +30,7 @@ from megatron.config.checks import find_contradictions, find_notices
 from megatron.config.schema.base import MAX_INT, REST, Group, KeyPath, field_aliases, field_path, has_placeholders
 from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, Entry, find_file, parse_override, read_file
 from megatron.utils.errors import UserError, shortened
-from megatron.utils.secrets import is_secret_name
+from megatron.utils.secrets import contains_secret, is_secret_name
 
 _SET = "--set"
 _MAX_SUGGESTIONS = 3
@@ -231,21 +231,33 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, mes
         if name in keys:
             reject_duplicate(entry, keys[name])
         keys[name] = entry
-    values = {name: entry.value for name, entry in keys.items()}
     for override in overrides:
-        key, value = parse_override(override)
-        path = canonical_path(key)
-        _set_nested(values, path, value, key)
-        keys[path[0]] = Entry(key if len(path) == 1 else key.split(".")[0], values[path[0]], _SET)
-        _check_plain(keys[path[0]])
-    for name, entry in list(_pop_nested_aliases(keys)):
-        keys[name] = dataclasses.replace(entry, source=_SET, line=None)
+        _override(keys, *parse_override(override))
     return keys
 
 
+def _override(keys: MergedKeys, key: str, value: Any) -> None:
+    """Set a key as --set does: a mapping replaces another one as a whole."""
+    path = canonical_path(key)
+    for alias, (name, *_) in ALIASES.items():  # those that `_pop_nested_aliases` moved out of the replaced mapping
+        if len(alias) > len(path) and alias[: len(path)] == path and name in keys and keys[name].key == ".".join(alias):
+            del keys[name]
+    name = path[0]
+    values = {} if name not in keys else {name: keys[name].value}
+    _set_nested(values, path, value, key)
+    if len(path) == 1:
+        keys[name] = Entry(key, value, _SET)
+    else:
+        entry = keys.get(name, Entry(key.split(".")[0], None, _SET))
+        keys[name] = dataclasses.replace(entry, value=values[name], overridden=(*entry.overridden, path))
+    _check_plain(dataclasses.replace(keys[name], source=_SET, line=None))
+    for name, entry in list(_pop_nested_aliases(keys)):
+        keys[name] = dataclasses.replace(entry, source=_SET, line=None)
+
+
 def _check_plain(entry: Entry) -> None:
-    """Raises UserError if a value is invalid for any key, or exceeds the limits of YAML files: `from_flat` also
-    receives values from other files, such as JSON.
+    """Raises UserError if a value is invalid for any key, looks like a secret, or exceeds the limits of YAML files:
+    `from_flat` also receives values from other files, such as JSON.
     """
     stack: list[tuple[tuple[str, ...], Any]] = [((), entry.key), ((entry.key,), entry.value)]
     visited = 0
@@ -268,6 +280,11 @@ def _check_plain(entry: Entry) -> None:
             problem = f"is {value}; numbers must be finite"
         elif isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
             problem = f"contains a null character or a lone surrogate: {shortened(repr(value))}"
+        if (path and value and is_secret_name(path[-1])) or (isinstance(value, str) and contains_secret(value)):
+            problem = (
+                "looks like a secret, and the configuration is copied into checkpoints, logs and command lines; remove "
+                "it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
+            )
         if problem is not None:
             raise UserError(f'{entry.place}: "{shortened(".".join(path) or entry.key)}" {problem}')
 
@@ -381,7 +398,8 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
 def _where(path: KeyPath, keys: MergedKeys) -> str:
     """`FILE:LINE: "key"`, with the key as it was written."""
     entry = keys[path[0]]
-    return f'{entry.place}: "{shortened(".".join((entry.key, *path[1:])))}"'
+    place = _SET if any(path[: len(each)] == each for each in entry.overridden) else entry.place
+    return f'{place}: "{shortened(".".join((entry.key, *path[1:])))}"'
 
 
 def _children(path: KeyPath) -> list[str]:
@@ -401,11 +419,6 @@ def _allowed_rest(path: KeyPath) -> set[str]:
 
 
 def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
-    if is_secret_name(path[-1]):
-        return (
-            f"{_where(path, keys)} looks like a secret, and the configuration is copied into checkpoints and logs; "
-            "remove it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
-        )
     # Suggest supported keys of the same mapping or nested in it (optimizer.params.betas for betas). If none is
     # similar, suggest other keys of GPT-NeoX.
     supported = {name: (*path[:-1], name) for name in _children(path[:-1])}

@@ -5,6 +5,7 @@ something that works differently here, or belongs to an unsupported feature; it 
 are written with dots. Source: GPT-NeoX's configs/neox_arguments.md, of 2022 and of its public HEAD.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -313,12 +314,22 @@ IGNORED: dict[str, str] = {
 ATTENTION_CONFIG = "attention_config"
 _DENSE_ATTENTION = ("global", "flash")
 
+
+def _is_bf16(keys: Mapping[str, Any]) -> bool:
+    fp16, bf16 = (keys.get(name) or {} for name in ("fp16", "bf16"))
+    return (
+        keys.get("precision") == "bfloat16"
+        or bf16.get("enabled") is True
+        or (fp16.get("enabled") is True and fp16.get("type") in ("bf16", "bfloat16"))
+    )
+
+
 # Keys with a neutral value that depends on the other keys.
 _IS_NEUTRAL: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "data_types": lambda value, keys: (
         value == {"grad_accum_dtype": "fp32"}
-        and (keys.get("precision") == "bfloat16" or keys["bf16"]["enabled"] is True)
-        and keys["zero_optimization"]["stage"] <= 1
+        and _is_bf16(keys)
+        and (keys.get("zero_optimization") or {}).get("stage", 0) <= 1
     ),
 }
 
@@ -345,7 +356,7 @@ def unsupported_reason(key: str, value: Any, keys: Mapping[str, Any]) -> str | N
     try:
         if key in _IS_NEUTRAL and _IS_NEUTRAL[key](value, keys):
             return None
-    except (KeyError, TypeError, ZeroDivisionError):
+    except (AttributeError, TypeError):
         pass  # another key is missing or wrong, which is reported separately
     return UNSUPPORTED[key].reason
 
@@ -355,24 +366,23 @@ def _attention_reason(value: Any, num_layers: Any) -> str | None:
     layers. `flash` is an implementation of dense attention.
     """
     expected = f'expected [[["global"], {num_layers or "NUM_LAYERS"}]]'
+    types: set[Any] = set()
+    count = 0  # without a list of all layers, which a large number would make too long
     try:
-        types: list[str] = []
         for item in value:
             if isinstance(item, str):
-                types.append(item)
+                types.add(item)
+                count += 1
             elif item[1] == "all":
-                types = item[0] * (num_layers // len(item[0]))
+                types, count = set(item[0]), len(item[0]) * (num_layers // len(item[0]))
                 break
             else:
-                types += item[0] * item[1]
+                types.update(item[0])
+                count += len(item[0]) * max(0, operator.index(item[1]))
     except (TypeError, IndexError, ZeroDivisionError):
         return expected
     sparse = sorted({str(type_) for type_ in types if type_ not in _DENSE_ATTENTION})
     if sparse:
         hint = "; for a sliding window in these layers, set sliding_window_width to a list" if "local" in sparse else ""
         return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}{hint}"
-    return (
-        None
-        if len(types) == num_layers
-        else f"it describes {len(types)} layers, but num_layers is {num_layers}; {expected}"
-    )
+    return None if count == num_layers else f"it describes {count} layers, but num_layers is {num_layers}; {expected}"

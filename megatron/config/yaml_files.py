@@ -30,12 +30,15 @@ _PLAIN_TAGS = {_STANDARD_TAG + name for name in ("str", "int", "float", "bool", 
 
 @dataclass(frozen=True)
 class Entry:
-    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`."""
+    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`; `overridden` are the
+    paths inside the value that --set has replaced.
+    """
 
     key: str
     value: Any
     source: str
     line: int | None = None
+    overridden: tuple[tuple[str, ...], ...] = ()
 
     @property
     def place(self) -> str:

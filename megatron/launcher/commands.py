@@ -4,8 +4,6 @@ A value on a command line is visible to every user of a host, so secrets are nev
 the names of variables only, and pdsh, which has no other way to pass variables, does not receive secrets.
 """
 
-import dataclasses
-import json
 import os
 import shlex
 import socket
@@ -67,7 +65,7 @@ def local_environment(resources: Resources, environment: Mapping[str, str]) -> t
     if resources.on_cpu:
         result["DS_ACCELERATOR"] = "cpu"
         if resources.world_size > 1 and "OMP_NUM_THREADS" not in result:
-            threads = max(1, len(os.sched_getaffinity(0)) // resources.world_size)
+            threads = node.threads_per_process(resources.world_size)
             result["OMP_NUM_THREADS"] = str(threads)
             notes.append(f"{threads} thread(s) per process (OMP_NUM_THREADS is not set)")
     return result, notes
@@ -77,23 +75,36 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that the ranks on other hosts receive: those with one of the prefixes above, and those of the file
     `.deepspeed_env` (lines NAME=VALUE) in the home or working directory, or of the file that DS_ENV_FILE names.
 
-    Raises UserError if a line of the file is not NAME=VALUE.
+    Raises UserError if a line of the file is not NAME=VALUE, or if the file that DS_ENV_FILE names cannot be read.
     """
     variables = {
         name: value
         for name, value in environment.items()
         if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
     }
-    for folder in (Path.home(), Path()):
-        path = folder / environment.get("DS_ENV_FILE", ".deepspeed_env")
-        for line in path.read_text().splitlines() if path.is_file() else ():
+    name = environment.get("DS_ENV_FILE")
+    paths = [path for folder in (Path.home(), Path()) if (path := folder / (name or ".deepspeed_env")).is_file()]
+    if name and not paths:
+        raise UserError(f"DS_ENV_FILE is {name}, but there is no such file; create it, or unset the variable")
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise UserError(f"{path}: {reason}; it must be a text file with one NAME=VALUE per line") from error
+        for line in lines:
             name, equals, value = line.strip().removeprefix("export ").partition("=")
             if not name or name.startswith("#"):
                 continue
             if not equals or not name.strip().isidentifier():
                 raise UserError(f"{path}: {line!r} is not NAME=VALUE")
-            variables[name.strip()] = value.strip()
+            variables[name.strip()] = _unquoted(value.strip())
     return variables
+
+
+def _unquoted(text: str) -> str:
+    """`text` without a pair of quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -157,8 +168,7 @@ def node_command(nodes: Sequence[Node], pid_file: str, command: Sequence[str], v
     start = (
         f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*assignments, sys.executable, '-u', node.__file__])}"
     )
-    all_nodes = json.dumps([dataclasses.asdict(each) for each in nodes])
-    end = shlex.join([all_nodes, pid_file, *command])
+    end = shlex.join([node.encode_nodes(nodes), pid_file, *command])
     escaped = [text.replace("%", "%%") for text in (start, end)]
     return " %n ".join(escaped)
 

@@ -1,6 +1,7 @@
 """deepy.py's command line: which script to start, with which configuration and options."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ Start SCRIPT once per GPU (without a GPU: on the CPU), on this machine or on the
 All keys: configs/neox_arguments.md; its section Launcher has those for processes and nodes."""
 
 
+# -d DIR, -dDIR, --conf-dir DIR or --conf-dir=DIR, as in argparse.
+_CONF_DIR = re.compile(r"-d(=?(?P<short>.+))?|--conf[-_]dir(=(?P<long>.+))?", re.DOTALL)
+
+
 @dataclass(frozen=True)
 class DeepyArguments:
     """The parsed command line of deepy.py. `program`: the absolute path of the script, and words before its options."""
@@ -67,16 +72,21 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
     files: list[str] = []
     config_dir = None
     strict = False
-    while words and (not words[0].startswith("-") or words[0] in ("-d", "--conf-dir", "--conf_dir", STRICT_OPTION)):
+    while words and (not words[0].startswith("-") or words[0] == STRICT_OPTION or _CONF_DIR.fullmatch(words[0])):
         word = words.pop(0)
-        if not word.startswith("-"):
-            files.append(word)
-        elif word == STRICT_OPTION:
+        match = _CONF_DIR.fullmatch(word)
+        if word == STRICT_OPTION:
             strict = True
+        elif match is None:
+            files.append(word)
+        elif folder := match["short"] or match["long"]:
+            config_dir = folder
         elif words:
             config_dir = words.pop(0)
         else:
             raise UserError(f"{word} is the last word; it must be followed by the folder of the configuration files")
+    if not files and {"-h", "--help"} & set(words):
+        return None
     if not files:
         name = Path(program[0]).name if len(program) == 1 else program[-1]
         raise UserError(f"no configuration files were given for {name}; they come before the other options")
@@ -93,14 +103,15 @@ def _find_script(name: str) -> Path:
 
 def main(
     words: Sequence[str],
-    check_script: Callable[[Sequence[str], Config, Sequence[str]], list[str]] = lambda *_: [],
+    check_script: Callable[[Sequence[str], Config, Sequence[str], int], list[str]] = lambda *_: [],
     program: Sequence[str] = (),
 ) -> int:
     """Run deepy.py with these command-line arguments, and return the exit status of the script.
 
     Args:
-        check_script: receives the program, the configuration and the options of the script. It raises UserError, or
-            exits, if the script would reject them, and returns the prefixes of the datasets that every host needs.
+        check_script: receives the program, the configuration, the options of the script and the number of processes. It
+            raises UserError, or exits, if the script would reject them, and returns the prefixes of the datasets that
+            every host needs.
         program: what to start instead of the script that the first word names (see `rank_command`).
 
     Raises UserError, before anything is started, if the configuration is wrong or does not fit this machine.
@@ -115,10 +126,7 @@ def main(
     on_other_hosts = uses_other_hosts(config, resources)
     if on_other_hosts:
         check_launcher(config, resources)
-    data_parallel_size = config.parallel.data_parallel_size(resources.world_size)
-    if config.batch.is_set:
-        config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
-    prefixes = check_script(arguments.program, config, arguments.script_options)
+    prefixes = check_script(arguments.program, config, arguments.script_options, resources.world_size)
     if not on_other_hosts:
         for prefix in prefixes:
             find_files(prefix)
@@ -151,9 +159,8 @@ def _run_on_other_hosts(
         files = [sys.executable, arguments.program[0]]
         files += [str(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
         first_address = check_hosts(resources.hosts, os.getcwd(), files, os.environ)
-    # With Slurm, the ranks read the address of the first node from Slurm's variables.
     address = launcher.master_addr or first_address or resources.hosts[0]
-    keys = {"master_port": launcher.master_port or DEFAULT_PORT}
+    port = launcher.master_port or DEFAULT_PORT
     if launcher.launcher == "pdsh":
         command = rank_command(config, arguments.program, arguments.script_options)
         variables, names = split_secrets(variables)
@@ -163,8 +170,9 @@ def _run_on_other_hosts(
                 f"{', '.join(names)}; set them on the hosts themselves (docs/clusters.md)",
                 flush=True,
             )
-        return run_pdsh(make_nodes(resources, address, keys["master_port"]), command, variables, os.environ)
-    config = config.updated(**keys) if launcher.launcher == "slurm" else config.updated(master_addr=address, **keys)
+        return run_pdsh(make_nodes(resources, address, port), command, variables, os.environ)
+    if launcher.launcher != "slurm":  # with Slurm, the ranks compute both from Slurm's variables
+        config = config.updated(master_addr=address, master_port=port)
     command = rank_command(config, arguments.program, arguments.script_options)
     command = job_command(config, resources, list(variables), command)
     return run_job(command, {**os.environ, **variables}, resources.world_size)

@@ -2,12 +2,13 @@
 
 deepy.py calls `run_node` for the ranks of this machine. For several hosts, pdsh starts this file on each of them:
 
-    python node.py INDEX '[{"host": ..., "slots": ...}, ...]' PID_FILE_PREFIX COMMAND OF A RANK
+    python node.py INDEX NODES PID_FILE_PREFIX COMMAND OF A RANK
 
 It imports only the standard library, so it starts in a fraction of a second and does not depend on the working
 directory.
 """
 
+import base64
 import contextlib
 import dataclasses
 import json
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -73,6 +75,17 @@ class Node:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
+
+
+def encode_nodes(nodes: Sequence[Node]) -> str:
+    """All nodes as one word, compressed: Linux limits a word to 128 KiB, and pdsh sends all nodes to each host."""
+    text = json.dumps([dataclasses.asdict(node) for node in nodes])
+    return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def decode_nodes(word: str) -> list[Node]:
+    """The inverse of `encode_nodes`."""
+    return [Node(**node) for node in json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))]
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -179,6 +192,11 @@ def run_node(
             signal.signal(number, handler)
 
 
+def threads_per_process(processes: int) -> int:
+    """The number of threads with which this number of processes uses the cores of this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
 def describe_signal(rank: int, host: str, number: int) -> str:
     """The line that says which rank was killed, by which signal, and what that usually means."""
     try:
@@ -239,10 +257,12 @@ def _copy(source: int, target: int) -> None:
 def main(words: Sequence[str]) -> int:
     """Run the ranks of this host for pdsh."""
     index, nodes, pid_file, *command = words
-    node, pid_path = Node(**json.loads(nodes)[int(index)]), Path(pid_file + index)
+    node, pid_path = decode_nodes(nodes)[int(index)], Path(pid_file + index)
     environment = dict(os.environ)
     if environment.get("DS_ACCELERATOR") != "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.slots))
+    elif len(node.slots) > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(len(node.slots))))
     copies = []
     streams = []
     for target in (1, 2):

@@ -6,7 +6,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from megatron.config import Config
 from megatron.launcher.node import LAUNCHER_VARIABLE
@@ -29,9 +29,9 @@ _MPI_VARIABLES = (
 def set_rank_variables(config: Config, environment: MutableMapping[str, str]) -> None:
     """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's or MPI's variables.
 
-    Does nothing if RANK is set already, as it is by deepy.py, or if the configuration names neither Slurm nor MPI. With
-    Slurm, rank 0 is on the first node of the step. Raises UserError if there are several processes but the address of
-    rank 0 is unknown.
+    Does nothing if RANK is set already, as it is by deepy.py, if the configuration names neither Slurm nor MPI, or if
+    there is only one process, which needs no port. With Slurm, rank 0 is on the first node of the step. Raises
+    UserError if the address of rank 0 is unknown.
     """
     launcher = config.launcher
     if "RANK" in environment:
@@ -45,16 +45,25 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
         if not all(name in environment for name in names):
             continue
         rank, local_rank, world_size = (environment[name] for name in names)
+        if int(world_size) == 1:
+            return
         address = launcher.master_addr or environment.get("MASTER_ADDR")
         if address is None and names in _SLURM_VARIABLES and "SLURM_STEP_NODELIST" in environment:
             address = first_host(environment["SLURM_STEP_NODELIST"])
         if address is None:
-            if int(world_size) > 1:
-                raise UserError(f"{world_size} processes, but the address of rank 0 is unknown; set master_addr")
-            address = "127.0.0.1"
+            raise UserError(f"{world_size} processes, but the address of rank 0 is unknown; set master_addr")
         environment.update(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_ADDR=address)
-        environment["MASTER_PORT"] = str(launcher.master_port or environment.get("MASTER_PORT", DEFAULT_PORT))
+        port = slurm_port(environment) if names in _SLURM_VARIABLES else DEFAULT_PORT
+        environment["MASTER_PORT"] = str(launcher.master_port or environment.get("MASTER_PORT", port))
         return
+
+
+def slurm_port(environment: Mapping[str, str]) -> int:
+    """A port for the ranks of a Slurm job step, from 29500 to 32498: steps that share a node usually have different
+    ones. Linux assigns none of them to other sockets by default.
+    """
+    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return DEFAULT_PORT + (17 * job + step) % 2999
 
 
 def first_host(nodelist: str) -> str:

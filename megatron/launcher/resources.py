@@ -1,14 +1,14 @@
 """The resources of a run: the hosts and slots of a hostfile, or the GPUs or CPU of this machine."""
 
+import dataclasses
 import os
 import re
 import shutil
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, shortened
 
 # DeepSpeed and GPT-NeoX read this hostfile if none is given, or the one that DLTS_HOSTFILE names.
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -16,14 +16,15 @@ MOCK_HOSTFILE = "/mock_path"  # in GPT-NeoX's configs; it does not exist
 
 # MPICH and the MPI libraries derived from it.
 HYDRA_LAUNCHERS = ("mvapich", "mpich", "impi")
+MAX_SLOTS = 1024  # per host, as for num_gpus
 PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "ompi_info", **dict.fromkeys(HYDRA_LAUNCHERS, "mpiexec.hydra")}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Resources:
     """Slots by host, in rank order: indices of GPUs, or of processes on the CPU.
 
-    `hostfile` is None if only this machine is used.
+    `hostfile` is None if it was not read, so only this machine is used.
     """
 
     slots: dict[str, list[int]]
@@ -42,7 +43,8 @@ class Resources:
         """One line: how many processes, and where."""
         processes = f"{self.world_size} process{'es' * (self.world_size > 1)}"
         if self.hostfile is not None:
-            return f"{processes} on {len(self.hosts)} host(s) of {self.hostfile}"
+            cpu = ", on the CPU" if self.on_cpu else ""
+            return f"{processes} on {len(self.hosts)} host(s) of {self.hostfile}{cpu}"
         if self.on_cpu:
             return f"{processes} on the CPU (no GPU was found; num_gpus sets the number of processes)"
         return f"{processes} on GPU {', '.join(map(str, self.slots['localhost']))} of this machine"
@@ -53,6 +55,8 @@ def find_resources(config: Config) -> Resources:
     launcher = config.launcher
     hostfile = launcher.hostfile
     default = os.environ.get("DLTS_HOSTFILE", DEFAULT_HOSTFILE)
+    if hostfile is None and default != DEFAULT_HOSTFILE and not Path(default).is_file():
+        raise UserError(f"DLTS_HOSTFILE is {default}, but there is no such file; unset the variable, or set hostfile")
     if hostfile is None and Path(default).is_file():
         hostfile = default
     needs_hostfile = launcher.num_nodes > 1 or launcher.force_multi or launcher.launcher != "pdsh"
@@ -60,7 +64,8 @@ def find_resources(config: Config) -> Resources:
         print(f"deepy: hostfile {hostfile} does not exist; using only this machine, as GPT-NeoX does", flush=True)
         hostfile = None
     if hostfile is not None:
-        return _resources_of_hostfile(config, hostfile)
+        resources = _resources_of_hostfile(config, hostfile)
+        return resources if uses_other_hosts(config, resources) else _on_this_machine(resources)
     if launcher.num_nodes > 1:
         key = f"num_nodes {launcher.num_nodes}"
     elif launcher.force_multi:
@@ -124,7 +129,7 @@ def read_hostfile(path: str) -> dict[str, int]:
     Raises UserError if the file cannot be read, or a line is wrong.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"hostfile {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
     hosts: dict[str, int] = {}
@@ -135,6 +140,12 @@ def read_hostfile(path: str) -> dict[str, int]:
         match = re.fullmatch(r"(\S+)\s+slots\s*=\s*([1-9]\d*)", line)
         if match is None:
             raise UserError(f"hostfile {path}, line {number}: expected HOST slots=N with N >= 1, not {line!r}")
+        if not re.fullmatch(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*", match[1]):
+            raise UserError(
+                f"hostfile {path}, line {number}: {match[1]!r} is not the name of one host; use a line per host"
+            )
+        if len(match[2]) > 4 or int(match[2]) > MAX_SLOTS:
+            raise UserError(f"hostfile {path}, line {number}: slots={shortened(match[2])} is more than {MAX_SLOTS:,}")
         if match[1] in hosts:
             raise UserError(f"hostfile {path}, line {number}: {match[1]} was listed before; add up its slots")
         hosts[match[1]] = int(match[2])
@@ -159,6 +170,22 @@ def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
             )
         slots = {host: host_slots[: launcher.num_gpus] for host, host_slots in slots.items()}
     return Resources(slots, hostfile, on_cpu=False)
+
+
+def _on_this_machine(resources: Resources) -> Resources:
+    """The GPUs that slots of a hostfile stand for on this machine: slot i is the i-th visible one. Without a GPU, they
+    are processes on the CPU. Raises UserError if there are fewer GPUs.
+    """
+    gpus = _visible_gpus()
+    if gpus is None:
+        return dataclasses.replace(resources, on_cpu=True)
+    ((host, slots),) = resources.slots.items()
+    if slots[-1] >= len(gpus):
+        raise UserError(
+            f"hostfile {resources.hostfile}: slot {slots[-1]} of {host} is not available, because only {len(gpus)} "
+            "GPU(s) are visible here (slots start at 0); lower slots or num_gpus, or change CUDA_VISIBLE_DEVICES"
+        )
+    return dataclasses.replace(resources, slots={host: [gpus[slot] for slot in slots]})
 
 
 def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[str, list[int]]:

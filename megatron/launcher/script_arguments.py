@@ -47,6 +47,7 @@ def parse_arguments(
     if options.neox_config is not None:
         if options.files or overrides:
             raise UserError(f"{MERGED_CONFIG_OPTION} is a complete configuration; remove the files and --set")
+        reject_config_options(options)
         config = decode_config(options.neox_config)
     else:
         if not options.files:
@@ -56,10 +57,15 @@ def parse_arguments(
             print_notices(config)
     if options.fallback:
         config = config.updated(fallback=True)
-    set_rank_variables(config, os.environ)
-    if options.neox_config is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        follow_launcher()
+    become_rank(config, started_by_deepy=options.neox_config is not None)
     return config, options
+
+
+def become_rank(config: Config, *, started_by_deepy: bool = False) -> None:
+    """If a launcher has started several processes, set the variables of this rank, and stop it with its launcher."""
+    set_rank_variables(config, os.environ)
+    if started_by_deepy or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        follow_launcher()
 
 
 def make_parser(
@@ -80,6 +86,17 @@ def make_parser(
     if add_options is not None:
         add_options(parser)
     return parser
+
+
+def reject_config_options(options: argparse.Namespace) -> None:
+    """Raises UserError if the options of a script that deepy.py starts contain one that deepy.py itself reads, but only
+    before the first option of the script.
+    """
+    for name, value in (("-d", options.conf_dir), (STRICT_OPTION, options.strict)):
+        if value:
+            raise UserError(
+                f"{name} comes directly after the script or the configuration files; move it before the other options"
+            )
 
 
 def print_notices(config: Config) -> None:

@@ -167,13 +167,16 @@ def shutdown() -> None:
 class DistributedSignalHandler:
     """Records SIGTERM, SIGINT and SIGHUP, so that all ranks stop after the same iteration. A context manager.
 
-    A second signal ends the process immediately, except SIGHUP: a terminal that is closed can send it twice. A SIGHUP
-    that is ignored, as under nohup, remains ignored.
+    A second signal ends the process immediately, except SIGHUP: a terminal that is closed can send it twice. A rank of
+    deepy.py ignores a second SIGTERM, too: the first one may have been sent to deepy.py as well, which forwards it. To
+    end its ranks, deepy.py uses SIGKILL. A SIGHUP that is ignored, as under nohup, remains ignored.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._stopped_by_other_rank = False
+        # LAUNCHER_PID: set by megatron/launcher/node.py.
+        self._repeatable = (signal.SIGHUP, *((signal.SIGTERM,) if "LAUNCHER_PID" in os.environ else ()))
         # A CPU process group: with NCCL, every rank would wait for its GPU after each iteration.
         needs_group = dist.get_world_size() > 1 and dist.get_backend() == "nccl"
         self._group = dist.new_group(backend="gloo") if needs_group else None
@@ -194,7 +197,7 @@ class DistributedSignalHandler:
 
     def _handle(self, number: int, _frame: object) -> None:
         # deepy.py sends SIGTERM when its terminal is closed; this rank may have noticed it before and received SIGHUP.
-        if self.received not in (None, signal.SIGHUP) and number != signal.SIGHUP:
+        if self.received not in (None, signal.SIGHUP) and number not in self._repeatable:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if self.received in (None, signal.SIGHUP):

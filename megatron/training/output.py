@@ -46,7 +46,13 @@ class DetachableStream:
 
 @contextlib.contextmanager
 def detachable_output() -> Iterator[None]:
-    """Within the block, sys.stdout and sys.stderr are `DetachableStream`s."""
-    streams = DetachableStream(sys.stdout), DetachableStream(sys.stderr)
-    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+    """Within the block, sys.stdout and sys.stderr are `DetachableStream`s; a closed one is replaced by /dev/null."""
+    with contextlib.ExitStack() as stack:
+        for stream, redirect in (
+            (sys.stdout, contextlib.redirect_stdout),
+            (sys.stderr, contextlib.redirect_stderr),
+        ):
+            if stream is None:  # closed before Python started, as by >&-
+                stream = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect(DetachableStream(stream)))
         yield

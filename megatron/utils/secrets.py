@@ -8,11 +8,15 @@ _NAME = re.compile(
     r"(api|access|auth|private|secret)_?(key|token)|password|passwd|credential|(^|_)secrets?($|_)"
     r"|(^|_)(hf|hub|bearer)_token|^token$"
 )
+# Environment variables: their names are in upper case, and fewer of them are harmless than of keys (eos_token).
+_VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|PWD|PASS|PASSPHRASE|CREDENTIALS|JWT|CONNECTION_STRING)$")
+_HARMLESS_VARIABLES = ("PWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN")
 # A secret inside a value: NAME=VALUE with such a name, or the user and password of a URL.
-_ASSIGNMENT_OR_LOGIN = re.compile(r"(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
+_ASSIGNMENT_OR_LOGIN = re.compile(r"(?<![\w-])(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
 # In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the user and password of a URL, an HTTP header.
 _IN_TEXT = re.compile(
-    r"""(?P<name>[\w-]*(?:key|token|passw|credential|secret)[\w-]*)(?P<between>["']?\s*[=:]\s*)"""
+    r"""(?<![\w-])(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string)[\w-]*)"""
+    r"""(?P<between>["']?\s*[=:]\s*)"""
     r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)}\]]+)"""
     r"""|://(?P<login>[^/\s:@]+:[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+""",
     re.IGNORECASE,
@@ -21,7 +25,11 @@ _MIN_SECRET = 6  # shorter values of environment variables would hide harmless w
 
 
 def is_secret_name(name: str) -> bool:
-    """True if a key of this name usually contains a secret: api_key, access_token, password, ..."""
+    """True if a key or an environment variable of this name usually contains a secret: api_key, access_token, password,
+    GITHUB_TOKEN, ...
+    """
+    if name.isupper() and name not in _HARMLESS_VARIABLES and _VARIABLE.search(name):
+        return True
     return _NAME.search(name.lower().replace("-", "_")) is not None
 
 

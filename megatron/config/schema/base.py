@@ -88,7 +88,9 @@ def _integral(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_integral)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
-Steps = Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
+Steps = Annotated[
+    tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False), BeforeValidator(lambda x: () if x is None else x)
+]
 # A single one is accepted instead of a list, as for the types below.
 Widths = Annotated[
     tuple[Annotated[Int, Field(ge=1, le=2**31)] | None, ...],
@@ -103,6 +105,7 @@ Paths = Annotated[tuple[PathText, ...], Field(strict=False), _one_is_enough]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0, le=1e30)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
+NullIsEmpty = BeforeValidator(lambda x: {} if x is None else x)  # for mappings
 CaseInsensitive = BeforeValidator(lambda x: x.lower() if isinstance(x, str) else x)
 
 

@@ -104,8 +104,10 @@ class ModelConfig(Group):
         """True: round the distances and biases of KERPLE and ALiBi to bfloat16, as the KERPLE release did. Most
         distances above 256 are not exact in bfloat16. Use it only to reproduce the release's numbers.""",
     )
-    rotary_pct: float = key(1.0, "rotary: fraction of each head's dimensions that is rotated.", gt=0, le=1)
-    rotary_emb_base: Int = key(10000, "rotary: base of the wavelengths.", gt=1)
+    rotary_pct: float = key(
+        1.0, "rotary, alone and with KERPLE or DAPE: fraction of each head's dimensions that is rotated.", gt=0, le=1
+    )
+    rotary_emb_base: Int = key(10000, "rotary, p_rope and xpos: base of the wavelengths.", gt=1)
     mlp_width: Int | None = key(
         None, "DAPE and FIRE: hidden units of their MLPs. Default: the method's default, 32.", ge=1, le=2**20
     )
@@ -192,7 +194,7 @@ class ModelConfig(Group):
         options: dict[str, Any] = {}
         if method in ("rotary", "dape_rotary", "dape_v2_rotary", "kerple_log_rotary"):
             options |= {"fraction": self.rotary_pct, "base": self.rotary_emb_base}
-        if method == "p_rope":
+        if method in ("p_rope", "xpos"):
             options["base"] = self.rotary_emb_base
         if method == "rpe":
             options |= {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance}

@@ -137,7 +137,8 @@ class LauncherConfig(Group):
     )
     master_port: Int | None = key(
         None,
-        "Port of the first node for torch.distributed. Default: a free port; on several nodes 29500.",
+        """Port of the first node for torch.distributed. Default: a free port; on several nodes 29500; with Slurm a port
+        that depends on the job.""",
         ge=1,
         le=65535,
     )

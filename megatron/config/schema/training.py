@@ -1,7 +1,7 @@
 """Keys of a training run: data, optimizer, schedule, precision, intervals, checkpoints and logs."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
@@ -11,6 +11,7 @@ from megatron.config.schema.base import (
     Group,
     Int,
     Ints,
+    NullIsEmpty,
     OptimizerTypeText,
     Paths,
     PathText,
@@ -385,7 +386,7 @@ class TrainingConfig(Group):
     steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)
     wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
     dump_state: bool = key(False, "True: print DeepSpeed's messages at startup, with its configuration and state.")
-    deepspeed_extra_args: dict[str, Any] = key(
+    deepspeed_extra_args: Annotated[dict[str, Any], NullIsEmpty] = key(
         {},
         """Further keys of DeepSpeed's configuration, passed unchanged. Keys derived from other keys here, such as
         train_batch_size, are an error.""",

@@ -14,7 +14,6 @@ def data_path(tmp_path_factory):
 
 
 def full_settings(folder, data_path, **keys):
-    extra = {"comet": {"enabled": False, "api_key": "other-secret-value"}}
     return training_settings(
         folder,
         data_path,
@@ -23,7 +22,7 @@ def full_settings(folder, data_path, **keys):
             "save_interval": 1,
             "eval_iters": 0,
             "checkpoint_validation_with_forward_pass": True,
-            "deepspeed_extra_args": extra,
+            "deepspeed_extra_args": {"comet": {"enabled": False}},
             **keys,
         },
     )
@@ -35,7 +34,9 @@ def trained_run(tmp_path_factory, data_path):
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_API_KEY", "wandb-secret-value")
-        train(Config.from_flat(full_settings(folder, data_path)))
+        config = Config.from_flat(full_settings(folder, data_path))
+        config._flat["deepspeed_extra_args"]["comet"]["api_key"] = "other-secret-value"  # not accepted from users
+        train(config)
     return folder
 
 

@@ -31,6 +31,16 @@ def start(tmp_path, monkeypatch):
         (["--set", "distributed_backend=mpi"], "distributed_backend mpi is not available: .*; remove the key .*"),
         (["--fallback", "other.yml"], r"other\.yml: configuration files come before the options of train\.py"),
         (
+            ["--set", "num_gpus=3", "model-parallel-size=2"],
+            r"3 process\(es\) cannot be divided into replicas of 2: .*",
+        ),
+        (
+            ["--set", "train_batch_size=3", "train_micro_batch_size_per_gpu=2"],
+            "train_batch_size 3 is not a multiple of .*",
+        ),
+        (["--force-lock", "-d", "other"], "-d comes directly after the script or the configuration files; .*"),
+        (["--force-lock", "--strict"], "--strict comes directly after the script or the configuration files; .*"),
+        (
             ["--set", "data-path=null", 'train-data-paths=["one"]', 'valid-data-paths=["two"]'],
             r"no data at one: one\.bin and one\.idx missing; .*",
         ),
@@ -64,9 +74,10 @@ def test_accepted(tmp_path):
     keys = {"train_data_paths": ["a", "b"], "valid_data_paths": ["s3://bucket/a", "b"], "distributed_backend": "nccl"}
     settings = {key: value for key, value in training_settings(tmp_path, "data").items() if key != "data_path"}
     config = Config.from_flat({**settings, **keys})
-    assert check_script([str(ROOT / "train.py")], config, ["--fallback"]) == ["a", "b"]
-    assert check_script(TRAIN_COMMAND, config, ["--fallback"]) == ["a", "b"]
-    assert check_script([str(ROOT / "evaluate.py")], config, ["--lengths", "8"]) == []
+    assert check_script([str(ROOT / "train.py")], config, ["--fallback"], 1) == ["a", "b"]
+    assert check_script(TRAIN_COMMAND, config, ["--fallback"], 1) == ["a", "b"]
+    config = config.updated(model_parallel_size=2)  # evaluate.py needs no model-parallel ranks
+    assert check_script([str(ROOT / "evaluate.py")], config, ["--lengths", "8"], 1) == []
 
 
 def test_other_hosts_are_asked_for_the_datasets(start, tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 import pytest
 import torch
@@ -130,6 +131,37 @@ def test_devices():
     assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match="--device abacus: "):
         choose_device("abacus")
+
+
+def test_every_rank_has_its_own_gpu(monkeypatch):
+    monkeypatch.setattr("megatron.cli.model_options.use_gpus", lambda: True)
+    monkeypatch.setattr("megatron.cli.model_options.torch.empty", lambda *_, **__: None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert [choose_device(name) for name in (None, "cuda")] == [torch.device("cuda:1")] * 2
+    with pytest.raises(UserError, match="--device cuda:0: 2 ranks would share this GPU; --device cuda gives each rank"):
+        choose_device("cuda:0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert choose_device("cuda:0") == torch.device("cuda:0")
+
+
+def test_ranks_of_slurm_with_only_a_checkpoint(run, monkeypatch):
+    variables = {
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    followed = []
+    monkeypatch.setattr("megatron.launcher.script_arguments.follow_launcher", lambda: followed.append(True))
+    parse("--checkpoint", run, "--set", "deepspeed_slurm=true")
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["1", "1", "2", "n1"]
+    assert followed == [True]
 
 
 def test_only_rank_0_does_the_work(monkeypatch, capsys):

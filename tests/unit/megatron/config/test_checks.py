@@ -87,6 +87,17 @@ from megatron.config import Config, UserError
             {"zero_optimization": {"stage": 3}, "model-parallel-size": 2},
             "zero_optimization.stage 3 with model_parallel_size 2 is not supported",
         ),
+        *(
+            (
+                {"zero_optimization": {"stage": stage, key: value}},
+                rf"zero_optimization.{key} has no effect with stage {stage}: .*; remove the key, or use stage 3",
+            )
+            for stage, key, value in (
+                (2, "offload_param", {"device": "cpu"}),
+                (1, "zero_quantized_weights", True),
+                (0, "zero_hpz_partition_size", 4),
+            )
+        ),
         (
             {"torch-compile": True, "pipe-parallel-size": 2},
             "torch_compile with pipe_parallel_size 2 is not supported",
@@ -180,7 +191,9 @@ def test_contradictions(flat, keys, message):
 
 def test_consistent_combinations_are_accepted(flat):
     Config.from_flat({**flat, "zero_optimization": {"stage": 1}, "pipe-parallel-size": 2})
-    Config.from_flat({**flat, "zero_optimization": {"stage": 3}})
+    off = {"offload_param": {"device": "none"}, "zero_quantized_weights": False, "zero_hpz_partition_size": 1}
+    Config.from_flat({**flat, "zero_optimization": {"stage": 1, **off}})
+    Config.from_flat({**flat, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
     Config.from_flat({**flat, "pos-emb": "alibi", "max-position-embeddings": 8})
     Config.from_flat({**flat, "extrapolation-lengths": [131_072], "pipe-parallel-size": 1})
     Config.from_flat({**flat, "finetune": True, "load": "somewhere", "iteration": 0})
@@ -202,6 +215,18 @@ def test_a_decay_that_ends_after_training_is_a_notice(flat):
     (notice,) = Config.from_flat({**keys, "lr_decay_iters": 600}).notices
     assert notice.startswith("lr_decay_iters 600 is above train_iters 60")
     assert not Config.from_flat({**keys, "lr_decay_iters": 60}).notices
+
+
+def test_rotary_keys_without_effect_are_a_notice(flat):
+    def notices(method: str, **keys) -> tuple[str, ...]:
+        return Config.from_flat({**flat, "pos-emb": method, **keys}).notices
+
+    assert notices("alibi", rotary_pct=0.25) == ("rotary_pct 0.25 has no effect with pos_emb alibi",)
+    assert notices("p_rope", rotary_pct=0.25) == ("rotary_pct 0.25 has no effect with pos_emb p_rope",)
+    assert notices("rotary", rotary_pct=0.25, rotary_emb_base=500) == ()
+    assert notices("alibi", rotary_pct=1.0, rotary_emb_base=10000) == ()
+    config = Config.from_flat({**flat, "pos-emb": "xpos", "rotary_emb_base": 500})
+    assert (config.notices, config.model.positional_options) == ((), {"base": 500})
 
 
 def test_a_broken_positional_file_is_one_error(flat, write):

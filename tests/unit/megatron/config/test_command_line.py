@@ -77,6 +77,8 @@ def test_option_name():
         (["--set"], "is the last word"),
         (["--set", "-d", "x"], "followed by '-d'"),
         (["--set", "a.yml"], "followed by 'a.yml'"),
+        (["--set=a.yml"], "followed by 'a.yml'"),
+        (["--wandb-group", "--force-lock"], "is followed by '--force-lock'; .* write --wandb-group=--force-lock"),
         (["--wandb_group"], "--wandb_group is the last word; it must be followed by the value of wandb_group"),
     ],
 )
@@ -86,16 +88,17 @@ def test_options_that_set_keys_require_values(words, message):
 
 
 def test_extract_overrides():
-    words = ["a", "--set", "x=1", "y=2", "b", "--lengths", "3", "--set", "z=-1", "--more"]
-    assert extract_overrides(words) == (["x=1", "y=2", "z=-1"], ["a", "b", "--lengths", "3", "--more"])
+    words = ["a", "--set", "x=1", "y=2", "b", "--lengths", "3", "--set", "z=-1", "--more", "--set=u=a=b", "v=4"]
+    overrides = ["x=1", "y=2", "z=-1", "u=a=b", "v=4"]
+    assert extract_overrides(words) == (overrides, ["a", "b", "--lengths", "3", "--more"])
 
 
 def test_key_options_of_gpt_neox():
-    words = ["a", "--wandb_group", "5", "--set", "x=1", "-H", "-file", "--wandb-team=b=c", "--iteration", "3"]
-    overrides, rest = extract_overrides(words)
-    assert overrides == ['wandb_group="5"', "x=1", 'hostfile="-file"', 'wandb_team="b=c"']
+    words = ["a", "--wandb_group", "5", "--set", "x=1", "-H=-file", "--wandb-team=b=c", "--iteration", "3"]
+    overrides, rest = extract_overrides([*words, "-Hhosts", "--wandb-run-name", "run 🚀"])
+    assert overrides[:4] == ['wandb_group="5"', "x=1", 'hostfile="-file"', 'wandb_team="b=c"']
     assert rest == ["a", "--iteration", "3"]
-    assert [parse_override(text)[1] for text in overrides] == ["5", 1, "-file", "b=c"]
+    assert [parse_override(text)[1] for text in overrides] == ["5", 1, "-file", "b=c", "hosts", "run 🚀"]
 
 
 def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):

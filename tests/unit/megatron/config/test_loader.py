@@ -258,6 +258,29 @@ def test_alias_inside_an_override(write):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "weight_decay"),
+    [
+        (["optimizer.params={lr: 1e-3, weight_decay: 0.2}", "weight_decay=0.5"], 0.5),
+        (["weight_decay=0.5", "optimizer.params={lr: 1e-3, weight_decay: 0.2}"], 0.2),
+        (["optimizer.params.lr=5e-3"], 0.3),
+        (["optimizer.params={lr: 5e-3}"], 0.1),  # the default: the mapping with 0.3 is replaced
+        (["optimizer={type: adam, params: {lr: 5e-3}}"], 0.1),
+        (["weight_decay=0.5", "optimizer.params={lr: 5e-3}"], 0.5),
+    ],
+)
+def test_order_of_overrides_and_aliases(write, overrides, weight_decay):
+    config = load(write, MODEL, '{"optimizer": {"params": {"weight_decay": 0.3}}}', overrides=overrides)
+    assert config.optimizer.weight_decay == weight_decay
+
+
+def test_places_of_errors_in_a_mapping_with_overrides(write, tmp_path):
+    text = '{"optimizer": {"params": {"eps": "abc", "lr": 1}}}'
+    for override, place in (("optimizer.params.lr=0.1", f"{tmp_path}/1.yml:1"), ("optimizer.params.eps=b", "--set")):
+        with pytest.raises(UserError, match=f'^{place}: "optimizer.params.eps": must be a number'):
+            load(write, MODEL, text, overrides=[override])
+
+
+@pytest.mark.parametrize(
     ("key", "nearest"),
     [
         ("num-layer", "num_layers"),
@@ -285,6 +308,22 @@ def test_secrets_are_rejected(flat, key):
     with pytest.raises(UserError, match=f'"{key}" looks like a secret.*WANDB_API_KEY') as caught:
         Config.from_flat({**flat, key: "0123456789abcdef"})
     assert "0123456789abcdef" not in str(caught.value)
+
+
+def test_secrets_in_values_that_are_passed_on_are_rejected(flat, write):
+    extra = {"wandb": {"enabled": True, "api_key": "abcdefg"}}
+    for key, value, name in (
+        ("deepspeed_extra_args", extra, "deepspeed_extra_args.wandb.api_key"),
+        ("wandb_host", "https://user:word@host", "wandb_host"),
+        ("data-path", "https://user:word@host/data", "data-path"),
+        ("eval_include_path", ["a", "https://user:word@host/b"], "eval_include_path.1"),
+        ("comment", "--export WANDB_API_KEY=abcdefg", "comment"),
+    ):
+        with pytest.raises(UserError, match=f'^here: "{name}" looks like a secret'):
+            Config.from_flat({**flat, key: value}, source="here")
+    with pytest.raises(UserError, match=r'^--set: "deepspeed_extra_args.comet.api_key" looks like a secret'):
+        load(write, MODEL, overrides=["deepspeed_extra_args.comet.api_key=abc"])
+    Config.from_flat({**flat, "deepspeed_extra_args": {"comet": {"enabled": False, "api_key": None}}})
 
 
 def nested(key: str, value: object) -> dict:

@@ -93,6 +93,11 @@ LOCAL = (
         (2, 'expected [[["global"], 2]]'),
         ([[["global"]]], 'expected [[["global"], 2]]'),
         ([[["global"], 3]], 'it describes 3 layers, but num_layers is 2; expected [[["global"], 2]]'),
+        (
+            [[["global"], 2_000_000_000]],
+            'it describes 2000000000 layers, but num_layers is 2; expected [[["global"], 2]]',
+        ),
+        ([[["global"], 2.0]], 'expected [[["global"], 2]]'),
         (["flash"], 'it describes 1 layers, but num_layers is 2; expected [[["global"], 2]]'),
     ],
 )
@@ -115,6 +120,11 @@ def test_sizes_of_the_default_block_are_accepted(key, neutral, other):
     for stage, precision, accepted in ((1, "bfloat16", True), (2, "bfloat16", False), (1, "fp16", False)):
         keys = {"precision": precision, "zero_optimization": {"stage": stage}}
         assert (unsupported_reason("data_types", fp32, keys) is None) == accepted
+    bfloat16 = {"enabled": True, "type": "bfloat16"}
+    assert unsupported_reason("data_types", fp32, {"precision": "bfloat16"}) is None
+    assert unsupported_reason("data_types", fp32, {"fp16": bfloat16, "zero_optimization": {"stage": 1}}) is None
+    assert unsupported_reason("data_types", fp32, {"fp16": {"enabled": True}}) is not None
+    assert unsupported_reason("data_types", fp32, {"precision": "bfloat16", "zero_optimization": 3}) is not None
 
 
 @pytest.mark.parametrize(
@@ -137,3 +147,9 @@ def test_a_configuration_has_a_notice_for_each_ignored_key(flat):
         f'a.yml: "rope-fusion" is ignored: {IGNORED["rope_fusion"]}',
         f'a.yml: "optimizer.params.max_grad_norm" is ignored: {IGNORED["optimizer.params.max_grad_norm"]}',
     )
+
+
+def test_null_means_the_default(flat):
+    """Both are null in GPT-NeoX."""
+    config = Config.from_flat({**flat, "extra_save_iters": None, "deepspeed_extra_args": None})
+    assert (config.checkpoint.extra_save_iters, config.training.deepspeed_extra_args) == ((), {})

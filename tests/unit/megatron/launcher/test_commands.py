@@ -1,6 +1,5 @@
 """Command lines and environments of the ranks (tests/integration/test_launch.py and test_multi_host.py run them)."""
 
-import json
 import shlex
 import socket
 import sys
@@ -20,6 +19,7 @@ from megatron.launcher.commands import (
     rank_command,
     split_secrets,
 )
+from megatron.launcher.node import Node, decode_nodes
 from megatron.launcher.resources import Resources
 from megatron.launcher.script_arguments import decode_config
 
@@ -69,10 +69,14 @@ def test_pdsh_and_node_command(tmp_path, monkeypatch):
     assert [cd, directory, and_, exec_, env, assignment] == ["cd", str(folder), "&&", "exec", "env", "A=it's %n"]
     assert [python, unbuffered, Path(program).name, index] == [sys.executable, "-u", "node.py", "1"]
     assert rest == ["/tmp/x.", "python", "100%"]
-    first, second = json.loads(nodes)
-    assert (first["host"], first["slots"], first["first_rank"], first["world_size"]) == ("n1", [0, 1], 0, 3)
-    assert (second["host"], second["slots"], second["first_rank"]) == ("n2", [3], 2)
-    assert (second["master_addr"], second["master_port"]) == ("10.0.0.1", 29500)
+    expected = [Node("n1", [0, 1], 0, 3, "10.0.0.1", 29500), Node("n2", [3], 2, 3, "10.0.0.1", 29500)]
+    assert decode_nodes(nodes) == expected
+
+
+def test_a_thousand_hosts_fit_into_a_command_line():
+    resources = Resources({f"gpu-node-{i:04d}": list(range(8)) for i in range(2000)}, "hostfile", on_cpu=False)
+    remote = node_command(make_nodes(resources, "10.0.0.1", 29500), "/tmp/x.", ["python"], {})
+    assert len(remote) < 32 * 1024  # Linux accepts 128 KiB per word
 
 
 def test_forwarded_variables(tmp_path, monkeypatch):
@@ -81,16 +85,29 @@ def test_forwarded_variables(tmp_path, monkeypatch):
     environment = {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": "/p"}
     expected = {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "PYTHONPATH": "/p"}
     assert forwarded_variables(environment) == expected
-    (tmp_path / ".deepspeed_env").write_text("# a comment\nMINE = x=y\nexport PYTHONPATH=/q\n\n")
-    assert forwarded_variables(environment) == {**expected, "MINE": "x=y", "PYTHONPATH": "/q"}
+    (tmp_path / ".deepspeed_env").write_text('# a comment\nMINE = x=y\nexport PYTHONPATH=\'/q\'\nA="b c"\nB="\n\n')
+    expected |= {"MINE": "x=y", "PYTHONPATH": "/q", "A": "b c", "B": '"'}
+    assert forwarded_variables(environment) == expected
     (tmp_path / "other").write_text("MINE\n")
     with pytest.raises(UserError, match="other: 'MINE' is not NAME=VALUE"):
         forwarded_variables({"DS_ENV_FILE": str(tmp_path / "other")})
+    with pytest.raises(UserError, match="DS_ENV_FILE is nowhere, but there is no such file"):
+        forwarded_variables({"DS_ENV_FILE": "nowhere"})
+    (tmp_path / "other").write_bytes(b"NCCL_X=\xff")
+    with pytest.raises(UserError, match="other: not UTF-8; it must be a text file"):
+        forwarded_variables({"DS_ENV_FILE": "other"})
 
 
 def test_secrets_are_recognized():
     variables = {"WANDB_API_KEY": "1", "HF_TOKEN": "2", "WANDB_BASE_URL": "https://me:pw@host", "HF_HOME": "/x"}
     assert split_secrets(variables) == ({"HF_HOME": "/x"}, ["WANDB_API_KEY", "HF_TOKEN", "WANDB_BASE_URL"])
+    names = (
+        "MLFLOW_TRACKING_TOKEN HUGGINGFACE_TOKEN AWS_SESSION_TOKEN AZURE_STORAGE_KEY AZURE_STORAGE_CONNECTION_STRING"
+    )
+    names += " MYSQL_PWD DB_PASS SSH_PASSPHRASE AWS_CREDENTIALS JWT PGPASSWORD"
+    assert split_secrets(dict.fromkeys(names.split(), "1")) == ({}, names.split())
+    harmless = dict.fromkeys(["TOKENIZERS_PARALLELISM", "PWD", "AWS_TOKEN_FILE", "NCCL_IB_PKEY", "SSH_ASKPASS"], "1")
+    assert split_secrets(harmless) == (harmless, [])
 
 
 def test_local_environment(monkeypatch):

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from megatron.launcher import node
 from megatron.launcher.node import Node, _report_failure
 
 NODE = Node("n2", [4, 5], first_rank=2, world_size=4, master_addr="n1", master_port=29500)
@@ -45,3 +46,17 @@ def test_failed_rank_is_named(capsys, host, world_size, code, message):
     errors = capsys.readouterr().err
     assert errors.startswith(f"error: {message}" if message else "")
     assert errors.count("\n") == bool(message)
+
+
+def test_ranks_on_the_cpu_of_a_host_share_its_cores(tmp_path, monkeypatch):
+    environments = []
+    monkeypatch.setattr(node, "run_node", lambda node, command, environment, *_: environments.append(environment) or 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    words = ["1", node.encode_nodes([Node("n1", [0], 0, 3, "n1", 1), NODE]), f"{tmp_path}/pid.", "python"]
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for threads in (None, "3"):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        assert node.main(words) == 0
+    assert [environment["OMP_NUM_THREADS"] for environment in environments] == ["4", "3"]

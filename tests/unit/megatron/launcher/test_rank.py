@@ -47,9 +47,28 @@ def test_several_processes_require_an_address():
     config = Config.from_flat({**KEYS, "launcher": "slurm"})
     with pytest.raises(UserError, match="8 processes, but the address of rank 0 is unknown; set master_addr"):
         set_rank_variables(config, dict(SLURM))
+
+
+def test_a_single_process_needs_no_port():
+    """Two jobs on one node would choose the same one."""
     environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    set_rank_variables(Config.from_flat({**KEYS, "launcher": "slurm"}), environment)
+    assert "RANK" not in environment
+    assert "MASTER_PORT" not in environment
+
+
+def test_ports_of_slurm_jobs():
+    ports = []
+    for job, step in ((4711, 0), (4711, 1), (4712, 0), (2**31, 3)):
+        environment = {**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        set_rank_variables(Config.from_flat({**KEYS, "launcher": "slurm", "master_addr": "node-1"}), environment)
+        ports.append(int(environment["MASTER_PORT"]))
+    assert len(set(ports)) == 4
+    assert 29500 <= min(ports) <= max(ports) < 32768
+    environment = {**SLURM, "SLURM_JOB_ID": "4711"}
+    config = Config.from_flat({**KEYS, "launcher": "slurm", "master_addr": "node-1", "master_port": 5})
     set_rank_variables(config, environment)
-    assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert environment["MASTER_PORT"] == "5"
 
 
 def test_slurm_names_the_first_host():

@@ -82,12 +82,33 @@ def test_visible_devices_are_respected(gpus):
         find_resources(make_config())
 
 
+def test_a_hostfile_of_this_machine(gpus, tmp_path):
+    (tmp_path / "local").write_text("localhost slots=3\n")
+    keys = {"hostfile": str(tmp_path / "local")}
+    gpus(0)
+    resources = find_resources(make_config(**keys, num_gpus=2))
+    assert (resources.slots, resources.on_cpu) == ({"localhost": [0, 1]}, True)
+    assert resources.describe().endswith(", on the CPU")
+    gpus(4, visible="2,5,6,7")
+    resources = find_resources(make_config(**keys))
+    assert (resources.slots, resources.on_cpu) == ({"localhost": [2, 5, 6]}, False)
+    assert find_resources(make_config(**keys, include="localhost:2")).slots == {"localhost": [6]}
+    gpus(2, visible="2,5")
+    with pytest.raises(UserError, match=r"slot 2 of localhost is not available, because only 2 GPU\(s\) are visible"):
+        find_resources(make_config(**keys))
+
+
 def test_hostfile(hostfile, monkeypatch):
     resources = find_resources(make_config(hostfile=hostfile))
     assert resources.slots == {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3]}
     assert resources.describe() == f"8 processes on 2 host(s) of {hostfile}"
     monkeypatch.setenv("DLTS_HOSTFILE", hostfile)
     assert find_resources(make_config()) == resources
+    Path(hostfile).write_text("\ufeff" + Path(hostfile).read_text(), encoding="utf-8")  # by an editor of Windows
+    assert find_resources(make_config()) == resources
+    monkeypatch.setenv("DLTS_HOSTFILE", "nowhere")
+    with pytest.raises(UserError, match="DLTS_HOSTFILE is nowhere, but there is no such file"):
+        find_resources(make_config())
     assert find_resources(make_config(hostfile=hostfile, num_nodes=1, num_gpus=2)).slots == {"worker-1": [0, 1]}
     assert find_resources(make_config(hostfile=hostfile, include="worker-2:1,2")).slots == {"worker-2": [1, 2]}
 
@@ -114,6 +135,11 @@ def test_hostfile_without_the_requested_slots(hostfile, keys, message):
         ("# a\nworker-1 slots=0\n", r"line 2: expected HOST slots=N with N >= 1"),
         ("a slots=1\na slots=2\n", "line 2: a was listed before"),
         ("# nothing\n", "lists no host"),
+        ("node[1-2] slots=4\n", r"line 1: 'node\[1-2\]' is not the name of one host; use a line per host"),
+        ("h1,h2 slots=4\n", "line 1: 'h1,h2' is not the name of one host"),
+        ("-oProxyCommand=x slots=4\n", "line 1: '-oProxyCommand=x' is not the name of one host"),
+        ("a slots=999999999999\n", "line 1: slots=999999999999 is more than 1,024"),
+        ("a slots=1025\n", "line 1: slots=1025 is more than 1,024"),
     ],
 )
 def test_bad_hostfile(hostfile, text, message):

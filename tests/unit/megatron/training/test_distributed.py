@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.config import Config, UserError
+from megatron.launcher.node import LAUNCHER_VARIABLE
 from megatron.training import distributed
 from tests.support.runs import training_settings
 
@@ -61,6 +62,15 @@ def test_sighup_is_a_request_to_stop_even_if_it_arrives_twice(layout):
             assert not signals.received_by_any_rank()
     finally:
         signal.signal(signal.SIGHUP, default)
+
+
+def test_deepy_forwards_a_sigterm_that_its_rank_has_received(layout, monkeypatch):
+    """As with `pkill -f train.py`. deepy.py kills its ranks with SIGKILL."""
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "1")
+    with distributed.DistributedSignalHandler() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
 
 
 def test_unknown_first_host(tmp_path, monkeypatch):

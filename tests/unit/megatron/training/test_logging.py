@@ -24,8 +24,9 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
     secret = "0123456789abcdef0123456789abcdef01234567"
     monkeypatch.setenv("WANDB_API_KEY", secret)
     keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "wandb_project": "extrapolation"}
-    keys["eval_include_path"] = [f"https://user:{secret}@example.org/tasks"]  # a secret in the configuration itself
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    config = Config.from_flat(training_settings(tmp_path, data_path, **keys))
+    config._flat["eval_include_path"] = [f"https://user:{secret}@example.org/tasks"]  # not accepted from users
+    train(config)
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

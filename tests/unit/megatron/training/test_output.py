@@ -50,3 +50,11 @@ def test_standard_streams(capsys):
         assert not sys.stdout.isatty()
     assert (sys.stdout, sys.stderr) == streams
     assert capsys.readouterr() == ("out\n", "err\n")
+
+
+def test_a_closed_stream(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with detachable_output():
+        print("dropped", flush=True)
+        sys.stdout.write("dropped")
+    assert sys.stdout is None

@@ -19,12 +19,15 @@ def test_keys_and_values_with_secrets_are_removed():
         ("--set wandb_api_key=abc seed=1", "--set wandb_api_key=*** seed=1"),
         ('{"hf_token": "abc def", "seed": 1}', '{"hf_token": ***, "seed": 1}'),
         ("password='a'", "password=***"),
+        ("GITHUB_TOKEN=a MYSQL_PWD=b PWD=/c eos_token=d", "GITHUB_TOKEN=*** MYSQL_PWD=*** PWD=/c eos_token=d"),
         ("GET https://me:word@host/data?access_token=abc&x=1", "GET https://***@host/data?access_token=***&x=1"),
         ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
         ("KeyError: 'tokenizer'", "KeyError: 'tokenizer'"),
         ("the value of WANDB_API_KEY is 0123456789", "the value of WANDB_API_KEY is ***"),
+        ("the value of OPENAI_KEY is abcdefgh", "the value of OPENAI_KEY is ***"),
     ],
 )
 def test_redact(text, expected, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    monkeypatch.setenv("OPENAI_KEY", "abcdefgh")
     assert redact(text) == expected
