@@ -6,19 +6,22 @@ from typing import Any
 
 _NAME = re.compile(
     r"(api|access|auth|private|secret)_?(key|token)|password|passwd|credential|(^|_)secrets?($|_)"
-    r"|(^|_)(hf|hub|bearer)_token|^token$"
+    r"|(^|_)(hf|hub|bearer)_token|^token$|(^|_)sig(nature)?$"
 )
 # Environment variables: their names are in upper case, and fewer of them are harmless than of keys (eos_token).
 _VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|PWD|PASS|PASSPHRASE|CREDENTIALS|JWT|CONNECTION_STRING)$")
 _HARMLESS_VARIABLES = ("PWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN")
-# A secret inside a value: NAME=VALUE with such a name, or the user and password of a URL.
-_ASSIGNMENT_OR_LOGIN = re.compile(r"(?<![\w-])(?P<name>[\w-]+)\s*=\s*\S|://[^/\s:@]+:[^/\s@]+@")
-# In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the user and password of a URL, an HTTP header.
+# A secret inside a value: NAME=VALUE or NAME: VALUE with such a name, the login of a URL, an HTTP header, or a token of
+# Hugging Face or GitHub.
+_IN_VALUE = re.compile(
+    r"(?<![\w-])(?P<name>[\w-]+)\s*[=:]\s*[^\s/]|://[^/\s@]+@|\bBearer \S|\b(hf_|gh[a-z]_|github_pat_)\w{20}"
+)
+# In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the login of a URL, an HTTP header.
 _IN_TEXT = re.compile(
-    r"""(?<![\w-])(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string)[\w-]*)"""
+    r"""(?<![\w-])(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string|sig)[\w-]*)"""
     r"""(?P<between>["']?\s*[=:]\s*)"""
     r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)}\]]+)"""
-    r"""|://(?P<login>[^/\s:@]+:[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+""",
+    r"""|://(?P<login>[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+""",
     re.IGNORECASE,
 )
 _MIN_SECRET = 6  # shorter values of environment variables would hide harmless words
@@ -35,7 +38,7 @@ def is_secret_name(name: str) -> bool:
 
 def contains_secret(text: str) -> bool:
     """True if the text contains a secret, such as WANDB_API_KEY=... or https://user:password@host."""
-    matches = _ASSIGNMENT_OR_LOGIN.finditer(text)
+    matches = _IN_VALUE.finditer(text)
     return any(match["name"] is None or is_secret_name(match["name"]) for match in matches)
 
 
@@ -59,7 +62,7 @@ def _is_secret(value: Any) -> bool:
 
 
 def redact(text: str) -> str:
-    """`text` with *** in place of secrets: values of secret names, logins in URLs, and the values of environment
+    """`text` with *** in place of secrets: values of secret names, logins of URLs, and the values of environment
     variables with secret names.
     """
     for name, value in os.environ.items():

@@ -6,9 +6,12 @@ from megatron.utils.secrets import redact, without_secrets
 def test_keys_and_values_with_secrets_are_removed():
     secrets = {"api_key": 1, "WANDB-API-KEY": 1, "access_token": 1, "password": 1, "client_secret": 1, "private_key": 1}
     secrets |= {"hf_token": "x", "launcher_args": "--export WANDB_API_KEY=x", "data_path": "https://me:word@host/data"}
-    secrets |= {"train_data_paths": ["a", "https://me:word@host/data"]}
+    secrets |= {"train_data_paths": ["a", "https://me:word@host/data"], "repository": "https://token@host/data"}
+    secrets |= {"url": "https://host/data?X-Amz-Signature=ab", "header": "Bearer ab", "text": "api_key: ab"}
+    secrets |= {"words": "a hf_" + "a1" * 17}
     harmless = {"tokenizer_type": "x", "eval_tokens": 3, "seed": 1, "key": 2, "nested": [{"maximum_tokens": 1}]}
-    harmless |= {"eos_token": "<|endoftext|>", "comment": "a key=1", "url": "https://host:8080/data"}
+    harmless |= {"eos_token": "<|endoftext|>", "comment": "a key=1, token", "address": "https://host:8080/data"}
+    harmless |= {"file": "git@host:data", "drive": "C:/token", "activation": "sigmoid"}
     assert without_secrets({**secrets, **harmless}) == harmless
     assert without_secrets([secrets, harmless]) == [{}, harmless]
 
@@ -21,6 +24,7 @@ def test_keys_and_values_with_secrets_are_removed():
         ("password='a'", "password=***"),
         ("GITHUB_TOKEN=a MYSQL_PWD=b PWD=/c eos_token=d", "GITHUB_TOKEN=*** MYSQL_PWD=*** PWD=/c eos_token=d"),
         ("GET https://me:word@host/data?access_token=abc&x=1", "GET https://***@host/data?access_token=***&x=1"),
+        ("https://token@host/data?sig=ab", "https://***@host/data?sig=***"),
         ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
         ("KeyError: 'tokenizer'", "KeyError: 'tokenizer'"),
         ("the value of WANDB_API_KEY is 0123456789", "the value of WANDB_API_KEY is ***"),
