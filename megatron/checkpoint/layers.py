@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kerple.positional import PositionalMethod
 from megatron.checkpoint.directory import layer_file, layer_files
+from megatron.checkpoint.neox_layout import own_layout, own_names
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.model.gpt import GPT, TransformerBlock
 from megatron.model.settings import ModelSettings
@@ -123,10 +124,12 @@ def check_copies(copies: Sequence[Tensor], problem: str) -> None:
 
 
 def open_layers(step: Path, indices: Iterable[int] | None = None) -> dict[int, list[dict[str, Tensor]]]:
-    """Open the files of all layers, or of `indices`. The tensors are memory-mapped: do not write to them."""
+    """Open the files of all layers, or of `indices`, with this project's names. The tensors are memory-mapped: do not
+    write to them.
+    """
     files = layer_files(step)
     chosen = files if indices is None else [index for index in indices if index in files]
-    return {index: [read_weights(path) for path in files[index]] for index in chosen}
+    return {index: [own_names(read_weights(path)) for path in files[index]] for index in chosen}
 
 
 def load_layers(
@@ -260,7 +263,7 @@ def _merge_layer(
         return {}
     if index not in states:
         raise CheckpointError(f"{step}: has no file for layer {index} of the configured model; num-layers differs")
-    shards, source = states[index], layer_file(step, index, 0)
+    shards, source = own_layout(layer, states[index], step), layer_file(step, index, 0)
     computed = {*COMPUTED_BUFFERS}
     for prefix, module in layer.named_modules():
         if isinstance(module, PositionalMethod):
@@ -275,6 +278,14 @@ def _merge_layer(
         for shard in shards:
             if name not in shard:
                 raise CheckpointError(f"{source}: another tensor-parallel rank's file of this layer lacks {name}")
-    return {
-        name: merge_shards(name, [shard[name] for shard in shards], shape, source) for name, shape in expected.items()
-    }
+    full = {}
+    for name, shape in expected.items():
+        copies = [shard[name] for shard in shards]
+        full[name] = merge_shards(name, copies, shape, source)
+        if copies[0].shape == shape:
+            check_copies(
+                copies,
+                f"{source}: {name} differs from that of another tensor-parallel rank, but each has a copy of all of "
+                "it. The files are of different checkpoints, or damaged; copy them again",
+            )
+    return full
