@@ -175,7 +175,8 @@ def check_sizes(
         layers = weight_layers(GPT(settings).layers(), settings)
     for index, layer in layers.items():
         _merge_layer(index, layer, states, step, tensor_size=1, positional=positional)
-    if (output := tied_output(settings)) in files:
+    output = tied_output(settings)
+    if output is not None and output in files:
         _check_tied_output(files[0], files[output], layer_file(step, output, 0))
     if positional:
         _check_shared_method(layers, files, settings, step)

@@ -118,13 +118,13 @@ def to_release(
     source = rounded(model, dtype)
     report_exact_distances(config, f"{output}: release layout", report)
     summed = ROW_PARALLEL_BIASES if settings.parallel_residual else ()
-    names = {ours: theirs for theirs, ours in SCALE_NAMES.items()} if settings.norm == "rmsnorm" else {}
+    norm_names = {ours: theirs for theirs, ours in SCALE_NAMES.items()} if settings.norm == "rmsnorm" else {}
 
     def states() -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         for index, layer in layers_with_weights(model).items():
             state = {**layer_state(layer), **release_buffers(model, config_values["pos_emb"], index)}
             state |= {name: state[name] / tensor_parallel for name in summed if name in state}
-            state = {names.get(name, name): tensor for name, tensor in state.items()}
+            state = {norm_names.get(name, name): tensor for name, tensor in state.items()}
             yield index, split_for_ranks(state, tensor_parallel, dtype)
 
     with new_folder(output) as folder:
