@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from kerple.positional import PositionalMethod
 from megatron.checkpoint.directory import layer_file, layer_files
+from megatron.checkpoint.neox_layout import own_layout, own_names
 from megatron.checkpoint.storage import CheckpointError, read_weights
-from megatron.model.gpt import GPT
+from megatron.model.gpt import GPT, TransformerBlock
 from megatron.model.settings import ModelSettings
 
-EMBEDDING = "word_embeddings.weight"
+EMBEDDING, OUTPUT = "word_embeddings.weight", "final_linear.weight"
+
+# Copies of a tensor may differ by this, relative to its largest value: ranks can be trained apart by rounding.
+COPY_TOLERANCE = 0.01
 
 # Command-line names of the dtypes that weights are converted to.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,14 +109,27 @@ def merge_shards(name: str, shards: Sequence[Tensor], expected: torch.Size, sour
     )
 
 
+def check_copies(copies: Sequence[Tensor], problem: str) -> None:
+    """Raises CheckpointError, with the message `problem`, if copies of a tensor differ by more than rounding."""
+    if copies[0].is_meta:
+        return
+    first, *others = (tensor.float() for tensor in copies)
+    for other in others:
+        difference = (first - other).abs().nan_to_num(0.0).max()
+        if difference > COPY_TOLERANCE * torch.stack((first, other)).abs().nan_to_num(0.0).max():
+            raise CheckpointError(f"{problem} (largest difference: {difference:.2g})")
+
+
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def open_layers(step: Path, indices: Iterable[int] | None = None) -> dict[int, list[dict[str, Tensor]]]:
-    """Open the files of all layers, or of `indices`. The tensors are memory-mapped: do not write to them."""
+    """Open the files of all layers, or of `indices`, with this project's names. The tensors are memory-mapped: do not
+    write to them.
+    """
     files = layer_files(step)
     chosen = files if indices is None else [index for index in indices if index in files]
-    return {index: [read_weights(path) for path in files[index]] for index in chosen}
+    return {index: [own_names(read_weights(path)) for path in files[index]] for index in chosen}
 
 
 def load_layers(
@@ -142,20 +159,27 @@ def load_layers(
 def check_sizes(
     step: Path, settings: ModelSettings, states: LayerStates | None = None, *, positional: bool = True
 ) -> None:
-    """Compare names, shapes and number of all tensors in a checkpoint with a model of these settings, on one rank.
+    """Compare names, shapes and number of all tensors in a checkpoint with a model of these settings, on one rank, and
+    the copies of what its layers share.
 
-    Neither reads nor allocates weights. states: the opened files, from `open_layers`. positional: False leaves out the
-    tensors of positional methods. Raises CheckpointError, naming both sides of a difference.
+    Reads no other weights. states: the opened files, from `open_layers`. positional: False leaves out the tensors of
+    positional methods. Raises CheckpointError, naming both sides of a difference.
     """
+    files = open_layers(step) if states is None else states
     states = {
         index: [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
-        for index, shards in (open_layers(step) if states is None else states).items()
+        for index, shards in files.items()
     }
     check_dimensions(states, settings, step)
     with torch.device("meta"):
         layers = weight_layers(GPT(settings).layers(), settings)
     for index, layer in layers.items():
         _merge_layer(index, layer, states, step, tensor_size=1, positional=positional)
+    output = tied_output(settings)
+    if output is not None and output in files:
+        _check_tied_output(files[0], files[output], layer_file(step, output, 0))
+    if positional:
+        _check_shared_method(layers, files, settings, step)
 
 
 def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -> None:
@@ -187,6 +211,46 @@ def embedding_rows(states: LayerStates, step: Path) -> int:
     return sum(shard[EMBEDDING].shape[0] for shard in states[0])
 
 
+def _check_tied_output(
+    embedding: Sequence[Mapping[str, Tensor]], output: Sequence[Mapping[str, Tensor]], source: Path
+) -> None:
+    """Raises CheckpointError if the file of an output layer, which the configured model does not have, contains other
+    weights than the embedding.
+    """
+    expected = torch.cat([shard[EMBEDDING] for shard in embedding])
+    shards = [shard[name] for shard in output for name in (OUTPUT, EMBEDDING) if name in shard]
+    weight = merge_shards(OUTPUT, shards, expected.shape, source) if shards else torch.empty(0)
+    if not torch.equal(weight.to(expected.dtype), expected):
+        raise CheckpointError(
+            f"{source}: contains an output layer with other weights than the embedding, but the configured model uses "
+            'the embedding\'s; set "no-weight-tying": true'
+        )
+
+
+def _check_shared_method(
+    layers: Mapping[int, nn.Module], files: LayerStates, settings: ModelSettings, step: Path
+) -> None:
+    """Raises CheckpointError if layers that share the parameters of a positional method have different ones."""
+    first: dict[str, Tensor] = {}
+    for index, layer in layers.items():
+        method = getattr(layer.attention, "rpe", None) if isinstance(layer, TransformerBlock) else None
+        if method is None or not method.shared:
+            continue
+        for name, parameter in method.named_parameters(prefix="attention.rpe"):
+            shards = [shard[name] for shard in files[index]]
+            copy = merge_shards(name, shards, parameter.shape, layer_file(step, index, 0))
+            per_layer = (
+                '"pos_emb_options": {"parameters": "per-layer"}'
+                if "parameters" in method.default_options()
+                else f'"pos_emb": "per_layer", "pos_emb_options": {{"methods": ["{settings.pos_emb}"]}}'
+            )
+            check_copies(
+                (first.setdefault(name, copy), copy),
+                f"{layer_file(step, index, 0)}: {name} differs from that of the first layer, but the layers of the "
+                f"configured model share it. If each layer has its own, set {per_layer}",
+            )
+
+
 def _merge_layer(
     index: int, layer: nn.Module, states: LayerStates, step: Path, tensor_size: int, positional: bool
 ) -> dict[str, Tensor]:
@@ -200,7 +264,7 @@ def _merge_layer(
         return {}
     if index not in states:
         raise CheckpointError(f"{step}: has no file for layer {index} of the configured model; num-layers differs")
-    shards, source = states[index], layer_file(step, index, 0)
+    shards, source = own_layout(layer, states[index], step), layer_file(step, index, 0)
     computed = {*COMPUTED_BUFFERS}
     for prefix, module in layer.named_modules():
         if isinstance(module, PositionalMethod):
@@ -215,6 +279,14 @@ def _merge_layer(
         for shard in shards:
             if name not in shard:
                 raise CheckpointError(f"{source}: another tensor-parallel rank's file of this layer lacks {name}")
-    return {
-        name: merge_shards(name, [shard[name] for shard in shards], shape, source) for name, shape in expected.items()
-    }
+    full = {}
+    for name, shape in expected.items():
+        copies = [shard[name] for shard in shards]
+        full[name] = merge_shards(name, copies, shape, source)
+        if copies[0].shape == shape:
+            check_copies(
+                copies,
+                f"{source}: {name} differs from that of another tensor-parallel rank, but each has a copy of all of "
+                "it. The files are of different checkpoints, or damaged; copy them again",
+            )
+    return full

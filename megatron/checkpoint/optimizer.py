@@ -40,6 +40,7 @@ from megatron.checkpoint.layers import (
     tied_output,
     weight_layers,
 )
+from megatron.checkpoint.neox_layout import own_names
 from megatron.checkpoint.state_dict import TrainingEngine
 from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
 from megatron.optimizers import get_step, initialize_state, set_step, state_shape
@@ -328,9 +329,11 @@ def read_released_optimizer(
         return empty, "the checkpoint is tensor parallel"
     shapes: dict[str, torch.Size] = {}
     for index, (path, *_) in files.items():
-        for name, tensor in read_weights(path).items():
+        for name, tensor in own_names(read_weights(path)).items():
             if name in COMPUTED_BUFFERS or index == tied_output:
                 continue
+            if name == "attention.query_key_value.weight" and len(tensor) != 3 * tensor.shape[1]:
+                return empty, "num_kv_heads: the rows of query_key_value are in GPT-NeoX's order"
             prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)
             key = f"{index}.{name}" if prefix is None else f"positional.{name.removeprefix(prefix)}"
             shapes.setdefault(key, tensor.shape)

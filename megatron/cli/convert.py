@@ -92,7 +92,7 @@ def load(options: argparse.Namespace, **overrides: str) -> tuple[GPT, Config, to
 def export(options: argparse.Namespace) -> None:
     repository = options.push_to_hub
     if repository is not None:
-        check_upload(repository)
+        check_upload(repository, private=options.private)
     elif options.private:
         raise UserError("--private is an option of --push-to-hub; add --push-to-hub ORG/NAME, or remove it")
     overrides = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else {}

@@ -85,28 +85,45 @@ def download(checkpoint: str) -> Path:
     return folder
 
 
-def check_upload(repository: str) -> None:
-    """Raises UserError if the name is invalid or there is no login. To be called before a long conversion."""
+def check_upload(repository: str, *, private: bool = False) -> None:
+    """Raises UserError if the name is invalid, there is no login, or the repository is public although `private`. To be
+    called before a long conversion.
+    """
     hub = import_hub()
     advice = "give the name as ORG/NAME, and log in with `hf auth login` or HF_TOKEN"
     _call(f"--push-to-hub {repository}", advice, hub.utils.validate_repo_id, repository)
     if repository.count("/") != 1:
         raise UserError(f"--push-to-hub {repository}: {advice}")
-    _call(f"--push-to-hub {repository}: not logged in to the Hugging Face hub", advice, hub.HfApi().whoami)
+    api = hub.HfApi()
+    _call(f"--push-to-hub {repository}: not logged in to the Hugging Face hub", advice, api.whoami)
+    if private and _call(f"--push-to-hub {repository}", advice, api.repo_exists, repository):
+        _check_private(api, repository, advice)
 
 
 def upload(folder: str | Path, repository: str, *, private: bool = False) -> str:
     """Upload an exported folder as one commit to a repository, which is created if needed; return its address.
 
-    The login is huggingface_hub's own (HF_TOKEN or `hf auth login`). Raises UserError if the upload fails.
+    The login is huggingface_hub's own (HF_TOKEN or `hf auth login`). Raises UserError if the upload fails, or if the
+    repository exists and is public although `private`.
     """
     api = import_hub().HfApi()
     problem, advice = f"--push-to-hub {repository}", f"{folder} is complete: upload it with `hf upload`"
     address = _call(problem, advice, api.create_repo, repository, private=private, exist_ok=True)
+    if private:  # the hub ignores it for a repository that exists
+        _check_private(api, repository, advice)
     _call(
         problem, advice, api.upload_folder, repo_id=repository, folder_path=str(folder), commit_message="Upload model"
     )
     return str(address)
+
+
+def _check_private(api: Any, repository: str, advice: str) -> None:
+    problem = f"--push-to-hub {repository}"
+    if not _call(problem, advice, api.repo_info, repository).private:
+        raise UserError(
+            f"{problem} --private: the repository exists and is public, so nothing was uploaded; make it private in "
+            "its settings on the hub, or choose another name"
+        )
 
 
 def import_hub() -> Any:

@@ -31,6 +31,7 @@ from megatron.checkpoint.convert.output import (
     check_same_logits,
     check_same_rotary_logits,
     new_folder,
+    report_exact_distances,
     rounded,
     write_checkpoint,
 )
@@ -98,6 +99,7 @@ def to_hugging_face(
     if stock is not None and mode != FULL_MODE:
         report(f"{output}: transformers' {stock} has no inference modes, so the model is exported with its own code")
         stock = None
+    report_exact_distances(config, str(output), report)
     with new_folder(output) as folder:
         if stock is not None:
             values = stock_config(config, settings, stock)

@@ -74,10 +74,11 @@ def write_checkpoint(
     layers: Iterable[tuple[int, list[dict[str, Tensor]]]],
     config_values: Mapping[str, Any],
     settings: ModelSettings,
+    entries: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write global_stepN with weights, configuration and manifest, but no optimizer, and `latest`; return its path.
 
-    layers: (layer index, the tensors for each tensor-parallel rank).
+    layers: (layer index, the tensors for each tensor-parallel rank). entries: further ones for the ranks' state files.
     """
     step = folder / tag_for(iteration)
     (step / CONFIG_FILE).parent.mkdir(parents=True)
@@ -95,7 +96,8 @@ def write_checkpoint(
         "model_parallel_size": ranks,
     }
     for rank in range(ranks):
-        torch.save({"iteration": iteration, "args": sizes}, step / f"mp_rank_{rank:02d}_model_states.pt")
+        state_file = step / f"mp_rank_{rank:02d}_model_states.pt"
+        torch.save({**(entries or {}), "iteration": iteration, "args": sizes}, state_file)
     write_json(step / CONFIG_FILE, dict(config_values))
     write_manifest_of_folder(step, iteration)
     point_latest(folder, step.name)
@@ -103,8 +105,20 @@ def write_checkpoint(
 
 
 def rounded(model: GPT, dtype: torch.dtype) -> GPT:
-    """A float32 copy of the model with weights rounded to `dtype`."""
-    return copy.deepcopy(model).to(dtype).float().eval()
+    """A float32 copy of the model with weights rounded to `dtype`, and with exact distances."""
+    copied = copy.deepcopy(model).to(dtype).float().eval()
+    for block in copied.blocks:
+        block.attention.bf16_distances = False
+    return copied
+
+
+def report_exact_distances(config: Config, name: str, report: Report) -> None:
+    """Say if the converted model cannot have the configuration's `release_bf16_distances`."""
+    if config.model.release_bf16_distances:
+        report(
+            f"{name}: release_bf16_distances is not exported; distances and biases are exact in the written model and "
+            "in the comparison"
+        )
 
 
 def check_same_logits(

@@ -2,6 +2,8 @@
 
 Reading it needs no conversion: `load_model` and `load:` accept it. Writing it adds buffers that the release's code
 stores in its files, and splits all tensors over the tensor-parallel ranks as that code does, including positional ones.
+The folder has neither an optimizer state nor random states, so its configuration sets `no_load_optim` and
+`no_load_rng`.
 """
 
 from collections.abc import Iterator
@@ -12,10 +14,19 @@ import torch
 from torch import Tensor
 
 from kerple.positional import method_class
+from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.convert.hugging_face_config import options_beyond_2022
-from megatron.checkpoint.convert.output import Report, check_same_logits, new_folder, rounded, write_checkpoint
+from megatron.checkpoint.convert.output import (
+    Report,
+    check_same_logits,
+    new_folder,
+    report_exact_distances,
+    rounded,
+    write_checkpoint,
+)
 from megatron.checkpoint.convert.weights import cast, layers_with_weights
-from megatron.checkpoint.layers import layer_state, load_layers
+from megatron.checkpoint.layers import check_sizes, layer_state, load_layers
+from megatron.checkpoint.neox_layout import ROW_PARALLEL_BIASES, SCALE_NAMES
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.model.gpt import GPT
@@ -43,6 +54,9 @@ OPTION_KEYS = {
     "rpe": {"num_buckets": "rpe_num_buckets", "max_distance": "rpe_max_distance"},
 }
 
+# Activations of the MLP -> the release's names.
+ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "swish"}
+
 # Tensors that are split over the tensor-parallel ranks, and the dimension. All others are replicated.
 PARTITION_DIM = {
     "word_embeddings.weight": 0,
@@ -66,9 +80,9 @@ TENSOR_ORDER = ("input_layernorm", "attention.query_key_value", "attention.", "p
 
 # Configuration keys that the release supports, besides those of OPTION_KEYS.
 CONFIG_KEYS = (
-    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
     *("norm", "layernorm_epsilon", "rms_norm_epsilon", "no_weight_tying", "gpt_j_residual"),
-    *("hidden_dropout", "attention_dropout", "bias_gelu_fusion"),
+    "bias_gelu_fusion",
     *("init_method", "output_layer_init_method", "init_method_std", "make_vocab_size_divisible_by"),
     *("tokenizer_type", "vocab_file", "merge_file"),
     *("optimizer", "gradient_clipping", "weight_decay", "train_iters", "lr_decay_iters", "lr_decay_style", "warmup"),
@@ -93,24 +107,32 @@ def to_release(
     logits.
     """
     settings = model.settings
-    config_values = release_config(config, settings, tensor_parallel)
     if names := options_beyond_2022(config, settings):
         raise CheckpointError(
             f"the release's blocks do not support {', '.join(names)}; its format cannot store this model"
         )
+    config_values = release_config(config, settings, tensor_parallel)
     for name, size in (("heads", settings.num_heads), ("rows of the vocabulary", settings.padded_vocab_size)):
         if size % tensor_parallel:
             raise CheckpointError(f"tensor-parallel size {tensor_parallel} does not divide the {size} {name}")
     source = rounded(model, dtype)
+    report_exact_distances(config, f"{output}: release layout", report)
+    summed = ROW_PARALLEL_BIASES if settings.parallel_residual else ()
+    norm_names = {ours: theirs for theirs, ours in SCALE_NAMES.items()} if settings.norm == "rmsnorm" else {}
 
     def states() -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         for index, layer in layers_with_weights(model).items():
             state = {**layer_state(layer), **release_buffers(model, config_values["pos_emb"], index)}
+            state |= {name: state[name] / tensor_parallel for name in summed if name in state}
+            state = {norm_names.get(name, name): tensor for name, tensor in state.items()}
             yield index, split_for_ranks(state, tensor_parallel, dtype)
 
     with new_folder(output) as folder:
-        step = write_checkpoint(folder, iteration, states(), config_values, settings)
-        written = GPT(settings).eval()
+        entries = deepspeed_state(iteration, tensor_parallel)
+        step = write_checkpoint(folder, iteration, states(), config_values, settings, entries)
+        written_settings = ModelSettings.from_config(checkpoint_config(step), settings.padded_vocab_size)
+        check_sizes(step, written_settings)
+        written = GPT(written_settings).eval()
         load_layers(layers_with_weights(written), step)
         check_same_logits(source, written, settings.padded_vocab_size, config, f"{output}: release layout", report)
 
@@ -132,9 +154,34 @@ def release_config(config: Config, settings: ModelSettings, tensor_parallel: int
     return {
         **values,
         "pos_emb": name,
+        "activation": ACTIVATIONS[config.model.activation],
+        "max_position_embeddings": settings.max_positions,
+        "hidden_dropout": settings.hidden_dropout,
+        "attention_dropout": settings.attention_dropout,
         "padded_vocab_size": settings.padded_vocab_size,
         "pipe_parallel_size": 1,
         "model_parallel_size": tensor_parallel,
+        "output_layer_parallelism": "column",
+        "no_load_optim": True,
+        "no_load_rng": True,
+    }
+
+
+def deepspeed_state(iteration: int, tensor_parallel: int) -> dict[str, Any]:
+    """What DeepSpeed reads from `mp_rank_XX_model_states.pt`, in the release's version and in later ones. `module` is
+    None because the weights are in the layer files.
+    """
+    return {
+        "module": None,
+        "optimizer": None,
+        "lr_scheduler": None,
+        "buffer_names": [],
+        "csr_tensor_module_names": [],
+        "sparse_tensor_module_names": [],
+        "skipped_steps": 0,
+        "global_steps": iteration,
+        "dp_world_size": 1,
+        "mp_world_size": tensor_parallel,
     }
 
 

@@ -2,12 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from kerple.positional.base import ModelShape
 from kerple.positional.registry import canonical_name
 from megatron.config.schema.base import CaseInsensitive, Group, Int, Widths, key
 from megatron.utils.errors import UserError
+
+_SiluIsSwish = BeforeValidator(lambda x: "silu" if x == "swish" else x)
 
 InitMethod = Literal[
     "normal",
@@ -122,10 +124,10 @@ class ModelConfig(Group):
     )
     rpe_num_buckets: Int = key(32, "rpe (T5): number of distance buckets.", ge=2, le=2**20)
     rpe_max_distance: Int = key(128, "rpe (T5): distance, in tokens, from which all keys share the last bucket.", ge=2)
-    activation: Literal["gelu", "relu", "silu", "swiglu", "geglu"] = key(
+    activation: Annotated[Literal["gelu", "relu", "silu", "swiglu", "geglu"], _SiluIsSwish] = key(
         "gelu",
         """Activation of the MLP. swiglu and geglu: a gated MLP, whose gate has the activation silu or exact GELU (arXiv
-        2002.05202).""",
+        2002.05202). swish, GPT-NeoX's name of silu, is accepted too.""",
     )
     bias_gelu_fusion: bool = key(
         False, "True: the tanh approximation of GELU, as in GPT-NeoX's fused kernel. False: exact GELU."

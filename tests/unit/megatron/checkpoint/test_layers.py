@@ -105,3 +105,38 @@ def test_missing_files_are_named(tmp_path):
     layer_file(step, 0, 0).unlink()
     with pytest.raises(CheckpointError, match=r"layer_00.* lacks the matrix word_embeddings\.weight"):
         embedding_rows(open_layers(step), step)
+
+
+def write_layer(step: Path, index: int, *states: dict[str, torch.Tensor]) -> None:
+    for rank, state in enumerate(states):
+        torch.save(state, layer_file(step, index, rank))
+
+
+def test_an_output_layer_that_the_configured_model_ties_must_equal_the_embedding(tmp_path):
+    untied, tied = small_gpt("none"), small_gpt("none", tied_embeddings=True)
+    step = save(untied, tmp_path / "global_step1")
+    with pytest.raises(CheckpointError, match=r'layer_06.* other weights than the embedding.* "no-weight-tying": true'):
+        check_sizes(step, tied.settings)
+    embedding = untied.state_dict()["0.word_embeddings.weight"]
+    write_layer(step, 6, {"final_linear.weight": embedding})
+    check_sizes(step, tied.settings)
+    write_layer(step, 6, {"word_embeddings.weight": embedding})
+    check_sizes(step, tied.settings)
+    write_layer(step, 6, {})
+    with pytest.raises(CheckpointError, match='"no-weight-tying": true'):
+        check_sizes(step, tied.settings)
+
+
+@pytest.mark.parametrize(("pos_emb", "fix"), [("kerple_log", '"parameters": "per-layer"'), ("rpe", '"per_layer"')])
+def test_layers_that_share_a_method_must_have_the_same_parameters(pos_emb, fix, tmp_path):
+    model = small_gpt(pos_emb)
+    step = save(model, tmp_path / "global_step1")
+    check_sizes(step, model.settings)
+    state = layer_state(model.layers()[3])
+    name = next(name for name in state if name.startswith("attention.rpe."))
+    write_layer(step, 3, {**state, name: state[name] * 1.5})
+    with pytest.raises(CheckpointError, match=rf"layer_03.* {name} differs from that of the first layer.*{fix}"):
+        check_sizes(step, model.settings)
+    check_sizes(step, model.settings, positional=False)
+    if pos_emb == "kerple_log":
+        check_sizes(step, small_gpt(pos_emb, pos_emb_options=(("parameters", "per-layer"),)).settings)

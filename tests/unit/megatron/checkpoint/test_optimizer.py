@@ -128,3 +128,11 @@ def test_a_state_that_does_not_fit_has_a_reason(change, reason):
     state = load_file(step / "mp_rank_00_model_states.pt")["optimizer"]
     _, actual = read_released_optimizer({"optimizer": change(state)}, step, None, STATE_TENSORS)
     assert reason in actual
+
+
+def test_the_state_of_a_model_with_grouped_query_attention_is_not_used(tmp_path):
+    """GPT-NeoX orders the rows of its queries, keys and values differently."""
+    torch.save({"attention.query_key_value.weight": torch.ones(16, 8)}, tmp_path / "layer_02-model_00-model_states.pt")
+    saved = {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}
+    _, reason = read_released_optimizer(saved, tmp_path, None, STATE_TENSORS)
+    assert reason.startswith("num_kv_heads: ")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import huggingface_hub
@@ -10,7 +11,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from kerple.attention import FULL, AttentionMode, Span
-from megatron.checkpoint.convert.hub import PATTERNS, download, local_checkpoint
+from megatron.checkpoint.convert.hub import PATTERNS, download, local_checkpoint, upload
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.generate import main as generate
@@ -128,12 +129,20 @@ class FakeApi:
 
     calls: ClassVar[list[tuple[str, object]]] = []
     files: ClassVar[dict[str, bytes]] = {}
+    repositories: ClassVar[dict[str, bool]] = {}  # name -> private
+
+    def repo_exists(self, repo_id):
+        return repo_id in self.repositories
+
+    def repo_info(self, repo_id):
+        return SimpleNamespace(private=self.repositories[repo_id])
 
     def whoami(self):
         self.calls.append(("whoami", None))
 
     def create_repo(self, repo_id, private, exist_ok):
         self.calls.append(("create", (repo_id, private, exist_ok)))
+        self.repositories.setdefault(repo_id, private)
         return f"https://hub/{repo_id}"
 
     def upload_folder(self, repo_id, folder_path, commit_message):
@@ -145,6 +154,7 @@ def test_uploads(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
     monkeypatch.setattr(FakeApi, "calls", [])
     monkeypatch.setattr(FakeApi, "files", {})
+    monkeypatch.setattr(FakeApi, "repositories", {})
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     convert(["from-hf", "hf:org/tiny", str(tmp_path / "ours"), "--no-tokenizer"])
     push = ["--no-tokenizer", "--push-to-hub", "me/tiny"]
@@ -174,3 +184,22 @@ def test_uploads_that_cannot_succeed_fail_early(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--private is an option of --push-to-hub"):
         convert([*words, "--private"])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_public_repository_is_not_used_for_a_private_upload(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    monkeypatch.setattr(FakeApi, "calls", [])
+    monkeypatch.setattr(FakeApi, "repositories", {"me/public": False, "me/private": True})
+    write_checkpoint(tmp_path / "run", "alibi", "nowhere")
+    words = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--no-tokenizer", "--private"]
+    with pytest.raises(UserError, match="me/public --private: the repository exists and is public"):
+        convert([*words, "--push-to-hub", "me/public"])
+    assert not (tmp_path / "out").exists()
+    # Someone else may create it during the conversion.
+    with pytest.raises(UserError, match="me/public --private: the repository exists and is public"):
+        upload(tmp_path, "me/public", private=True)
+    assert "upload" not in dict(FakeApi.calls)
+    (tmp_path / "folder").mkdir()
+    upload(tmp_path / "folder", "me/private", private=True)
+    upload(tmp_path / "folder", "me/public")
+    assert [repository for name, repository in FakeApi.calls if name == "upload"] == ["me/private", "me/public"]

@@ -457,3 +457,11 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match="there are no weights to convert"):
         from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
     assert not (tmp_path / "ours").exists()
+
+
+def test_rounded_distances_are_not_exported(tmp_path):
+    model, config = make_model("alibi", release_bf16_distances=True)
+    messages = []
+    to_hugging_face(model, config, tmp_path / "out", report=messages.append)
+    assert "release_bf16_distances is not exported" in messages[0]
+    assert "largest difference" in messages[-1]

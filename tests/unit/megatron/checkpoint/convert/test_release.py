@@ -5,7 +5,7 @@ import torch
 
 from megatron.checkpoint.convert import to_release
 from megatron.checkpoint.directory import read_manifest
-from megatron.checkpoint.storage import CheckpointError
+from megatron.checkpoint.storage import CheckpointError, load_file, read_json
 from megatron.inference import load_model
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
 from tests.support.release import METHODS, checkpoints
@@ -105,3 +105,93 @@ def test_blocks_that_the_release_lacks(keys, name, tmp_path):
     model, config = make_model("rotary", **keys)
     with pytest.raises(CheckpointError, match=f"the release's blocks do not support {name};"):
         to_release(model, config, tmp_path / "release", report=quiet)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"activation": "relu"},
+        {"activation": "silu"},
+        {"bias_gelu_fusion": True},
+        {"norm": "rmsnorm", "rms_norm_epsilon": 1e-2},
+        {"no_weight_tying": False},
+    ],
+)
+@torch.no_grad()
+def test_settings_of_blocks_are_in_the_configuration(keys, tmp_path):
+    model, config = make_model("kerple_log", **keys)
+    to_release(model, config, tmp_path / "out", report=quiet)
+    loaded, written = load_model(tmp_path / "out")
+    tokens = random_tokens(1, LONG)
+    assert torch.equal(loaded(tokens), model(tokens))
+    assert written.model.activation == config.model.activation
+    values = read_json(tmp_path / "out/global_step0/configs/config.yml")
+    assert values["activation"] == {"silu": "swish"}.get(config.model.activation, config.model.activation)
+
+
+def test_settings_that_were_not_written_are_noticed(tmp_path, monkeypatch):
+    from megatron.checkpoint.convert import release
+
+    monkeypatch.setitem(release.ACTIVATIONS, "relu", "gelu")
+    model, config = make_model("none", activation="relu")
+    with pytest.raises(CheckpointError, match="nothing was written, because the converted model's logits differ"):
+        to_release(model, config, tmp_path / "out", report=quiet)
+
+
+@torch.no_grad()
+def test_rounded_distances_are_not_exported(tmp_path):
+    model, config = make_model("kerple_log", release_bf16_distances=True)
+    messages = []
+    to_release(model, config, tmp_path / "out", report=messages.append)
+    assert "release_bf16_distances is not exported" in messages[0]
+    loaded, written = load_model(tmp_path / "out")
+    assert not written.model.release_bf16_distances
+    exact, _ = make_model("kerple_log")
+    tokens = random_tokens(1, LONG)
+    assert torch.equal(loaded(tokens), exact(tokens))
+
+
+@torch.no_grad()
+def test_ranks_share_the_biases_of_a_parallel_residual(tmp_path):
+    """The release adds the bias of every rank."""
+    model, config = make_model("kerple_log", gpt_j_residual=True)
+    to_release(model, config, tmp_path / "out", tensor_parallel=2, report=quiet)
+    step = tmp_path / "out/global_step0"
+    shards = [torch.load(step / f"layer_02-model_0{rank}-model_states.pt", weights_only=True) for rank in (0, 1)]
+    for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
+        assert torch.equal(shards[0][name] + shards[1][name], model.layers()[2].state_dict()[name])
+    tokens = random_tokens(1, LONG)
+    assert torch.equal(load_model(tmp_path / "out")[0](tokens), model(tokens))
+
+
+def test_output_layer_and_norms_are_those_of_the_releases_code(tmp_path):
+    model, config = make_model("kerple_log", norm="rmsnorm")
+    to_release(model, config, tmp_path / "out", tensor_parallel=2, report=quiet)
+    step = tmp_path / "out/global_step0"
+    output = torch.load(step / "layer_06-model_00-model_states.pt", weights_only=True)
+    assert output["final_linear.weight"].shape == (256, 32)
+    # Its default, row, splits the hidden size.
+    assert read_json(step / "configs/config.yml")["output_layer_parallelism"] == "column"
+    block = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)
+    assert {name for name in block if "norm" in name} == {"input_layernorm.scale", "post_attention_layernorm.scale"}
+    assert list(torch.load(step / "layer_05-model_00-model_states.pt", weights_only=True)) == ["norm.scale"]
+
+
+def test_state_files_have_what_deepspeed_reads(tmp_path):
+    model, config = make_model("kerple_log")
+    to_release(model, config, tmp_path / "out", iteration=7, tensor_parallel=2, report=quiet)
+    step = tmp_path / "out/global_step7"
+    original = load_file(checkpoints("kerple_log") / "global_step300" / "mp_rank_00_model_states.pt")
+    # Of a run: optimizer, random states, the number of samples. Of other versions of DeepSpeed: the rest.
+    run = {name for name in original if name.endswith(("_rng_state", "_states"))} | {"global_samples"}
+    later = {"param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "data_sampler"}
+    later |= {"random_ltd", "checkpoint_parallel_dimensions", "ds_config", "ds_version"}
+    for rank in (0, 1):
+        state = load_file(step / f"mp_rank_0{rank}_model_states.pt")
+        for name in original.keys() - run - later - {"optimizer"}:
+            assert type(state[name]) is type(original[name]), name
+        assert (state["iteration"], state["global_steps"], state["mp_world_size"]) == (7, 7, 2)
+        assert state["optimizer"] is None
+    values = read_json(step / "configs/config.yml")
+    assert [values["no_load_optim"], values["no_load_rng"]] == [True, True]
+    assert {name: values[name] for name in state["args"]} == state["args"]

@@ -105,3 +105,7 @@ def test_release_rounding_is_only_for_methods_of_the_release(flat):
         Config.from_flat({**flat, "pos-emb": "rotary", "release_bf16_distances": True})
     with pytest.raises(UserError, match=r"distances of random positions \(random_range\) are not rounded"):
         Config.from_flat({**flat, "release_bf16_distances": True, "pos_emb_options": {"random_range": 64}})
+
+
+def test_swish_is_silu(flat):
+    assert Config.from_flat({**flat, "activation": "swish"}).model.activation == "silu"
