@@ -15,7 +15,14 @@ from megatron.checkpoint.directory import (
     read_state_file,
     saved_by_this_project,
 )
-from megatron.checkpoint.layers import check_sizes, load_layers, tied_output, weight_layers
+from megatron.checkpoint.layers import (
+    check_sizes,
+    embedding_rows,
+    load_layers,
+    open_layers,
+    tied_output,
+    weight_layers,
+)
 from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, read_released_optimizer
 from megatron.checkpoint.state_dict import (
     RankLayout,
@@ -30,6 +37,7 @@ from megatron.checkpoint.state_dict import (
 )
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
+from megatron.config.schema import CheckpointConfig
 from megatron.model.settings import ModelSettings
 from megatron.optimizers import OPTIMIZERS, optimizer_setting
 from megatron.utils.ranks import run_on_all_ranks
@@ -89,21 +97,22 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
     return step
 
 
-def check_save_folder(config: Config, padded_vocab_size: int) -> None:
+def check_save_folder(config: Config) -> None:
     """Raises CheckpointError if `save` already contains checkpoints of another model than the configured one.
 
     If the run resumes from `save`, `locate_checkpoint` compares the models.
     """
     settings = config.checkpoint
     save = settings.save
-    if save is None or not has_checkpoint(save) or (settings.load == save and not settings.finetune):
+    if save is None or not has_checkpoint(save) or (_same_folder(settings.load, save) and not settings.finetune):
         return
     try:
         step = find_step(save)
     except CheckpointError:  # `latest` is damaged, so it is not known what the folder contains
         return
     try:
-        check_sizes(step, ModelSettings.from_config(config, padded_vocab_size), positional=False)
+        rows = embedding_rows(open_layers(step, [0]), step)  # another padding is not another model
+        check_sizes(step, ModelSettings.from_config(config, rows), positional=False)
     except CheckpointError as error:
         problem = str(error)
     else:
@@ -117,28 +126,44 @@ def check_save_folder(config: Config, padded_vocab_size: int) -> None:
         )
 
 
-def continued_finetuning(config: Config) -> Config | None:
-    """The configuration that resumes the run which `finetune` has started in `save`; None if there is none. The
-    configuration in the latest checkpoint tells whether it was started from the same `load`.
+def continued_run(config: Config) -> Config | None:
+    """The configuration that resumes this run from `save`; None if `save` has no checkpoints, or if it is the folder
+    that `load` names anyway. The configuration in the latest checkpoint tells whether the run is the same: it was
+    started with the same `load`, `iteration` and `finetune`.
 
-    Raises CheckpointError if `save` contains checkpoints of another run, unless it is also `load`: then they are those
-    to start from.
+    Raises CheckpointError if `save` contains checkpoints of another run, which this one would overwrite. With
+    `finetune`, they may be in the folder that `load` names: then they are those to start from.
     """
     settings = config.checkpoint
-    if not settings.finetune or settings.save is None or not has_checkpoint(settings.save):
+    same_folder = _same_folder(settings.save, settings.load)
+    if settings.save is None or not has_checkpoint(settings.save) or (same_folder and not settings.finetune):
         return None
+    reason = ""
     try:
         saved = _saved_config(find_step(settings.save), config).checkpoint
-    except CheckpointError:
-        saved = None
-    if saved is not None and saved.finetune and _same_folder(saved.load, settings.load):
-        return config.updated(load=settings.save, finetune=False, iteration=None)
-    if _same_folder(settings.save, settings.load):
+    except CheckpointError as error:
+        saved, reason = None, f" ({error})"
+    if saved is not None and _starts_like(saved, settings):
+        # The state that it left out when it started is not to be left out again.
+        left_out = {key: getattr(settings, key) and not getattr(saved, key) for key in ("no_load_optim", "no_load_rng")}
+        return config.updated(load=settings.save, finetune=False, iteration=None, **left_out)
+    if same_folder:
         return None
+    start = f"load: {settings.load}" if settings.load else "the beginning"
+    if settings.load and settings.iteration is not None:
+        start += f", iteration: {settings.iteration}"
+    finetune = " with finetune" if settings.finetune else ""
     raise CheckpointError(
-        f"finetune: save: {settings.save} already contains checkpoints of another run, which was not started from "
-        f"load: {settings.load}. Choose another save; or, to resume that run, set load to its folder, without finetune"
+        f"save: {settings.save} already contains checkpoints of another run, which was not started from "
+        f"{start}{finetune}{reason}. Choose another save; or, to resume that run, set load to its folder, without "
+        "finetune and iteration"
     )
+
+
+def _starts_like(saved: CheckpointConfig, settings: CheckpointConfig) -> bool:
+    """Whether two runs start from the same checkpoint in the same way, or both from scratch."""
+    same_load = saved.load == settings.load or _same_folder(saved.load, settings.load)
+    return same_load and (saved.finetune, saved.iteration) == (settings.finetune, settings.iteration)
 
 
 def _same_folder(first: str | None, second: str | None) -> bool:

@@ -403,7 +403,8 @@ class CheckpointConfig(Group):
     save: PathText | None = key(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
     load: PathText | None = key(
         None,
-        "Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch.",
+        """Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch. If
+        save contains checkpoints of this run, it resumes from them.""",
         placeholders=True,
     )
     save_interval: float | None = key(
