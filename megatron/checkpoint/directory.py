@@ -88,6 +88,20 @@ def has_checkpoint(directory: str | Path) -> bool:
     return os.path.lexists(Path(directory) / "latest")
 
 
+def has_files_of_checkpoints(directory: str | Path) -> bool:
+    """Whether the folder has anything of a checkpoint: a `latest`, a global_stepN, or layer files, if it is a
+    global_stepN itself. `find_step` reports what is missing.
+    """
+    directory = Path(directory)
+    if not os.path.isdir(directory):  # unlike Path.is_dir, False for an invalid name
+        return False
+    return has_checkpoint(directory) or bool(saved_iterations(directory)) or _is_step(directory)
+
+
+def _is_step(directory: Path) -> bool:
+    return any(LAYER_FILE.fullmatch(path.name) for path in _list(directory))
+
+
 def _list(directory: Path) -> list[Path]:
     """The files and folders in a folder. Raises CheckpointError if it cannot be read."""
     try:
@@ -123,6 +137,10 @@ def find_step(directory: str | Path, iteration: int | None = None) -> Path:
         raise CheckpointError(f"{directory}: no such folder; give the folder that contains `latest` and global_stepN")
     iterations = saved_iterations(directory)
     available = ", ".join(map(str, iterations)) or "none"
+    if not iterations and _is_step(directory):
+        raise CheckpointError(
+            f"{directory}: is a checkpoint itself; give the folder that contains it, and select it with `iteration`"
+        )
     if iteration is not None:
         if iteration not in iterations:
             raise CheckpointError(f"{directory}: no checkpoint of iteration {iteration}; available: {available}")
@@ -184,8 +202,9 @@ def point_latest(directory: Path, tag: str) -> None:
 
 
 def clean_up(directory: Path) -> None:
-    """Remove files that a killed process left behind, and restore a checkpoint that it was replacing. Call this only if
-    no other process is saving to the directory.
+    """Remove files that a killed process left behind, restore a checkpoint that it was replacing, and point `latest` at
+    the first checkpoint if it was killed just before that. Call this only if no other process is saving to the
+    directory.
     """
     if not directory.is_dir():
         return
@@ -199,6 +218,8 @@ def clean_up(directory: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.rename(directory / match[1])
+    if not has_checkpoint(directory) and len(iterations := saved_iterations(directory)) == 1:
+        point_latest(directory, tag_for(iterations[0]))
     sync_folder(directory)
 
 

@@ -11,6 +11,7 @@ from megatron.checkpoint.directory import (
     find_step,
     find_valid_step,
     has_checkpoint,
+    has_files_of_checkpoints,
     iteration_of,
     read_state_file,
     saved_by_this_project,
@@ -55,9 +56,9 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
     settings = config.checkpoint
     if settings.load is None:
         return None
-    if not has_checkpoint(settings.load) and settings.iteration is None:
+    if not has_files_of_checkpoints(settings.load) and settings.iteration is None:
         if settings.finetune:
-            raise CheckpointError(f"load: {settings.load}: no checkpoint to finetune from (no file `latest`)")
+            raise CheckpointError(f"load: {settings.load}: no checkpoint to finetune from")
         report(f"load: {settings.load} contains no checkpoint; training starts from scratch")
         return None
 
@@ -136,27 +137,27 @@ def continued_run(config: Config) -> Config | None:
     """
     settings = config.checkpoint
     same_folder = _same_folder(settings.save, settings.load)
-    if settings.save is None or not has_checkpoint(settings.save) or (same_folder and not settings.finetune):
+    if settings.save is None or not has_files_of_checkpoints(settings.save) or (same_folder and not settings.finetune):
         return None
-    reason = ""
+    saved, problem = None, ""
     try:
         saved = _saved_config(find_step(settings.save), config).checkpoint
     except CheckpointError as error:
-        saved, reason = None, f" ({error})"
+        problem = f"checkpoints of an unknown run ({error})"
     if saved is not None and _starts_like(saved, settings):
         # The state that it left out when it started is not to be left out again.
         left_out = {key: getattr(settings, key) and not getattr(saved, key) for key in ("no_load_optim", "no_load_rng")}
         return config.updated(load=settings.save, finetune=False, iteration=None, **left_out)
     if same_folder:
         return None
-    start = f"load: {settings.load}" if settings.load else "the beginning"
-    if settings.load and settings.iteration is not None:
-        start += f", iteration: {settings.iteration}"
-    finetune = " with finetune" if settings.finetune else ""
+    if not problem:
+        iteration = "" if settings.iteration is None else f", iteration: {settings.iteration}"
+        start = f"load: {settings.load}{iteration}" if settings.load else "scratch"
+        finetune = " with finetune" if settings.finetune else ""
+        problem = f"checkpoints of another run, which was not started from {start}{finetune}"
     raise CheckpointError(
-        f"save: {settings.save} already contains checkpoints of another run, which was not started from "
-        f"{start}{finetune}{reason}. Choose another save; or, to resume that run, set load to its folder, without "
-        "finetune and iteration"
+        f"save: {settings.save} already contains {problem}. Choose another save; or, to resume that run, set load to "
+        "its folder, without finetune and iteration"
     )
 
 

@@ -63,6 +63,18 @@ def test_clean_up_removes_what_a_killed_process_left(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step5", "latest"]
 
 
+def test_clean_up_completes_a_first_save(tmp_path):
+    """Killed before `latest` was written; with several checkpoints, `latest` was lost in another way."""
+    save(tmp_path, 5)
+    (tmp_path / "latest").unlink()
+    clean_up(tmp_path)
+    assert find_step(tmp_path).name == "global_step5"
+    save(tmp_path, 6)
+    (tmp_path / "latest").unlink()
+    clean_up(tmp_path)
+    assert not has_checkpoint(tmp_path)
+
+
 def test_manifest_lists_every_file(tmp_path):
     save(tmp_path, 5)
     step = find_valid_step(tmp_path)

@@ -140,6 +140,18 @@ def test_the_directory_without_checkpoint(resume, tmp_path, capsys):
     assert "contains no checkpoint; training starts from scratch" in capsys.readouterr().out
 
 
+def test_load_without_latest_does_not_start_from_scratch(trained_run, resume, tmp_path):
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "latest").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoints: has no file `latest`; .*available: 1, 2.*iteration 2"):
+        resume()
+    with pytest.raises(CheckpointError, match=r"save: .*checkpoints of an unknown run .*has no file `latest`"):
+        resume(load=None)
+    with pytest.raises(CheckpointError, match=r"global_step2: is a checkpoint itself; give the folder that contains"):
+        resume(load=str(tmp_path / "checkpoints/global_step2"), save=None)
+    assert resume(fallback=True).iteration == 3
+
+
 def test_code_in_a_checkpoints_configuration_is_not_run(trained_run, resume, tmp_path):
     shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
     step = tmp_path / "checkpoints" / "global_step2"
