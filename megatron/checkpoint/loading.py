@@ -41,17 +41,20 @@ from megatron.config import Config
 from megatron.config.schema import CheckpointConfig
 from megatron.model.settings import ModelSettings
 from megatron.optimizers import OPTIMIZERS, optimizer_setting
+from megatron.tokenizer import padded_vocab_size
 from megatron.utils.ranks import run_on_all_ranks
 
 Report = Callable[[str], None]
 
+# A vocabulary that is padded for at most this tensor-parallel size is that of the configured tokenizer.
+MAX_TENSOR_PARALLEL = 64
 
-def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int, report: Report) -> Path | None:
+
+def locate_checkpoint(config: Config, layout: RankLayout, report: Report) -> Path | None:
     """The global_stepN directory that `load` refers to, or None to train from scratch.
 
-    Verifies its files against the manifest and its sizes and model settings against the configuration before a model
-    is built. `report` prints once per run. Raises CheckpointError if the checkpoint is damaged, of another model, or
-    missing although `finetune` or `iteration` asks for one.
+    Verifies its files against the manifest. `report` prints once per run. Raises CheckpointError if the checkpoint is
+    damaged, or missing although `finetune` or `iteration` asks for one.
     """
     settings = config.checkpoint
     if settings.load is None:
@@ -67,18 +70,58 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
         share = (layout.rank, layout.world_size)
         return next((damage for damage in run_on_all_ranks(lambda: find_damage(step, share=share)) if damage), None)
 
-    step = find_valid_step(
+    return find_valid_step(
         settings.load, settings.iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank
     )
+
+
+def checkpoint_vocab_size(step: Path, config: Config, tokenizer_size: int, tensor_size: int, report: Report) -> int:
+    """The padded vocabulary size of a run that starts from a checkpoint: `padded_vocab_size`, or else that of the
+    checkpoint, which depends on the tensor-parallel size with which its run was started.
+
+    tokenizer_size: number of tokens. tensor_size: tensor-parallel size of this run. Raises CheckpointError if the
+    checkpoint's size is not a padding of the tokenizer's vocabulary, or cannot be split over the ranks.
+    """
+    if config.model.padded_vocab_size is not None:
+        return config.model.padded_vocab_size
+    divisor = config.model.make_vocab_size_divisible_by
+    rows, default = (
+        embedding_rows(open_layers(step, [0]), step),
+        padded_vocab_size(tokenizer_size, divisor, tensor_size),
+    )
+    if rows == default:
+        return rows
+    if all(rows != padded_vocab_size(tokenizer_size, divisor, ranks) for ranks in range(1, MAX_TENSOR_PARALLEL + 1)):
+        raise CheckpointError(
+            f"{step}: its vocabulary is padded to {rows:,} tokens, but the tokenizer's {tokenizer_size:,} to "
+            f"{default:,} (make_vocab_size_divisible_by {divisor}, model_parallel_size {tensor_size}). If the "
+            f"checkpoint was trained with this tokenizer, set padded_vocab_size to {rows}"
+        )
+    if rows % tensor_size:
+        raise CheckpointError(
+            f"{step}: its vocabulary, padded to {rows:,} tokens (padded_vocab_size), cannot be split over "
+            f"model_parallel_size {tensor_size}; choose a divisor of {rows}"
+        )
+    report(
+        f"vocabulary padded to {rows:,} as in {step} (instead of {default:,}, for model_parallel_size {tensor_size})"
+    )
+    return rows
+
+
+def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> None:
+    """Compare the checkpoint's sizes and model settings with the configuration before a model is built. Raises
+    CheckpointError if it is of another model.
+    """
+    settings = config.checkpoint
     new_method = _new_positional_method(step, config)
-    check_sizes(step, ModelSettings.from_config(config, padded_vocab_size), positional=not new_method)
+    check_sizes(step, ModelSettings.from_config(config, vocab_size), positional=not new_method)
     # The same weights fit several models; the checkpoint's configuration tells them apart.
     try:
         saved = _saved_config(step, config)
         differences = "; ".join(model_differences(saved, config))
     except CheckpointError as error:
         report(f"{error}; only its sizes are compared with the configured model")
-        return step
+        return
     if saved.model.release_bf16_distances != config.model.release_bf16_distances:
         report(
             f"{step}: saved with release_bf16_distances {saved.model.release_bf16_distances}, this run uses "
@@ -95,13 +138,12 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
         report(
             f"finetune: the checkpoint's positional parameters are not used; those of {config.model.pos_emb} are new"
         )
-    return step
 
 
 def check_save_folder(config: Config) -> None:
     """Raises CheckpointError if `save` already contains checkpoints of another model than the configured one.
 
-    If the run resumes from `save`, `locate_checkpoint` compares the models.
+    If the run resumes from `save`, `check_model` compares the models.
     """
     settings = config.checkpoint
     save = settings.save

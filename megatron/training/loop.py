@@ -9,7 +9,14 @@ from functools import partial
 import torch
 
 from megatron.checkpoint.directory import iteration_of
-from megatron.checkpoint.loading import check_save_folder, continued_run, load_checkpoint, locate_checkpoint
+from megatron.checkpoint.loading import (
+    check_model,
+    check_save_folder,
+    checkpoint_vocab_size,
+    continued_run,
+    load_checkpoint,
+    locate_checkpoint,
+)
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
@@ -106,7 +113,12 @@ class Trainer:
                 f"{f'load: {load}' if load else 'scratch'}, choose another folder"
             )
         source = resumed or config  # of the weights
-        checkpoint = locate_checkpoint(source, layout, vocab_size, logger.info)
+        checkpoint = locate_checkpoint(source, layout, logger.info)
+        if checkpoint is not None:
+            vocab_size = checkpoint_vocab_size(
+                checkpoint, config, tokenizer.vocab_size, layout.tensor_size, logger.info
+            )
+            check_model(checkpoint, source, vocab_size, logger.info)
         if checkpoint is None and self.last_iteration == 0:
             problem = f"load: {load} contains no checkpoint" if load else "load is not set"
             raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
