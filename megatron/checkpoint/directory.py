@@ -209,18 +209,29 @@ def clean_up(directory: Path) -> None:
     if not directory.is_dir():
         return
     for path in directory.iterdir():
-        if UNFINISHED.fullmatch(path.name) or DELETED.fullmatch(path.name):
-            shutil.rmtree(path)
+        if DELETED.fullmatch(path.name):
+            with contextlib.suppress(OSError):  # `remove_older` has reported it
+                _delete(path)
+        elif UNFINISHED.fullmatch(path.name):
+            _delete(path)
         elif PARTIAL_LATEST.fullmatch(path.name) or PROBE.fullmatch(path.name):
             path.unlink()
         elif match := REPLACED.fullmatch(path.name):
             if (directory / match[1]).exists():
-                shutil.rmtree(path)
+                _delete(path)
             else:
                 path.rename(directory / match[1])
     if not has_checkpoint(directory) and len(iterations := saved_iterations(directory)) == 1:
         point_latest(directory, tag_for(iterations[0]))
     sync_folder(directory)
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint; of a link, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def publish(directory: Path, unfinished: Path, tag: str) -> None:
@@ -231,13 +242,13 @@ def publish(directory: Path, unfinished: Path, tag: str) -> None:
     """
     final, replaced = directory / tag, directory / f".{tag}.replaced"
     sync_folder(unfinished)
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(replaced)
     unfinished.rename(final)
     sync_folder(directory)
     point_latest(directory, tag)
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(replaced)
+        _delete(replaced)
 
 
 def remove_older(directory: Path, keep: int, newest: int) -> list[int]:
@@ -259,7 +270,7 @@ def remove_older(directory: Path, keep: int, newest: int) -> list[int]:
             # Rename first: a half-deleted directory must not look like a checkpoint.
             deleted = directory / f".{tag_for(iteration)}.deleted"
             (directory / tag_for(iteration)).rename(deleted)
-            shutil.rmtree(deleted)
+            _delete(deleted)
             removed.append(iteration)
     return removed
 

@@ -136,13 +136,11 @@ class Checkpointer:
             try:
                 write_manifest(unfinished, iteration, records)
                 publish(self.directory, unfinished, tag)
-                keep = self.config.checkpoint.keep_last_n_checkpoints
-                if keep is not None:
-                    remove_older(self.directory, keep, iteration)
             except OSError as error:
                 raise CheckpointError(f"{error.filename or self.directory}: {error.strerror}") from error
             except UserError as error:
                 raise CheckpointError(str(error)) from error
+            self._remove_older(iteration)
 
         run_on_rank_0(complete, self._group)
         if failure is not None:
@@ -151,6 +149,21 @@ class Checkpointer:
                 "permissions. Previously saved checkpoints are unchanged"
             )
         self.report(f"saved {self.directory / tag}")
+
+    def _remove_older(self, iteration: int) -> None:
+        """Delete checkpoints before this one, as `keep_last_n_checkpoints` says. Errors are only reported."""
+        keep = self.config.checkpoint.keep_last_n_checkpoints
+        if keep is None:
+            return
+        try:
+            remove_older(self.directory, keep, iteration)
+        except OSError as error:
+            problem = f"{error.filename or self.directory}: {error.strerror or first_line(error)}"
+        except UserError as error:
+            problem = str(error)
+        else:
+            return
+        self.report(f"warning: an older checkpoint could not be deleted, so the disk may become full: {problem}")
 
 
 def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:

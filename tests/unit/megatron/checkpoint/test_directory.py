@@ -132,6 +132,23 @@ def test_the_only_valid_checkpoint_is_not_deleted(tmp_path):
     assert saved_iterations(tmp_path) == [1, 2]
 
 
+def test_checkpoints_may_be_links(tmp_path):
+    """Only the link is deleted or replaced."""
+    save(tmp_path / "archive", 1)
+    save(tmp_path / "archive", 2)
+    run = tmp_path / "run"
+    save(run, 3)
+    for iteration in (1, 2):
+        (run / tag_for(iteration)).symlink_to(tmp_path / "archive" / tag_for(iteration))
+    (run / "global_step4").symlink_to(tmp_path / "nowhere")
+    save(run, 2, value=7, keep=1)
+    save(run, 4)
+    assert sorted(path.name for path in run.iterdir()) == ["global_step2", "global_step3", "global_step4", "latest"]
+    assert value_of(run / "global_step2") == 7.0
+    assert saved_iterations(tmp_path / "archive") == [1, 2]
+    assert value_of(tmp_path / "archive/global_step2") == 2.0
+
+
 def test_checkpoints_of_later_iterations_do_not_count(tmp_path):
     """They belong to a run that was rolled back; the newest of this run stays."""
     for iteration in (1, 2, 9):
