@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -169,9 +169,9 @@ def find_valid_step(
 ) -> Path:
     """`find_step`, and verify every file against the manifest.
 
-    fallback: if the checkpoint is damaged, report it and return the newest valid one instead. Otherwise raise
-    CheckpointError, naming the damage and that checkpoint. check: returns what is wrong with a checkpoint, or None;
-    `find_damage` by default.
+    fallback: if the checkpoint is damaged, report it and return the newest valid one that its run saved before it.
+    Otherwise raise CheckpointError, naming the damage and that checkpoint. check: returns what is wrong with a
+    checkpoint, or None; `find_damage` by default.
     """
     directory, check = Path(directory), check or find_damage
     step: Path | None = None
@@ -184,17 +184,47 @@ def find_valid_step(
         step, damage = None, str(error)
     if step is not None and damage is None:
         return step
-    candidates = (step_folder(directory, tag_for(saved)) for saved in reversed(saved_iterations(directory)))
-    newest = next((candidate for candidate in candidates if candidate != step and check(candidate) is None), None)
+    newest = next((saved for saved in _saved_before(directory, iteration, step) if check(saved) is None), None)
     if newest is None:
-        raise CheckpointError(f"the checkpoint is damaged: {damage}; {directory} contains no other valid checkpoint")
+        available = ", ".join(map(str, saved_iterations(directory)))
+        raise CheckpointError(
+            f"the checkpoint is damaged: {damage}; {directory} contains no valid earlier checkpoint of its run (choose "
+            f"another one with `iteration`; available: {available})"
+        )
     if not fallback:
         raise CheckpointError(
-            f"the checkpoint is damaged: {damage}. The newest valid one in {directory} is iteration "
+            f"the checkpoint is damaged: {damage}. The newest valid one before it in {directory} is iteration "
             f"{iteration_of(newest)}; use it with --fallback"
         )
-    report(f"fallback: the checkpoint is damaged: {damage}. Using the newest valid one, {newest}")
+    report(f"fallback: the checkpoint is damaged: {damage}. Using the newest valid one before it, {newest}")
     return newest
+
+
+def _saved_before(directory: Path, iteration: int | None, step: Path | None) -> list[Path]:
+    """The checkpoints that may replace a damaged one, newest first: those that its run saved before it, as far as its
+    files tell. `step` is None if the checkpoint of `iteration`, or that which `latest` names, does not exist.
+    """
+    lineage = None
+    if step is not None:
+        iteration, lineage = iteration_of(step), lineage_of(step)
+    elif iteration is None:
+        with contextlib.suppress(UserError):
+            match = STEP.fullmatch(read_file(directory / "latest", LATEST_LIMIT).decode(errors="replace").strip())
+            iteration = int(match[1]) if match else None
+    return [
+        step_folder(directory, tag_for(saved))
+        for saved in reversed(saved_iterations(directory))
+        if (iteration is None or saved < iteration) and (lineage is None or saved in lineage)
+    ]
+
+
+def lineage_of(step: Path) -> list[int] | None:
+    """`TrainingState.lineage` of a checkpoint; None if its files do not contain it or cannot be read."""
+    try:
+        lineage: list[int] | None = read_state_file(step).get("training", {}).get("lineage")
+    except CheckpointError:
+        return None
+    return lineage
 
 
 def point_latest(directory: Path, tag: str) -> None:
@@ -251,16 +281,17 @@ def publish(directory: Path, unfinished: Path, tag: str) -> None:
         _delete(replaced)
 
 
-def remove_older(directory: Path, keep: int, newest: int) -> list[int]:
-    """Delete all but the last `keep` checkpoints up to iteration `newest`; return the deleted iterations.
+def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> list[int]:
+    """Delete all but the last `keep` checkpoints of a run; return the deleted iterations.
 
-    Never deletes the checkpoint that `latest` names. Deletes nothing unless at least one of the remaining checkpoints
-    has all its files at their full size.
+    lineage: `TrainingState.lineage` of the newest one. Other checkpoints do not count and stay: those from which the
+    run was finetuned, and those of a run that was resumed at an earlier iteration. Never deletes the checkpoint that
+    `latest` names. Deletes nothing unless at least one of the remaining checkpoints has all its files at their full
+    size.
     """
     latest = directory / "latest"
     latest_tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-    # Ignore later checkpoints: they are from before the run was resumed at an earlier iteration.
-    iterations = [iteration for iteration in saved_iterations(directory) if iteration <= newest]
+    iterations = [iteration for iteration in saved_iterations(directory) if iteration in lineage]
     remaining = [directory / tag_for(iteration) for iteration in iterations[-keep:]]
     if all(find_damage(step, contents=False) is not None for step in remaining):
         return []
@@ -292,7 +323,10 @@ def read_state_file(step: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {name} is not a number of steps or samples; the file is damaged")
     for name in ("training", "shape"):
         values = saved.get(name, {})
-        if not isinstance(values, dict) or not all(isinstance(value, int | str) for value in values.values()):
+        numbers = values.values() if isinstance(values, dict) else [None]
+        if not all(
+            isinstance(each, int | str) for value in numbers for each in (value if type(value) is list else [value])
+        ):
             raise CheckpointError(f"{path}: {name} is not a dictionary of numbers; the file is damaged")
     return saved
 

@@ -293,6 +293,8 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         return _resume_released(engine, config, step, saved, report)
     check_run_state(saved, path)
     state = TrainingState.from_dict(saved["training"])
+    if not _same_folder(settings.load, settings.save):
+        state.lineage = []
     if saved["global_batch"] != engine.global_batch:
         report(
             f"{step}: saved with {saved['global_batch']} samples per step, this run uses {engine.global_batch}; the "

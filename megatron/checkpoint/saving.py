@@ -94,17 +94,18 @@ class Checkpointer:
                 raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error
 
         run_on_rank_0(prepare, self._group)
+        state.lineage = [*(saved for saved in state.lineage if saved < state.iteration), state.iteration]
         files = rank_files(self.engine, self.config, state)
         if not self.config.checkpoint.async_save:
-            self._write(files, state.iteration, unfinished)
+            self._write(files, state.iteration, unfinished, state.lineage)
             return
         # Reuse the memory of the last copy, because allocation is the slow part.
         self._host_copy = {name: to_host(value, self._host_copy.get(name)) for name, value in files}
-        iteration = state.iteration
+        iteration, lineage = state.iteration, state.lineage
 
         def write_in_background() -> None:
             try:
-                self._write(self._host_copy.items(), iteration, unfinished)
+                self._write(self._host_copy.items(), iteration, unfinished, lineage)
             except RuntimeError as error:  # another rank has exited
                 self._error = CheckpointError(f"{unfinished}: could not be saved ({error})")
             except BaseException as error:  # `finish` raises it in the main thread
@@ -122,7 +123,7 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def _write(self, files: Iterable[tuple[str, Any]], iteration: int, unfinished: Path) -> None:
+    def _write(self, files: Iterable[tuple[str, Any]], iteration: int, unfinished: Path, lineage: list[int]) -> None:
         tag = tag_for(iteration)
         results: list[WriteResult] = [(None, None)] * self.engine.layout.world_size
         dist.all_gather_object(results, write_files(unfinished, files), group=self._group)
@@ -140,7 +141,7 @@ class Checkpointer:
                 raise CheckpointError(f"{error.filename or self.directory}: {error.strerror}") from error
             except UserError as error:
                 raise CheckpointError(str(error)) from error
-            self._remove_older(iteration)
+            self._remove_older(lineage)
 
         run_on_rank_0(complete, self._group)
         if failure is not None:
@@ -150,13 +151,13 @@ class Checkpointer:
             )
         self.report(f"saved {self.directory / tag}")
 
-    def _remove_older(self, iteration: int) -> None:
-        """Delete checkpoints before this one, as `keep_last_n_checkpoints` says. Errors are only reported."""
+    def _remove_older(self, lineage: list[int]) -> None:
+        """Delete older checkpoints of this run, as `keep_last_n_checkpoints` says. Errors are only reported."""
         keep = self.config.checkpoint.keep_last_n_checkpoints
         if keep is None:
             return
         try:
-            remove_older(self.directory, keep, iteration)
+            remove_older(self.directory, keep, lineage)
         except OSError as error:
             problem = f"{error.filename or self.directory}: {error.strerror or first_line(error)}"
         except UserError as error:

@@ -40,7 +40,7 @@ def save(directory, iteration, value=None, keep=None):
     write_manifest(unfinished, iteration, records)
     publish(directory, unfinished, tag_for(iteration))
     if keep is not None:
-        remove_older(directory, keep, iteration)
+        remove_older(directory, keep, range(iteration + 1))
 
 
 def value_of(step):
@@ -113,7 +113,7 @@ def test_latest_that_names_a_missing_checkpoint(tmp_path):
 def test_no_other_valid_checkpoint(tmp_path):
     save(tmp_path, 1)
     flip_bit(tmp_path / "global_step1" / "weights.pt")
-    with pytest.raises(CheckpointError, match=r"weights\.pt.*no other valid"):
+    with pytest.raises(CheckpointError, match=r"weights\.pt.*no valid earlier"):
         find_valid_step(tmp_path, fallback=True)
 
 
@@ -128,7 +128,7 @@ def test_the_only_valid_checkpoint_is_not_deleted(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / "global_step2" / "weights.pt").write_bytes(b"")
-    assert remove_older(tmp_path, 1, 2) == []
+    assert remove_older(tmp_path, 1, [1, 2]) == []
     assert saved_iterations(tmp_path) == [1, 2]
 
 
