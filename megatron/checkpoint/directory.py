@@ -341,8 +341,10 @@ def write_manifest(step: Path, iteration: int, records: Mapping[str, FileRecord]
 
 
 def write_manifest_of_folder(step: Path, iteration: int) -> None:
-    """Write a manifest of the files now on disk: for imported checkpoints, or one that lost its manifest."""
-    paths = (path for path in step.rglob("*") if path.is_file() and path != step / MANIFEST)
+    """Write a manifest of the files now on disk, without hidden ones: for imported checkpoints, or one that lost its
+    manifest.
+    """
+    paths = (path for path in step.rglob("[!.]*") if path.is_file() and path != step / MANIFEST)
     write_manifest(step, iteration, {path.relative_to(step).as_posix(): file_record(path) for path in paths})
 
 
@@ -404,7 +406,7 @@ def find_damage(
             f"{step / MANIFEST}: no such file, so the checkpoint cannot be verified (if you trust its files: "
             f"python tools/ckpts/inspect.py {step} --accept)"
         )
-    unlisted = sorted(path.name for path in step.glob("*.pt") if path.name not in records)
+    unlisted = sorted(path.name for path in step.glob("[!.]*.pt") if path.name not in records)
     if unlisted:
         return f"{step / unlisted[0]}: is not in the manifest, so it does not belong to this checkpoint"
 
