@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
 from megatron.checkpoint.directory import (
@@ -356,4 +356,6 @@ def _resume_released(
             f"{step}: not saved by this project; loaded weights and iteration, the optimizer starts from scratch "
             f"({reason})"
         )
-    return TrainingState(iteration, samples, tokens=samples * engine.seq_length, lr_schedule="neox-2022")
+    # At iteration 0, no schedule has begun: the checkpoint was converted, for example from Hugging Face.
+    lr_schedule: Literal["neox", "neox-2022"] = "neox-2022" if iteration else "neox"
+    return TrainingState(iteration, samples, tokens=samples * engine.seq_length, lr_schedule=lr_schedule)

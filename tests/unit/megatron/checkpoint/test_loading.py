@@ -13,7 +13,7 @@ from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.tokenizer import padded_vocab_size
 from megatron.training.loop import train
-from tests.support.checkpoints import Exploit, settings_of
+from tests.support.checkpoints import Exploit, settings_of, write_checkpoint
 from tests.support.release import checkpoints
 from tests.support.released_runs import released_settings, write_release_corpus, write_tokenizer
 
@@ -178,6 +178,14 @@ def test_the_padding_of_the_checkpoints_vocabulary_is_kept(keys, tokens, ranks, 
     else:
         with pytest.raises(CheckpointError, match=expected):
             checkpoint_vocab_size(step, config, tokens, ranks, reports.append)
+
+
+@pytest.mark.parametrize(("iteration", "schedule"), [(0, "neox"), (4, "neox-2022")])
+def test_the_schedule_after_a_checkpoint_of_another_program(iteration, schedule, resume, data_path, tmp_path):
+    """A converted model, of iteration 0, has not begun the release's schedule."""
+    write_checkpoint(tmp_path / "converted", "kerple_log", data_path, iteration=iteration)
+    keys = {"load": str(tmp_path / "converted"), "save": None, "checkpoint_validation_with_forward_pass": False}
+    assert resume(**keys, train_iters=iteration + 1).lr_schedule == schedule
 
 
 def test_load_without_latest_does_not_start_from_scratch(trained_run, resume, tmp_path):
