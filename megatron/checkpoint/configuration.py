@@ -51,7 +51,8 @@ OUTPUT_SETTINGS = {
 def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration in the checkpoint's configs/ folder, with `overrides` applied. Raises CheckpointError."""
     folders = [folder for folder in (step / "configs", step.parent / "configs") if folder.is_dir()]
-    paths = sorted(path for folder in folders[:1] for path in folder.iterdir() if path.suffix in (".yml", ".yaml"))
+    # Without hidden files: macOS writes ._NAME next to NAME on other file systems and into archives.
+    paths = sorted(path for folder in folders[:1] for path in folder.glob("[!.]*") if path.suffix in (".yml", ".yaml"))
     if not paths:
         raise CheckpointError(f"{step}: has no configs/*.yml, so the model's configuration is unknown")
     values: dict[str, Any] = {}

@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -88,6 +88,20 @@ def has_checkpoint(directory: str | Path) -> bool:
     return os.path.lexists(Path(directory) / "latest")
 
 
+def has_files_of_checkpoints(directory: str | Path) -> bool:
+    """Whether the folder has anything of a checkpoint: a `latest`, a global_stepN, or layer files, if it is a
+    global_stepN itself. `find_step` reports what is missing.
+    """
+    directory = Path(directory)
+    if not os.path.isdir(directory):  # unlike Path.is_dir, False for an invalid name
+        return False
+    return has_checkpoint(directory) or bool(saved_iterations(directory)) or _is_step(directory)
+
+
+def _is_step(directory: Path) -> bool:
+    return any(LAYER_FILE.fullmatch(path.name) for path in _list(directory))
+
+
 def _list(directory: Path) -> list[Path]:
     """The files and folders in a folder. Raises CheckpointError if it cannot be read."""
     try:
@@ -123,6 +137,10 @@ def find_step(directory: str | Path, iteration: int | None = None) -> Path:
         raise CheckpointError(f"{directory}: no such folder; give the folder that contains `latest` and global_stepN")
     iterations = saved_iterations(directory)
     available = ", ".join(map(str, iterations)) or "none"
+    if not iterations and _is_step(directory):
+        raise CheckpointError(
+            f"{directory}: is a checkpoint itself; give the folder that contains it, and select it with `iteration`"
+        )
     if iteration is not None:
         if iteration not in iterations:
             raise CheckpointError(f"{directory}: no checkpoint of iteration {iteration}; available: {available}")
@@ -151,9 +169,9 @@ def find_valid_step(
 ) -> Path:
     """`find_step`, and verify every file against the manifest.
 
-    fallback: if the checkpoint is damaged, report it and return the newest valid one instead. Otherwise raise
-    CheckpointError, naming the damage and that checkpoint. check: returns what is wrong with a checkpoint, or None;
-    `find_damage` by default.
+    fallback: if the checkpoint is damaged, report it and return the newest valid one that its run saved before it.
+    Otherwise raise CheckpointError, naming the damage and that checkpoint. check: returns what is wrong with a
+    checkpoint, or None; `find_damage` by default.
     """
     directory, check = Path(directory), check or find_damage
     step: Path | None = None
@@ -166,17 +184,47 @@ def find_valid_step(
         step, damage = None, str(error)
     if step is not None and damage is None:
         return step
-    candidates = (step_folder(directory, tag_for(saved)) for saved in reversed(saved_iterations(directory)))
-    newest = next((candidate for candidate in candidates if candidate != step and check(candidate) is None), None)
+    newest = next((saved for saved in _saved_before(directory, iteration, step) if check(saved) is None), None)
     if newest is None:
-        raise CheckpointError(f"the checkpoint is damaged: {damage}; {directory} contains no other valid checkpoint")
+        available = ", ".join(map(str, saved_iterations(directory)))
+        raise CheckpointError(
+            f"the checkpoint is damaged: {damage}; {directory} contains no valid earlier checkpoint of its run (choose "
+            f"another one with `iteration`; available: {available})"
+        )
     if not fallback:
         raise CheckpointError(
-            f"the checkpoint is damaged: {damage}. The newest valid one in {directory} is iteration "
+            f"the checkpoint is damaged: {damage}. The newest valid one before it in {directory} is iteration "
             f"{iteration_of(newest)}; use it with --fallback"
         )
-    report(f"fallback: the checkpoint is damaged: {damage}. Using the newest valid one, {newest}")
+    report(f"fallback: the checkpoint is damaged: {damage}. Using the newest valid one before it, {newest}")
     return newest
+
+
+def _saved_before(directory: Path, iteration: int | None, step: Path | None) -> list[Path]:
+    """The checkpoints that may replace a damaged one, newest first: those that its run saved before it, as far as its
+    files tell. `step` is None if the checkpoint of `iteration`, or that which `latest` names, does not exist.
+    """
+    lineage = None
+    if step is not None:
+        iteration, lineage = iteration_of(step), lineage_of(step)
+    elif iteration is None:
+        with contextlib.suppress(UserError):
+            match = STEP.fullmatch(read_file(directory / "latest", LATEST_LIMIT).decode(errors="replace").strip())
+            iteration = int(match[1]) if match else None
+    return [
+        step_folder(directory, tag_for(saved))
+        for saved in reversed(saved_iterations(directory))
+        if (iteration is None or saved < iteration) and (lineage is None or saved in lineage)
+    ]
+
+
+def lineage_of(step: Path) -> list[int] | None:
+    """`TrainingState.lineage` of a checkpoint; None if its files do not contain it or cannot be read."""
+    try:
+        lineage: list[int] | None = read_state_file(step).get("training", {}).get("lineage")
+    except CheckpointError:
+        return None
+    return lineage
 
 
 def point_latest(directory: Path, tag: str) -> None:
@@ -184,22 +232,36 @@ def point_latest(directory: Path, tag: str) -> None:
 
 
 def clean_up(directory: Path) -> None:
-    """Remove files that a killed process left behind, and restore a checkpoint that it was replacing. Call this only if
-    no other process is saving to the directory.
+    """Remove files that a killed process left behind, restore a checkpoint that it was replacing, and point `latest` at
+    the first checkpoint if it was killed just before that. Call this only if no other process is saving to the
+    directory.
     """
     if not directory.is_dir():
         return
     for path in directory.iterdir():
-        if UNFINISHED.fullmatch(path.name) or DELETED.fullmatch(path.name):
-            shutil.rmtree(path)
+        if DELETED.fullmatch(path.name):
+            with contextlib.suppress(OSError):  # `remove_older` has reported it
+                _delete(path)
+        elif UNFINISHED.fullmatch(path.name):
+            _delete(path)
         elif PARTIAL_LATEST.fullmatch(path.name) or PROBE.fullmatch(path.name):
             path.unlink()
         elif match := REPLACED.fullmatch(path.name):
             if (directory / match[1]).exists():
-                shutil.rmtree(path)
+                _delete(path)
             else:
                 path.rename(directory / match[1])
+    if not has_checkpoint(directory) and len(iterations := saved_iterations(directory)) == 1:
+        point_latest(directory, tag_for(iterations[0]))
     sync_folder(directory)
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint; of a link, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def publish(directory: Path, unfinished: Path, tag: str) -> None:
@@ -210,25 +272,26 @@ def publish(directory: Path, unfinished: Path, tag: str) -> None:
     """
     final, replaced = directory / tag, directory / f".{tag}.replaced"
     sync_folder(unfinished)
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(replaced)
     unfinished.rename(final)
     sync_folder(directory)
     point_latest(directory, tag)
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(replaced)
+        _delete(replaced)
 
 
-def remove_older(directory: Path, keep: int, newest: int) -> list[int]:
-    """Delete all but the last `keep` checkpoints up to iteration `newest`; return the deleted iterations.
+def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> list[int]:
+    """Delete all but the last `keep` checkpoints of a run; return the deleted iterations.
 
-    Never deletes the checkpoint that `latest` names. Deletes nothing unless at least one of the remaining checkpoints
-    has all its files at their full size.
+    lineage: `TrainingState.lineage` of the newest one. Other checkpoints do not count and stay: those from which the
+    run was finetuned, and those of a run that was resumed at an earlier iteration. Never deletes the checkpoint that
+    `latest` names. Deletes nothing unless at least one of the remaining checkpoints has all its files at their full
+    size.
     """
     latest = directory / "latest"
     latest_tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-    # Ignore later checkpoints: they are from before the run was resumed at an earlier iteration.
-    iterations = [iteration for iteration in saved_iterations(directory) if iteration <= newest]
+    iterations = [iteration for iteration in saved_iterations(directory) if iteration in lineage]
     remaining = [directory / tag_for(iteration) for iteration in iterations[-keep:]]
     if all(find_damage(step, contents=False) is not None for step in remaining):
         return []
@@ -238,7 +301,7 @@ def remove_older(directory: Path, keep: int, newest: int) -> list[int]:
             # Rename first: a half-deleted directory must not look like a checkpoint.
             deleted = directory / f".{tag_for(iteration)}.deleted"
             (directory / tag_for(iteration)).rename(deleted)
-            shutil.rmtree(deleted)
+            _delete(deleted)
             removed.append(iteration)
     return removed
 
@@ -260,7 +323,10 @@ def read_state_file(step: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {name} is not a number of steps or samples; the file is damaged")
     for name in ("training", "shape"):
         values = saved.get(name, {})
-        if not isinstance(values, dict) or not all(isinstance(value, int | str) for value in values.values()):
+        numbers = values.values() if isinstance(values, dict) else [None]
+        if not all(
+            isinstance(each, int | str) for value in numbers for each in (value if type(value) is list else [value])
+        ):
             raise CheckpointError(f"{path}: {name} is not a dictionary of numbers; the file is damaged")
     return saved
 
@@ -275,8 +341,10 @@ def write_manifest(step: Path, iteration: int, records: Mapping[str, FileRecord]
 
 
 def write_manifest_of_folder(step: Path, iteration: int) -> None:
-    """Write a manifest of the files now on disk: for imported checkpoints, or one that lost its manifest."""
-    paths = (path for path in step.rglob("*") if path.is_file() and path != step / MANIFEST)
+    """Write a manifest of the files now on disk, without hidden ones: for imported checkpoints, or one that lost its
+    manifest.
+    """
+    paths = (path for path in step.rglob("[!.]*") if path.is_file() and path != step / MANIFEST)
     write_manifest(step, iteration, {path.relative_to(step).as_posix(): file_record(path) for path in paths})
 
 
@@ -338,7 +406,7 @@ def find_damage(
             f"{step / MANIFEST}: no such file, so the checkpoint cannot be verified (if you trust its files: "
             f"python tools/ckpts/inspect.py {step} --accept)"
         )
-    unlisted = sorted(path.name for path in step.glob("*.pt") if path.name not in records)
+    unlisted = sorted(path.name for path in step.glob("[!.]*.pt") if path.name not in records)
     if unlisted:
         return f"{step / unlisted[0]}: is not in the manifest, so it does not belong to this checkpoint"
 

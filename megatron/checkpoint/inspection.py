@@ -3,6 +3,7 @@
 Legend: h heads.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ from megatron.checkpoint.directory import (
 from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, merge_shards
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.model.settings import ModelSettings
+
+# Tensors that tensor parallelism splits: those of column- and row-parallel layers and of the vocabulary.
+SLICED = re.compile(
+    r"word_embeddings\.weight|final_linear\.weight|attention\.query_key_value\.(weight|bias)|attention\.dense\.weight"
+    r"|mlp\.(dense_h_to_4h|w1|w3)\.(weight|bias)|mlp\.(dense_4h_to_h|w2)\.weight"
+)
 
 
 def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any]:
@@ -62,7 +69,7 @@ def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any
 def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[dict[str, int], set[str]]:
     """(name -> elements, dtypes). A tensor of which layers or shards store copies is counted once.
 
-    shared: all layers have the same positional parameters.
+    shared: all layers have the same positional parameters. Raises CheckpointError if a shard lacks a tensor.
     """
     counts: dict[str, int] = {}
     dtypes: set[str] = set()
@@ -72,10 +79,16 @@ def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[d
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
             if name in COMPUTED_BUFFERS:
                 continue
-            # Replicas on the tensor-parallel ranks are equal, slices are not.
-            replicas = all(torch.equal(tensor, shard[name]) for shard in shards[1:])
+            for path, shard in zip(paths, shards, strict=True):
+                if name not in shard:
+                    raise CheckpointError(f"{path}: lacks {name}, which {paths[0].name} has; the file is incomplete")
+            sliced = SLICED.fullmatch(name) is not None
+            if name.startswith(POSITIONAL_PREFIXES):  # the release splits them by head, this project does not
+                sliced = any(
+                    tensor.dtype != shard[name].dtype or not torch.equal(tensor, shard[name]) for shard in shards
+                )
             key = name if shared and name.startswith(POSITIONAL_PREFIXES) else f"{index}.{name}"
-            counts[key] = tensor.numel() if replicas else sum(shard[name].numel() for shard in shards)
+            counts[key] = sum(shard[name].numel() for shard in shards) if sliced else tensor.numel()
     return counts, dtypes
 
 

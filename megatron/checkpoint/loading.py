@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
 from megatron.checkpoint.directory import (
@@ -11,11 +11,19 @@ from megatron.checkpoint.directory import (
     find_step,
     find_valid_step,
     has_checkpoint,
+    has_files_of_checkpoints,
     iteration_of,
     read_state_file,
     saved_by_this_project,
 )
-from megatron.checkpoint.layers import check_sizes, load_layers, tied_output, weight_layers
+from megatron.checkpoint.layers import (
+    check_sizes,
+    embedding_rows,
+    load_layers,
+    open_layers,
+    tied_output,
+    weight_layers,
+)
 from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, read_released_optimizer
 from megatron.checkpoint.state_dict import (
     RankLayout,
@@ -30,26 +38,30 @@ from megatron.checkpoint.state_dict import (
 )
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
+from megatron.config.schema import CheckpointConfig
 from megatron.model.settings import ModelSettings
 from megatron.optimizers import OPTIMIZERS, optimizer_setting
+from megatron.tokenizer import padded_vocab_size
 from megatron.utils.ranks import run_on_all_ranks
 
 Report = Callable[[str], None]
 
+# A vocabulary that is padded for at most this tensor-parallel size is that of the configured tokenizer.
+MAX_TENSOR_PARALLEL = 64
 
-def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int, report: Report) -> Path | None:
+
+def locate_checkpoint(config: Config, layout: RankLayout, report: Report) -> Path | None:
     """The global_stepN directory that `load` refers to, or None to train from scratch.
 
-    Verifies its files against the manifest and its sizes and model settings against the configuration before a model
-    is built. `report` prints once per run. Raises CheckpointError if the checkpoint is damaged, of another model, or
-    missing although `finetune` or `iteration` asks for one.
+    Verifies its files against the manifest. `report` prints once per run. Raises CheckpointError if the checkpoint is
+    damaged, or missing although `finetune` or `iteration` asks for one.
     """
     settings = config.checkpoint
     if settings.load is None:
         return None
-    if not has_checkpoint(settings.load) and settings.iteration is None:
+    if not has_files_of_checkpoints(settings.load) and settings.iteration is None:
         if settings.finetune:
-            raise CheckpointError(f"load: {settings.load}: no checkpoint to finetune from (no file `latest`)")
+            raise CheckpointError(f"load: {settings.load}: no checkpoint to finetune from")
         report(f"load: {settings.load} contains no checkpoint; training starts from scratch")
         return None
 
@@ -58,18 +70,58 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
         share = (layout.rank, layout.world_size)
         return next((damage for damage in run_on_all_ranks(lambda: find_damage(step, share=share)) if damage), None)
 
-    step = find_valid_step(
+    return find_valid_step(
         settings.load, settings.iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank
     )
+
+
+def checkpoint_vocab_size(step: Path, config: Config, tokenizer_size: int, tensor_size: int, report: Report) -> int:
+    """The padded vocabulary size of a run that starts from a checkpoint: `padded_vocab_size`, or else that of the
+    checkpoint, which depends on the tensor-parallel size with which its run was started.
+
+    tokenizer_size: number of tokens. tensor_size: tensor-parallel size of this run. Raises CheckpointError if the
+    checkpoint's size is not a padding of the tokenizer's vocabulary, or cannot be split over the ranks.
+    """
+    if config.model.padded_vocab_size is not None:
+        return config.model.padded_vocab_size
+    divisor = config.model.make_vocab_size_divisible_by
+    rows, default = (
+        embedding_rows(open_layers(step, [0]), step),
+        padded_vocab_size(tokenizer_size, divisor, tensor_size),
+    )
+    if rows == default:
+        return rows
+    if all(rows != padded_vocab_size(tokenizer_size, divisor, ranks) for ranks in range(1, MAX_TENSOR_PARALLEL + 1)):
+        raise CheckpointError(
+            f"{step}: its vocabulary is padded to {rows:,} tokens, but the tokenizer's {tokenizer_size:,} to "
+            f"{default:,} (make_vocab_size_divisible_by {divisor}, model_parallel_size {tensor_size}). If the "
+            f"checkpoint was trained with this tokenizer, set padded_vocab_size to {rows}"
+        )
+    if rows % tensor_size:
+        raise CheckpointError(
+            f"{step}: its vocabulary, padded to {rows:,} tokens (padded_vocab_size), cannot be split over "
+            f"model_parallel_size {tensor_size}; choose a divisor of {rows}"
+        )
+    report(
+        f"vocabulary padded to {rows:,} as in {step} (instead of {default:,}, for model_parallel_size {tensor_size})"
+    )
+    return rows
+
+
+def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> None:
+    """Compare the checkpoint's sizes and model settings with the configuration before a model is built. Raises
+    CheckpointError if it is of another model.
+    """
+    settings = config.checkpoint
     new_method = _new_positional_method(step, config)
-    check_sizes(step, ModelSettings.from_config(config, padded_vocab_size), positional=not new_method)
+    check_sizes(step, ModelSettings.from_config(config, vocab_size), positional=not new_method)
     # The same weights fit several models; the checkpoint's configuration tells them apart.
     try:
         saved = _saved_config(step, config)
         differences = "; ".join(model_differences(saved, config))
     except CheckpointError as error:
         report(f"{error}; only its sizes are compared with the configured model")
-        return step
+        return
     if saved.model.release_bf16_distances != config.model.release_bf16_distances:
         report(
             f"{step}: saved with release_bf16_distances {saved.model.release_bf16_distances}, this run uses "
@@ -86,24 +138,24 @@ def locate_checkpoint(config: Config, layout: RankLayout, padded_vocab_size: int
         report(
             f"finetune: the checkpoint's positional parameters are not used; those of {config.model.pos_emb} are new"
         )
-    return step
 
 
-def check_save_folder(config: Config, padded_vocab_size: int) -> None:
+def check_save_folder(config: Config) -> None:
     """Raises CheckpointError if `save` already contains checkpoints of another model than the configured one.
 
-    If the run resumes from `save`, `locate_checkpoint` compares the models.
+    If the run resumes from `save`, `check_model` compares the models.
     """
     settings = config.checkpoint
     save = settings.save
-    if save is None or not has_checkpoint(save) or (settings.load == save and not settings.finetune):
+    if save is None or not has_checkpoint(save) or (_same_folder(settings.load, save) and not settings.finetune):
         return
     try:
         step = find_step(save)
     except CheckpointError:  # `latest` is damaged, so it is not known what the folder contains
         return
     try:
-        check_sizes(step, ModelSettings.from_config(config, padded_vocab_size), positional=False)
+        rows = embedding_rows(open_layers(step, [0]), step)  # another padding is not another model
+        check_sizes(step, ModelSettings.from_config(config, rows), positional=False)
     except CheckpointError as error:
         problem = str(error)
     else:
@@ -117,28 +169,44 @@ def check_save_folder(config: Config, padded_vocab_size: int) -> None:
         )
 
 
-def continued_finetuning(config: Config) -> Config | None:
-    """The configuration that resumes the run which `finetune` has started in `save`; None if there is none. The
-    configuration in the latest checkpoint tells whether it was started from the same `load`.
+def continued_run(config: Config) -> Config | None:
+    """The configuration that resumes this run from `save`; None if `save` has no checkpoints, or if it is the folder
+    that `load` names anyway. The configuration in the latest checkpoint tells whether the run is the same: it was
+    started with the same `load`, `iteration` and `finetune`.
 
-    Raises CheckpointError if `save` contains checkpoints of another run, unless it is also `load`: then they are those
-    to start from.
+    Raises CheckpointError if `save` contains checkpoints of another run, which this one would overwrite. With
+    `finetune`, they may be in the folder that `load` names: then they are those to start from.
     """
     settings = config.checkpoint
-    if not settings.finetune or settings.save is None or not has_checkpoint(settings.save):
+    same_folder = _same_folder(settings.save, settings.load)
+    if settings.save is None or not has_files_of_checkpoints(settings.save) or (same_folder and not settings.finetune):
         return None
+    saved, problem = None, ""
     try:
         saved = _saved_config(find_step(settings.save), config).checkpoint
-    except CheckpointError:
-        saved = None
-    if saved is not None and saved.finetune and _same_folder(saved.load, settings.load):
-        return config.updated(load=settings.save, finetune=False, iteration=None)
-    if _same_folder(settings.save, settings.load):
+    except CheckpointError as error:
+        problem = f"checkpoints of an unknown run ({error})"
+    if saved is not None and _starts_like(saved, settings):
+        # The state that it left out when it started is not to be left out again.
+        left_out = {key: getattr(settings, key) and not getattr(saved, key) for key in ("no_load_optim", "no_load_rng")}
+        return config.updated(load=settings.save, finetune=False, iteration=None, **left_out)
+    if same_folder:
         return None
+    if not problem:
+        iteration = "" if settings.iteration is None else f", iteration: {settings.iteration}"
+        start = f"load: {settings.load}{iteration}" if settings.load else "scratch"
+        finetune = " with finetune" if settings.finetune else ""
+        problem = f"checkpoints of another run, which was not started from {start}{finetune}"
     raise CheckpointError(
-        f"finetune: save: {settings.save} already contains checkpoints of another run, which was not started from "
-        f"load: {settings.load}. Choose another save; or, to resume that run, set load to its folder, without finetune"
+        f"save: {settings.save} already contains {problem}. Choose another save; or, to resume that run, set load to "
+        "its folder, without finetune and iteration"
     )
+
+
+def _starts_like(saved: CheckpointConfig, settings: CheckpointConfig) -> bool:
+    """Whether two runs start from the same checkpoint in the same way, or both from scratch."""
+    same_load = saved.load == settings.load or _same_folder(saved.load, settings.load)
+    return same_load and (saved.finetune, saved.iteration) == (settings.finetune, settings.iteration)
 
 
 def _same_folder(first: str | None, second: str | None) -> bool:
@@ -225,6 +293,8 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         return _resume_released(engine, config, step, saved, report)
     check_run_state(saved, path)
     state = TrainingState.from_dict(saved["training"])
+    if not _same_folder(settings.load, settings.save):
+        state.lineage = []
     if saved["global_batch"] != engine.global_batch:
         report(
             f"{step}: saved with {saved['global_batch']} samples per step, this run uses {engine.global_batch}; the "
@@ -286,4 +356,6 @@ def _resume_released(
             f"{step}: not saved by this project; loaded weights and iteration, the optimizer starts from scratch "
             f"({reason})"
         )
-    return TrainingState(iteration, samples, tokens=samples * engine.seq_length, lr_schedule="neox-2022")
+    # At iteration 0, no schedule has begun: the checkpoint was converted, for example from Hugging Face.
+    lr_schedule: Literal["neox", "neox-2022"] = "neox-2022" if iteration else "neox"
+    return TrainingState(iteration, samples, tokens=samples * engine.seq_length, lr_schedule=lr_schedule)

@@ -94,17 +94,18 @@ class Checkpointer:
                 raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error
 
         run_on_rank_0(prepare, self._group)
+        state.lineage = [*(saved for saved in state.lineage if saved < state.iteration), state.iteration]
         files = rank_files(self.engine, self.config, state)
         if not self.config.checkpoint.async_save:
-            self._write(files, state.iteration, unfinished)
+            self._write(files, state.iteration, unfinished, state.lineage)
             return
         # Reuse the memory of the last copy, because allocation is the slow part.
         self._host_copy = {name: to_host(value, self._host_copy.get(name)) for name, value in files}
-        iteration = state.iteration
+        iteration, lineage = state.iteration, state.lineage
 
         def write_in_background() -> None:
             try:
-                self._write(self._host_copy.items(), iteration, unfinished)
+                self._write(self._host_copy.items(), iteration, unfinished, lineage)
             except RuntimeError as error:  # another rank has exited
                 self._error = CheckpointError(f"{unfinished}: could not be saved ({error})")
             except BaseException as error:  # `finish` raises it in the main thread
@@ -122,7 +123,7 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def _write(self, files: Iterable[tuple[str, Any]], iteration: int, unfinished: Path) -> None:
+    def _write(self, files: Iterable[tuple[str, Any]], iteration: int, unfinished: Path, lineage: list[int]) -> None:
         tag = tag_for(iteration)
         results: list[WriteResult] = [(None, None)] * self.engine.layout.world_size
         dist.all_gather_object(results, write_files(unfinished, files), group=self._group)
@@ -136,13 +137,11 @@ class Checkpointer:
             try:
                 write_manifest(unfinished, iteration, records)
                 publish(self.directory, unfinished, tag)
-                keep = self.config.checkpoint.keep_last_n_checkpoints
-                if keep is not None:
-                    remove_older(self.directory, keep, iteration)
             except OSError as error:
                 raise CheckpointError(f"{error.filename or self.directory}: {error.strerror}") from error
             except UserError as error:
                 raise CheckpointError(str(error)) from error
+            self._remove_older(lineage)
 
         run_on_rank_0(complete, self._group)
         if failure is not None:
@@ -151,6 +150,21 @@ class Checkpointer:
                 "permissions. Previously saved checkpoints are unchanged"
             )
         self.report(f"saved {self.directory / tag}")
+
+    def _remove_older(self, lineage: list[int]) -> None:
+        """Delete older checkpoints of this run, as `keep_last_n_checkpoints` says. Errors are only reported."""
+        keep = self.config.checkpoint.keep_last_n_checkpoints
+        if keep is None:
+            return
+        try:
+            remove_older(self.directory, keep, lineage)
+        except OSError as error:
+            problem = f"{error.filename or self.directory}: {error.strerror or first_line(error)}"
+        except UserError as error:
+            problem = str(error)
+        else:
+            return
+        self.report(f"warning: an older checkpoint could not be deleted, so the disk may become full: {problem}")
 
 
 def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:

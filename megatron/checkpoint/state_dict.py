@@ -5,7 +5,7 @@ All of it is saved as tensors and plain Python values, so that loading it runs n
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -91,6 +91,7 @@ class TrainingState:
         lr_schedule: formulas of the learning-rate schedule, as the configuration key.
         data_order: identifies the order of the training samples to which consumed_samples refers; empty if unknown.
         evaluated_at: the last iteration at which the validation loss and extrapolation curves were measured.
+        lineage: iterations of the checkpoints that led to this state, of those that the run saved to its folder.
     """
 
     iteration: Count = 0
@@ -100,11 +101,12 @@ class TrainingState:
     lr_schedule: Literal["neox", "neox-2022"] = "neox"
     data_order: str = ""
     evaluated_at: Count = 0
+    lineage: list[Count] = field(default_factory=list)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainingState":
         """From a saved dictionary; missing fields get their defaults, unknown ones are ignored."""
-        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+        return cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.name in values})
 
 
 def gathered(engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None = None) -> GatheredParameters:

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def verify(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The report on a checkpoint folder. Raises CheckpointError if anything is wrong with it."""
     step = find_step(root)
-    for path in step.glob("*.pt"):
+    for path in step.glob("[!.]*.pt"):
         load_file(path)
     state = read_state_file(step)
     check_finite(step)

@@ -8,8 +8,15 @@ from functools import partial
 
 import torch
 
-from megatron.checkpoint.directory import has_checkpoint, iteration_of
-from megatron.checkpoint.loading import check_save_folder, continued_finetuning, load_checkpoint, locate_checkpoint
+from megatron.checkpoint.directory import iteration_of
+from megatron.checkpoint.loading import (
+    check_model,
+    check_save_folder,
+    checkpoint_vocab_size,
+    continued_run,
+    load_checkpoint,
+    locate_checkpoint,
+)
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
@@ -98,20 +105,23 @@ class Trainer:
         resumed: Config | None = None
         if save is not None and self.last_iteration > 0:
             self.lock = lock_save_folder(save, resources, force=force_lock)
-            check_save_folder(config, vocab_size)
-            resumed = continued_finetuning(config)
+            check_save_folder(config)
+            resumed = continued_run(config)
         if resumed is not None:
             logger.info(
-                f"finetune: save: {save} already contains checkpoints of this run, which resumes from them; to start "
-                f"again from load: {load}, choose another folder"
+                f"save: {save} already contains checkpoints of this run, which resumes from them; to start again from "
+                f"{f'load: {load}' if load else 'scratch'}, choose another folder"
             )
         source = resumed or config  # of the weights
-        checkpoint = locate_checkpoint(source, layout, vocab_size, logger.info)
+        checkpoint = locate_checkpoint(source, layout, logger.info)
+        if checkpoint is not None:
+            vocab_size = checkpoint_vocab_size(
+                checkpoint, config, tokenizer.vocab_size, layout.tensor_size, logger.info
+            )
+            check_model(checkpoint, source, vocab_size, logger.info)
         if checkpoint is None and self.last_iteration == 0:
             problem = f"load: {load} contains no checkpoint" if load else "load is not set"
             raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
-        if save is not None and save != source.checkpoint.load and has_checkpoint(save):
-            logger.info(f"save: {save} already contains checkpoints of another run; this run adds to them")
         if self.lock is not None:
             start = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
             check_space(config, vocab_size, start, logger.info)

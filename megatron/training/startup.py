@@ -16,6 +16,7 @@ from megatron.config import Config, UserError
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
+from megatron.utils.errors import first_line
 from megatron.utils.files import check_writable
 from megatron.utils.locks import Lock
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
@@ -73,7 +74,9 @@ def _clean_up(folder: Path) -> None:
     try:
         clean_up(folder)
     except OSError as error:
-        raise UserError(f"save: cannot write {error.filename or folder}: {error.strerror}") from error
+        raise UserError(
+            f"save: cannot write {error.filename or folder}: {error.strerror or first_line(error)}"
+        ) from error
 
 
 def _check_that_all_hosts_share(folder: Path) -> None:

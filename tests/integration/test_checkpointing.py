@@ -43,6 +43,28 @@ def test_fallback_uses_the_newest_complete_checkpoint(tmp_path, data_path, capsy
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path, 6).items())
 
 
+def test_checkpoints_of_another_branch_are_not_used(tmp_path, data_path):
+    """Neither by fallback, nor by keep_last_n_checkpoints, which counts them neither."""
+    keys = {"eval_iters": 0, "save_interval": 1}
+    trained(tmp_path, data_path, eval_iters=0)
+    trained(tmp_path, data_path, **keys, iteration=3, train_iters=5)
+    damage(tmp_path, 5)
+    (tmp_path / "checkpoints/global_step2").mkdir()  # of nobody
+    assert trained(tmp_path, data_path, **keys, fallback=True, train_iters=5).lineage == [3, 4, 5]
+    trained(tmp_path, data_path, eval_iters=0, save_interval=7, train_iters=8, keep_last_n_checkpoints=2)
+    assert saved_iterations(tmp_path / "checkpoints") == [2, 6, 7, 8]
+
+
+def test_finetuning_keeps_the_checkpoint_it_started_from(tmp_path, data_path):
+    trained(tmp_path, data_path, eval_iters=0)
+    keys = {"eval_iters": 0, "save_interval": 1, "finetune": True}
+    trained(tmp_path, data_path, **keys, train_iters=2)
+    damage(tmp_path, 2)
+    keys |= {"train_iters": 8, "save_interval": 4, "keep_last_n_checkpoints": 1, "fallback": True}
+    assert trained(tmp_path, data_path, **keys).lineage == [1, 4, 8]
+    assert saved_iterations(tmp_path / "checkpoints") == [2, 3, 6, 8]
+
+
 def test_fallback_option_of_evaluate_and_train(tmp_path, data_path, capsys):
     settings = training_settings(tmp_path, data_path, train_iters=3, save_interval=1)
     trained(tmp_path, data_path, train_iters=3, save_interval=1)
@@ -187,12 +209,13 @@ def test_a_changed_global_batch_is_reported(tmp_path, data_path, capsys):
 
 def test_files_of_an_interrupted_save_are_removed(tmp_path, data_path):
     folder = tmp_path / "checkpoints"
+    trained(tmp_path, data_path, train_iters=1)
     for name in ("global_step3.unfinished", ".global_step1.deleted", ".global_step2.replaced"):
         (folder / name).mkdir(parents=True)
         (folder / name / "file.pt").write_text("half")
     trained(tmp_path, data_path, train_iters=3)
     # The checkpoint that was being replaced is restored.
-    assert sorted(path.name for path in folder.iterdir()) == ["global_step2", "global_step3", "latest"]
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step1", "global_step2", "global_step3", "latest"]
 
 
 def test_the_configuration_in_a_checkpoint_can_be_loaded(tmp_path, data_path):

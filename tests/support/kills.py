@@ -279,12 +279,12 @@ def trained(run: Path, iterations: int) -> object:
 
 
 def tensor_digests(value: object) -> object:
-    """Nested containers with a digest in place of each tensor."""
+    """Nested containers with a digest in place of each tensor; without `lineage`: stopping saves a checkpoint, too."""
     if isinstance(value, torch.Tensor):
         content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
     if isinstance(value, Mapping):
-        return {str(name): tensor_digests(item) for name, item in value.items()}
+        return {str(name): tensor_digests(item) for name, item in value.items() if name != "lineage"}
     if isinstance(value, list | tuple):
         return [tensor_digests(item) for item in value]
     return repr(value)

@@ -33,7 +33,8 @@ _DAMAGE = (
 
 
 def unpack(archive: str | Path, folder: Path, max_bytes: int = MAX_BYTES) -> int:
-    """Unpack a zip or tar file (plain, gz, bz2 or xz) into an empty folder; return the number of files.
+    """Unpack a zip or tar file (plain, gz, bz2 or xz) into an empty folder; return the number of files. Leaves out
+    hidden files, such as the ._NAME that macOS adds for every file.
 
     Rejects names outside the folder, links, devices, duplicate names, more than `max_bytes` in total (as unpacked,
     whatever the archive declares) and more than 100,000 members. Raises CheckpointError, naming the member. The caller
@@ -62,6 +63,9 @@ def unpack(archive: str | Path, folder: Path, max_bytes: int = MAX_BYTES) -> int
                     if remaining < 0:
                         raise CheckpointError(f"{archive}: unpacks to more than {limit} bytes, {reason}")
                     handle.write(block)
+        for target in [path for path in written if path.name.startswith(".")]:
+            target.unlink()
+            written.remove(target)
     except RejectedFile as error:
         raise CheckpointError(f"{archive}: rejected because it {error}") from error
     except _DAMAGE as error:

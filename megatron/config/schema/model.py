@@ -143,7 +143,9 @@ class ModelConfig(Group):
         128, "The vocabulary is padded to a multiple of this times model_parallel_size.", ge=1, le=2**24
     )
     padded_vocab_size: Int | None = key(
-        None, "Vocabulary size after padding; at least that of the tokenizer. Default: computed.", ge=1
+        None,
+        "Vocabulary size after padding; at least that of the tokenizer. Default: the checkpoint's, or else computed.",
+        ge=1,
     )
     attention_backend: Annotated[Literal["auto", "reference", "sdpa", "chunked", "flex", "fused"], CaseInsensitive] = (
         key(

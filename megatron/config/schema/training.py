@@ -404,7 +404,8 @@ class CheckpointConfig(Group):
     save: PathText | None = key(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
     load: PathText | None = key(
         None,
-        "Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch.",
+        """Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch. If
+        save contains checkpoints of this run, it resumes from them.""",
         placeholders=True,
     )
     save_interval: float | None = key(
@@ -419,7 +420,7 @@ class CheckpointConfig(Group):
         "linear: checkpoints at multiples of save_interval; log: at its powers (1, ...), rounded down.",
     )
     extra_save_iters: Steps = key((), "Additional steps at which to save a checkpoint. 0: before the first step.")
-    keep_last_n_checkpoints: Int | None = key(None, "Delete all but this many checkpoints. Default: keep all.", ge=1)
+    keep_last_n_checkpoints: Int | None = key(None, "Delete all but this many of the run. Default: keep all.", ge=1)
     finetune: bool = key(
         False,
         """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist. If it has
@@ -439,7 +440,7 @@ class CheckpointConfig(Group):
         for the weights and the optimizer state.""",
     )
     fallback: bool = key(
-        False, "If the checkpoint to load is damaged, load the newest intact one instead. Same as --fallback."
+        False, "If the checkpoint to load is damaged, load the newest intact one before it. Same as --fallback."
     )
     iteration: Int | None = key(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
+from megatron.checkpoint.directory import find_damage, read_manifest, write_manifest_of_folder
 from megatron.config import Config
 from tests.support.checkpoints import settings_of, write_checkpoint
 
@@ -19,6 +20,18 @@ def test_a_checkpoint_cannot_choose_code_or_files(tmp_path):
     assert config.generation.text_gen_type == "input-file"
     chosen = checkpoint_config(tmp_path / "global_step4", {"sample_output_file": "mine"})
     assert chosen.generation.sample_output_file == "mine"
+
+
+def test_hidden_files_are_no_part_of_a_checkpoint(tmp_path):
+    """macOS writes ._NAME next to NAME."""
+    write_checkpoint(tmp_path, "none", "nowhere")
+    step = tmp_path / "global_step4"
+    (step / "configs" / "._config.yml").write_bytes(b"\0\5\26\7")
+    (step / "._layer_00-model_00-model_states.pt").write_bytes(b"\0\5\26\7")
+    write_manifest_of_folder(step, 4)
+    assert not any("._" in name for name in read_manifest(step))
+    assert find_damage(step) is None
+    assert checkpoint_config(step).model.pos_emb == "none"
 
 
 def test_position_options_that_evaluation_may_change():

@@ -40,7 +40,7 @@ def save(directory, iteration, value=None, keep=None):
     write_manifest(unfinished, iteration, records)
     publish(directory, unfinished, tag_for(iteration))
     if keep is not None:
-        remove_older(directory, keep, iteration)
+        remove_older(directory, keep, range(iteration + 1))
 
 
 def value_of(step):
@@ -61,6 +61,18 @@ def test_clean_up_removes_what_a_killed_process_left(tmp_path):
     (tmp_path / "global_step6.unfinished").mkdir()
     clean_up(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step5", "latest"]
+
+
+def test_clean_up_completes_a_first_save(tmp_path):
+    """Killed before `latest` was written; with several checkpoints, `latest` was lost in another way."""
+    save(tmp_path, 5)
+    (tmp_path / "latest").unlink()
+    clean_up(tmp_path)
+    assert find_step(tmp_path).name == "global_step5"
+    save(tmp_path, 6)
+    (tmp_path / "latest").unlink()
+    clean_up(tmp_path)
+    assert not has_checkpoint(tmp_path)
 
 
 def test_manifest_lists_every_file(tmp_path):
@@ -101,7 +113,7 @@ def test_latest_that_names_a_missing_checkpoint(tmp_path):
 def test_no_other_valid_checkpoint(tmp_path):
     save(tmp_path, 1)
     flip_bit(tmp_path / "global_step1" / "weights.pt")
-    with pytest.raises(CheckpointError, match=r"weights\.pt.*no other valid"):
+    with pytest.raises(CheckpointError, match=r"weights\.pt.*no valid earlier"):
         find_valid_step(tmp_path, fallback=True)
 
 
@@ -116,8 +128,25 @@ def test_the_only_valid_checkpoint_is_not_deleted(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / "global_step2" / "weights.pt").write_bytes(b"")
-    assert remove_older(tmp_path, 1, 2) == []
+    assert remove_older(tmp_path, 1, [1, 2]) == []
     assert saved_iterations(tmp_path) == [1, 2]
+
+
+def test_checkpoints_may_be_links(tmp_path):
+    """Only the link is deleted or replaced."""
+    save(tmp_path / "archive", 1)
+    save(tmp_path / "archive", 2)
+    run = tmp_path / "run"
+    save(run, 3)
+    for iteration in (1, 2):
+        (run / tag_for(iteration)).symlink_to(tmp_path / "archive" / tag_for(iteration))
+    (run / "global_step4").symlink_to(tmp_path / "nowhere")
+    save(run, 2, value=7, keep=1)
+    save(run, 4)
+    assert sorted(path.name for path in run.iterdir()) == ["global_step2", "global_step3", "global_step4", "latest"]
+    assert value_of(run / "global_step2") == 7.0
+    assert saved_iterations(tmp_path / "archive") == [1, 2]
+    assert value_of(tmp_path / "archive/global_step2") == 2.0
 
 
 def test_checkpoints_of_later_iterations_do_not_count(tmp_path):

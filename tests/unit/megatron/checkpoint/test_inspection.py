@@ -70,6 +70,25 @@ def test_tensor_parallel_shards_are_merged(tmp_path):
     assert description["kernels"] == head_values(original, settings_of(original))
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_equal_slices_are_counted(value, tmp_path):
+    """As after initialization: biases are 0 on all ranks."""
+    model, config = load_model(checkpoints("kerple_log"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "rpe" not in name and "positional" not in name:
+                parameter.fill_(value)
+    to_release(model, config, tmp_path / "shards", tensor_parallel=2, report=lambda text: None)
+    step = tmp_path / "shards" / "global_step0"
+    assert describe(step)["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    file = step / "layer_02-model_01-model_states.pt"
+    state = torch.load(file, weights_only=True)
+    del state["mlp.dense_4h_to_h.bias"]
+    torch.save(state, file)
+    with pytest.raises(CheckpointError, match=rf"{file.name}: lacks mlp\.dense_4h_to_h\.bias"):
+        describe(step)
+
+
 def test_differences_name_the_tensors(trained_run, tmp_path):
     first = trained_run / "checkpoints" / "global_step2"
     second = shutil.copytree(first, tmp_path / "global_step2")

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from megatron.checkpoint.directory import write_manifest_of_folder
+from megatron.checkpoint.loading import checkpoint_vocab_size
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
+from megatron.tokenizer import padded_vocab_size
 from megatron.training.loop import train
-from tests.support.checkpoints import Exploit
+from tests.support.checkpoints import Exploit, settings_of, write_checkpoint
 from tests.support.release import checkpoints
 from tests.support.released_runs import released_settings, write_release_corpus, write_tokenizer
 
@@ -138,6 +140,64 @@ def test_the_directory_without_checkpoint(resume, tmp_path, capsys):
         resume(finetune=True)
     assert resume(train_iters=1, save=None).iteration == 1
     assert "contains no checkpoint; training starts from scratch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens", "ranks", "expected"),
+    [
+        ({"make_vocab_size_divisible_by": 256}, 500, 2, 512),
+        ({"make_vocab_size_divisible_by": 512}, 500, 4, 512),
+        ({"make_vocab_size_divisible_by": 16}, 500, 2, 512),
+        (
+            {"make_vocab_size_divisible_by": 16},
+            513,
+            1,
+            "its vocabulary is padded to 512 .* set padded_vocab_size to 512",
+        ),
+        (
+            {"make_vocab_size_divisible_by": 12},
+            200,
+            1,
+            "its vocabulary is padded to 512 .* set padded_vocab_size to 512",
+        ),
+        ({"make_vocab_size_divisible_by": 256}, 500, 3, "cannot be split over model_parallel_size 3"),
+        ({"padded_vocab_size": 1024}, 500, 2, 1024),
+    ],
+)
+def test_the_padding_of_the_checkpoints_vocabulary_is_kept(keys, tokens, ranks, expected, trained_run):
+    """The checkpoint has 512 rows."""
+    config, step = (
+        Config.from_flat(settings_of("kerple_log", "nowhere", **keys)),
+        trained_run / "checkpoints/global_step2",
+    )
+    reports = []
+    if isinstance(expected, int):
+        assert checkpoint_vocab_size(step, config, tokens, ranks, reports.append) == expected
+        own = padded_vocab_size(tokens, config.model.make_vocab_size_divisible_by, ranks)
+        assert len(reports) == ("padded_vocab_size" not in keys and own != expected)
+    else:
+        with pytest.raises(CheckpointError, match=expected):
+            checkpoint_vocab_size(step, config, tokens, ranks, reports.append)
+
+
+@pytest.mark.parametrize(("iteration", "schedule"), [(0, "neox"), (4, "neox-2022")])
+def test_the_schedule_after_a_checkpoint_of_another_program(iteration, schedule, resume, data_path, tmp_path):
+    """A converted model, of iteration 0, has not begun the release's schedule."""
+    write_checkpoint(tmp_path / "converted", "kerple_log", data_path, iteration=iteration)
+    keys = {"load": str(tmp_path / "converted"), "save": None, "checkpoint_validation_with_forward_pass": False}
+    assert resume(**keys, train_iters=iteration + 1).lr_schedule == schedule
+
+
+def test_load_without_latest_does_not_start_from_scratch(trained_run, resume, tmp_path):
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "latest").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoints: has no file `latest`; .*available: 1, 2.*iteration 2"):
+        resume()
+    with pytest.raises(CheckpointError, match=r"save: .*checkpoints of an unknown run .*has no file `latest`"):
+        resume(load=None)
+    with pytest.raises(CheckpointError, match=r"global_step2: is a checkpoint itself; give the folder that contains"):
+        resume(load=str(tmp_path / "checkpoints/global_step2"), save=None)
+    assert resume(fallback=True).iteration == 3
 
 
 def test_code_in_a_checkpoints_configuration_is_not_run(trained_run, resume, tmp_path):

@@ -80,3 +80,13 @@ def test_every_error_of_a_background_save_is_raised(tmp_path, data_path, monkeyp
     keys = {"train_iters": 1, "eval_iters": 0, "async_save": True, "load": None}
     with pytest.raises(MemoryError, match="no memory"):
         train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, data_path, monkeypatch, capsys):
+    def fail(*_):
+        raise PermissionError(13, "Permission denied", "global_step1")
+
+    monkeypatch.setattr(saving, "remove_older", fail)
+    keys = {"train_iters": 1, "eval_iters": 0, "keep_last_n_checkpoints": 1}
+    assert train(Config.from_flat(training_settings(tmp_path, data_path, **keys))).iteration == 1
+    assert "warning: an older checkpoint could not be deleted" in capsys.readouterr().out

@@ -197,6 +197,29 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
     assert "finetune: weights from" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "keys", [{"load": "first", "iteration": 3, "no_load_optim": True}, {"load": None}], ids=["another folder", "none"]
+)
+def test_the_same_command_resumes_from_save(keys, tmp_path, data_path, capsys):
+    """Also if `load` names another folder, or none. A run that started in another way is an error."""
+    trained(tmp_path / "first", data_path, eval_iters=0, save_interval=3)
+    keys = {**keys, "load": keys["load"] and str(tmp_path / "first/checkpoints"), "eval_iters": 0, "save_interval": 1}
+    trained(tmp_path / "whole", data_path, **keys)
+    trained(tmp_path / "resumed", data_path, **keys, exit_interval=5)
+    capsys.readouterr()
+    trained(tmp_path / "resumed", data_path, **keys)
+    output = capsys.readouterr().out
+    assert output.count("already contains checkpoints of this run, which resumes from them") == 1
+    assert "global_step5: iteration 5, 40 samples read" in output
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
+    before = weights(tmp_path / "resumed", 6)
+    other = {**keys, "load": str(tmp_path / "whole/checkpoints"), "iteration": 5, "no_load_optim": False}
+    for changed in (other, {**other, "load": str(tmp_path / "first/checkpoints"), "iteration": None}):
+        with pytest.raises(CheckpointError, match=r"save: .* of another run, which was not started from load: .*"):
+            trained(tmp_path / "resumed", data_path, **changed)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "resumed", 6).items())
+
+
 @pytest.mark.parametrize("keys", [{"load": None}, {"finetune": True}])
 def test_two_models_cannot_save_to_one_folder(keys, tmp_path, data_path):
     trained(tmp_path / "first", data_path, train_iters=1, eval_iters=0)

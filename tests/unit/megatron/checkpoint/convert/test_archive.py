@@ -72,6 +72,14 @@ def test_links_and_devices_in_tar(kind, tmp_path):
     check_rejected(write_tar(tmp_path / "bad.tar", extra=[info]), tmp_path, "'link' is a link or a device")
 
 
+def test_hidden_files_are_left_out(tmp_path):
+    """macOS adds ._NAME for every file."""
+    files = {**FILES, "run/._latest": b"x", "run/global_step5/._a.pt": b"x"}
+    (tmp_path / "out").mkdir()
+    assert unpack(write_tar(tmp_path / "a.tar", files), tmp_path / "out") == len(FILES)
+    assert not list((tmp_path / "out").rglob("._*"))
+
+
 def test_links_in_zip(tmp_path):
     path = tmp_path / "bad.zip"
     with zipfile.ZipFile(path, "w") as opened:
