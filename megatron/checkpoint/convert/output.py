@@ -5,6 +5,7 @@ Legend: b batch, s tokens, v padded vocabulary.
 
 import copy
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.utils.files import check_writable, sync_folder
+from megatron.utils.locks import Lock
 
 # Largest allowed difference of two logits, in units of max(1, standard deviation of the logits).
 TOLERANCE = 1e-4
@@ -45,27 +47,35 @@ def check_new_folder(output: str | Path) -> None:
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Yield an empty folder next to `output`. It is renamed to `output` if the block succeeds, and removed otherwise.
 
-    Raises UserError if `output` exists and is not an empty folder, or cannot be written.
+    Removes what a killed process left there. Raises UserError if `output` exists and is not an empty folder, cannot be
+    written, or is being written by another process.
     """
     output = Path(output).absolute()
     check_new_folder(output)
-    unfinished = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        for root, _, names in os.walk(unfinished):
-            for name in names:
-                with open(Path(root) / name, "rb") as handle:
-                    os.fsync(handle.fileno())
-            sync_folder(root)
-        if output.exists():
-            output.rmdir()
-        unfinished.rename(output)
-        sync_folder(output.parent)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or output}: cannot be written or read ({error.strerror})") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    prefix = f".{output.name}.unfinished-"
+    unfinished = output.with_name(prefix + secrets.token_hex(4))
+    with Lock(output.with_name(f".{output.name}.lock"), f"{output}: another process writes it; wait until it ends"):
+        try:
+            for path in output.parent.iterdir():
+                if path.name.startswith(prefix):  # of a killed process
+                    shutil.rmtree(path)
+            unfinished.mkdir()
+            yield unfinished
+            for root, _, names in os.walk(unfinished):
+                for name in names:
+                    with open(Path(root) / name, "rb") as handle:
+                        os.fsync(handle.fileno())
+                sync_folder(root)
+            if output.exists():
+                output.rmdir()
+            unfinished.rename(output)
+            sync_folder(output.parent)
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename or output}: cannot be written or read ({error.strerror})"
+            ) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_checkpoint(

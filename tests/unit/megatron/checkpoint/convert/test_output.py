@@ -26,6 +26,16 @@ def test_a_folder_appears_when_it_is_complete(tmp_path):
     assert (tmp_path / "deep" / "out" / "a").read_text() == "a"
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    """But not what a running one writes."""
+    (tmp_path / ".out.unfinished-123" / "global_step0").mkdir(parents=True)
+    with new_folder(tmp_path / "out") as folder:
+        with pytest.raises(UserError, match=r"out: another process writes it; wait until it ends \(held by"):
+            new_folder(tmp_path / "out").__enter__()
+        assert folder.is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_nothing_is_left_after_an_error(tmp_path):
     with pytest.raises(CheckpointError), new_folder(tmp_path / "out") as folder:
         folder.write_text("a")
