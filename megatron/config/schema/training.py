@@ -419,9 +419,7 @@ class CheckpointConfig(Group):
         "linear: checkpoints at multiples of save_interval; log: at its powers (1, ...), rounded down.",
     )
     extra_save_iters: Steps = key((), "Additional steps at which to save a checkpoint. 0: before the first step.")
-    keep_last_n_checkpoints: Int | None = key(
-        None, "Delete all but this many checkpoints of this run. Default: keep all.", ge=1
-    )
+    keep_last_n_checkpoints: Int | None = key(None, "Delete all but this many of the run. Default: keep all.", ge=1)
     finetune: bool = key(
         False,
         """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist. If it has
@@ -441,9 +439,7 @@ class CheckpointConfig(Group):
         for the weights and the optimizer state.""",
     )
     fallback: bool = key(
-        False,
-        """If the checkpoint to load is damaged, load the newest intact one that the run saved before it. Same as
-        --fallback.""",
+        False, "If the checkpoint to load is damaged, load the newest intact one before it. Same as --fallback."
     )
     iteration: Int | None = key(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
 
