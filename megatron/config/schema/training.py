@@ -424,8 +424,7 @@ class CheckpointConfig(Group):
     finetune: bool = key(
         False,
         """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist. If it has
-        another positional method, the parameters of the new one are initialized. If save contains checkpoints of this
-        run, it resumes from them.""",
+        another positional method, the parameters of the new one are initialized.""",
     )
     no_load_optim: bool = key(False, "Do not load the optimizer state.")
     no_load_rng: bool = key(False, "Do not load the states of the random number generators.")
