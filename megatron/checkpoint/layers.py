@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kerple.positional import PositionalMethod
 from megatron.checkpoint.directory import layer_file, layer_files
-from megatron.checkpoint.neox_layout import own_layout, own_names
+from megatron.checkpoint.neox_layout import Origin, own_layout, own_names
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.model.gpt import GPT, TransformerBlock
 from megatron.model.settings import ModelSettings
@@ -148,8 +148,9 @@ def load_layers(
     do not match.
     """
     states = open_layers(step, layers) if states is None else states
+    origin = Origin(step)
     for index, layer in layers.items():
-        full = _merge_layer(index, layer, states, step, tensor_size, positional)
+        full = _merge_layer(index, layer, states, origin, tensor_size, positional)
         with torch.no_grad():
             for name, tensor in tensors_of(layer).items():
                 if name in full:
@@ -173,8 +174,9 @@ def check_sizes(
     check_dimensions(states, settings, step)
     with torch.device("meta"):
         layers = weight_layers(GPT(settings).layers(), settings)
+    origin = Origin(step)
     for index, layer in layers.items():
-        _merge_layer(index, layer, states, step, tensor_size=1, positional=positional)
+        _merge_layer(index, layer, states, origin, tensor_size=1, positional=positional)
     output = tied_output(settings)
     if output is not None and output in files:
         _check_tied_output(files[0], files[output], layer_file(step, output, 0))
@@ -252,7 +254,7 @@ def _check_shared_method(
 
 
 def _merge_layer(
-    index: int, layer: nn.Module, states: LayerStates, step: Path, tensor_size: int, positional: bool
+    index: int, layer: nn.Module, states: LayerStates, origin: Origin, tensor_size: int, positional: bool
 ) -> dict[str, Tensor]:
     """The layer's full (unsliced) tensors. Raises CheckpointError for a missing, unknown or misshapen tensor."""
 
@@ -263,8 +265,10 @@ def _merge_layer(
     if not expected:
         return {}
     if index not in states:
-        raise CheckpointError(f"{step}: has no file for layer {index} of the configured model; num-layers differs")
-    shards, source = own_layout(layer, states[index], step), layer_file(step, index, 0)
+        raise CheckpointError(
+            f"{origin.step}: has no file for layer {index} of the configured model; num-layers differs"
+        )
+    shards, source = own_layout(layer, states[index], origin), layer_file(origin.step, index, 0)
     computed = {*COMPUTED_BUFFERS}
     for prefix, module in layer.named_modules():
         if isinstance(module, PositionalMethod):
