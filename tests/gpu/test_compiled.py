@@ -9,14 +9,17 @@ from kerple.attention.backends import flex
 from megatron.model import compiled
 from megatron.model.compiled import compile_blocks, is_traceable
 from megatron.model.gpt import TransformerBlock
-from tests.gpu.test_methods import KINDS, check_training, cuda_model, settings_for
+from tests.gpu.test_methods import KINDS, check_training, cuda_model, settings_for, slow_unless
 from tests.support.simulated_cuda import SimulatedCuda
 
 CUDA = torch.device("cuda")
 GRAPH_BREAKS = ("rotary", "xpos", "fire", "dape_kerple")
 
 
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=slow_unless(name in ("kerple_log", "rpe", "xpos", "dape_kerple"))) for name in KINDS],
+)
 def test_compiled_blocks(method, monkeypatch):
     """Forward and backward pass of a step; the block is one graph unless the positional method cannot be traced."""
     torch._dynamo.reset()

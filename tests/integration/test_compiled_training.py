@@ -7,6 +7,7 @@ from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, training_settings
 
 
+@pytest.mark.slow
 def test_compiled_and_uncompiled_runs_resume_each_other(tmp_path, data_path, empty_inductor_cache, capsys):
     """With ZeRO 2, gradient accumulation and recomputed activations. All runs have the same losses."""
     keys = {"checkpoint_activations": True, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}

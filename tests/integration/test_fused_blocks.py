@@ -10,15 +10,14 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURES = [
-    pytest.param(name, marks=() if name == 90 else pytest.mark.slow) for name in (80, 86, 89, 90, 100, 120)
-]
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 # Hidden size -> bytes of spilled registers per thread. 8192 is the largest that fused blocks support.
 MAX_STACK = {768: 0, 8192: 64}
 
 
-@pytest.mark.parametrize("hidden_size", [768, pytest.param(8192, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden_size", [768, 8192])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_registers_and_shared_memory(architecture, dtype, hidden_size, tmp_path):
     command = [sys.executable, "-m", "tests.support.block_binaries", str(architecture), dtype, str(hidden_size)]

@@ -92,7 +92,8 @@ def test_sigterm_to_all_processes_saves_a_checkpoint(tmp_path, data_path, forked
     assert len(saved_iterations(tmp_path / "checkpoints")) == 1
 
 
-@pytest.mark.parametrize("words", [["train.py"], pytest.param(["deepy.py", "train.py"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["train.py"], ["deepy.py", "train.py"]])
 def test_a_closed_terminal_saves_a_checkpoint(words, tmp_path, data_path):
     """The kernel sends SIGHUP to train.py and its data worker, or to deepy.py. Later output to the terminal fails."""
     keys = {"save_interval": None, "eval_iters": 0, "num_workers": 1, "train_iters": 100_000}

@@ -55,7 +55,7 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_repeated_kills(kills, tmp_path):
     """kill -9, again and again while one output is written: no document is lost or duplicated."""
     folder = tmp_path / "in"

@@ -53,7 +53,7 @@ def test_any_length_and_window(s, t, window):
     assert_same_as_reference(1, 1, s, t, 16, window=window)
 
 
-@pytest.mark.parametrize(("length", "window"), [(513, 200), (2048, None)])
+@pytest.mark.parametrize(("length", "window"), [(513, 200), pytest.param(2048, None, marks=pytest.mark.slow)])
 def test_long_sequences(length, window, monkeypatch):
     queries = length
     if DEVICE == "cpu":  # fewer and larger tiles for the interpreter, and only the last queries
@@ -111,7 +111,7 @@ def test_decay_of_strong_gates():
         assert (actual.double() - expected_tensor).norm() <= 1e-4 * expected_tensor.norm() + 1e-5
 
 
-@pytest.mark.parametrize(("length", "block"), [(150, None), (390, 130)])
+@pytest.mark.parametrize(("length", "block"), [(150, None), pytest.param(390, 130, marks=pytest.mark.slow)])
 def test_decay_sums_of_any_memory_order(length, block):
     """Those `[b, t, h]` in memory, and overlapping ones of blocks; with more than DECAY_BLOCK keys."""
     arguments = random_attend_arguments(1, 2, length, length, 16, bias=False, weight=False, decay=True, device=DEVICE)
