@@ -34,7 +34,7 @@ def test_methods_with_modify_scores_launch_few_kernels(method):
     assert two - one <= 150
 
 
-@pytest.mark.parametrize("method", ["dape_kerple", "cope"])
+@pytest.mark.parametrize("method", ["dape_kerple", pytest.param("cope", marks=pytest.mark.slow)])
 def test_chunks_keep_memory_linear(method):
     """With the same number of tokens, longer sequences need no more memory."""
     short, long = (kernels_and_memory(method, 1, batch, length)[1] for batch, length in ((32, 512), (4, 4096)))

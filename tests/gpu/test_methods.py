@@ -172,7 +172,13 @@ def test_modes(method, name):
         assert device.blocking_copies == []
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [*((name, "bf16") for name in ("auto", *BACKENDS)), ("sdpa", "fp32")])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *(pytest.param(name, "bf16", marks=slow_unless(name != "reference")) for name in ("auto", *BACKENDS)),
+        ("sdpa", "fp32"),
+    ],
+)
 @pytest.mark.parametrize("method", ["rotary", "kerple_log", "dape_kerple"])
 def test_grouped_queries(method, backend, dtype):
     """12 query heads share 3 key/value heads: gradients, single-token decoding, windows and blocks."""

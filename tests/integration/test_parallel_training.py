@@ -433,7 +433,7 @@ def test_whole_parameters_on_four_ranks(name, layout, optimizer_run, data_path, 
     assert_same_merged_weights(tmp_path, one, WEIGHT_TOLERANCES.get(name, 2e-5) if is_fp32 else 2e-2)
 
 
-@pytest.mark.parametrize(("layout", "resumed_in"), [("data", "pipeline"), ("pipeline", "data")])
+@pytest.mark.parametrize(("layout", "resumed_in"), [("data", "pipeline"), slow("pipeline", "data")])
 def test_a_sequence_length_schedule_on_two_ranks(layout, resumed_in, trained, tmp_path):
     """Like on one rank, with validation at another length between two lengths; also resumed in another layout."""
     schedule = {"difficulty": [8, 16, 32], "max_step": [2, 4]}
@@ -448,6 +448,7 @@ def test_a_sequence_length_schedule_on_two_ranks(layout, resumed_in, trained, tm
     assert_same_metrics(tmp_path / "resumed", tmp_path / "one", *names, after=3)
 
 
+@pytest.mark.slow
 def test_zero_3_gathers_small_parameters(trained, run_in, tmp_path):
     """By default ZeRO 3 does not partition parameters of a few elements. With a threshold of 0 it does."""
     keys = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}

@@ -43,6 +43,7 @@ def test_loss_and_gradients_are_those_of_the_uncompiled_model(pos_emb, checkpoin
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_use_the_same_dropout_masks():
     text = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(0))
     results = []
