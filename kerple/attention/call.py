@@ -292,9 +292,14 @@ class Backend:
         # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of the only one) are
         # small for the keys near it, so that products in float32 do not lose them.
         sums = call.decay_sums - call.decay_sums[..., -1 - call.q_len // 2, None].detach()
-        query, key, value = append_decay(call.query, call.key, call.value, sums, call.scale)
+        query, key, value = call.query, call.key, call.value
+        if torch.is_grad_enabled() and sums.requires_grad and call.query.dtype.itemsize == 2:
+            # The gradient of a decay is a sum of the gradients of all later sums, and of rounding errors in half
+            # precision mostly these would remain.
+            query, key, value = query.float(), key.float(), value.float()
+        query, key, value = append_decay(query, key, value, sums, call.scale)
         context = self.run(replace(call, query=query, key=key, value=value, decay_sums=None))
-        return context[..., : call.query.shape[3]]
+        return context[..., : call.query.shape[3]].to(call.query.dtype)
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why this backend cannot run such a call, as the rest of a sentence about it; None if it can."""

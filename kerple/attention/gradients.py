@@ -1,17 +1,17 @@
 """Checks that the gradients of a positional method's parameters are finite, as training requires.
 
-Legend: s tokens, h heads, d head size, e = h d.
+Legend: s tokens, h heads, d head size, e hidden size.
 """
 
 import torch
 
 from kerple.attention.dispatch import Attention
 from kerple.attention.tables import score_table, tables
-from kerple.positional import PositionalMethod, decay_sums
+from kerple.positional import ModelShape, PositionalMethod, decay_sums
 
 
-def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, length: int = 16) -> list[str]:
-    """The names of the method's parameters whose gradient is nan or inf after attention to `length` random tokens.
+def non_finite_gradients(method: PositionalMethod, shape: ModelShape) -> list[str]:
+    """The names of the method's parameters whose gradient is nan or inf after attention to 16 random tokens.
 
     A common cause is distance 0, where sqrt(a * distance) and (a * distance)**0.5 are finite, but their derivative is
     0/0. A single optimizer step then makes all weights nan.
@@ -20,16 +20,21 @@ def non_finite_gradients(method: PositionalMethod, heads: int, head_size: int, l
     parameters = [parameter for parameter in method.parameters() if parameter.requires_grad]
     if not parameters:
         return []
+    length = min(16, shape.max_positions)
     device, positions = parameters[0].device, torch.arange(length, device="cpu")
-    hidden = torch.randn(3, length, heads * head_size, generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, length, shape.hidden_size, generator=generator).to(device)
+    # The three columns become query, key and value.
+    projection = torch.randn(shape.hidden_size, 3 * shape.num_heads * shape.head_size, generator=generator)
+    projection = (projection * shape.hidden_size**-0.5).to(device)
+    method.begin_step(0, length=length)
     with torch.enable_grad():
-        # The three rows become query, key and value.
-        states = method.embed(hidden, positions).unflatten(-1, (heads, head_size)).transpose(1, 2)
-        query, key, value = states.unsqueeze(1).unbind(0)
+        states = (method.embed(hidden, positions) @ projection).unflatten(-1, (3, shape.num_heads, shape.head_size))
+        query, key, value = states.transpose(1, 3).unbind(2)
         query, key = method.rotate(query, key, positions, positions)
         bias, weight = tables(method, length, device)
         table = score_table(method, length, device) if method.modifies_scores else None
-        sums = decay_sums(method.decay(hidden[:1])) if method.has_decay else None
+        sums = decay_sums(method.decay(hidden)) if method.has_decay else None
         attention = Attention("reference", method)
         context = attention(query, key, value, bias_table=bias, weight_table=weight, table=table, decay_sums=sums)
         grads = torch.autograd.grad(context.square().sum(), parameters, allow_unused=True)

@@ -20,7 +20,10 @@ from kerple.positional.distance_maps import DistanceMap
 
 @dataclass(frozen=True)
 class ScoreScaling:
-    """Base class: factors of the products q.k, by the position of the query. A bias is not multiplied."""
+    """Base class: factors of the products q.k, by the position of the query. A bias is not multiplied.
+
+    The query itself is multiplied, so terms of CoPE and Transformer-XL that contain it are, too.
+    """
 
     def factors(self, positions: Tensor) -> Tensor:
         """Float64, for int64 positions of the same shape."""

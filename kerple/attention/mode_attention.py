@@ -3,8 +3,8 @@
 A chunk of queries attends to at most two ranges of keys: the sinks, and the keys from its window on. The scores of both
 are computed with all hooks of the positional method, at the distances that the mode defines, and share one softmax.
 Methods whose scores depend on several keys get both ranges at once, because the keys between them, which are masked,
-have no influence. The cost is proportional to the number of keys in these ranges, and only the scores of one chunk are
-in memory.
+have no influence. The cost is proportional to the number of keys in these ranges, but for DAPE, whose table has all
+distances up to the query's position. Only the scores of one chunk are in memory.
 
 Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: c queries, l keys.
 """

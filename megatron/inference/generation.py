@@ -77,10 +77,10 @@ class Sampling:
 
     def choose(self, logits: Tensor, generators: Sequence[np.random.Generator]) -> list[int]:
         """One token id per row of logits `[b, v]`. Each row draws one number from its own generator. Raises UserError
-        if a logit is NaN.
+        if a logit is NaN or the largest one is infinite.
         """
-        if torch.isnan(logits).any():
-            raise UserError("the model's logits are NaN: the checkpoint is damaged, or its values overflow")
+        if not logits[:, : self.vocab_size].amax(dim=-1).isfinite().all():
+            raise UserError("the model's logits are NaN or infinite: the checkpoint is damaged, or its values overflow")
         if self.temperature == 0:
             greedy: list[int] = logits[:, : self.vocab_size].argmax(dim=-1).tolist()
             return greedy

@@ -315,7 +315,7 @@ def _advice(config: Config) -> str:
     model = config.model
     shape = ModelSettings.from_config(config, padded_vocab_size=1).shape()
     method = positional.build(model.pos_emb, shape, **model.positional_options)
-    broken = non_finite_gradients(method, shape.num_heads, shape.head_size)
+    broken = non_finite_gradients(method, shape)
     if broken:
         return (
             f"The cause is pos_emb {model.pos_emb}: the gradient of {', '.join(broken)} is not finite even at the "

@@ -1,10 +1,13 @@
 """Positional methods whose gradients are not finite are detected, whichever hooks they implement."""
 
+import pytest
 import torch
 from torch import nn
 
 from kerple.attention import non_finite_gradients
 from kerple.positional import KerpleLog, ModelShape, PositionalMethod, build
+
+SHAPE = ModelShape(2, 4, 8, 1, 16)
 
 
 class Root(PositionalMethod):
@@ -34,20 +37,31 @@ class RootScores(Root):
 
 
 def test_sqrt_at_distance_0():
-    assert non_finite_gradients(Root(0.0), 2, 4) == ["slope"]
-    assert non_finite_gradients(Root(1e-6), 2, 4) == []
-    assert non_finite_gradients(RootWeight(0.0), 2, 4) == ["slope"]
-    assert non_finite_gradients(RootScores(0.0), 2, 4) == ["slope"]
+    assert non_finite_gradients(Root(0.0), SHAPE) == ["slope"]
+    assert non_finite_gradients(Root(1e-6), SHAPE) == []
+    assert non_finite_gradients(RootWeight(0.0), SHAPE) == ["slope"]
+    assert non_finite_gradients(RootScores(0.0), SHAPE) == ["slope"]
 
 
 def test_only_trained_parameters_count():
     method = Root(0.0)
     method.slope.requires_grad_(False)
-    assert non_finite_gradients(method, 2, 4) == []
-    assert non_finite_gradients(build("none", ModelShape(2, 4, 8, 1, 16)), 2, 4) == []
+    assert non_finite_gradients(method, SHAPE) == []
+    assert non_finite_gradients(build("none", SHAPE), SHAPE) == []
 
 
 def test_without_gradients_enabled():
     with torch.no_grad():
-        assert non_finite_gradients(Root(0.0), 2, 4) == ["slope"]
-        assert non_finite_gradients(KerpleLog(2), 2, 4) == []
+        assert non_finite_gradients(Root(0.0), SHAPE) == ["slope"]
+        assert non_finite_gradients(KerpleLog(2), SHAPE) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("kerple_log", {"random_range": 64}), ("fire", {"random_range": 64}), ("forgetting", {}), ("learned", {})],
+)
+def test_random_positions_and_heads_smaller_than_the_hidden_size(name, options):
+    shape = ModelShape(num_heads=2, head_size=4, hidden_size=12, num_layers=1, max_positions=10)
+    method = build(name, shape, **options)
+    method.reset_parameters()
+    assert non_finite_gradients(method, shape) == []

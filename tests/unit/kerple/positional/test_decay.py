@@ -60,6 +60,20 @@ def test_values_and_gradients(backend, dtype, window, kv_heads):
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa"])
+def test_gradient_of_a_constant_in_bf16(backend):
+    """The bias of a gate is added to the decay of every token: its gradient is a sum of sums, whose errors add up."""
+    states = random_states(4, 4, torch.bfloat16, steepness=0.01)
+    exact = [state.detach().double().requires_grad_() for state in states]
+    attended = attend(*states[:3], decay_sums=decay_sums(states[3]), backend=backend)
+    assert attended.dtype == torch.bfloat16
+    upstream = torch.randn(attended.shape).to(torch.bfloat16)
+    (gradient,) = torch.autograd.grad(attended, states[3], upstream)
+    (expected,) = torch.autograd.grad(exact_attention(*exact), exact[3], upstream.double())
+    gradient, expected = gradient.double().sum((0, 2)), expected.sum((0, 2))
+    assert (gradient - expected).norm() < 0.002 * expected.norm()
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa"])
 @pytest.mark.parametrize("queries", [1, 2, 9])
 def test_decoding_is_accurate_after_any_length(queries, backend):
     """The sums are those after about 300,000 tokens with gates of 0.5; float32 has steps of 0.016 there."""

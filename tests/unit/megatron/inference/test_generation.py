@@ -299,9 +299,12 @@ def test_the_ends_of_the_unit_interval_choose_remaining_tokens():
     assert nucleus.choose(logits, [Fixed(np.nextafter(1.0, 0.0))]) == [1]
 
 
-def test_logits_that_are_nan():
-    with pytest.raises(UserError, match="logits are NaN"):
-        Sampling().choose(torch.tensor([[0.0, float("nan")]]), [None])
+@pytest.mark.parametrize("logit", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite(logit, temperature):
+    with pytest.raises(UserError, match="logits are NaN or infinite"):
+        Sampling(temperature).choose(torch.tensor([[0.0, logit]]), [None])
+    assert Sampling(temperature).choose(torch.tensor([[0.0, -torch.inf]]), [np.random.default_rng(0)]) == [0]
 
 
 @pytest.mark.parametrize(
