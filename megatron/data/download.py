@@ -192,9 +192,10 @@ class _PartialDownload:
             assert state.validator is not None
             headers |= {"Range": f"bytes={start}-", "If-Range": state.validator}
         with self._open(headers, start) as response:
+            total: int | None
             if start and response.status == http.HTTPStatus.PARTIAL_CONTENT:
                 assert state is not None
-                self._check_continuation(state, response.headers, start)
+                total = self._check_continuation(state, response.headers, start)
             elif response.status == http.HTTPStatus.OK:
                 start = 0
                 # Remove the old content before writing the new state; otherwise, a kill in between would mix two
@@ -202,10 +203,11 @@ class _PartialDownload:
                 self.remove()
                 sync_folder(self._path.parent)
                 state = self._new_state(response.headers)
-                write_atomically(self._state_path, state.model_dump_json().encode())
+                self._write_state(state)
+                total = state.total
             else:
                 raise UserError(f"cannot download {self._name}: the server returned status {response.status}")
-            self._receive(response, start, state.total)
+            self._receive(response, start, total)
 
     @contextlib.contextmanager
     def _open(self, headers: dict[str, str], start: int) -> Iterator[http.client.HTTPResponse]:
@@ -258,6 +260,9 @@ class _PartialDownload:
             return None
         return state if state.url == self._address_hash else None
 
+    def _write_state(self, state: _State) -> None:
+        write_atomically(self._state_path, state.model_dump_json().encode())
+
     def _new_state(self, headers: Message) -> _State:
         """The version of the file in a response that starts at byte 0."""
         total = None
@@ -280,8 +285,11 @@ class _PartialDownload:
             total=total,
         )
 
-    def _check_continuation(self, state: _State, headers: Message, start: int) -> None:
-        """Remove the partial download and raise _RequestFailed unless the response continues the same version."""
+    def _check_continuation(self, state: _State, headers: Message, start: int) -> int:
+        """Return the size of the complete file, or of its part until the end of the response if the size is unknown.
+
+        Removes the partial download and raises _RequestFailed unless the response continues the same version.
+        """
         content_range = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
         date = _matching(_DATE, headers, "Last-Modified")
         same_version = (
@@ -294,8 +302,13 @@ class _PartialDownload:
             problem = f"the server sent {_shown(headers, 'Content-Range')} instead of byte {start:,} onwards"
         elif not same_version:
             problem = "the file on the server has changed"
+        elif content_range[3] == "*":
+            return state.total or int(content_range[2]) + 1
         else:
-            return
+            total = int(content_range[3])
+            if state.total is None:  # the first response was chunked, or had no Content-Length
+                self._write_state(state.model_copy(update={"total": total}))
+            return total
         self.remove()
         raise _RequestFailed(f"{problem}; starting from the beginning")
 

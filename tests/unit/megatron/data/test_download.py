@@ -396,6 +396,34 @@ def test_chunked_and_unknown_length(tmp_path, capsys):
     assert "the server does not send the size of the file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["10", "*"])
+def test_interrupted_continuation_of_an_unknown_length(tmp_path, no_waiting, size):
+    """If the first response was chunked, the size of the file is that of the continuation."""
+    rest = [f"Content-Range: bytes {start}-9/{size}" for start in (4, 6)]
+    content, requests = fetch(
+        tmp_path,
+        response("Transfer-Encoding: chunked", 'ETag: "a"', body=b"4\r\n0123\r\n"),
+        response("Content-Length: 6", 'ETag: "a"', rest[0], status="206 Partial Content", body=b"45"),
+        response("Content-Length: 4", 'ETag: "a"', rest[1], status="206 Partial Content", body=b"6789"),
+    )
+    assert content == b"0123456789"
+    assert len(requests) == 3
+    assert "Range: bytes=6-\r\n" in requests[2]
+
+
+def test_size_of_a_continuation_is_kept(tmp_path, no_waiting):
+    """A later answer about a file of another size is another version."""
+    content, requests = fetch(
+        tmp_path,
+        response("Transfer-Encoding: chunked", 'ETag: "a"', body=b"4\r\n0123\r\n"),
+        response("Content-Length: 6", 'ETag: "a"', "Content-Range: bytes 4-9/10", status="206 Partial", body=b"45"),
+        response("Content-Length: 6", 'ETag: "a"', "Content-Range: bytes 6-11/12", status="206 Partial", body=b"678"),
+        response("Content-Length: 6", body=b"second"),
+    )
+    assert content == b"second"
+    assert len(requests) == 4
+
+
 def test_slow_server(tmp_path, no_waiting, monkeypatch):
     """The limits are on waiting for a byte, on the headers, and on the rate. The total time is not limited."""
     monkeypatch.setattr(module, "_MAX_FAILURES", 2)
