@@ -212,8 +212,9 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
             and PurePosixPath(name).stem != "README"  # describes a dataset
             and not is_hidden(PurePosixPath(name).name)
             and file_format(name) is not None
-            # Manifests, and the state files of unfinished preprocessing and downloads.
+            # Manifests, the URLs of downloads, and the state files of unfinished preprocessing and downloads.
             and f"{name.removesuffix('.json')}.idx" not in present
+            and not (name.endswith(".source.json") and name.removesuffix(".source.json") in present)
             and not name.endswith((".progress.json", ".partial.json"))
         ]
         selected.sort(key=lambda name: PurePosixPath(name).parts)

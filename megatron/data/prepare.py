@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.data.corpora import DocumentCorpus, HubCorpus, StdlibCorpus
 from megatron.data.debian import DEBIAN_CORPORA, DebianCorpus
 from megatron.data.documents import DocumentOptions
-from megatron.data.download import download, redact_url
+from megatron.data.download import download, file_name, redact_url
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
 from megatron.data.input_files import find_files
 from megatron.data.own_text import OwnText
@@ -34,7 +34,7 @@ class KnownDataset:
     Attributes:
         subset: its meta.pile_set_name in shards of the Pile; None keeps all documents.
         sources: where to get its files, for messages.
-        url: downloaded if the user names no source.
+        url: downloaded if the user names no source; may end in #sha256=...
     """
 
     subset: str | None
@@ -74,7 +74,7 @@ KNOWN_DATASETS = {
     "enwik8": KnownDataset(
         None,
         "enwik8 or enwik8.zip from the Large Text Compression Benchmark",
-        "http://mattmahoney.net/dc/enwik8.zip",
+        "http://mattmahoney.net/dc/enwik8.zip#sha256=547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
     ),
 }
 DATASETS = (*OWN_VOCAB_SIZES, *KNOWN_DATASETS)
@@ -264,6 +264,8 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
         return DebianCorpus(options.dataset, options.directory / "debian", options.limit_mb)
     if options.hub_name is not None:
         return HubCorpus(options.hub_name, options.hub_config, options.hub_split, columns)
+    if len(set(map(file_name, urls))) < len(urls):
+        raise UserError("two of the URLs have the same file name; download these files separately and pass --from")
     try:
         downloads = [download(url, options.directory / options.dataset / "downloads") for url in urls]
     except UserError as error:
@@ -271,8 +273,6 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
             raise
         sources = KNOWN_DATASETS[options.dataset].sources
         raise UserError(f"{error}. To name another source, pass {_SOURCE_OPTIONS}. Known: {sources}") from error
-    if len(set(downloads)) < len(downloads):
-        raise UserError("two of the URLs have the same file name; download these files separately and pass --from")
     files = FileCorpus(find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns)
     if options.dataset in KNOWN_DATASETS:
         return files

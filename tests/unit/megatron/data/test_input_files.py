@@ -48,6 +48,12 @@ def test_outputs_of_preprocessing_are_skipped(tmp_path):
     assert [file.base_name for file in find_files([tmp_path])] == ["a.jsonl"]
 
 
+def test_urls_of_downloads_are_skipped(tmp_path):
+    for name in ("a.jsonl", "a.jsonl.source.json", "b.source.json"):
+        (tmp_path / name).touch()
+    assert [file.base_name for file in find_files([tmp_path])] == ["a.jsonl", "b.source.json"]
+
+
 def test_errors(tmp_path):
     (tmp_path / "a.orc").touch()
     with pytest.raises(UserError, match=r"no input files given"):
