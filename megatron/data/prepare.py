@@ -106,7 +106,7 @@ class PrepareOptions:
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
         text_key: key of the text in JSON objects, tables and datasets of the hub.
         suffixes: read a tree of source files: files with these extensions, each as one document.
-        limit_mb: use only the first MB of text (see `preprocess` and `DebianCorpus`).
+        limit_mb: use only the first MB of text (see `preprocess`, `DebianCorpus` and `OwnText`).
         rebuild: rebuild the dataset even if it is up to date.
     """
 
@@ -193,7 +193,7 @@ def prepare(options: PrepareOptions) -> Path:
             inputs=[*options.sources, *map(redact_url, urls), *hub] or [options.dataset],
             names=(_TEXT,),
             workers=options.workers,
-            limit_mb=None if isinstance(source, DebianCorpus) else options.limit_mb,
+            limit_mb=None if isinstance(source, DebianCorpus | OwnText) else options.limit_mb,
         )
         write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
     print(summary(prefix, manifests[options.text_key]))
@@ -276,7 +276,7 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     files = FileCorpus(find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns)
     if options.dataset in KNOWN_DATASETS:
         return files
-    return OwnText(files, DocumentOptions(keys=(options.text_key,), skip_bad=options.skip_bad))
+    return OwnText(files, DocumentOptions(keys=(options.text_key,), skip_bad=options.skip_bad), options.limit_mb)
 
 
 def _default_vocab_size(options: PrepareOptions, source: ChunkSource) -> int:
