@@ -230,6 +230,15 @@ def _check_source_options(options: PrepareOptions) -> None:
         )
     if options.hub_name is not None and (options.sources or options.urls or options.suffixes):
         raise UserError("--hf cannot be combined with --from, --url or --suffixes")
+    if not options.suffixes or ".json" in options.suffixes:  # otherwise the outputs are not read
+        folder = (options.directory / options.dataset).resolve()
+        for source in filter(os.path.isdir, options.sources):
+            if folder.is_relative_to(Path(source).resolve()):
+                raise UserError(
+                    f"--from {source} contains the output folder {options.directory / options.dataset}, whose files "
+                    "would be read as text; choose a folder outside with --data-dir, or name the files and folders "
+                    "with the text"
+                )
 
 
 def _has_source(options: PrepareOptions) -> bool:
