@@ -146,6 +146,8 @@ def check_options(options: argparse.Namespace) -> None:
     for method in options.methods:
         if method not in known:
             raise UserError(f"--methods {shortened(method)}: there is no configs/pos_emb file of this name")
+        if options.methods.count(method) > 1:
+            raise UserError(f"--methods {method}: is given more than once; name each method once")
     longest = int(LENGTHS[-1])
     if options.tokens < longest:
         raise UserError(
@@ -206,6 +208,7 @@ def train(method: str, options: argparse.Namespace, number: str) -> int:
 def evaluate(options: argparse.Namespace) -> int:
     title, report = f"evaluate at {LENGTHS[0]} to {LENGTHS[-1]} tokens", options.output / "report"
     inputs = {
+        "methods": list(options.methods),  # the first one is the reference
         "models": {method: training_inputs(method, options) for method in options.methods},
         "lengths": list(LENGTHS),
         "tokens": options.tokens,

@@ -1,6 +1,7 @@
 """Command-line options shared by prepare_data.py and tools/datasets."""
 
 import argparse
+import os
 from collections.abc import Iterable
 
 from megatron.config.command_line import OptionParser, number
@@ -10,6 +11,11 @@ from megatron.tokenizer import TOKENIZER_TYPES
 def split_words(values: Iterable[str]) -> list[str]:
     """Split values that are separated by commas as well as by spaces."""
     return [word for value in values for word in value.split(",") if word]
+
+
+def split_inputs(values: Iterable[str]) -> list[str]:
+    """Split --input like `split_words`, except values that exist as a file or folder whose name contains commas."""
+    return [name for value in values for name in ([value] if os.path.exists(value) else split_words([value]))]
 
 
 def new_parser(description: str | None) -> OptionParser:

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
@@ -43,6 +44,9 @@ _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)
 def download(url: str, folder: Path) -> Path:
     """Download `url` to `folder` under its own name, unless it is there already.
 
+    `NAME.source.json` records the URL, so that a file of the same name from another URL is not used without notice.
+    Files without this record are accepted, such as those that the user has copied to the folder.
+
     An interrupted download is resumed with an HTTP range request. If the server's ETag, modification date or total size
     has changed, the download starts over. Broken and stalled connections are retried.
 
@@ -50,17 +54,14 @@ def download(url: str, folder: Path) -> Path:
         url: http:// or https://. A fragment `#sha256=<64 hexadecimal digits>` is verified.
 
     Raises:
-        UserError: there is no such file, the server's answer is malformed, the connection fails, the disk is full, or
-            the checksum is wrong.
+        UserError: there is no such file, the server's answer is malformed, the connection fails, the disk is full, the
+            checksum is wrong, or the file is there from another URL and `url` has no checksum.
     """
     address, checksum = _split_checksum(url)
-    name = PurePosixPath(unquote(urlsplit(address).path)).name
-    if name in ("", ".", "..") or not name.isprintable():
-        raise UserError(f"{redact_url(address)} does not name a file")
-    path = folder / name
+    path = folder / file_name(url)
     try:
         if path.exists():
-            return _existing(path, checksum)
+            return _existing(path, address, checksum)
         with Lock(f"{path}.partial.lock", f"another process is downloading {path}; wait for it to finish"):
             partial = _PartialDownload(path, address)
             partial.fetch_with_retries()
@@ -75,17 +76,32 @@ def download(url: str, folder: Path) -> Path:
     return path
 
 
+def file_name(url: str) -> str:
+    """Return the name that `download` gives the file. Raises UserError if the URL is invalid or names no file."""
+    address = _split_checksum(url)[0]
+    name = PurePosixPath(unquote(urlsplit(address).path)).name
+    if name in ("", ".", "..") or not name.isprintable():
+        raise UserError(f"{redact_url(address)} does not name a file")
+    return name
+
+
 def redact_url(address: str) -> str:
     """Return a URL for messages: without the password, and without the query, which may contain a key."""
     parts = urlsplit(address)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def _existing(path: Path, checksum: str | None) -> Path:
+def _existing(path: Path, address: str, checksum: str | None) -> Path:
     if not path.is_file():
         raise UserError(f"{path} exists, but is not a regular file; remove it, or choose another folder")
     if checksum is not None and _sha256(path) != checksum:
         raise UserError(f"{path} exists, but its SHA-256 is not {checksum}; remove it to download it again")
+    source = _read_json(_Source, _source_path(path))
+    if checksum is None and source is not None and source.url != _hash(address):
+        raise UserError(
+            f"{path} was downloaded from another URL than {visible(redact_url(address))}; remove it to download it "
+            "again, or append #sha256=... to the URL if it is the same file"
+        )
     print(f"{path}: already downloaded")
     return path
 
@@ -119,19 +135,27 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-class _State(BaseModel):
-    """The content of `NAME.partial.json`: identifies the version of the file that was downloaded in part.
+class _Source(BaseModel):
+    """The content of `NAME.source.json`: where a complete file was downloaded from.
 
     Attributes:
         url: SHA-256 of the URL, which may contain a key.
-        etag: only a strong one. Files with the same weak ETag may differ in bytes.
-        last_modified: as sent by the server.
-        total: size of the complete file in bytes; None if unknown.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     url: str
+
+
+class _State(_Source):
+    """The content of `NAME.partial.json`: identifies the version of the file that was downloaded in part.
+
+    Attributes:
+        etag: only a strong one. Files with the same weak ETag may differ in bytes.
+        last_modified: as sent by the server.
+        total: size of the complete file in bytes; None if unknown.
+    """
+
     etag: str | None
     last_modified: str | None
     total: NonNegativeInt | None
@@ -140,6 +164,25 @@ class _State(BaseModel):
     def validator(self) -> str | None:
         """The value for If-Range; None if a download of this version cannot be resumed."""
         return self.etag or self.last_modified
+
+
+_Model = TypeVar("_Model", bound=_Source)
+
+
+def _read_json(model: type[_Model], path: Path) -> _Model | None:
+    """Return None if the file is missing or damaged."""
+    try:
+        return model.model_validate_json(read_file(path, _BLOCK))
+    except (UserError, ValidationError):
+        return None
+
+
+def _source_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.source.json")
+
+
+def _hash(address: str) -> str:
+    return hashlib.sha256(address.encode()).hexdigest()
 
 
 class _RequestFailed(Exception):
@@ -152,7 +195,7 @@ class _PartialDownload:
     def __init__(self, path: Path, address: str):
         self._path = path
         self._address = address
-        self._address_hash = hashlib.sha256(address.encode()).hexdigest()
+        self._address_hash = _hash(address)
         self.content = path.with_name(f"{path.name}.partial")
         self._state_path = path.with_name(f"{path.name}.partial.json")
         if self.content.exists() and not (self.content.is_file() and self._state_path.exists()):
@@ -192,9 +235,10 @@ class _PartialDownload:
             assert state.validator is not None
             headers |= {"Range": f"bytes={start}-", "If-Range": state.validator}
         with self._open(headers, start) as response:
+            total: int | None
             if start and response.status == http.HTTPStatus.PARTIAL_CONTENT:
                 assert state is not None
-                self._check_continuation(state, response.headers, start)
+                total = self._check_continuation(state, response.headers, start)
             elif response.status == http.HTTPStatus.OK:
                 start = 0
                 # Remove the old content before writing the new state; otherwise, a kill in between would mix two
@@ -202,10 +246,11 @@ class _PartialDownload:
                 self.remove()
                 sync_folder(self._path.parent)
                 state = self._new_state(response.headers)
-                write_atomically(self._state_path, state.model_dump_json().encode())
+                self._write_state(state)
+                total = state.total
             else:
                 raise UserError(f"cannot download {self._name}: the server returned status {response.status}")
-            self._receive(response, start, state.total)
+            self._receive(response, start, total)
 
     @contextlib.contextmanager
     def _open(self, headers: dict[str, str], start: int) -> Iterator[http.client.HTTPResponse]:
@@ -252,11 +297,11 @@ class _PartialDownload:
 
     def _read_state(self) -> _State | None:
         """The state of an earlier attempt; None if it is missing or damaged, or belongs to another URL."""
-        try:
-            state = _State.model_validate_json(read_file(self._state_path, _BLOCK))
-        except (UserError, ValidationError):
-            return None
-        return state if state.url == self._address_hash else None
+        state = _read_json(_State, self._state_path)
+        return state if state is not None and state.url == self._address_hash else None
+
+    def _write_state(self, state: _State) -> None:
+        write_atomically(self._state_path, state.model_dump_json().encode())
 
     def _new_state(self, headers: Message) -> _State:
         """The version of the file in a response that starts at byte 0."""
@@ -280,8 +325,11 @@ class _PartialDownload:
             total=total,
         )
 
-    def _check_continuation(self, state: _State, headers: Message, start: int) -> None:
-        """Remove the partial download and raise _RequestFailed unless the response continues the same version."""
+    def _check_continuation(self, state: _State, headers: Message, start: int) -> int:
+        """Return the size of the complete file, or of its part until the end of the response if the size is unknown.
+
+        Removes the partial download and raises _RequestFailed unless the response continues the same version.
+        """
         content_range = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", ""))
         date = _matching(_DATE, headers, "Last-Modified")
         same_version = (
@@ -294,8 +342,13 @@ class _PartialDownload:
             problem = f"the server sent {_shown(headers, 'Content-Range')} instead of byte {start:,} onwards"
         elif not same_version:
             problem = "the file on the server has changed"
+        elif content_range[3] == "*":
+            return state.total or int(content_range[2]) + 1
         else:
-            return
+            total = int(content_range[3])
+            if state.total is None:  # the first response was chunked, or had no Content-Length
+                self._write_state(state.model_copy(update={"total": total}))
+            return total
         self.remove()
         raise _RequestFailed(f"{problem}; starting from the beginning")
 
@@ -331,7 +384,8 @@ class _PartialDownload:
         return visible(redact_url(self._address))
 
     def publish(self) -> None:
-        """Give the file its final name."""
+        """Give the file its final name, after recording its URL."""
+        write_atomically(_source_path(self._path), _Source(url=self._address_hash).model_dump_json().encode())
         self.content.replace(self._path)
         self._state_path.unlink(missing_ok=True)
         sync_folder(self._path.parent)

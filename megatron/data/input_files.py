@@ -17,6 +17,7 @@ are skipped.
 
 import hashlib
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -42,6 +43,9 @@ _FORMATS = {
 _ARCHIVE_FORMATS = ("tar", "zip", "deb")
 _COMPRESSIONS = (".gz", ".zst", ".xz")
 SEEKABLE_FORMATS = ("zip", "deb", "parquet")  # reading these needs a seekable file, so they cannot be compressed
+
+# The login in a URL such as ftp://user:password@host. In github://organization:repository@branch it is none.
+_LOGIN = re.compile(r"(?<!github)://[^/:@]*:[^/]*@")
 
 READABLE = ".jsonl, .json, .txt, .md, .rst, .tex, .dat, .tar (each also .gz, .zst, .xz), .parquet, .zip and .deb"
 
@@ -108,8 +112,8 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
         suffixes: file extensions such as ".c"; case-sensitive.
 
     Raises:
-        UserError: a path does not exist, a file has an unsupported type, a folder contains no readable file, or the
-            package for an object store is not installed.
+        UserError: a path does not exist, a file has an unsupported type, a folder contains no readable file, a URL
+            contains a password, or the package for an object store is not installed.
     """
     for suffix in suffixes:
         if not suffix.startswith(".") or len(suffix) < 2 or "." in suffix[1:] or "/" in suffix:
@@ -118,6 +122,12 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
         raise UserError("no input files given")
     files: list[InputFile] = []
     for name in map(str, inputs):
+        if _LOGIN.search(name):
+            raise UserError(
+                f"input {_LOGIN.sub('://', name)}: URLs with a password are not supported, because names of inputs are "
+                "printed and stored; set it in the environment, such as FSSPEC_FTP_PASSWORD for ftp://, or "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3://"
+            )
         try:
             files += _remote_files(name, suffixes) if "://" in name else _local_files(Path(name), suffixes)
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
@@ -212,8 +222,9 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
             and PurePosixPath(name).stem != "README"  # describes a dataset
             and not is_hidden(PurePosixPath(name).name)
             and file_format(name) is not None
-            # Manifests, and the state files of unfinished preprocessing and downloads.
+            # Manifests, the URLs of downloads, and the state files of unfinished preprocessing and downloads.
             and f"{name.removesuffix('.json')}.idx" not in present
+            and not (name.endswith(".source.json") and name.removesuffix(".source.json") in present)
             and not name.endswith((".progress.json", ".partial.json"))
         ]
         selected.sort(key=lambda name: PurePosixPath(name).parts)

@@ -1,6 +1,8 @@
 """The user's own text, for prepare_data.py NAME --from PATH."""
 
 import hashlib
+import itertools
+import math
 from collections.abc import Sequence
 
 from megatron.data.corpora import DocumentCorpus, first_training_texts, source_pieces
@@ -28,22 +30,27 @@ class OwnText(DocumentCorpus):
     Training, validation and test are consecutive ranges in this order, so each is a random sample of the documents.
     Longer documents than `LARGEST_SHARE` of the text are divided, after blank lines if possible.
 
+    Args:
+        limit_mb: use only the first `limit_mb` MB of documents in this order; None: all.
+
     Raises:
         UserError: from `documents`: a file is damaged or unreadable, or there is no text.
     """
 
-    def __init__(self, files: FileCorpus, options: DocumentOptions):
+    def __init__(self, files: FileCorpus, options: DocumentOptions, limit_mb: float | None = None):
         super().__init__()
         self.files = files
         self._options = options
+        self._limit = math.inf if limit_mb is None else limit_mb * 1e6
 
     def identity(self) -> str:
-        return hashlib.sha256(f"{_VERSION} {self.files.identity()}".encode()).hexdigest()
+        limit = "" if self._limit == math.inf else f" {self._limit}"
+        return hashlib.sha256(f"{_VERSION} {self.files.identity()}{limit}".encode()).hexdigest()
 
     @property
     def vocab_size(self) -> int:
-        """A vocabulary size for the size of the files."""
-        size = sum(file.size for file in self.files.files)
+        """A vocabulary size for the size of the files, or the limit."""
+        size = min(sum(file.size for file in self.files.files), self._limit)
         return next(vocab_size for limit, vocab_size in VOCAB_SIZES if size < limit)
 
     def tokenizer_texts(self) -> list[str]:
@@ -60,15 +67,19 @@ class OwnText(DocumentCorpus):
                 display.update(self.files.bytes_read, readable_size(size), size / 1e6)
         for line in rejected.lines():
             print(line)
-        documents = _pieces(texts, max(MIN_DOCUMENT_BYTES, int(size * LARGEST_SHARE)))
+        used_size = min(size, self._limit)
+        documents = _pieces(texts, max(MIN_DOCUMENT_BYTES, int(used_size * LARGEST_SHARE)))
         if not documents:
             raise UserError(f"there is no text in {', '.join(file.name for file in self.files.files[:3])}")
-        if size < ENOUGH_BYTES:
+        named = sorted(((hashlib.sha256(text).hexdigest(), text) for text in documents), key=lambda item: item[0])
+        sizes_before = itertools.accumulate((len(text) for _, text in named), initial=0)
+        named = [item for item, before in zip(named, sizes_before, strict=False) if before < self._limit]
+        if used_size < ENOUGH_BYTES:
             print(
-                f"note: {readable_size(size)} of text in {len(documents):,} documents is too little for training, "
-                f"validation and test: `kerple init` needs about {readable_size(ENOUGH_BYTES)}"
+                f"note: {readable_size(int(used_size))} of text in {len(named):,} documents is too little for "
+                f"training, validation and test: `kerple init` needs about {readable_size(ENOUGH_BYTES)}"
             )
-        return sorted(((hashlib.sha256(text).hexdigest(), text) for text in documents), key=lambda item: item[0])
+        return named
 
 
 def _pieces(texts: Sequence[bytes], limit: int) -> list[bytes]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.data.corpora import DocumentCorpus, HubCorpus, StdlibCorpus
 from megatron.data.debian import DEBIAN_CORPORA, DebianCorpus
 from megatron.data.documents import DocumentOptions
-from megatron.data.download import download, redact_url
+from megatron.data.download import download, file_name, redact_url
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
 from megatron.data.input_files import find_files
 from megatron.data.own_text import OwnText
@@ -34,7 +34,7 @@ class KnownDataset:
     Attributes:
         subset: its meta.pile_set_name in shards of the Pile; None keeps all documents.
         sources: where to get its files, for messages.
-        url: downloaded if the user names no source.
+        url: downloaded if the user names no source; may end in #sha256=...
     """
 
     subset: str | None
@@ -74,7 +74,7 @@ KNOWN_DATASETS = {
     "enwik8": KnownDataset(
         None,
         "enwik8 or enwik8.zip from the Large Text Compression Benchmark",
-        "http://mattmahoney.net/dc/enwik8.zip",
+        "http://mattmahoney.net/dc/enwik8.zip#sha256=547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
     ),
 }
 DATASETS = (*OWN_VOCAB_SIZES, *KNOWN_DATASETS)
@@ -106,7 +106,7 @@ class PrepareOptions:
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
         text_key: key of the text in JSON objects, tables and datasets of the hub.
         suffixes: read a tree of source files: files with these extensions, each as one document.
-        limit_mb: use only the first MB of text (see `preprocess` and `DebianCorpus`).
+        limit_mb: use only the first MB of text (see `preprocess`, `DebianCorpus` and `OwnText`).
         rebuild: rebuild the dataset even if it is up to date.
     """
 
@@ -193,7 +193,7 @@ def prepare(options: PrepareOptions) -> Path:
             inputs=[*options.sources, *map(redact_url, urls), *hub] or [options.dataset],
             names=(_TEXT,),
             workers=options.workers,
-            limit_mb=None if isinstance(source, DebianCorpus) else options.limit_mb,
+            limit_mb=None if isinstance(source, DebianCorpus | OwnText) else options.limit_mb,
         )
         write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
     print(summary(prefix, manifests[options.text_key]))
@@ -230,6 +230,15 @@ def _check_source_options(options: PrepareOptions) -> None:
         )
     if options.hub_name is not None and (options.sources or options.urls or options.suffixes):
         raise UserError("--hf cannot be combined with --from, --url or --suffixes")
+    if not options.suffixes or ".json" in options.suffixes:  # otherwise the outputs are not read
+        folder = (options.directory / options.dataset).resolve()
+        for source in filter(os.path.isdir, options.sources):
+            if folder.is_relative_to(Path(source).resolve()):
+                raise UserError(
+                    f"--from {source} contains the output folder {options.directory / options.dataset}, whose files "
+                    "would be read as text; choose a folder outside with --data-dir, or name the files and folders "
+                    "with the text"
+                )
 
 
 def _has_source(options: PrepareOptions) -> bool:
@@ -264,6 +273,8 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
         return DebianCorpus(options.dataset, options.directory / "debian", options.limit_mb)
     if options.hub_name is not None:
         return HubCorpus(options.hub_name, options.hub_config, options.hub_split, columns)
+    if len(set(map(file_name, urls))) < len(urls):
+        raise UserError("two of the URLs have the same file name; download these files separately and pass --from")
     try:
         downloads = [download(url, options.directory / options.dataset / "downloads") for url in urls]
     except UserError as error:
@@ -271,12 +282,10 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
             raise
         sources = KNOWN_DATASETS[options.dataset].sources
         raise UserError(f"{error}. To name another source, pass {_SOURCE_OPTIONS}. Known: {sources}") from error
-    if len(set(downloads)) < len(downloads):
-        raise UserError("two of the URLs have the same file name; download these files separately and pass --from")
     files = FileCorpus(find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns)
     if options.dataset in KNOWN_DATASETS:
         return files
-    return OwnText(files, DocumentOptions(keys=(options.text_key,), skip_bad=options.skip_bad))
+    return OwnText(files, DocumentOptions(keys=(options.text_key,), skip_bad=options.skip_bad), options.limit_mb)
 
 
 def _default_vocab_size(options: PrepareOptions, source: ChunkSource) -> int:

@@ -31,6 +31,7 @@ PARQUET_ROWS = 256
 # Limit for one document (line, JSON list, or text) of a compressed file or archive, which may be far larger than the
 # file. A document of an uncompressed file is limited by the size of the file.
 MAX_COMPRESSED_DOCUMENT = 100 << 20
+_TEMPORARY_SHARE = 0.9  # of the free space in the temporary folder, for a copy of a member
 _MAX_NESTED_ARCHIVES = 4
 _MAX_TAR_HEADER = 1 << 20  # a long name, or PAX records
 _MAX_GLOBAL_HEADERS = 100  # kept for all members; git archive writes one
@@ -175,8 +176,7 @@ class FileCorpus:
             raise UserError(f"{source} has an unsupported file type; supported: {READABLE}")
         if format_name in SEEKABLE_FORMATS and not seekable:
             with tempfile.TemporaryFile() as copy:
-                shutil.copyfileobj(raw, copy, BLOCK)
-                copy.seek(0)
+                _copy(raw, cast(BinaryIO, copy), source)
                 yield from self._stream_chunks(cast(BinaryIO, copy), name, source, depth)
             return
         if format_name == "parquet":
@@ -253,6 +253,24 @@ class FileCorpus:
         for chunk in self._stream_chunks(content, name, source, depth + 1, seekable=False):
             chunk.fraction_read = None  # it is a fraction of the member, not of the archive
             yield chunk
+
+
+def _copy(raw: BinaryIO, copy: BinaryIO, source: str) -> None:
+    """Copy a member of an archive to a file in the temporary folder. A small archive can contain a huge member.
+
+    Raises:
+        UserError: it needs more than `_TEMPORARY_SHARE` of the free space there.
+    """
+    folder = tempfile.gettempdir()
+    limit = int(shutil.disk_usage(folder).free * _TEMPORARY_SHARE)
+    while block := raw.read(BLOCK):
+        if copy.tell() + len(block) > limit:
+            raise UserError(
+                f"{source} has more than {limit:,} bytes, {_TEMPORARY_SHARE:.0%} of the free space in {folder}, where "
+                "it must be copied to be read; unpack the archive, or set TMPDIR to a folder with more space"
+            )
+        copy.write(block)
+    copy.seek(0)
 
 
 class _Section(io.RawIOBase):

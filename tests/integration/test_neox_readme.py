@@ -101,6 +101,10 @@ def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
     with serve(checkout / "served") as address:
         monkeypatch.setenv("http_proxy", address)
         monkeypatch.setattr(urllib.request, "_opener", None)  # reads http_proxy again
+        enwik8 = prepare.KNOWN_DATASETS["enwik8"]
+        assert enwik8.url is not None
+        without_checksum = replace(enwik8, url=enwik8.url.partition("#")[0])
+        monkeypatch.setitem(prepare.KNOWN_DATASETS, "enwik8", without_checksum)
         run_here(PREPARE, checkout, monkeypatch)
         monkeypatch.delenv("http_proxy")
         monkeypatch.setattr(urllib.request, "_opener", None)
@@ -129,9 +133,11 @@ def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_commands_as_processes(checkout, tmp_path):
     shutil.rmtree(checkout / "runs", ignore_errors=True)  # of the test above; the run would be finished
+    # Without the checksum of the real file.
+    prepare_served = f"{PREPARE} --url http://mattmahoney.net/dc/enwik8.zip"
     with serve(checkout / "served") as address:
-        run_there(PREPARE, checkout, http_proxy=address)
-    assert "up to date" in run_there(PREPARE, checkout)
+        run_there(prepare_served, checkout, http_proxy=address)
+    assert "up to date" in run_there(prepare_served, checkout)
     run_there(PREPROCESS, checkout)
     arguments = TRAIN.removeprefix("python ")
     assert "iteration 2/2" in run_there(f"{arguments} --set save=again load=again", checkout)

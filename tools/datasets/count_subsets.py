@@ -19,6 +19,7 @@ from megatron.cli.dataset_options import (
     add_input_arguments,
     add_tokenizer_arguments,
     new_parser,
+    split_inputs,
     split_words,
 )
 from megatron.config.command_line import integer, run_main
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     tokenizer_files = TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
-    source = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, (*options.keys, "meta"))
+    source = FileCorpus(find_files(split_inputs(arguments.input), suffixes), suffixes, (*options.keys, "meta"))
     subsets: dict[str, SubsetCount] = {}
     total, rejected = SubsetCount(), RejectedDocuments()
     with Progress("counting", source.total_bytes, unit="MB") as display:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import zstandard
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, new_parser, split_words
+from megatron.cli.dataset_options import add_input_arguments, new_parser, split_inputs, split_words
 from megatron.config.command_line import number, run_main
 from megatron.data.deduplication import DEFAULT_THRESHOLD, Deduplicator
 from megatron.data.documents import DocumentOptions, read_texts
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions((arguments.jsonl_key,), skip_bad=arguments.bad_documents == "skip")
-    corpus = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, options.keys)
+    corpus = FileCorpus(find_files(split_inputs(arguments.input), suffixes), suffixes, options.keys)
     deduplicator = Deduplicator(arguments.threshold)
     kept_bytes = text_bytes = 0
     output = arguments.output
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 @contextmanager
 def _open_output(path: Path | None) -> Iterator[BinaryIO]:
     with open(path or os.devnull, "wb") as stream:
-        if path is None or ".zst" not in path.suffixes:
+        if path is None or not path.name.endswith(".zst.partial"):
             yield stream
             return
         with zstandard.ZstdCompressor().stream_writer(stream) as compressed:

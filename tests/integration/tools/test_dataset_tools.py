@@ -248,17 +248,18 @@ def test_split_and_merge(dataset, tmp_path, run):
     assert (tmp_path / "merged.idx").read_bytes() == Path(f"{dataset}.idx").read_bytes()
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst", ".zst.jsonl"])
 def test_deduplicate(tmp_path, run, ending):
     texts = [" ".join(f"word{number}-{position}" for position in range(200)) for number in range(3)]
     lines = [*texts, texts[1], texts[2] + " more", "", "last \u00e9"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    source = tmp_path / "a,b.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
     output = tmp_path / f"unique{ending}"
-    status, printed, error = run("deduplicate", "--input", tmp_path / "a.jsonl", "--output", output)
+    status, printed, error = run("deduplicate", "--input", source, "--output", output)
     assert status == 0, error
     assert "6 documents: 1 exact duplicates and 1 near-duplicates removed, 4 kept" in printed
     assert read_inputs(output) == [*texts, "last \u00e9"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", output.name]
-    assert "4 kept" in run("deduplicate", "--input", tmp_path / "a.jsonl")[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [source.name, output.name]
+    assert "4 kept" in run("deduplicate", "--input", source)[1]
     assert "argument --threshold: must be" in run("deduplicate", "--input", output, "--threshold", 2)[2]
-    assert "must end in .jsonl" in run("deduplicate", "--input", tmp_path / "a.jsonl", "--output", "x.txt")[2]
+    assert "must end in .jsonl" in run("deduplicate", "--input", source, "--output", "x.txt")[2]

@@ -54,16 +54,39 @@ def test_a_wrong_option_is_an_error_before_anything_runs(tmp_path, monkeypatch):
     for words, message in (
         (["--tokens", "512"], r"--tokens 512: .* 2,048 tokens; choose at least 2048"),
         (["--methods", "kerple_log", "../demo"], r"--methods \.\./demo: there is no configs/pos_emb file"),
+        (["--methods", "alibi", "rotary", "alibi"], "--methods alibi: is given more than once"),
     ):
         with pytest.raises(UserError, match=message):
             demo.main(["--output", str(tmp_path), *words])
 
 
-def test_checkpoints_of_others_and_damaged_records_are_kept(tmp_path):
-    corpus = tmp_path / "data" / demo.CORPUS
+def write_corpus(folder) -> None:
+    corpus = folder / demo.CORPUS
     corpus.mkdir(parents=True)
     (corpus / f"{demo.CORPUS}_text_document.idx").write_bytes(b"1")
     (corpus / "tokenizer.json").write_bytes(b"2")
+
+
+def test_another_reference_is_evaluated_again(tmp_path, monkeypatch):
+    """The report compares with the first method."""
+    write_corpus(tmp_path / "data")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "extrapolation.json").write_text("{}")
+    compared_with = []
+
+    def run_step(title, command):
+        compared_with.append(command[command.index("--compare-with") + 1])
+        return 0
+
+    monkeypatch.setattr(demo, "run_step", run_step)
+    for methods in (["alibi", "rotary"], ["alibi", "rotary"], ["rotary", "alibi"]):
+        words = ["--output", str(tmp_path), "--data", str(tmp_path / "data"), "--methods", *methods]
+        assert demo.evaluate(demo.parse_options(words)) == 0
+    assert compared_with == ["alibi", "rotary"]
+
+
+def test_checkpoints_of_others_and_damaged_records_are_kept(tmp_path):
+    write_corpus(tmp_path / "data")
     checkpoints = tmp_path / "alibi" / "checkpoints"
     checkpoints.mkdir(parents=True)
     (checkpoints / "latest").write_text("global_step9")

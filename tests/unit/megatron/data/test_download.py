@@ -76,7 +76,7 @@ def server(monkeypatch):
 
 def check_complete(folder) -> None:
     assert (folder / "a b.jsonl.zst").read_bytes() == CONTENT
-    assert [path.name for path in folder.iterdir()] == ["a b.jsonl.zst"]
+    assert sorted(path.name for path in folder.iterdir()) == ["a b.jsonl.zst", "a b.jsonl.zst.source.json"]
 
 
 def test_download(tmp_path, server, capsys):
@@ -87,6 +87,32 @@ def test_download(tmp_path, server, capsys):
     download(server.url, folder)
     assert "already downloaded" in capsys.readouterr().out
     assert len(server.requests) == 1
+
+
+def test_file_from_another_url(tmp_path, server, capsys):
+    download(server.url, tmp_path)
+    assert "secret" not in (tmp_path / "a b.jsonl.zst.source.json").read_text()
+    other = server.url.replace("/corpora/", "/others/")
+    with pytest.raises(UserError, match=r"a b.jsonl.zst was downloaded from another URL than .*/others/a%20b.*; rem"):
+        download(other, tmp_path)
+    download(f"{other}#sha256={SHA256}", tmp_path)
+    (tmp_path / "a b.jsonl.zst").unlink()
+    server.content = b"another file"
+    assert download(other, tmp_path).read_bytes() == b"another file"
+    assert "already downloaded" in capsys.readouterr().out
+    with pytest.raises(UserError, match="was downloaded from another URL"):
+        download(server.url, tmp_path)
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("record", [None, b"", b"{", b'{"url": 1}', b'{"url": "\\ud800"}', b"[" * 100_000])
+def test_file_without_a_record_of_its_url(tmp_path, server, record):
+    """Files of earlier versions and of the user have no record."""
+    (tmp_path / "a b.jsonl.zst").write_bytes(b"mine")
+    if record is not None:
+        (tmp_path / "a b.jsonl.zst.source.json").write_bytes(record)
+    assert download(server.url, tmp_path).read_bytes() == b"mine"
+    assert server.requests == []
 
 
 def test_broken_connections(tmp_path, server):
@@ -252,8 +278,10 @@ def test_url_to_dataset(tmp_path, server):
     prefix = prepare(PrepareOptions("pile", tmp_path, "CharLevelTokenizer", urls=(url,)))
     assert dataset_text(prefix) == "downloaded\0"
     assert "secret" not in (tmp_path / "pile" / "pile_text_document.json").read_text()
+    other = url.replace("/corpora/", "/others/")
     with pytest.raises(UserError, match="two of the URLs have the same file name"):
-        prepare(PrepareOptions("pile", tmp_path, "CharLevelTokenizer", urls=(url, url)))
+        prepare(PrepareOptions("pile", tmp_path, "CharLevelTokenizer", urls=(url, other)))
+    assert len(server.requests) == 1
 
 
 def test_concurrent_download_is_rejected(tmp_path, server):
@@ -318,7 +346,7 @@ def test_continuation_of_another_version(tmp_path, no_waiting, first, second, sa
     validator = '"a"' if "ETag" in first[0] else EARLIER
     assert "Range: bytes=4-\r\n" in requests[1]
     assert f"If-Range: {validator}\r\n" in requests[1]
-    assert [path.name for path in tmp_path.iterdir()] == ["name"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["name", "name.source.json"]
 
 
 def test_versions_that_keep_changing(tmp_path, no_waiting):
@@ -394,6 +422,34 @@ def test_chunked_and_unknown_length(tmp_path, capsys):
     assert "does not say" not in capsys.readouterr().err
     assert fetch(tmp_path / "unknown", response())[0] == b"content"
     assert "the server does not send the size of the file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["10", "*"])
+def test_interrupted_continuation_of_an_unknown_length(tmp_path, no_waiting, size):
+    """If the first response was chunked, the size of the file is that of the continuation."""
+    rest = [f"Content-Range: bytes {start}-9/{size}" for start in (4, 6)]
+    content, requests = fetch(
+        tmp_path,
+        response("Transfer-Encoding: chunked", 'ETag: "a"', body=b"4\r\n0123\r\n"),
+        response("Content-Length: 6", 'ETag: "a"', rest[0], status="206 Partial Content", body=b"45"),
+        response("Content-Length: 4", 'ETag: "a"', rest[1], status="206 Partial Content", body=b"6789"),
+    )
+    assert content == b"0123456789"
+    assert len(requests) == 3
+    assert "Range: bytes=6-\r\n" in requests[2]
+
+
+def test_size_of_a_continuation_is_kept(tmp_path, no_waiting):
+    """A later answer about a file of another size is another version."""
+    content, requests = fetch(
+        tmp_path,
+        response("Transfer-Encoding: chunked", 'ETag: "a"', body=b"4\r\n0123\r\n"),
+        response("Content-Length: 6", 'ETag: "a"', "Content-Range: bytes 4-9/10", status="206 Partial", body=b"45"),
+        response("Content-Length: 6", 'ETag: "a"', "Content-Range: bytes 6-11/12", status="206 Partial", body=b"678"),
+        response("Content-Length: 6", body=b"second"),
+    )
+    assert content == b"second"
+    assert len(requests) == 4
 
 
 def test_slow_server(tmp_path, no_waiting, monkeypatch):

@@ -6,6 +6,7 @@ import sys
 import fsspec
 import pytest
 
+from megatron.data import input_files
 from megatron.data.input_files import file_format, find_files
 from megatron.utils.errors import UserError
 from tests.support.corpora import json_lines, read_inputs
@@ -46,6 +47,12 @@ def test_outputs_of_preprocessing_are_skipped(tmp_path):
     for name in ("a.jsonl", "x_text.bin", "x_text.idx", "x_text.json", "y.progress.json", "z.zst.partial.json"):
         (tmp_path / name).touch()
     assert [file.base_name for file in find_files([tmp_path])] == ["a.jsonl"]
+
+
+def test_urls_of_downloads_are_skipped(tmp_path):
+    for name in ("a.jsonl", "a.jsonl.source.json", "b.source.json"):
+        (tmp_path / name).touch()
+    assert [file.base_name for file in find_files([tmp_path])] == ["a.jsonl", "b.source.json"]
 
 
 def test_errors(tmp_path):
@@ -139,6 +146,32 @@ def test_object_store_errors(store, monkeypatch):
     monkeypatch.setattr(type(store), "info", fail)
     with pytest.raises(UserError, match=r"^cannot read memory://bucket/pile/01.jsonl: no credentials$"):
         find_files(["memory://bucket/pile/01.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("ftp://user:secret@host/a.jsonl", "ftp://host/a.jsonl"),
+        ("s3://key:se@cret@bucket/*", r"s3://bucket/\*"),
+        ("simplecache::sftp://:secret@host/a", "simplecache::sftp://host/a"),
+        ("https://user:secret@host/a.jsonl", "https://host/a.jsonl"),
+    ],
+)
+def test_passwords_in_urls(url, shown):
+    """Names of inputs are printed and stored in the manifest."""
+    with pytest.raises(
+        UserError, match=rf"^input {shown}: URLs with a password are not .*FSSPEC_FTP_PASSWORD"
+    ) as error:
+        find_files([url])
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["memory://a/b:c@d", "abfs://container@account.dfs.core.windows.net/a", "github://organization:name@main/a"]
+)
+def test_urls_with_other_meanings_of_the_at_sign(url, monkeypatch):
+    monkeypatch.setattr(input_files, "_remote_files", lambda url, suffixes: [])
+    assert find_files([url]) == []
 
 
 def test_object_store_fails_during_reading(store, monkeypatch):

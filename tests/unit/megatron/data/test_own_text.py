@@ -10,13 +10,14 @@ from megatron.data.own_text import OwnText
 from megatron.data.prepare import PrepareOptions, prepare
 from megatron.data.readers import FileCorpus
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.errors import UserError
 
 BOOK = "".join(f"Paragraph {number}.\n" + "Some words of a long book. " * 30 + "\n\n" for number in range(200))
 
 
-def corpus(*paths, **options) -> OwnText:
-    return OwnText(FileCorpus(find_files(paths)), DocumentOptions(**options))
+def corpus(*paths, limit_mb=None) -> OwnText:
+    return OwnText(FileCorpus(find_files(paths)), DocumentOptions(), limit_mb)
 
 
 @pytest.fixture
@@ -60,6 +61,7 @@ def test_too_little_text_is_a_note(tmp_path, capsys):
 def test_identity(folder):
     identity = corpus(folder).identity()
     assert corpus(folder).identity() == identity
+    assert len({corpus(folder, limit_mb=limit).identity() for limit in (None, 0.01, 0.02)}) == 3
     (folder / "notes.rst").write_text("Other notes\n")
     assert corpus(folder).identity() != identity
 
@@ -86,6 +88,32 @@ def test_prepare(folder, tmp_path, capsys):
     (folder / "notes.rst").write_text("New notes\n")
     prepare(options)
     assert "rebuilt: corpus changed" in capsys.readouterr().out
+
+
+def test_limit(folder, tmp_path, monkeypatch):
+    """The tokenizer sees only the training split of the limited text."""
+    everything, limited = corpus(folder).documents, corpus(folder, limit_mb=0.05).documents
+    assert limited == everything[: len(limited)]
+    sizes = [len(text) for _, text in limited]
+    assert sum(sizes[:-1]) < 50_000 <= sum(sizes)
+    trained_on = []
+
+    def train(texts, *arguments, **keywords):
+        trained_on.extend(texts)
+        return train_bpe(texts, *arguments, **keywords)
+
+    monkeypatch.setattr("megatron.data.prepare.train_bpe", train)
+    prefix = prepare(PrepareOptions("mytext", tmp_path / "data", sources=(str(folder),), limit_mb=0.05))
+    assert open_indexed_files(prefix).documents == len(limited)
+    assert trained_on == [text.decode() for _, text in limited[: round(0.8 * len(limited))]]
+
+
+def test_limit_applies_to_the_vocabulary_and_the_largest_document(tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"{number}\n" + "A line of a long book.\n" * 4500)
+    assert (corpus(tmp_path).vocab_size, corpus(tmp_path, limit_mb=0.5).vocab_size) == (4096, 1024)
+    assert max(len(text) for _, text in corpus(tmp_path).documents) > 20_000
+    assert max(len(text) for _, text in corpus(tmp_path, limit_mb=0.5).documents) <= 5000
 
 
 def test_errors(tmp_path, capsys):

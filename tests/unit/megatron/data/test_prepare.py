@@ -295,6 +295,21 @@ def test_missing_source(tmp_path, dataset):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_output_folder_in_the_source(tmp_path, monkeypatch):
+    """A second run would read tokenizer.json and prepare.json."""
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    for directory, source in (("data", "."), ("x/..", tmp_path), ("", "mine")):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=r"--from .* contains the output folder .*mine, .* --data-dir"):
+            prepare(options_for("mine", Path(directory), source))
+    (tmp_path / "mine").rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    (tmp_path / "a.c").write_text("int a;")
+    for _ in range(2):
+        assert dataset_text(prepare(options_for("mine", Path("data"), ".", suffixes=(".c",)))) == "int a;\0"
+
+
 def test_errors(tmp_path):
     with pytest.raises(UserError, match="unknown dataset 'wikitext'; known: python_stdlib, debian_c, debian_latex"):
         prepare(PrepareOptions("wikitext", tmp_path))
