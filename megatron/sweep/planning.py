@@ -242,12 +242,14 @@ class SweepRun:
         """Write the configuration for the processes of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "config.yml"
-        write_atomically(path, (json.dumps(self.config.to_flat(), indent=1) + "\n").encode())
+        content = json.dumps(self.config.to_flat(), indent=1, ensure_ascii=False)  # YAML has no surrogate pairs
+        write_atomically(path, f"{content}\n".encode())
         return path
 
 
 def plan(sweep: Sweep) -> list[SweepRun]:
-    """All runs of a sweep. Raises UserError for an invalid configuration, or if a folder contains another run.
+    """All runs of a sweep. Raises UserError for an invalid configuration, if two runs have the same one, or if a folder
+    contains another run.
 
     Runs that a table could not distinguish are evaluated with a `--label`.
     """
@@ -259,10 +261,19 @@ def plan(sweep: Sweep) -> list[SweepRun]:
         checkpoints = str(folder / "checkpoints")
         folders = {"save": checkpoints, "load": checkpoints, "log_dir": str(folder / "logs")}
         config = sweep.configuration(choices)
+        _check_checkpoint_keys(config, checkpoints, f"{sweep.path}: run {name}")
         if config.logging.tensorboard_dir is not None:
             folders["tensorboard_dir"] = str(folder / "tensorboard")
         runs.append(SweepRun(name, folder, config.updated(**folders), sweep.evaluation))
+    names: dict[str, str] = {}
     for run in runs:
+        keys = {key: value for key, value in run.config.to_flat().items() if key not in FOLDER_KEYS}
+        other = names.setdefault(json.dumps(keys, sort_keys=True), run.name)
+        if other != run.name:
+            raise UserError(
+                f"{sweep.path}: runs {other} and {run.name} have the same configuration; remove a choice, or "
+                "change its keys"
+            )
         run.check_folder()
     axes = _ambiguous_axes(runs, combinations)
     if not axes or any("--label" in options for options in sweep.evaluation):
@@ -272,6 +283,22 @@ def plan(sweep: Sweep) -> list[SweepRun]:
         replace(run, evaluation=tuple((*options, "--label", label) for options in run.evaluation))
         for run, label in zip(runs, labels, strict=True)
     ]
+
+
+def _check_checkpoint_keys(config: Config, checkpoints: str, place: str) -> None:
+    """Raises UserError if a run should start from another checkpoint than the last one in its folder."""
+    settings = config.checkpoint
+    if settings.finetune:
+        raise UserError(f"{place}: finetune cannot be used in a sweep; remove it, or finetune with train.py")
+    if settings.iteration is not None:
+        raise UserError(
+            f"{place}: iteration cannot be used in a sweep, which resumes from the last checkpoint; remove it"
+        )
+    if settings.load not in (None, settings.save, checkpoints):
+        raise UserError(
+            f"{place}: load is {settings.load}, but the runs of a sweep start from scratch, and resume from their own "
+            "checkpoints; remove it (or set: {load: null})"
+        )
 
 
 def select(runs: Sequence[SweepRun], patterns: Sequence[str] | None, shard: str | None) -> list[SweepRun]:

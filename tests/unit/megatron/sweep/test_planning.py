@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from megatron.config import UserError
+from megatron.config import UserError, load_config
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import plan
 from tests.support.runs import ROOT
@@ -73,6 +73,34 @@ def test_errors_name_the_run(tmp_path):
     sweep = read_sweep(write_sweep(tmp_path, set={"train-itters": 5}))
     with pytest.raises(UserError, match=r"run kerple_log/7: .*train-itters"):
         plan(sweep)
+
+
+def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
+    axes = {"seed": [{"seed": 1, "name": "first"}, {"seed": 1, "name": "second"}]}
+    with pytest.raises(UserError, match=r"sweep\.yml: runs first and second have the same configuration"):
+        plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"})))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"finetune": True, "load": "pretrained"}, "finetune cannot be used in a sweep"),
+        ({"iteration": 3, "load": "pretrained"}, "iteration cannot be used in a sweep"),
+        ({"load": "pretrained"}, "load is pretrained, but the runs of a sweep start from scratch"),
+    ],
+)
+def test_other_checkpoints_to_start_from_are_an_error(keys, message, tmp_path):
+    with pytest.raises(UserError, match=rf"sweep\.yml: run kerple_log/7: {message}"):
+        plan(read_sweep(write_sweep(tmp_path, set=keys)))
+    # As in configurations that resume from the folder that they save to.
+    plan(read_sweep(write_sweep(tmp_path, set={"save": "somewhere", "load": "somewhere"})))
+
+
+def test_the_stored_configuration_has_characters_beyond_16_bits(tmp_path):
+    (run,) = plan(read_sweep(write_sweep(tmp_path, output=str(tmp_path / "😀"), axes={"pos_emb": ["alibi.yml"]})))
+    run.write_config()
+    assert load_config([run.folder / "config.yml"]).checkpoint.save == run.config.checkpoint.save
+    run.check_folder()
 
 
 def test_the_plan_shows_the_state_of_every_run(sweep):

@@ -328,8 +328,8 @@ def test_evaluation_options_are_checked_before_anything_is_trained(evaluation, m
 def test_tasks_in_the_configuration_are_rejected(sweep):
     with pytest.raises(UserError, match=r"run kerple_log/7: eval-tasks cannot be used: .*set: \{eval-tasks: null\}"):
         sweep(set={"eval-tasks": ["lambada"]})
-    axes = {"pos_emb": [{"name": "a", "pos-emb": "alibi", "eval-tasks": ["lambada"]}]}
-    sweep("--dry-run", axes={**axes, "tasks": [{"name": "none", "eval-tasks": None}]})
+    axes = {"pos_emb": ["alibi.yml"], "tasks": [{"name": "none", "eval-tasks": None}]}
+    sweep("--dry-run", axes=axes, set={"eval-tasks": ["lambada"]})
 
 
 def test_a_mode_is_checked_for_all_runs_of_the_sweep(sweep):
