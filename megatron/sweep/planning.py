@@ -6,6 +6,7 @@ produced them.
 """
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from megatron.utils.files import read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
 
 EVALUATED = "evaluated.json"
-PREVIOUS_RESULTS = "results.previous.jsonl"
+PREVIOUS_RESULTS = "results.previous-{}.jsonl"  # numbered from 1
 # How the last failed training or evaluation exited; removed when the run is tried again.
 FAILED = "failed.json"
 MAX_JOURNAL_BYTES = 1 << 20
@@ -150,7 +151,8 @@ class SweepRun:
         if evaluated is not None and self._has_current_options(evaluated):
             started = max(started, len(evaluated["options"]))
         elif evaluated is not None and has_results(self.results):
-            (self.results / RESULTS).replace(self.results / PREVIOUS_RESULTS)
+            previous = (self.results / PREVIOUS_RESULTS.format(number) for number in itertools.count(1))
+            (self.results / RESULTS).replace(next(path for path in previous if not path.exists()))
         self.results.mkdir(parents=True, exist_ok=True)
         self._write_evaluated(started, done)
         return self.evaluation[done]
