@@ -247,7 +247,7 @@ def _print_plan(
         console.print(f"evaluation: {' '.join(words)}", highlight=False, markup=False)
 
     on_gpu = bool(devices[0])
-    parallel_runs = max(1, len(devices) // max(run.num_gpus for run in runs)) if on_gpu else len(devices)
+    parallel_runs = max(1, len(devices) // max((run.num_gpus for run in runs), default=1)) if on_gpu else len(devices)
     if rate is None:
         rates = [logged for run in runs if (logged := run.logged_tokens_per_second())]
         rate = sum(rates) / len(rates) if rates else None

@@ -127,13 +127,16 @@ def read_sweep(path: str | Path) -> Sweep:
         duplicate = next((label for label in labels if labels.count(label) > 1), None)
         if duplicate is not None:
             raise UserError(f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}")
+    title = values.get("title", f"Sweep {path.stem}")
+    if not title.isprintable():
+        raise UserError(f"{path}: title {title!r} contains control characters; set one without them")
     place = entries["evaluation"].place
     evaluations = values["evaluation"] if isinstance(values["evaluation"], list) else [values["evaluation"]]
     if not evaluations or not all(isinstance(options, dict) for options in evaluations):
         raise UserError(f"{place}: evaluation must be a mapping or a list of mappings, not {values['evaluation']!r}")
     return Sweep(
         path=path,
-        title=values.get("title", f"Sweep {path.stem}"),
+        title=title,
         output=Path(values["output"]),
         config_dir=config_dir,
         base=_file_list(values["base"], f"{entries['base'].place}: base"),
@@ -147,6 +150,9 @@ def _command_line(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
     """{lengths: [512, 1024], verbose: true} as --lengths 512 1024 --verbose."""
     arguments: list[str] = []
     for name, value in options.items():
+        if "=" in name:
+            option, _, text = name.partition("=")
+            raise UserError(f"{place}: evaluation: {name!r} must not contain an equals sign; write {option}: {text}")
         if value is False or value is None:
             continue
         items = [] if value is True else value if isinstance(value, list) else [value]

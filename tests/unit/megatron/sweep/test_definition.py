@@ -38,7 +38,9 @@ def test_the_last_axis_varies_fastest(tmp_path):
         ({"evaluation": [1]}, "evaluation must be a mapping"),
         ({"evaluation": []}, "evaluation must be a mapping"),
         ({"evaluation": {"lengths": {"a": 1}}}, "lengths must be a value or a list"),
+        ({"evaluation": {"output=x": True}}, "'output=x' must not contain an equals sign; write output: x"),
         ({"output": 3}, "output must be a string"),
+        ({"title": "a\nb"}, r"sweep\.yml: title 'a\\nb' contains control characters"),
     ],
 )
 def test_errors_name_the_place(tmp_path, keys, message):

@@ -354,6 +354,10 @@ def test_selected_runs(sweep):
             {"lengths": [32], "precision": "fp64"},
             "evaluation of run kerple_log/7: argument --precision: invalid choice",
         ),
+        (
+            {"lengths": [32], "title": ["a", "--output=b"]},
+            "evaluation of run kerple_log/7: output cannot be used in a sweep",
+        ),
         ({"lengths": [32], "label": ["a", "b"]}, "evaluation of run kerple_log/7: label must be a single label"),
         (
             {"lengths": [32], "modes": ["full", "full+dynamic-ntk"]},
