@@ -209,6 +209,7 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
         finished = []
         for run in runs:
             try:
+                run.check_folder()
                 if run.status().state is State.FINISHED:
                     finished.append(run)
             except UserError as error:

@@ -259,6 +259,7 @@ def test_a_run_that_another_process_started_with_another_configuration_is_left_a
     output = sweep("--only", "alibi/*", status=1, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": 7}]})
     assert "alibi/7: FAILED in preparation (" in output
     assert "train_iters: 8 in the folder, 6 in the sweep" in output
+    assert "note: run alibi/7 is not in the report: " in output
     assert not (sweep.runs / "alibi" / "7" / "failed.json").exists()
     assert logged_iterations(sweep.runs / "alibi" / "7") == [1, 2, 3, 4, 5, 6, 7, 8]
 
