@@ -302,7 +302,7 @@ def check_modes(words: Sequence[str], configs: Sequence[Config], place: str) -> 
 def _parse_sweep_options(words: Sequence[str]) -> argparse.Namespace:
     """Raises UserError or ArgumentError for options that are invalid or cannot be used in a sweep."""
     for word in words:
-        name = word.replace("_", "-")
+        name = word.partition("=")[0].replace("_", "-")
         if name in NOT_IN_SWEEPS:
             raise UserError(f"{name.lstrip('-')} cannot be used in a sweep: {NOT_IN_SWEEPS[name]}; remove it")
     parser = OptionParser(exit_on_error=False, add_help=False)

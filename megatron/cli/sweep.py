@@ -18,7 +18,7 @@ from megatron.config import UserError
 from megatron.config.command_line import OptionParser, integer, number, option_name
 from megatron.evaluation.records import read_results
 from megatron.sweep.definition import Sweep, read_sweep
-from megatron.sweep.planning import State, SweepRun, missing_data, plan, select
+from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner
 from megatron.sweep.slurm import array_script
 from megatron.utils.files import check_writable, write_atomically
@@ -167,15 +167,15 @@ def _run(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    statuses = [run.status() for run in runs]
+    statuses = [_status_or_untrained(run) for run in runs]
     unfinished = [run for run, status in zip(runs, statuses, strict=True) if status.state is not State.FINISHED]
     say(f"{sweep.title}: {len(runs)} runs, {len(runs) - len(unfinished)} of them already finished")
     with Display(runs, statuses, console) as display:
         runner = Runner(KERPLE, devices, display)
         stopped_by, claimed_elsewhere = runner.run(unfinished)
-    _report(sweep, all_runs, say)
     for failure in runner.failures:
-        say(f"failed: {failure.run.name} in {failure.task}: {failure.log}")
+        say(f"failed: {failure.run.name} in {failure.task}: {failure.log or failure.error}")
+    _report(sweep, all_runs, say)
     for reason in claimed_elsewhere:
         say(reason)
     if stopped_by is not None:
@@ -184,6 +184,14 @@ def _run(
     if claimed_elsewhere:
         say(f"{len(claimed_elsewhere)} runs are left to other sweep processes; the last one reports on all runs")
     return 1 if runner.failures else 0
+
+
+def _status_or_untrained(run: SweepRun) -> Status:
+    """The status of a run; that of an untrained one if its files are damaged, which the runner then reports."""
+    try:
+        return run.status()
+    except UserError:
+        return Status(State.TRAIN, 0, run.steps)
 
 
 def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
@@ -198,7 +206,14 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
         except LockBusyError:
             time.sleep(1.0)
     try:
-        finished = [run for run in runs if run.status().state is State.FINISHED]
+        finished = []
+        for run in runs:
+            try:
+                run.check_folder()
+                if run.status().state is State.FINISHED:
+                    finished.append(run)
+            except UserError as error:
+                say(f"note: run {run.name} is not in the report: {error}")
         if finished:
             sources = Sources(read_results(run.results for run in finished))
             report = write_report(sources, sweep.output / "report", sweep.title)
@@ -233,7 +248,7 @@ def _print_plan(
         console.print(f"evaluation: {' '.join(words)}", highlight=False, markup=False)
 
     on_gpu = bool(devices[0])
-    parallel_runs = max(1, len(devices) // max(run.num_gpus for run in runs)) if on_gpu else len(devices)
+    parallel_runs = max(1, len(devices) // max((run.num_gpus for run in runs), default=1)) if on_gpu else len(devices)
     if rate is None:
         rates = [logged for run in runs if (logged := run.logged_tokens_per_second())]
         rate = sum(rates) / len(rates) if rates else None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, UserError, load_config
+from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import find_file, read_file
 
 # Key -> type of its value; None: checked when it is used.
@@ -65,15 +66,29 @@ class Sweep:
 
     def configuration(self, choices: tuple[Choice, ...]) -> Config:
         """The merged configuration of a run, without its folders. Raises UserError that names the run."""
+        self._check_axes(choices)
         files = [*self.base, *(file for choice in choices for file in choice.files)]
         keys = dict(self.overrides)
         for choice in choices:
             keys |= choice.keys
-        overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON is valid YAML
+        # JSON is valid YAML, except for surrogate pairs in escapes.
+        overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
         try:
             return load_config(files, self.config_dir, overrides, strict=True)
         except UserError as error:
             raise UserError(f"{self.path}: run {run_name(choices)}: {error}") from error
+
+    def _check_axes(self, choices: tuple[Choice, ...]) -> None:
+        """Raises UserError if the choices of two axes set the same key, or one a key inside a mapping of the other."""
+        pairs = itertools.combinations(zip(self.axes, choices, strict=True), 2)
+        for (first_axis, first), (second_axis, second) in pairs:
+            for first_key, second_key in itertools.product(first.keys, second.keys):
+                paths = canonical_path(first_key), canonical_path(second_key)
+                if all(one == other for one, other in zip(*paths, strict=False)):
+                    raise UserError(
+                        f"{self.path}: axis {first_axis} sets {first_key}, and axis {second_axis} sets {second_key}, "
+                        "so one would override the other; set it in one of the axes only, or combine them into one axis"
+                    )
 
 
 def run_name(choices: tuple[Choice, ...]) -> str:
@@ -112,13 +127,16 @@ def read_sweep(path: str | Path) -> Sweep:
         duplicate = next((label for label in labels if labels.count(label) > 1), None)
         if duplicate is not None:
             raise UserError(f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}")
+    title = values.get("title", f"Sweep {path.stem}")
+    if not title.isprintable():
+        raise UserError(f"{path}: title {title!r} contains control characters; set one without them")
     place = entries["evaluation"].place
     evaluations = values["evaluation"] if isinstance(values["evaluation"], list) else [values["evaluation"]]
     if not evaluations or not all(isinstance(options, dict) for options in evaluations):
         raise UserError(f"{place}: evaluation must be a mapping or a list of mappings, not {values['evaluation']!r}")
     return Sweep(
         path=path,
-        title=values.get("title", f"Sweep {path.stem}"),
+        title=title,
         output=Path(values["output"]),
         config_dir=config_dir,
         base=_file_list(values["base"], f"{entries['base'].place}: base"),
@@ -132,6 +150,9 @@ def _command_line(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
     """{lengths: [512, 1024], verbose: true} as --lengths 512 1024 --verbose."""
     arguments: list[str] = []
     for name, value in options.items():
+        if "=" in name:
+            option, _, text = name.partition("=")
+            raise UserError(f"{place}: evaluation: {name!r} must not contain an equals sign; write {option}: {text}")
         if value is False or value is None:
             continue
         items = [] if value is True else value if isinstance(value, list) else [value]

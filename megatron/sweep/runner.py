@@ -18,12 +18,15 @@ from rich.console import Console
 
 from megatron.evaluation.records import has_results
 from megatron.sweep.planning import State, Status, SweepRun
+from megatron.utils.errors import UserError
 from megatron.utils.locks import Lock, LockBusyError
 from megatron.utils.processes import signal_without_parent
 from megatron.utils.progress import Progress, readable_time
 
 OUTPUT = "output.log"
 CLAIM = "claim.lock"
+# The task of a run whose files the sweep cannot read or write before it starts a process.
+PREPARATION = "preparation"
 # Environment variable of all processes of a run: the folder of the run.
 RUN_VARIABLE = "SWEEP_RUN"
 POLL_INTERVAL = 0.2  # seconds
@@ -47,13 +50,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run whose training or evaluation failed: the task, its exit status, and the end of its output."""
+    """A run that failed: in which task, how, and the log of the process that failed. Without a log, the error is that
+    of the sweep, which cannot read or write the run's files.
+    """
 
     run: SweepRun
     task: str
-    exit_status: int
-    last_lines: list[str]
-    log: Path
+    error: str
+    log: Path | None = None
 
 
 class Display:
@@ -100,11 +104,12 @@ class Display:
     def failed(self, failure: Failure) -> None:
         self._failed += 1
         self._work_done[failure.run.name] = self._work[failure.run.name]
-        self.print(
-            f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} (exit status {failure.exit_status}); the "
-            f"sweep continues. The last lines of {failure.log}:"
-        )
-        for line in failure.last_lines:
+        text = f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} ({failure.error}); the sweep continues"
+        if failure.log is None:
+            self.print(text)
+            return
+        self.print(f"{text}. The last lines of {failure.log}:")
+        for line in last_lines(failure.log):
             self.print(f"    {line}")
 
     def update(self, jobs: Sequence[Job]) -> None:
@@ -178,6 +183,8 @@ class Runner:
                         has_worked |= self._claim(run, count, failed_before[run.name])
                     except LockBusyError as error:
                         claimed_elsewhere[run.name] = str(error)
+                    except UserError as error:
+                        self._fail(Failure(run, PREPARATION, str(error)))
                 for job in list(self._jobs):
                     self._advance(job)
                 self._display.update(self._jobs)
@@ -194,11 +201,19 @@ class Runner:
     def _claim(self, run: SweepRun, num_devices: int, failed_before: int | None) -> bool:
         """Claim a run and make it a job. Returns False if another process has finished it, or tried it and failed.
 
-        Raises LockBusyError if another process is working on it.
+        Raises:
+            LockBusyError: another process is working on it.
+            UserError: its folder contains a run with another configuration, or damaged files.
         """
         claim = Lock(run.folder / CLAIM, f"{run.name}: another sweep process is working on it")
         claim.acquire()
-        if run.status().state is State.FINISHED:
+        try:
+            run.check_folder()  # a process with another sweep file may have written to it after the plan was made
+            finished = run.status().state is State.FINISHED
+        except UserError:
+            claim.release()
+            raise
+        if finished:
             self._display.finished_elsewhere(run)
             claim.release()
             return False
@@ -222,7 +237,11 @@ class Runner:
             if self._signals:
                 self._remove(job)
             elif not find_processes(job.run.folder):
-                self._start(job)
+                try:
+                    self._start(job)
+                except UserError as error:
+                    self._fail(Failure(job.run, PREPARATION, str(error)))
+                    self._remove(job)
             return
         exit_status = job.process.poll()
         if exit_status is None:
@@ -236,19 +255,32 @@ class Runner:
         if self._signals:  # a training that was asked to stop exits with 0 before its last iteration
             self._remove(job)
             return
-        if exit_status == 0 and (job.run.is_trained() if job.task == "training" else has_results(job.run.results)):
+        try:
+            failure = self._handle_exit(job, exit_status)
+        except UserError as error:
+            failure = Failure(job.run, job.task, str(error))
+        if failure is not None:
+            self._fail(failure)
+            self._remove(job)
+
+    def _handle_exit(self, job: Job, exit_status: int) -> Failure | None:
+        """Record that the last process of a job has succeeded, and remove the job if its run is finished; or record and
+        return its failure. Raises UserError if the run's files are damaged or cannot be written.
+        """
+        run = job.run
+        if exit_status == 0 and (run.is_trained() if job.task == "training" else has_results(run.results)):
             if job.task == "evaluation":
-                job.run.mark_evaluated()
-            if job.run.status().state is State.FINISHED:
-                self._display.finished(job.run, time.monotonic() - job.started_at)
+                run.mark_evaluated()
+            if run.status().state is State.FINISHED:
+                self._display.finished(run, time.monotonic() - job.started_at)
                 self._remove(job)
-            return
-        job.run.mark_failed(job.task, exit_status)
-        log = job.run.folder / OUTPUT
-        failure = Failure(job.run, job.task, exit_status, last_lines(log), log)
+            return None
+        run.mark_failed(job.task, exit_status)
+        return Failure(run, job.task, f"exit status {exit_status}", run.folder / OUTPUT)
+
+    def _fail(self, failure: Failure) -> None:
         self.failures.append(failure)
         self._display.failed(failure)
-        self._remove(job)
 
     def _start(self, job: Job) -> None:
         run = job.run

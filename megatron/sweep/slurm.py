@@ -21,7 +21,7 @@ def array_script(command: Sequence[str], sweep: Sweep, tasks: int, options: str)
         tasks: number of array tasks.
         options: options of sbatch, separated as in a shell.
 
-    Raises UserError if `options` is not a list of options.
+    Raises UserError if `options` is not a list of options, or a path contains a newline.
     """
     try:
         extra = shlex.split(options)
@@ -29,11 +29,15 @@ def array_script(command: Sequence[str], sweep: Sweep, tasks: int, options: str)
         raise UserError(f"--slurm-options {options}: {error}") from None
     if not all(word.startswith("-") and "\n" not in word for word in extra):
         raise UserError(f"--slurm-options {options}: write each option as --NAME=VALUE")
+    folder, log = str(Path.cwd()), str(sweep.output.absolute()).replace("%", "%%") + "/slurm-%A_%a.log"
+    for path in (folder, log):
+        if "\n" in path:
+            raise UserError(f"{path!r} contains a newline, which sbatch does not support; choose another folder")
     lines = [
         f"--job-name={shlex.quote(sweep.title)}",
         f"--array=1-{tasks}",
-        f"--chdir={shlex.quote(str(Path.cwd()))}",
-        f"--output={shlex.quote(str(sweep.output.absolute() / 'slurm-%A_%a.log'))}",
+        f"--chdir={shlex.quote(folder)}",
+        f"--output={shlex.quote(log)}",
         "--open-mode=append",
         f"--signal=B:TERM@{SECONDS_TO_SAVE}",
         "--requeue",
@@ -50,9 +54,12 @@ def array_script(command: Sequence[str], sweep: Sweep, tasks: int, options: str)
             "trap 'stopped=1; kill -TERM $sweep' TERM",
             "wait $sweep",
             "status=$?",
-            'if [ -n "$stopped" ]; then',
+            "# A signal ends `wait` while the sweep still saves.",
+            "while kill -0 $sweep 2>/dev/null; do",
             "  wait $sweep",
             "  status=$?",
+            "done",
+            'if [ -n "$stopped" ]; then',
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
             "exit $status",

@@ -67,8 +67,8 @@ def write_checkpoint(
 
 
 def write_yaml(path: Path, keys: dict[str, object]) -> Path:
-    """Write the keys as JSON, which is valid YAML."""
-    path.write_text(json.dumps(keys))
+    """Write the keys as JSON, which is valid YAML except for surrogate pairs in escapes."""
+    path.write_text(json.dumps(keys, ensure_ascii=False))
     return path
 
 

@@ -16,6 +16,13 @@ def test_dry_run_changes_nothing(sweep):
         assert sweep(option, write=False).count("text_document.idx (create it with prepare_data.py)") == 1
 
 
+def test_dry_run_of_an_empty_shard(sweep, monkeypatch):
+    monkeypatch.setattr(command, "_visible_gpus", lambda: ["0", "1"])
+    output = sweep("--dry-run", "--shard", "3/3")
+    assert "0 runs in" in output
+    assert "2 GPU(s), 2 run(s) in parallel" in output
+
+
 def test_errors_before_anything_is_started(sweep, monkeypatch):
     with pytest.raises(UserError, match=r"evaluate\.py has no option depths"):
         sweep(evaluation={"lengths": [32], "depths": 3})

@@ -38,12 +38,37 @@ def test_the_last_axis_varies_fastest(tmp_path):
         ({"evaluation": [1]}, "evaluation must be a mapping"),
         ({"evaluation": []}, "evaluation must be a mapping"),
         ({"evaluation": {"lengths": {"a": 1}}}, "lengths must be a value or a list"),
+        ({"evaluation": {"output=x": True}}, "'output=x' must not contain an equals sign; write output: x"),
         ({"output": 3}, "output must be a string"),
+        ({"title": "a\nb"}, r"sweep\.yml: title 'a\\nb' contains control characters"),
     ],
 )
 def test_errors_name_the_place(tmp_path, keys, message):
     with pytest.raises(UserError, match=message):
         read_sweep(write_sweep(tmp_path, **keys))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"seed": 1}, {"seed": 2}),
+        ({"seq-length": 16}, {"seq_length": 32}),
+        ({"optimizer.params.lr": 0.1}, {"optimizer": {"type": "Adam", "params": {"lr": 0.2}}, "name": "adam"}),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0.2}}, "name": "adam"}, {"optimizer.params.lr": 0.1}),
+    ],
+)
+def test_axes_that_set_the_same_key_are_an_error(first, second, tmp_path):
+    sweep = read_sweep(write_sweep(tmp_path, axes={"a": [first], "b": [second]}, set={"pos-emb": "alibi"}))
+    (choices,) = sweep.combinations()
+    with pytest.raises(UserError, match=r"sweep\.yml: axis a sets \S+, and axis b sets \S+, so one would override"):
+        sweep.configuration(choices)
+
+
+def test_characters_beyond_16_bits(tmp_path):
+    axes = {"name": [{"wandb-run-name": "😀", "name": "smile"}]}
+    sweep = read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"}))
+    (choices,) = sweep.combinations()
+    assert sweep.configuration(choices).to_flat()["wandb_run_name"] == "😀"
 
 
 def test_required_keys(tmp_path):

@@ -1,13 +1,17 @@
 """The runs of a sweep and their state."""
 
 import json
+import re
 import shutil
+import time
 
 import pytest
 
-from megatron.config import UserError
+from megatron.config import UserError, load_config
+from megatron.data.indexed_dataset import Manifest, write_manifest
 from megatron.sweep.definition import read_sweep
-from megatron.sweep.planning import plan
+from megatron.sweep.planning import State, plan
+from tests.support.checkpoints import write_corpus
 from tests.support.runs import ROOT
 from tests.support.sweeps import write_sweep
 
@@ -75,6 +79,34 @@ def test_errors_name_the_run(tmp_path):
         plan(sweep)
 
 
+def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
+    axes = {"seed": [{"seed": 1, "name": "first"}, {"seed": 1, "name": "second"}]}
+    with pytest.raises(UserError, match=r"sweep\.yml: runs first and second have the same configuration"):
+        plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"})))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"finetune": True, "load": "pretrained"}, "finetune cannot be used in a sweep"),
+        ({"iteration": 3, "load": "pretrained"}, "iteration cannot be used in a sweep"),
+        ({"load": "pretrained"}, "load is pretrained, but the runs of a sweep start from scratch"),
+    ],
+)
+def test_other_checkpoints_to_start_from_are_an_error(keys, message, tmp_path):
+    with pytest.raises(UserError, match=rf"sweep\.yml: run kerple_log/7: {message}"):
+        plan(read_sweep(write_sweep(tmp_path, set=keys)))
+    # As in configurations that resume from the folder that they save to.
+    plan(read_sweep(write_sweep(tmp_path, set={"save": "somewhere", "load": "somewhere"})))
+
+
+def test_the_stored_configuration_has_characters_beyond_16_bits(tmp_path):
+    (run,) = plan(read_sweep(write_sweep(tmp_path, output=str(tmp_path / "😀"), axes={"pos_emb": ["alibi.yml"]})))
+    run.write_config()
+    assert load_config([run.folder / "config.yml"]).checkpoint.save == run.config.checkpoint.save
+    run.check_folder()
+
+
 def test_the_plan_shows_the_state_of_every_run(sweep):
     axes = {"seed": [{"seed": 17, "pos-emb": "alibi", "name": "17"}]}
     assert "to train" in sweep("--dry-run", axes=axes)
@@ -125,6 +157,55 @@ def test_a_changed_configuration_is_an_error(sweep):
     (sweep.runs / "alibi" / "7" / "config.yml").unlink()
     with pytest.raises(UserError, match=r"alibi/7: contains checkpoints but no config\.yml"):
         sweep()
+
+
+def build_data_again(prefix, *, manifest):
+    """Replace the data by others of the same size; the index, or else the manifest, shows it."""
+    if not manifest:
+        write_corpus(prefix.parent, documents=50)
+        return
+    values = {
+        **dict.fromkeys(("documents", "tokens", "largest_id", "vocab_size"), 1),
+        **dict.fromkeys(("skipped_empty", "skipped_bad", "skipped_other"), 0),
+        **dict.fromkeys(("dtype", "tokenizer", "tokenizer_fingerprint", "key"), "a"),
+    }
+    sha256 = f"{time.monotonic_ns():064x}"
+    write_manifest(prefix, Manifest(**values, text_bytes=1, sha256=sha256, append_eod=True, ftfy=False, inputs=[]))
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_data_that_were_built_again_are_an_error(manifest, sweep):
+    prefix = sweep.folder / "text_document"
+    write_corpus(sweep.folder)
+    if manifest:
+        build_data_again(prefix, manifest=True)
+    path = write_sweep(sweep.folder, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}, {"seed": 17}]})
+    sweep(write=False, status=1)
+    files = {file: file.read_bytes() for file in sweep.folder.glob("text_document.*")}
+    build_data_again(prefix, manifest=manifest)
+    with pytest.raises(
+        UserError, match=r"alibi/7: contains a run on other data: \S+text_document has been built again"
+    ):
+        plan(read_sweep(path))
+    for file, content in files.items():
+        file.write_bytes(content)
+    assert [run.status().state for run in plan(read_sweep(path))] == [State.FINISHED, State.RESUME]
+    (sweep.folder / "text_document.json").unlink(missing_ok=True)  # what both sides know is compared
+    plan(read_sweep(path))
+    build_data_again(prefix, manifest=manifest)
+    for name in ("7", "17"):
+        (sweep.runs / "alibi" / name / "data.json").unlink()  # as in runs of earlier versions
+    sweep(write=False)
+    assert not list(sweep.runs.rglob("data.json"))  # it is not known which data their training started with
+
+
+def test_a_run_without_a_checkpoint_starts_with_the_new_data(sweep):
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 13}]}
+    sweep(axes=axes, status=1)
+    before = (sweep.runs / "alibi" / "13" / "data.json").read_text()
+    build_data_again(sweep.folder / "text_document", manifest=False)
+    sweep(write=False, status=1)
+    assert (sweep.runs / "alibi" / "13" / "data.json").read_text() != before
 
 
 def test_the_sweep_of_the_kerple_paper(monkeypatch):
@@ -195,7 +276,6 @@ def test_an_edited_journal_is_named(sweep, content, message):
     journal = sweep.runs / "alibi" / "7" / "evaluation" / "evaluated.json"
     before = journal.read_text()
     journal.write_text(content)
-    with pytest.raises(UserError, match=message):
-        sweep()
+    assert re.search(f"failed: alibi/7 in preparation: .*{message}", sweep(status=1))
     journal.write_text(before)
     assert "2 of them already finished" in sweep()

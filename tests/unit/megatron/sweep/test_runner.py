@@ -1,6 +1,8 @@
 """Running a sweep: order, failures, devices and signals, with fake trainings and evaluations."""
 
 import json
+import re
+import shutil
 import signal
 import sys
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from megatron.evaluation.records import read_results
 from megatron.sweep import runner
 from megatron.sweep.planning import State, Status
 from megatron.utils.locks import Lock
-from tests.support.sweeps import FakeProcess, fake_start_process, logged_iterations
+from tests.support.sweeps import FakeProcess, fake_start_process, logged_iterations, write_sweep
 
 SEEDS = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": 7}, {"seed": 13}]}
 
@@ -81,11 +83,13 @@ def test_results_of_former_options_and_labels_are_not_reported(sweep):
     sweep(axes=axes)
     sweep(axes=axes, evaluation={"lengths": [32], "tokens": 256})
     assert measured() == {("alibi", 32)}
-    previous = sweep.runs / "alibi" / "0.1" / "7" / "evaluation" / "results.previous.jsonl"
-    assert [json.loads(line)["length"] for line in previous.read_text().splitlines()] == [32, 64]
     axes["lr"].append({"optimizer.params.lr": 0.2})
     sweep(axes=axes, evaluation={"lengths": [32], "tokens": 256})
     assert measured() == {("alibi (0.1)", 32), ("alibi (0.2)", 32)}
+    previous = sorted((sweep.runs / "alibi" / "0.1" / "7" / "evaluation").glob("results.previous*"))
+    assert [path.name for path in previous] == ["results.previous-1.jsonl", "results.previous-2.jsonl"]
+    lengths = [[json.loads(line)["length"] for line in path.read_text().splitlines()] for path in previous]
+    assert lengths == [[32, 64], [32]]
 
 
 def test_results_of_an_unfinished_evaluation_with_other_options_are_not_reported(sweep, monkeypatch):
@@ -205,7 +209,59 @@ def test_commands_of_a_run(seed, task, sweep, monkeypatch):
     assert commands[-1][2] == task
 
 
+def test_a_run_with_damaged_files_fails_alone(sweep):
+    sweep()
+    (sweep.runs / "kerple_log" / "7" / "evaluation" / "evaluated.json").write_text("{")
+    (sweep.runs / "alibi" / "7" / "checkpoints" / "latest").write_text("global_step9")
+    shutil.rmtree(sweep.runs / "alibi" / "7" / "checkpoints" / "global_step6")
+    axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": 7}, {"seed": 8}, {"seed": 13}]}
+    output = sweep(axes=axes, status=1)
+    assert "kerple_log/7: FAILED in preparation (" in output
+    assert "alibi/7: FAILED in preparation (" in output
+    assert "alibi/8: finished" in output
+    # The failures come first, in case that the report fails.
+    failed, _, report = output.partition("note: run kerple_log/7 is not in the report: ")
+    assert re.search(r"failed: alibi/7 in preparation: .*latest: names 'global_step9', which does not exist", failed)
+    assert "failed: alibi/13 in training" in failed
+    assert "note: run alibi/7 is not in the report: " in report
+    assert "report of 2 of 6 runs" in report
+    # No claim is left behind.
+    assert not list(sweep.runs.rglob(runner.CLAIM))
+
+
+def test_a_run_whose_files_are_damaged_during_the_sweep_fails_alone(sweep, monkeypatch):
+    def start_process(command, folder, *arguments):
+        process = fake_start_process(command, folder, *arguments)
+        if command[2] == "evaluate" and folder.parent.name == "kerple_log":
+            (folder / "evaluation" / "evaluated.json").write_text("{")
+        return process
+
+    monkeypatch.setattr(runner, "start_process", start_process)
+    output = sweep(status=1)
+    assert "kerple_log/7: FAILED in evaluation (" in output
+    assert "alibi/7: finished" in output
+    assert not list(sweep.runs.rglob(runner.CLAIM))
+
+
 # Several sweep processes in one folder
+
+
+def test_a_run_that_another_process_started_with_another_configuration_is_left_alone(sweep, monkeypatch):
+    """The sweep file is edited after this process has read it, and another process trains the second run."""
+
+    def start_process(*arguments):
+        monkeypatch.setattr(runner, "start_process", fake_start_process)
+        write_sweep(sweep.folder, set={"train-iters": 8})
+        assert command.main([str(sweep.folder / "sweep.yml"), "--only", "alibi/7"]) == 0
+        return fake_start_process(*arguments)
+
+    monkeypatch.setattr(runner, "start_process", start_process)
+    output = sweep("--only", "alibi/*", status=1, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": 7}]})
+    assert "alibi/7: FAILED in preparation (" in output
+    assert "train_iters: 8 in the folder, 6 in the sweep" in output
+    assert "note: run alibi/7 is not in the report: " in output
+    assert not (sweep.runs / "alibi" / "7" / "failed.json").exists()
+    assert logged_iterations(sweep.runs / "alibi" / "7") == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_run_of_another_process_is_left_to_it(sweep):
@@ -299,6 +355,10 @@ def test_selected_runs(sweep):
             {"lengths": [32], "precision": "fp64"},
             "evaluation of run kerple_log/7: argument --precision: invalid choice",
         ),
+        (
+            {"lengths": [32], "title": ["a", "--output=b"]},
+            "evaluation of run kerple_log/7: output cannot be used in a sweep",
+        ),
         ({"lengths": [32], "label": ["a", "b"]}, "evaluation of run kerple_log/7: label must be a single label"),
         (
             {"lengths": [32], "modes": ["full", "full+dynamic-ntk"]},
@@ -328,8 +388,8 @@ def test_evaluation_options_are_checked_before_anything_is_trained(evaluation, m
 def test_tasks_in_the_configuration_are_rejected(sweep):
     with pytest.raises(UserError, match=r"run kerple_log/7: eval-tasks cannot be used: .*set: \{eval-tasks: null\}"):
         sweep(set={"eval-tasks": ["lambada"]})
-    axes = {"pos_emb": [{"name": "a", "pos-emb": "alibi", "eval-tasks": ["lambada"]}]}
-    sweep("--dry-run", axes={**axes, "tasks": [{"name": "none", "eval-tasks": None}]})
+    axes = {"pos_emb": ["alibi.yml"], "tasks": [{"name": "none", "eval-tasks": None}]}
+    sweep("--dry-run", axes=axes, set={"eval-tasks": ["lambada"]})
 
 
 def test_a_mode_is_checked_for_all_runs_of_the_sweep(sweep):
