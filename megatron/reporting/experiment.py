@@ -8,6 +8,7 @@ from megatron.reporting.claims import PROTOCOL
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
 from megatron.reporting.tables import escape_markdown
 from megatron.reporting.training_length import LOG
+from megatron.utils.errors import UserError
 
 CORPUS_TEXTS = {
     "debian_c": "C source code of the Linux kernel (in place of GitHub)",
@@ -22,6 +23,33 @@ def settings_of(records: Iterable[AnyRecord]) -> list[Setting]:
     return sorted(dict.fromkeys(setting for setting in settings if setting.protocol == PROTOCOL), key=rank)
 
 
+def check_comparable(records: Iterable[AnyRecord]) -> None:
+    """Raises UserError if losses on one corpus are those of several settings or numbers of training steps."""
+    first: dict[str | None, AnyRecord] = {}
+    for record in records:
+        if record["kind"] != "extrapolation" or record["protocol"] != PROTOCOL:
+            continue
+        other = first.setdefault(record["corpus"], record)
+        if setting_of(record) != setting_of(other):
+            problem = "have different models or training lengths"
+        elif (record["checkpoint"] or {}).get("iteration") != (other["checkpoint"] or {}).get("iteration"):
+            problem = "have different numbers of training steps"
+        else:
+            continue
+        raise UserError(
+            f"{record['corpus']}: {_source(other)} and {_source(record)} {problem}, so their losses are not "
+            "comparable; keep the records of one of them in docs/results/replication"
+        )
+
+
+def _source(record: AnyRecord) -> str:
+    setting, checkpoint = setting_of(record), record["checkpoint"] or {}
+    return (
+        f"{method_of(record).pos_emb} with seed {record['seed']} ({checkpoint.get('path')} at iteration "
+        f"{checkpoint.get('iteration')}, {setting.size or 'unknown size'}, trained at length {setting.train_length})"
+    )
+
+
 def setting_facts(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
     """For each corpus, the facts that the page states."""
     facts = []
@@ -34,7 +62,7 @@ def setting_facts(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
                 "text": CORPUS_TEXTS.get(setting.corpus or "", corpus_name(setting.corpus)),
                 "train_length": setting.train_length,
                 "model": setting.model,
-                "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in own),
+                "steps": (own[0]["checkpoint"] or {}).get("iteration") or 0,
                 "seeds": _range(
                     Counter(method for method, _ in {(method_of(r).pos_emb, r["seed"]) for r in own}).values()
                 ),

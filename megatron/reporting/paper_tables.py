@@ -19,6 +19,8 @@ from megatron.reporting.aggregate import (
     Setting,
     comparable_means,
     measurements,
+    method_of,
+    setting_of,
     significantly_better,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
@@ -27,7 +29,7 @@ from megatron.reporting.published import Published, corpus_name, corpus_rank, di
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
 
 REFERENCE = Method("kerple_log")
-NEGATIVE = "of a seed, the attention resolution is negative and has no meaning"
+NEGATIVE = "the attention resolution of a seed is negative and has no meaning"
 
 
 def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENCE) -> list[Table]:
@@ -93,14 +95,21 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
 
 
 def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
-    """LEX's table of attention resolutions, per model size and training length. A negative one has no meaning."""
+    """LEX's table of attention resolutions, per model size and training length. A negative one has no meaning, so the
+    mean over seeds that include one is not shown.
+    """
+    resolutions = [record for record in records if record["kind"] == "resolution"]
+    negative = {_resolution_cell(record) for record in resolutions if (record.get("resolution") or 0) < 0}
     shown = [
-        {**record, "resolution": None, "note": NEGATIVE} if (record.get("resolution") or 0) < 0 else record
-        for record in records
-        if record["kind"] == "resolution"
+        {**record, "resolution": None, "note": NEGATIVE} if _resolution_cell(record) in negative else record
+        for record in resolutions
     ]
     groups = _groups(measurements(shown, "resolution", "resolution"))
     return [_table("lex-resolution", group, group.methods, None, rows="methods", best="highest") for group in groups]
+
+
+def _resolution_cell(record: AnyRecord) -> tuple[Setting, Method, int]:
+    return setting_of(record), method_of(record), record["length"]
 
 
 def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:

@@ -45,7 +45,7 @@ from megatron.reporting.claims import (
     has_several_runs,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
-from megatron.reporting.experiment import environments, rank, setting_facts, settings_of
+from megatron.reporting.experiment import check_comparable, environments, rank, setting_facts, settings_of
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.findings import comparisons_of_log, decided_claims, verdict_summary
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, slug
@@ -385,9 +385,13 @@ def other_methods(perplexities: Measurements) -> Measurements:
 
 
 def _read(pages: Path) -> list[AnyRecord]:
-    """The records of all sweeps except those for pilot.md, modes.md and losses at the training length."""
+    """The records of all sweeps except those for pilot.md, modes.md and losses at the training length. Raises
+    UserError if they are not comparable.
+    """
     others = {folder for prefix in (PILOT, MODES, TRAINING_LENGTH) for folder in _folders(pages, prefix)}
-    return [*read_results(sorted({*_folders(pages, "")} - others))]
+    records: list[AnyRecord] = [*read_results(sorted({*_folders(pages, "")} - others))]
+    check_comparable(records)
+    return records
 
 
 def _folders(pages: Path, prefix: str) -> list[Path]:

@@ -1,6 +1,9 @@
 """The facts that the pages state about the records."""
 
-from megatron.reporting.experiment import setting_facts
+import pytest
+
+from megatron.reporting.experiment import check_comparable, setting_facts
+from megatron.utils.errors import UserError
 from tests.support.records import record
 
 
@@ -14,3 +17,19 @@ def test_facts_of_each_corpus():
     c, latex = setting_facts(records)
     assert (c["corpus"], c["seeds"], c["steps"], c["stderr"]) == ("C", "1 to 2", 10, 0.2)
     assert (latex["corpus"], latex["seeds"], latex["longest"]) == ("LaTeX", "1", 128)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"iteration": 20}, "have different numbers of training steps"),
+        ({"layers": 24}, "have different models or training lengths"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_rejected(keys, problem):
+    first, second = (record(name, 128, 9.0, corpus="debian_c", protocol="non-overlapping") for name in ("alibi", "rpe"))
+    check_comparable([first, second])
+    changed = {**second, "checkpoint": {**second["checkpoint"], **keys}}
+    check_comparable([first, {**changed, "corpus": "debian_prose"}])
+    with pytest.raises(UserError, match=rf"debian_c: alibi with seed 1 \(.* and rpe with seed 1 \(.*{problem}"):
+        check_comparable([first, changed])
