@@ -50,7 +50,7 @@ from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.findings import comparisons_of_log, decided_claims, verdict_summary
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, slug
 from megatron.reporting.modes import mode_effects, mode_figures, mode_tables, unsupported_notes
-from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
+from megatron.reporting.paper_tables import difference_tables, missing_notes, perplexity_tables, resolution_tables
 from megatron.reporting.positions import Curves, curve_of, position_plot
 from megatron.reporting.published import corpus_name, display_name, line_numbers, published
 from megatron.reporting.speed import benchmark_tables, read_benchmarks
@@ -229,10 +229,7 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
     methods = [method for method in MAIN_METHODS if method in values.methods]
     columns, cells = [], []
     for setting in settings:
-        lengths = values.select([setting]).lengths
-        if len(settings) > 1 or len(lengths) > MAX_LENGTHS:
-            lengths = [length for length in lengths if length in (setting.train_length or 0) * np.array((1, 8, 64))]
-        for length in lengths:
+        for length in _main_lengths(values, records, setting):
             columns.append(f"{corpus_name(setting.corpus)}, {length:,}" if len(settings) > 1 else f"{length:,}")
             column = [values.values(setting, method, length) for method in methods]
             texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in column]
@@ -242,22 +239,35 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
         return None
     rows = zip(methods, zip(*cells, strict=True), strict=True)
     lines = tuple(Row((display_name(method),), tuple(row)) for method, row in rows)
-    return Table("main", "Perplexity", ("method",), tuple(columns), lines)
+    notes = missing_notes(values.select(settings), {method: display_name(method) for method in methods})
+    return Table("main", "Perplexity", ("method",), tuple(columns), lines, tuple(notes))
+
+
+def _main_lengths(values: Measurements, records: Sequence[AnyRecord], setting: Setting) -> list[int]:
+    """The lengths of a corpus in the main table."""
+    lengths = values.select([setting]).lengths
+    if len(settings_of(records)) > 1 or len(lengths) > MAX_LENGTHS:
+        return [length for length in lengths if length in (setting.train_length or 0) * np.array((1, 8, 64))]
+    return lengths
 
 
 def few_seeds(records: Sequence[AnyRecord]) -> str:
-    """A sentence on the methods of the main table that have fewer seeds than others; empty if there are none."""
-    texts = []
+    """A sentence on the methods of the main table that have other seeds than the method with most seeds, at all lengths
+    shown; empty if there are none.
+    """
+    values, texts = measurements(records, "extrapolation", "perplexity"), []
     for setting in settings_of(records):
-        seeds: dict[Method, dict[int | None, None]] = {}
-        for record in records:
-            if record["kind"] == "extrapolation" and setting_of(record) == setting and record["loss"] is not None:
-                seeds.setdefault(method_of(record), {})[record["seed"]] = None
-        own = {method: list(seeds[method]) for method in MAIN_METHODS if method in seeds}
-        most = max(own.values(), key=len, default=[])
+        own: dict[Method, set[int]] = {}
+        for method in MAIN_METHODS:
+            cells = [values.values(setting, method, length) for length in _main_lengths(values, records, setting)]
+            known = [set(cell.dropna().index) for cell in cells if cell is not None]
+            if known:
+                own[method] = set.intersection(*known)
+        most = max(own.values(), key=len, default=set())
         for method in (method for method in own if own[method] != most):
-            which = f"seed{'s' * (len(own[method]) > 1)} {', '.join(map(str, own[method]))}"
-            texts.append(f"{display_name(method)} on {corpus_name(setting.corpus)} has only {which}")
+            found = ", ".join(map(str, sorted(own[method])))
+            which = f"only seed{'s' * (len(own[method]) > 1)} {found}" if found else "no seed"
+            texts.append(f"{display_name(method)} on {corpus_name(setting.corpus)} has {which}")
     return f" {'; '.join(texts)}: compare such means by their paired differences." if texts else ""
 
 

@@ -146,6 +146,22 @@ def test_methods_with_fewer_seeds_are_named_and_not_compared(pages):
     assert [cell.best for cell in log.cells] == [False] * 3 + [True] * 3
 
 
+def test_a_run_without_a_value_at_one_length_is_named(pages):
+    records = [dict(entry) for entry in read_results(pages / "replication" / "c")]
+    for entry in records:
+        if (entry["pos_emb"], entry["seed"], entry["length"], entry["kind"]) == ("alibi", 2, 8192, "extrapolation"):
+            entry |= {"loss": None, "perplexity": None}
+    assert few_seeds(records).startswith(" ALiBi on C has only seed 1: ")
+    assert main_table(records).notes == ("n/a: ALiBi at 8,192: the value overflows a float.",)
+
+
+def test_seeds_are_compared_as_sets(pages):
+    records = list(read_results(pages / "replication" / "c"))
+    assert few_seeds(sorted(records, key=lambda entry: (entry["pos_emb"] == "alibi") * -entry["seed"])) == ""
+    other = [{**entry, "seed": 3} if (entry["pos_emb"], entry["seed"]) == ("alibi", 2) else entry for entry in records]
+    assert few_seeds(other).startswith(" ALiBi on C has only seeds 1, 3: ")
+
+
 def test_sentences_follow_the_records(pages):
     text = texts(pages)[pages / "README.md"]
     assert "Some methods have fewer seeds" not in text
