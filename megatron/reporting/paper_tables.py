@@ -23,7 +23,7 @@ from megatron.reporting.aggregate import (
     setting_of,
     significantly_better,
 )
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
+from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses, seed_label
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, best_texts, format_mean, format_percent, slug
 from megatron.reporting.published import Published, corpus_name, corpus_rank, display_name, published
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
@@ -71,15 +71,23 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
     values = measurements(records, "extrapolation", "loss")
     for setting in sorted(values.settings, key=lambda setting: corpus_rank(setting.corpus)):
         group = values.select([setting])
-        lines = []
+        rows = {}
         for method in published("kerple-3").ordered(group.methods):
             compared = Method(reference.pos_emb, method.mode)
             if method == compared:
                 continue
             pairs = [((setting, method, length), (setting, compared, length)) for length in group.lengths]
             if any(losses.difference(*pair) for pair in pairs):
-                lines.append(Row((display_name(method),), tuple(Cell(losses.text(*pair)) for pair in pairs)))
-        if lines:
+                rows[method] = pairs
+        if rows:
+            counts = {method: losses.seeds(pairs) for method, pairs in rows.items()}
+            lines = [
+                Row(
+                    (display_name(method) + seed_label(counts[method], max(counts.values())),),
+                    tuple(Cell(losses.text(*pair)) for pair in pairs),
+                )
+                for method, pairs in rows.items()
+            ]
             title = f"Loss minus that of {display_name(reference)}, {setting_title(setting)}"
             tables.append(
                 Table(

@@ -44,7 +44,7 @@ from megatron.reporting.claims import (
     evaluate_claims,
     has_several_runs,
 )
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
+from megatron.reporting.differences import DIFFERENCE_NOTE, Key, PairedLosses, seed_label
 from megatron.reporting.experiment import check_comparable, environments, rank, setting_facts, settings_of
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.findings import comparisons_of_log, decided_claims, verdict_summary
@@ -82,8 +82,9 @@ MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
 POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
 RUNS_NOTE = (
-    "Means over different numbers of seeds cannot be compared, because seeds differ more than many methods; rows "
-    "without ± have one seed. The tables of differences compare the seeds that both methods have."
+    "Means over different numbers of seeds cannot be compared, because seeds differ more than many methods. In tables "
+    "of means over seeds, values without ± have one seed. Tables of differences compare the seeds that both methods "
+    "have, and their ± is the standard error over documents, also of one seed."
 )
 MIN_PIXELS = 1200  # of the width of a figure
 MAX_LENGTHS = 6  # columns of the main table
@@ -276,15 +277,20 @@ def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
     losses = PairedLosses(records)
     keys = {(setting_of(record), method_of(record), record["length"]) for record in records if record.get("groups")}
     columns = sorted({(method.mode, length) for _, method, length in keys if method.mode != "full"})
-    lines: list[Row | Section] = []
+    rows: dict[tuple[Setting, Method], list[tuple[Key, Key]]] = {}
     for setting in settings_of(records):
         methods = {method.pos_emb for key, method, _ in keys if key == setting and method.mode != "full"}
-        lines += [Section(corpus_name(setting.corpus))] if methods else []
         for method in published("kerple-3").ordered(Method(pos_emb) for pos_emb in sorted(methods)):
-            pairs = [
+            rows[setting, method] = [
                 ((setting, replace(method, mode=mode), length), (setting, method, length)) for mode, length in columns
             ]
-            lines.append(Row((display_name(method),), tuple(Cell(losses.text(*pair)) for pair in pairs)))
+    counts = {key: losses.seeds(pairs) for key, pairs in rows.items()}
+    lines: list[Row | Section] = []
+    for (setting, method), pairs in rows.items():
+        if (section := Section(corpus_name(setting.corpus))) not in lines:
+            lines.append(section)
+        name = display_name(method) + seed_label(counts[setting, method], max(counts.values()))
+        lines.append(Row((name,), tuple(Cell(losses.text(*pair)) for pair in pairs)))
     headers = tuple(f"{mode}, {length}" for mode, length in columns)
     title = "Loss with a window or in blocks minus that with all keys"
     return [Table("modes", title, ("method",), headers, tuple(lines), (DIFFERENCE_NOTE,))] if lines else []

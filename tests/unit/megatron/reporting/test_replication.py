@@ -155,6 +155,14 @@ def test_a_run_without_a_value_at_one_length_is_named(pages):
     assert main_table(records).notes == ("n/a: ALiBi at 8,192: the value overflows a float.",)
 
 
+def test_rows_of_modes_with_fewer_seeds_are_labeled(pages):
+    records = list(read_results(pages / "replication" / "c"))
+    fewer = [entry for entry in records if (entry["pos_emb"], entry["seed"]) != ("alibi", 2)]
+    for selected, name in ((records, "ALiBi"), (fewer, "ALiBi (1 seed)")):
+        (table,) = replication.mode_table(selected)
+        assert [row.labels[0] for row in table.rows] == ["KERPLE (log)", name, "xPos"]
+
+
 def test_seeds_are_compared_as_sets(pages):
     records = list(read_results(pages / "replication" / "c"))
     assert few_seeds(sorted(records, key=lambda entry: (entry["pos_emb"] == "alibi") * -entry["seed"])) == ""
