@@ -178,12 +178,12 @@ def _source(record: AnyRecord) -> str:
 
 
 def comparable_means(cells: Iterable[Series | None]) -> list[float]:
-    """The mean of each cell over its seeds; NaN if it has fewer than others, because means over different seeds also
-    differ because of the seeds.
+    """The mean of each cell over its seeds; NaN if they are not those of the first cell with most seeds, because means
+    over different seeds also differ because of the seeds.
     """
     known = [None if cell is None else cell.dropna() for cell in cells]
-    most = max((len(cell) for cell in known if cell is not None), default=0)
-    return [math.nan if cell is None or len(cell) < most else float(cell.mean()) for cell in known]
+    most = max((set(cell.index) for cell in known if cell is not None), key=len, default=set())
+    return [math.nan if cell is None or set(cell.index) != most else float(cell.mean()) for cell in known]
 
 
 def p_value(first: Series, second: Series) -> float | None:

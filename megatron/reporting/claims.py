@@ -24,6 +24,7 @@ import yaml
 from scipy.stats import permutation_test, rankdata
 from scipy.stats import t as t_distribution
 
+from megatron.evaluation.modes import UNSUPPORTED_NOTE
 from megatron.evaluation.scoring import standard_error
 from megatron.reporting.aggregate import ALPHA, AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.formatting import NOT_MEASURED, format_number
@@ -121,15 +122,29 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Result:
-    """A tested claim. p: None if it cannot be computed. corrected_p: with Holm's method."""
+    """A tested claim. p: None if it cannot be computed. corrected_p: with Holm's method. without_loss: a run of the
+    claim has no loss, so there is no estimate.
+    """
 
     claim: Claim
     estimate: Estimate | None
     p: float | None
     corrected_p: float | None
+    without_loss: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Why the claim is inconclusive without a test; empty if it is not."""
+        if self.without_loss:
+            return "a run has no finite loss"
+        if self.estimate is not None and self.p is None and self.estimate.variances is not None:
+            return "no variation between runs, not tested"
+        return ""
 
     @property
     def verdict(self) -> Verdict:
+        if self.without_loss:
+            return "inconclusive"
         if self.estimate is None:
             return "not measured"
         if self.p is None and self.estimate.variances is None:
@@ -172,7 +187,11 @@ def evaluate_claims(
     """
     tested = claims() if tested is None else tested
     data = Data(records)
-    estimates = [_step_times(claim, seconds) if claim.kind == "seconds" else data.estimate(claim) for claim in tested]
+    without_loss = [data.without_loss(claim) for claim in tested]
+    estimates = [
+        None if missing else _step_times(claim, seconds) if claim.kind == "seconds" else data.estimate(claim)
+        for claim, missing in zip(tested, without_loss, strict=True)
+    ]
     p_values = [
         None if estimate is None else estimate.p_value(claim.limit)
         for claim, estimate in zip(tested, estimates, strict=True)
@@ -183,7 +202,7 @@ def evaluate_claims(
         known = [index for index in indices if p_values[index] is not None]
         for index, p in zip(known, holm([cast(float, p_values[index]) for index in known], len(indices)), strict=True):
             corrected[index] = p
-    return [Result(*parts) for parts in zip(tested, estimates, p_values, corrected, strict=True)]
+    return [Result(*parts) for parts in zip(tested, estimates, p_values, corrected, without_loss, strict=True)]
 
 
 def holm(p_values: Sequence[float], count: int) -> list[float]:
@@ -206,9 +225,12 @@ class Data:
         self._records: dict[str, dict[tuple[Setting, Method], dict[int, dict[int | None, AnyRecord]]]] = {}
         for record in records:
             setting, method, length = setting_of(record), method_of(record), record["length"]
-            if record["kind"] not in VALUES or record.get(VALUES[record["kind"]]) is None:
+            if record["kind"] not in VALUES:
                 continue
-            if record["kind"] == "extrapolation" and setting.protocol != PROTOCOL:
+            if record["kind"] == "extrapolation":
+                if setting.protocol != PROTOCOL or str(record.get("note")).startswith(UNSUPPORTED_NOTE):
+                    continue
+            elif record.get(VALUES[record["kind"]]) is None:
                 continue
             if method.mode not in ("full", "blockwise", f"window@{setting.train_length}"):
                 continue
@@ -221,6 +243,19 @@ class Data:
                     f"{setting.corpus}: {method.pos_emb}, seed {record.get('seed')}, has two {record['kind']} records "
                     f"in mode {method.mode} at length {length:,}; omit the results of one of the two evaluations"
                 )
+
+    def without_loss(self, claim: Claim) -> bool:
+        """Whether a run of the claim has no loss. Leaving it out would favour the methods whose runs fail."""
+        if claim.kind not in ("loss", "rank"):
+            return False
+        return any(
+            record["loss"] is None
+            for (setting, method), lengths in self._records.get("extrapolation", {}).items()
+            for term in (claim.first, claim.second)
+            if method == term.method or (claim.kind == "rank" and method.mode == "full")
+            for multiple in term.at
+            for record in lengths.get(multiple * (setting.train_length or 0), {}).values()
+        )
 
     def estimate(self, claim: Claim) -> Estimate | None:
         """The difference of a claim, from all corpora on which both terms were measured; with at least two common seeds
@@ -275,8 +310,15 @@ class Data:
         for pairs in self._pairs("extrapolation", setting, claim):
             for one, other in pairs:
                 groups = [record["groups"]["tokens"] for record in (one, other) if record.get("groups")]
-                if len(groups) < 2 or one["targets"] != other["targets"] or any(g != (tokens or g) for g in groups):
-                    return None  # losses of different tokens are not comparable
+                if len(groups) < 2:
+                    return None  # losses that cannot be paired
+                if one["targets"] != other["targets"] or any(g != (tokens or g) for g in groups):
+                    names = [f"{method_of(r).pos_emb} ({r['mode']}, length {r['length']:,})" for r in (one, other)]
+                    raise UserError(
+                        f"{setting.corpus}: {' and '.join(names)} with seed {one.get('seed')} were scored on other "
+                        "tokens than each other or than other seeds; evaluate them again with the same data and "
+                        "--tokens, or omit the results of one of them"
+                    )
                 tokens = groups[0]
             by_run.append(statistics.fmean(one["loss"] - other["loss"] for one, other in pairs))
             by_document.append(
@@ -295,7 +337,8 @@ class Data:
 
     def _effective_lengths(self, claim: Claim, setting: Setting) -> "_Differences | None":
         def value(record: AnyRecord) -> float:
-            logs = [math.log2(n) for layer in record["effective_lengths"] for n in layer]
+            """Of all heads. An effective length of 0 (the bias is below the limit at every distance) counts as 1."""
+            logs = [math.log2(max(n, 1)) for layer in record["effective_lengths"] for n in layer]
             return max(logs) if claim.kind == "effective-length" else statistics.fmean(logs)
 
         cells = []
@@ -418,8 +461,9 @@ def has_several_runs(results: Iterable[Result]) -> bool:
 
 def _cells(result: Result, corpora: Sequence[str | None], several_runs: bool) -> tuple[Cell, ...]:
     estimate, claim = result.estimate, result.claim
+    verdict = f"{result.verdict} ({result.reason})" if result.reason else result.verdict
     if estimate is None:
-        return (Cell(result.verdict), *[Cell(NOT_MEASURED)] * (len(corpora) + 3 + several_runs))
+        return (Cell(verdict), *[Cell(NOT_MEASURED)] * (len(corpora) + 3 + several_runs))
     interval = estimate.interval()
     if claim.kind == "seconds":
         text = f"time x {math.exp(estimate.mean):.3f}"
@@ -438,7 +482,7 @@ def _cells(result: Result, corpora: Sequence[str | None], several_runs: bool) ->
     runs = len(estimate.by_run)
     as_claimed = f"{sum(map(claim.agrees, estimate.by_run))} of {runs}"
     return (
-        Cell(result.verdict, best=result.verdict in ("holds", "does not hold")),
+        Cell(verdict, best=result.verdict in ("holds", "does not hold")),
         Cell(text),
         *(Cell(NOT_MEASURED if value is None else _signed(value)) for value in by_corpus),
         *([Cell(as_claimed if runs > 1 else NOT_MEASURED)] if several_runs else []),

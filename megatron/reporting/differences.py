@@ -72,7 +72,16 @@ class PairedLosses:
         mean = statistics.fmean(one["loss"] - others[seed]["loss"] for seed, one in records.items() if seed in others)
         return Difference(mean, standard_error(sums, counts), len(differences))
 
+    def seeds(self, pairs: Iterable[tuple[Key, Key]]) -> int:
+        """The number of seeds of the differences in a row of a table, the lowest of its cells; 0 without any."""
+        return min((found.seeds for pair in pairs if (found := self.difference(*pair))), default=0)
+
     def text(self, first: Key, second: Key) -> str:
         """The difference for a cell of a table."""
         difference = self.difference(first, second)
         return NOT_MEASURED if difference is None else format_difference(difference.mean, difference.stderr, 4)
+
+
+def seed_label(seeds: int, most: int) -> str:
+    """What follows the name of a row whose differences have fewer seeds than those of other rows."""
+    return f" ({seeds} seed{'s' * (seeds > 1)})" if 0 < seeds < most else ""

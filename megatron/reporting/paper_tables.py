@@ -19,15 +19,17 @@ from megatron.reporting.aggregate import (
     Setting,
     comparable_means,
     measurements,
+    method_of,
+    setting_of,
     significantly_better,
 )
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
+from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses, seed_label
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, best_texts, format_mean, format_percent, slug
 from megatron.reporting.published import Published, corpus_name, corpus_rank, display_name, published
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
 
 REFERENCE = Method("kerple_log")
-NEGATIVE = "of a seed, the attention resolution is negative and has no meaning"
+NEGATIVE = "the attention resolution of a seed is negative and has no meaning"
 
 
 def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENCE) -> list[Table]:
@@ -69,15 +71,23 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
     values = measurements(records, "extrapolation", "loss")
     for setting in sorted(values.settings, key=lambda setting: corpus_rank(setting.corpus)):
         group = values.select([setting])
-        lines = []
+        rows = {}
         for method in published("kerple-3").ordered(group.methods):
             compared = Method(reference.pos_emb, method.mode)
             if method == compared:
                 continue
             pairs = [((setting, method, length), (setting, compared, length)) for length in group.lengths]
             if any(losses.difference(*pair) for pair in pairs):
-                lines.append(Row((display_name(method),), tuple(Cell(losses.text(*pair)) for pair in pairs)))
-        if lines:
+                rows[method] = pairs
+        if rows:
+            counts = {method: losses.seeds(pairs) for method, pairs in rows.items()}
+            lines = [
+                Row(
+                    (display_name(method) + seed_label(counts[method], max(counts.values())),),
+                    tuple(Cell(losses.text(*pair)) for pair in pairs),
+                )
+                for method, pairs in rows.items()
+            ]
             title = f"Loss minus that of {display_name(reference)}, {setting_title(setting)}"
             tables.append(
                 Table(
@@ -93,14 +103,21 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
 
 
 def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
-    """LEX's table of attention resolutions, per model size and training length. A negative one has no meaning."""
+    """LEX's table of attention resolutions, per model size and training length. A negative one has no meaning, so the
+    mean over seeds that include one is not shown.
+    """
+    resolutions = [record for record in records if record["kind"] == "resolution"]
+    negative = {_resolution_cell(record) for record in resolutions if (record.get("resolution") or 0) < 0}
     shown = [
-        {**record, "resolution": None, "note": NEGATIVE} if (record.get("resolution") or 0) < 0 else record
-        for record in records
-        if record["kind"] == "resolution"
+        {**record, "resolution": None, "note": NEGATIVE} if _resolution_cell(record) in negative else record
+        for record in resolutions
     ]
     groups = _groups(measurements(shown, "resolution", "resolution"))
     return [_table("lex-resolution", group, group.methods, None, rows="methods", best="highest") for group in groups]
+
+
+def _resolution_cell(record: AnyRecord) -> tuple[Setting, Method, int]:
+    return setting_of(record), method_of(record), record["length"]
 
 
 def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:

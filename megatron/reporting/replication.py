@@ -14,7 +14,6 @@ The block between the two markers in the README of the project is replaced too.
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,20 +39,20 @@ from megatron.reporting.aggregate import (
 )
 from megatron.reporting.checkpoint_figures import effective_length_plot
 from megatron.reporting.claims import (
-    PROTOCOL,
     claims,
     claims_table,
     evaluate_claims,
     has_several_runs,
 )
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
+from megatron.reporting.differences import DIFFERENCE_NOTE, Key, PairedLosses, seed_label
+from megatron.reporting.experiment import check_comparable, environments, rank, setting_facts, settings_of
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
 from megatron.reporting.findings import comparisons_of_log, decided_claims, verdict_summary
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, slug
 from megatron.reporting.modes import mode_effects, mode_figures, mode_tables, unsupported_notes
-from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
+from megatron.reporting.paper_tables import difference_tables, missing_notes, perplexity_tables, resolution_tables
 from megatron.reporting.positions import Curves, curve_of, position_plot
-from megatron.reporting.published import corpus_name, corpus_rank, display_name, line_numbers, published
+from megatron.reporting.published import corpus_name, display_name, line_numbers, published
 from megatron.reporting.speed import benchmark_tables, read_benchmarks
 from megatron.reporting.style import (
     GRAY,
@@ -70,7 +69,7 @@ from megatron.reporting.style import (
     seeds,
     seeds_caption,
 )
-from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, markdown
+from megatron.reporting.tables import Cell, Row, Section, Table, markdown
 from megatron.reporting.training_length import LOG, at_training_length, held_out_table, pilot_table, seed_table
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
@@ -83,16 +82,12 @@ MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
 POSITION_METHODS = (Method("kerple_log"), Method("alibi"), Method("rpe"))
 RUNS_NOTE = (
-    "Means over different numbers of seeds cannot be compared, because seeds differ more than many methods; rows "
-    "without ± have one seed. The tables of differences compare the seeds that both methods have."
+    "Means over different numbers of seeds cannot be compared, because seeds differ more than many methods. In tables "
+    "of means over seeds, values without ± have one seed. Tables of differences compare the seeds that both methods "
+    "have, and their ± is the standard error over documents, also of one seed."
 )
 MIN_PIXELS = 1200  # of the width of a figure
 MAX_LENGTHS = 6  # columns of the main table
-CORPUS_TEXTS = {
-    "debian_c": "C source code of the Linux kernel (in place of GitHub)",
-    "debian_prose": "English prose from Debian and npm packages (in place of OpenWebText2)",
-    "debian_latex": "LaTeX files from Debian packages (in place of ArXiv)",
-}
 
 
 def add_results(folder: Path, pages: Path) -> None:
@@ -156,13 +151,14 @@ def texts(pages: Path) -> dict[Path, str]:
         "several_runs": has_several_runs(results),
         "main": _without_heading(table) if (table := main_table(records)) else "",
         "few_seeds": few_seeds(records),
-        "held_out": _settings(held_out),
+        "other_corpora": [corpus_name(setting.corpus) for setting in other_methods(_perplexities(records)[0]).settings],
+        "held_out": setting_facts(held_out),
         "seed_table": seeds_of_methods is not None,
         "kerple_claims": (count := sum(claim.paper == "KERPLE" for claim in claims())),
         "needed": [float(t_distribution.isf(ALPHA / 2 / count, df)) for df in (2, 6)],
         "spread": f".{spread}" if spread else ", one seed.",
-        "settings": _settings(records),
-        "environments": _environments(records),
+        "settings": setting_facts(records),
+        "environments": environments(records),
     }
     contents = {
         pages / "README.md": _render("results.md.j2", **values),
@@ -185,14 +181,11 @@ def figures(pages: Path) -> dict[Path, bytes]:
     drawings: dict[str, tuple[Callable[[Style], Figure], Style]] = {}
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
     numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
-    if settings := _settings_of(records):
-        full = [record for record in records if record["mode"] == "full"]
-        perplexities, errors = perplexity_measurements(sorted(full, key=_order))
+    if settings := settings_of(records):
+        perplexities, errors = _perplexities(records)
         main = perplexities.select(settings, MAIN_METHODS)
         drawings["main"] = partial(main_plot, main), _wide(len(main.settings))
-        others = [method for method in perplexities.methods if method not in MAIN_METHODS]
-        with_others = [setting for setting, method in perplexities.lines if method in others]
-        for name, group in (("perplexity", main), ("other-methods", perplexities.select(with_others, [LOG, *others]))):
+        for name, group in (("perplexity", main), ("other-methods", other_methods(perplexities))):
             if group.methods:
                 draw = partial(
                     perplexity_plot, group, errors, name=lambda name: display_name(Method(name)), pos_embs=pos_embs
@@ -233,14 +226,11 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
     times the training length of each of several.
     """
     values = measurements(records, "extrapolation", "perplexity")
-    settings = _settings_of(records)
+    settings = settings_of(records)
     methods = [method for method in MAIN_METHODS if method in values.methods]
     columns, cells = [], []
     for setting in settings:
-        lengths = values.select([setting]).lengths
-        if len(settings) > 1 or len(lengths) > MAX_LENGTHS:
-            lengths = [length for length in lengths if length in (setting.train_length or 0) * np.array((1, 8, 64))]
-        for length in lengths:
+        for length in _main_lengths(values, records, setting):
             columns.append(f"{corpus_name(setting.corpus)}, {length:,}" if len(settings) > 1 else f"{length:,}")
             column = [values.values(setting, method, length) for method in methods]
             texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in column]
@@ -250,22 +240,35 @@ def main_table(records: Sequence[AnyRecord]) -> Table | None:
         return None
     rows = zip(methods, zip(*cells, strict=True), strict=True)
     lines = tuple(Row((display_name(method),), tuple(row)) for method, row in rows)
-    return Table("main", "Perplexity", ("method",), tuple(columns), lines)
+    notes = missing_notes(values.select(settings), {method: display_name(method) for method in methods})
+    return Table("main", "Perplexity", ("method",), tuple(columns), lines, tuple(notes))
+
+
+def _main_lengths(values: Measurements, records: Sequence[AnyRecord], setting: Setting) -> list[int]:
+    """The lengths of a corpus in the main table."""
+    lengths = values.select([setting]).lengths
+    if len(settings_of(records)) > 1 or len(lengths) > MAX_LENGTHS:
+        return [length for length in lengths if length in (setting.train_length or 0) * np.array((1, 8, 64))]
+    return lengths
 
 
 def few_seeds(records: Sequence[AnyRecord]) -> str:
-    """A sentence on the methods of the main table that have fewer seeds than others; empty if there are none."""
-    texts = []
-    for setting in _settings_of(records):
-        seeds: dict[Method, dict[int | None, None]] = {}
-        for record in records:
-            if record["kind"] == "extrapolation" and setting_of(record) == setting and record["loss"] is not None:
-                seeds.setdefault(method_of(record), {})[record["seed"]] = None
-        own = {method: list(seeds[method]) for method in MAIN_METHODS if method in seeds}
-        most = max(own.values(), key=len, default=[])
+    """A sentence on the methods of the main table that have other seeds than the method with most seeds, at all lengths
+    shown; empty if there are none.
+    """
+    values, texts = measurements(records, "extrapolation", "perplexity"), []
+    for setting in settings_of(records):
+        own: dict[Method, set[int]] = {}
+        for method in MAIN_METHODS:
+            cells = [values.values(setting, method, length) for length in _main_lengths(values, records, setting)]
+            known = [set(cell.dropna().index) for cell in cells if cell is not None]
+            if known:
+                own[method] = set.intersection(*known)
+        most = max(own.values(), key=len, default=set())
         for method in (method for method in own if own[method] != most):
-            which = f"seed{'s' * (len(own[method]) > 1)} {', '.join(map(str, own[method]))}"
-            texts.append(f"{display_name(method)} on {corpus_name(setting.corpus)} has only {which}")
+            found = ", ".join(map(str, sorted(own[method])))
+            which = f"only seed{'s' * (len(own[method]) > 1)} {found}" if found else "no seed"
+            texts.append(f"{display_name(method)} on {corpus_name(setting.corpus)} has {which}")
     return f" {'; '.join(texts)}: compare such means by their paired differences." if texts else ""
 
 
@@ -274,15 +277,20 @@ def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
     losses = PairedLosses(records)
     keys = {(setting_of(record), method_of(record), record["length"]) for record in records if record.get("groups")}
     columns = sorted({(method.mode, length) for _, method, length in keys if method.mode != "full"})
-    lines: list[Row | Section] = []
-    for setting in _settings_of(records):
+    rows: dict[tuple[Setting, Method], list[tuple[Key, Key]]] = {}
+    for setting in settings_of(records):
         methods = {method.pos_emb for key, method, _ in keys if key == setting and method.mode != "full"}
-        lines += [Section(corpus_name(setting.corpus))] if methods else []
         for method in published("kerple-3").ordered(Method(pos_emb) for pos_emb in sorted(methods)):
-            pairs = [
+            rows[setting, method] = [
                 ((setting, replace(method, mode=mode), length), (setting, method, length)) for mode, length in columns
             ]
-            lines.append(Row((display_name(method),), tuple(Cell(losses.text(*pair)) for pair in pairs)))
+    counts = {key: losses.seeds(pairs) for key, pairs in rows.items()}
+    lines: list[Row | Section] = []
+    for (setting, method), pairs in rows.items():
+        if (section := Section(corpus_name(setting.corpus))) not in lines:
+            lines.append(section)
+        name = display_name(method) + seed_label(counts[setting, method], max(counts.values()))
+        lines.append(Row((name,), tuple(Cell(losses.text(*pair)) for pair in pairs)))
     headers = tuple(f"{mode}, {length}" for mode, length in columns)
     title = "Loss with a window or in blocks minus that with all keys"
     return [Table("modes", title, ("method",), headers, tuple(lines), (DIFFERENCE_NOTE,))] if lines else []
@@ -301,7 +309,7 @@ def _pilot(pages: Path) -> dict[str, object]:
         "tokens": max(record["tokens"] for record in records),
         "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in records),
     }
-    return {"table": _without_heading(table), "environments": _environments(records), **facts}
+    return {"table": _without_heading(table), "environments": environments(records), **facts}
 
 
 def _wide(panels: int) -> Style:
@@ -368,7 +376,7 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> dict[str,
             by_method = losses.setdefault(setting_of(record), {})
             by_method.setdefault(method_of(record), {})[record["seed"]] = record
     result: dict[str, Curves] = {}
-    for setting in sorted(losses, key=_rank):
+    for setting in sorted(losses, key=rank):
         by_method = losses[setting]
         window = by_method.get(Method(LOG.pos_emb, f"window@{setting.train_length}"), {})
         curves = {method: curve_of(by_method[method], window) for method in POSITION_METHODS if method in by_method}
@@ -377,13 +385,29 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> dict[str,
     return result
 
 
+def _perplexities(records: Iterable[AnyRecord]) -> tuple[Measurements, Measurements]:
+    """The perplexities with full attention and their standard errors, in the order of the figures."""
+    return perplexity_measurements(sorted((record for record in records if record["mode"] == "full"), key=_order))
+
+
+def other_methods(perplexities: Measurements) -> Measurements:
+    """Log and the methods that the main figure does not have, on the corpora on which such methods were measured."""
+    others = [method for method in perplexities.methods if method not in MAIN_METHODS]
+    with_others = [setting for setting, method in perplexities.lines if method in others]
+    return perplexities.select(with_others, [LOG, *others])
+
+
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
 def _read(pages: Path) -> list[AnyRecord]:
-    """The records of all sweeps except those for pilot.md, modes.md and losses at the training length."""
+    """The records of all sweeps except those for pilot.md, modes.md and losses at the training length. Raises
+    UserError if they are not comparable.
+    """
     others = {folder for prefix in (PILOT, MODES, TRAINING_LENGTH) for folder in _folders(pages, prefix)}
-    return [*read_results(sorted({*_folders(pages, "")} - others))]
+    records: list[AnyRecord] = [*read_results(sorted({*_folders(pages, "")} - others))]
+    check_comparable(records)
+    return records
 
 
 def _folders(pages: Path, prefix: str) -> list[Path]:
@@ -400,77 +424,15 @@ def _modes(pages: Path) -> dict[str, object]:
         "figures": [(figure.caption, f"{RECORDS}/{figure.name}.png") for figure in mode_figures(records)],
         "effects": mode_effects(records),
         "notes": unsupported_notes(records),
-        "environments": _environments(records),
+        "environments": environments(records),
     }
-
-
-def _runs(records: Sequence[AnyRecord]) -> str:
-    """The number of runs, and their methods in the order of the tables, each with its number of runs unless it is 1."""
-    runs = dict.fromkeys(
-        (method_of(record).pos_emb, (record["checkpoint"] or {}).get("fingerprint")) for record in records
-    )
-    counts = Counter(pos_emb for pos_emb, _ in runs)
-    methods = published("kerple-3").ordered(map(Method, counts))
-    names = [display_name(method) + (f" {n}" if (n := counts[method.pos_emb]) > 1 else "") for method in methods]
-    return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(names)}"
 
 
 def _order(record: AnyRecord) -> tuple[tuple[int, str], int]:
     """By corpus, then with the methods of KERPLE's Table 3 first."""
     method = Method(method_of(record).pos_emb)
     number = MAIN_METHODS.index(method) if method in MAIN_METHODS else len(MAIN_METHODS)
-    return _rank(setting_of(record)), number
-
-
-def _rank(setting: Setting) -> tuple[int, str]:
-    return corpus_rank(setting.corpus), setting.corpus or ""
-
-
-def _settings_of(records: Iterable[AnyRecord]) -> list[Setting]:
-    """The settings of the losses, one per corpus, in the order of the papers' corpora."""
-    settings = (setting_of(record) for record in records if record["kind"] == "extrapolation")
-    return sorted(dict.fromkeys(setting for setting in settings if setting.protocol == PROTOCOL), key=_rank)
-
-
-def _settings(records: Sequence[AnyRecord]) -> list[dict[str, object]]:
-    """For each corpus, the facts that the page states."""
-    facts = []
-    for setting in _settings_of(records):
-        own = [record for record in records if record["kind"] == "extrapolation" and setting_of(record) == setting]
-        errors = [record["stderr"] or 0.0 for record in own if method_of(record) == LOG]
-        facts.append(
-            {
-                "corpus": corpus_name(setting.corpus),
-                "text": CORPUS_TEXTS.get(setting.corpus or "", corpus_name(setting.corpus)),
-                "train_length": setting.train_length,
-                "model": setting.model,
-                "steps": max((record["checkpoint"] or {}).get("iteration") or 0 for record in own),
-                "seeds": _range(
-                    Counter(method for method, _ in {(method_of(r).pos_emb, r["seed"]) for r in own}).values()
-                ),
-                "tokens": max(record["tokens"] for record in own),
-                "documents": max(record["documents"] or 0 for record in own),
-                "stderr": max(errors, default=0.0),
-                "longest": max(record["length"] for record in own),
-                "runs": _runs(own),
-            }
-        )
-    return facts
-
-
-def _range(counts: Iterable[int]) -> str:
-    low, high = min(counts := list(counts)), max(counts)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _environments(records: Iterable[AnyRecord]) -> list[str]:
-    """The commits, machines and versions that measured the records."""
-    found = dict.fromkeys(
-        (entry["commit"], entry["machine"], entry["versions"]) for record in records if (entry := record["environment"])
-    )
-    return [
-        escape_markdown(f"commit {commit or 'unknown'}, {machine}, {versions}") for commit, machine, versions in found
-    ]
+    return rank(setting_of(record)), number
 
 
 def _step_times(path: Path) -> tuple[dict[str, list[float]], list[Table]]:

@@ -3,6 +3,7 @@ length, and the losses as JSON.
 """
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -140,7 +141,7 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
 
     Mode, training length, corpus, protocol and model size are columns if they differ between rows. If the training
     length does not differ, its column is marked with a star, and a last column gives the ratio of the perplexity at the
-    largest length to that at the training length.
+    largest length to that at the training length, each the mean over the seeds that have both.
 
     Args:
         compare_with: a method. Perplexities that it significantly improves on are marked, and an additional section
@@ -189,12 +190,13 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
                 worse = cell is not None and reference is not None and significantly_better(reference, cell)
                 cells.append(Cell("" if cell is None else MEASURES[name].format(cell), worse=worse))
             if has_ratio:
-                means = values.curve(setting, method)["mean"]
+                by_length = values.by_seed(setting, method)
                 ratio = NOT_AVAILABLE
-                if longest in means and train_length in means:
-                    ratio = f"{means[longest] / means[train_length]:.2f}x"
-                    if means[longest] >= 10 * means[train_length]:
-                        ratio = f"{format_number(means[longest] / means[train_length], 3)}x"
+                if longest in by_length.index and train_length in by_length.index:
+                    # Of the same seeds: a run can lack a value at one of the lengths.
+                    means = by_length.loc[[train_length, longest]].dropna(axis="columns").mean(axis="columns")
+                    if not math.isnan(growth := means[longest] / means[train_length]):
+                        ratio = f"{growth:.2f}x" if growth < 10 else f"{format_number(growth, 3)}x"
                 cells.append(Cell(ratio if name == PERPLEXITY else ""))
             table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
     counterparts: list[tuple[str, Callable[[Method], Method]]] = [

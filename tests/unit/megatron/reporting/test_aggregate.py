@@ -7,7 +7,15 @@ import pytest
 from pandas import Series
 from scipy import stats
 
-from megatron.reporting.aggregate import Method, Setting, measurements, p_value, setting_of, significantly_better
+from megatron.reporting.aggregate import (
+    Method,
+    Setting,
+    comparable_means,
+    measurements,
+    p_value,
+    setting_of,
+    significantly_better,
+)
 from megatron.utils.errors import UserError
 from tests.support.records import passkey_record, record, seeds
 
@@ -99,6 +107,16 @@ def test_the_t_test_pairs_values_by_seed():
     alibi = Series({5: 23.9, 4: 24.4, 3: 24.5, 2: 24.9, 1: 23.4, 6: 99.0, 7: math.nan})
     expected = stats.ttest_rel(log, alibi[log.index]).pvalue
     assert p_value(log, alibi) == pytest.approx(expected)
+
+
+def test_means_over_other_seeds_cannot_be_compared():
+    cells = [
+        Series({1: 2.0}),
+        Series({1: 2.0, 2: 4.0, 3: math.nan}),
+        Series({2: 3.0, 1: 3.0}),
+        Series({1: 1.0, 3: 1.0}),
+    ]
+    assert comparable_means([*cells, None]) == pytest.approx([math.nan, 3.0, 3.0, math.nan, math.nan], nan_ok=True)
 
 
 def test_no_p_value_without_pairs():

@@ -11,6 +11,7 @@ from scipy.stats import f as f_distribution
 from scipy.stats import spearmanr
 
 from kerple.positional.registry import canonical_name
+from megatron.evaluation.modes import UNSUPPORTED_NOTE
 from megatron.reporting.aggregate import Method
 from megatron.reporting.claims import Claim, Term, claims, claims_table, evaluate_claims, holm
 from megatron.utils.errors import UserError
@@ -68,10 +69,36 @@ def test_verdicts():
     assert result_of(records, claim(greater=True)).verdict == "does not hold"
     assert result_of(records, claim(limit=result_of(records).estimate.mean)).verdict == "inconclusive"
     assert result_of(records, claim("rpe")).verdict == "not measured"
-    assert result_of([*losses("kerple_log"), *losses("alibi", targets="cd")]).verdict == "not measured"
+    assert result_of([*losses("kerple_log"), {**losses("alibi")[0], "groups": None}]).verdict == "not measured"
     one_seed = result_of([*losses("kerple_log", seeds=1), *losses("alibi")])
     assert (one_seed.verdict, one_seed.p, len(one_seed.estimate.by_run)) == ("one seed", None, 1)
     assert one_seed.estimate.interval() is None
+
+
+def test_other_tokens_are_an_error():
+    with pytest.raises(UserError, match=r"debian_c: kerple_log \(full, length 128\) and alibi \(.*seed 1 were scored"):
+        result_of([*losses("kerple_log"), *losses("alibi")[:1], *losses("alibi", targets="cd")[1:]])
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "alibi"])
+def test_a_run_without_a_loss_decides_nothing(method):
+    records = [*losses("kerple_log"), *losses("alibi")]
+    failed = next(entry for entry in records if entry["pos_emb"] == method and entry["seed"] == 1)
+    failed |= {"loss": None, "groups": None, "note": None}
+    result = result_of(records)
+    assert (result.verdict, result.estimate, result.p) == ("inconclusive", None, None)
+    (row,) = claims_table([result]).rows
+    assert row.cells[0].text == "inconclusive (a run has no finite loss)"
+    failed["note"] = f"{UNSUPPORTED_NOTE}: reason"
+    assert len(result_of(records).estimate.by_run) == 2
+
+
+def test_without_variation_between_runs_there_is_no_test():
+    records = [*losses("kerple_log"), *losses("alibi", runs={"alibi": [0.3 + run for run in RUNS["kerple_log"]]})]
+    result = result_of(records)
+    assert (result.verdict, result.p) == ("inconclusive", None)
+    (row,) = claims_table([result]).rows
+    assert row.cells[0].text == "inconclusive (no variation between runs, not tested)"
 
 
 def test_corpora_have_equal_weights_and_need_two_seeds():
@@ -145,6 +172,8 @@ def test_other_measures():
     assert result_of(records, tested).estimate.mean == pytest.approx(4)  # 256 and 16
     mean = claim("kerple_log", "alibi", kind="effective-lengths", greater=True)
     records[-1] = {**records[-1], "effective_lengths": [[64], [1024]]}
+    zero = [{**entry, "effective_lengths": [[0]]} if entry["pos_emb"] == "alibi" else entry for entry in records]
+    assert result_of(zero, tested).estimate.mean == pytest.approx((8 + 10) / 2)  # 0 counts as 1
     assert result_of(records, mean).estimate.mean == pytest.approx((4 + 5) / 2)  # 7 and 8 minus 3
 
 

@@ -76,6 +76,12 @@ def test_one_document_has_no_standard_error():
     assert (difference.stderr, difference.significant, str(difference)) == (None, False, "+0.5000")
 
 
+def test_rows_with_fewer_seeds_are_labeled():
+    second = [measured(entry["pos_emb"], entry["groups"]["losses"], seed=2) for entry in (LOG, ALIBI)]
+    (table,) = difference_tables([LOG, ALIBI, *second, measured("fire", (3.3, 2.0, 1.0))])
+    assert [row.labels[0] for row in table.rows] == ["ALiBi", "FIRE (1 seed)"]
+
+
 def test_the_tables_show_differences():
     (table,) = difference_tables([LOG, ALIBI])
     assert table.title.startswith("Loss minus that of KERPLE (log), ")

@@ -194,8 +194,8 @@ def test_negative_resolutions_have_no_meaning():
     values = {"kind": "resolution", "train_length": 128}
     records = [{**record("sinusoidal", 128, 3.0, seed), **values, "resolution": r} for seed, r in enumerate((0.5, -9))]
     (table,) = resolution_tables(records)
-    assert [cell.text for cell in table.rows[0].cells] == ["0.5000"]
-    assert any(note.startswith("n/a: Sinusoidal at 128: of a seed, the attention res") for note in table.notes)
+    assert [cell.text for cell in table.rows[0].cells] == ["n/a"], "not the mean of the other seeds"
+    assert any(note.startswith("n/a: Sinusoidal at 128: the attention resolution of a seed") for note in table.notes)
 
 
 def test_different_options_and_model_sizes_are_not_averaged():

@@ -99,7 +99,7 @@ def test_the_pages(pages, tmp_path):
     assert "- C, 6 runs: KERPLE (log) 2, ALiBi 2, xPos 2\n- Prose, 4 runs: KERPLE (log) 2, ALiBi 2\n" in claims
     assert "- Measured with commit ab12, EPYC, 2 cores, Python 3.11, torch 2.13." in claims
     assert "| C | 2 | 12 layers of 768 | 128 | 10 | 8,192 | 1,000 (2) | 0.100 |" in claims
-    assert "losses on more tokens: 5,000 of C (2 documents, standard error of log's loss 0.010).\n" in claims
+    assert "losses on more tokens: 5,000 of C (2 documents, largest standard error of log's loss 0.010).\n" in claims
     readme = contents["README.md"]
     assert readme.startswith(f"before\n{START}\n![Perplexity by length]")
     assert readme.endswith(f"{END}\nafter\n")
@@ -144,6 +144,44 @@ def test_methods_with_fewer_seeds_are_named_and_not_compared(pages):
     assert few_seeds(fewer).startswith(" KERPLE (log) on C has only seed 1: ")
     log = main_table(fewer).rows[0]
     assert [cell.best for cell in log.cells] == [False] * 3 + [True] * 3
+
+
+def test_a_run_without_a_value_at_one_length_is_named(pages):
+    records = [dict(entry) for entry in read_results(pages / "replication" / "c")]
+    for entry in records:
+        if (entry["pos_emb"], entry["seed"], entry["length"], entry["kind"]) == ("alibi", 2, 8192, "extrapolation"):
+            entry |= {"loss": None, "perplexity": None}
+    assert few_seeds(records).startswith(" ALiBi on C has only seed 1: ")
+    assert main_table(records).notes == ("n/a: ALiBi at 8,192: the value overflows a float.",)
+
+
+def test_rows_of_modes_with_fewer_seeds_are_labeled(pages):
+    records = list(read_results(pages / "replication" / "c"))
+    fewer = [entry for entry in records if (entry["pos_emb"], entry["seed"]) != ("alibi", 2)]
+    for selected, name in ((records, "ALiBi"), (fewer, "ALiBi (1 seed)")):
+        (table,) = replication.mode_table(selected)
+        assert [row.labels[0] for row in table.rows] == ["KERPLE (log)", name, "xPos"]
+
+
+def test_seeds_are_compared_as_sets(pages):
+    records = list(read_results(pages / "replication" / "c"))
+    assert few_seeds(sorted(records, key=lambda entry: (entry["pos_emb"] == "alibi") * -entry["seed"])) == ""
+    other = [{**entry, "seed": 3} if (entry["pos_emb"], entry["seed"]) == ("alibi", 2) else entry for entry in records]
+    assert few_seeds(other).startswith(" ALiBi on C has only seeds 1, 3: ")
+
+
+def test_sentences_follow_the_records(pages):
+    text = texts(pages)[pages / "README.md"]
+    assert "Some methods have fewer seeds" not in text
+    assert "of the other methods and of log, on C; bands" in text
+    assert "Planned: 3 seeds of every method" in text
+    xpos = [entry for entry in sweep_records("debian_prose", ("xpos",)) if entry["seed"] == 1]
+    log = sweep_records("debian_c", ("kerple_log",), seeds=(3,))
+    for name, records in (("prose-xpos", xpos), ("c-log", log)):
+        add_results(write(pages.parents[1] / "runs" / name, records), pages)
+    text = texts(pages)[pages / "README.md"]
+    assert "Some methods have fewer seeds (see above)." in text
+    assert "of the other methods and of log, on C and Prose; bands" in text
 
 
 def test_figures(pages):

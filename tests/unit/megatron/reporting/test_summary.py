@@ -11,6 +11,7 @@ from rich.console import Console
 from megatron.reporting.summary import PERPLEXITY, print_summary, summary_table, write_summary
 from megatron.reporting.tables import Section, markdown
 from megatron.utils.errors import UserError
+from tests.support.records import record
 
 LENGTHS = (128, 256, 512)
 
@@ -265,3 +266,15 @@ def test_two_checkpoints_with_the_same_seed_are_not_averaged():
     assert sections(rows)[PERPLEXITY] == [["alibi (runs/a at 10)", "20.00"], ["alibi (runs/a at 20)", "21.00"]]
     rows[1]["seed"] = 2
     assert sections(rows)[PERPLEXITY] == [["alibi", "20.50 ± 0.71"]]
+
+
+def test_the_ratio_compares_the_same_seeds():
+    rows = [record("alibi", 512, value, seed) for seed, value in ((1, 10.0), (2, 40.0))]
+    rows += [record("alibi", 2048, 12.0, 1), record("alibi", 2048, None, 2)]
+    table = summary_table(rows)
+    assert table.columns[-1] == "2,048 / 512"
+    assert table.rows[0].cells[-1].text == "1.20x"
+    row = summary_table(rows[1:3]).rows[0]  # no seed has both
+    assert row.cells[-1].text == "n/a"
+    unknown = [{**entry, "seed": None} for entry in (rows[0], rows[2])]
+    assert summary_table(unknown).rows[0].cells[-1].text == "1.20x"
