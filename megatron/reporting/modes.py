@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from megatron.evaluation.modes import UNSUPPORTED_NOTE
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of
 from megatron.reporting.differences import Difference, PairedLosses
 from megatron.reporting.figures import ReportFigure
@@ -174,12 +175,12 @@ def mode_effects(records: Sequence[AnyRecord]) -> list[str]:
 
 
 def unsupported_notes(records: Iterable[AnyRecord]) -> list[str]:
-    """Why there are no values: a sentence per mode and reason, with the methods that do not support the mode."""
+    """A sentence per mode and reason, with the methods that do not support the mode."""
     methods: dict[tuple[str, str], dict[str, None]] = {}
     for record in records:
-        if record["note"]:
+        if str(record["note"]).startswith(UNSUPPORTED_NOTE):
             method = method_of(record)
-            reason = record["note"].removeprefix(f"is not supported: pos_emb {method.pos_emb} ")
+            reason = record["note"].removeprefix(f"{UNSUPPORTED_NOTE}: pos_emb {method.pos_emb} ")
             methods.setdefault((method.mode, reason), {})[display_name(Method(method.pos_emb))] = None
     return [f"{mode}, {', '.join(names)}: {reason}" for (mode, reason), names in methods.items()]
 

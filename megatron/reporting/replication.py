@@ -419,8 +419,10 @@ def _folders(pages: Path, prefix: str) -> list[Path]:
 def _modes(pages: Path) -> dict[str, object]:
     """The losses in each inference mode minus those in mode full."""
     records = read_results(_folders(pages, MODES))
+    tables = mode_tables(records)
     return {
-        "tables": [markdown(table) for table in mode_tables(records)],
+        "tables": [markdown(table) for table in tables],
+        "comparisons": sum(len(table.lines) for table in tables),
         "figures": [(figure.caption, f"{RECORDS}/{figure.name}.png") for figure in mode_figures(records)],
         "effects": mode_effects(records),
         "notes": unsupported_notes(records),

@@ -24,6 +24,7 @@ from megatron.reporting.aggregate import (
     have_different_targets,
     measurements,
     method_of,
+    setting_of,
     significantly_better,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
@@ -301,12 +302,20 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
         if have_different_targets(measured):
             notes.append(f"Protocol {protocol}: {DIFFERENT_TARGETS}")
         elif len(counts) == 1:
-            notes.append(f"Protocol {protocol}: the same {counts[0]:,} tokens are scored at every length.")
+            digests = {(record.get("corpus"), record["targets"]) for record in measured if record.get("targets")}
+            same = "the same " if len(digests) <= len({corpus for corpus, _ in digests}) else ""
+            notes.append(f"Protocol {protocol}: {same}{counts[0]:,} tokens are scored at every length.")
         elif counts:
             notes.append(f"Protocol {protocol}: {counts[0]:,} to {counts[-1]:,} tokens are scored.")
-    num_seeds = len({record["seed"] for record in losses})
+    seeds: dict[tuple[Setting, Method], set[int | None]] = {}
+    for record in losses:
+        if record["loss"] is not None:
+            seeds.setdefault((setting_of(record), method_of(record)), set()).add(record["seed"])
+    num_seeds = max(map(len, seeds.values()), default=0)
     if num_seeds > 1:
-        notes.append(f"Mean ± standard deviation over {num_seeds} seeds.")
+        fewest = min(map(len, seeds.values()))
+        counts_text = f"{num_seeds}" if fewest == num_seeds else f"{fewest} to {num_seeds}"
+        notes.append(f"Mean ± standard deviation over {counts_text} seeds.")
     if compare_with is not None:
         notes.append(
             f"{DAGGER}: {compare_with} is significantly better (paired two-sided t-test over the seeds, p < {ALPHA:g})."

@@ -113,7 +113,7 @@ def test_table_of_several_modes_seeds_and_training_lengths():
         ["alibi", "full", "128", "20.50 ± 0.71", "21.25 ± 0.35", "23.00 ± 1.41"],
         ["alibi", "window@64", "256", "30.00", "31.00", "n/a"],
     ]
-    assert "Mean ± standard deviation over 3 seeds." in table.notes
+    assert "Mean ± standard deviation over 1 to 2 seeds." in table.notes
 
 
 def test_protocols_and_corpora_are_columns_if_they_differ():
@@ -133,6 +133,8 @@ def test_notes():
     assert "- n/a: learned (full) at 256, 512: positions end at 127." in text
     assert "- The star marks the training length." in text
     assert "the same 5,120 tokens are scored at every length" in text
+    others = [{**record, "targets": str(record["length"])} for record in rows]
+    assert "Protocol non-overlapping: 5,120 tokens are scored at every length." in summary_table(others).notes
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert len(widths) == 1
 
