@@ -65,7 +65,7 @@ def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_are_finite_also_at_distance_0(name):
     """For example, the derivative of sqrt at 0 is infinite: the first training step would make all weights nan."""
-    assert non_finite_gradients(build(name, SHAPE), SHAPE.num_heads, SHAPE.head_size) == []
+    assert non_finite_gradients(build(name, SHAPE), SHAPE) == []
 
 
 # Jacobians: a table's derivatives with respect to a few parameters per head.
