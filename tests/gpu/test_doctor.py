@@ -9,8 +9,13 @@ from kerple import doctor
 from kerple.positional import primary_names
 from tests.support.simulated_cuda import SimulatedCuda, move_to_cuda
 
+MODIFYING = [name for name in primary_names() if name.startswith(("dape", "fire", "cope", "tr"))]
+QUICK = ("dape_kerple", "cope", "fire")
 
-@pytest.mark.parametrize("name", [name for name in primary_names() if name.startswith(("dape", "fire", "cope", "tr"))])
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODIFYING]
+)
 def test_methods_that_fused_does_not_support(name, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: move_to_cuda(module, None))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Simulated")

@@ -30,10 +30,10 @@ def third_step(recipe: str, *overrides: str) -> SimulatedCuda:
     [
         ("small_bf16.yml", ()),
         ("small_bf16.yml", ("checkpoint-activations=true",)),
-        ("small_bf16.yml", ("checkpoint-activations=false",)),
+        pytest.param("small_bf16.yml", ("checkpoint-activations=false",), marks=pytest.mark.slow),
         ("small_bf16.yml", ("gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")),
         ("small_bf16.yml", ("fp16.enabled=false", "precision=fp32")),
-        ("modern_162M.yml", ()),
+        pytest.param("modern_162M.yml", (), marks=pytest.mark.slow),
         ("modern_162M.yml", ("use-qk-layernorm=true", "sliding-window-width=255")),
     ],
 )

@@ -16,6 +16,7 @@ from tests.support.attention import (
     run_attend,
     upstream_gradient,
 )
+from tests.support.methods import VARIANTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=40)
@@ -47,7 +48,14 @@ def requested(monkeypatch) -> list[tuple[bool, int | None]]:
     return requests
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.has_bias or method.has_weight])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ())
+        for name, method in METHODS.items()
+        if method.has_bias or method.has_weight
+    ],
+)
 def test_parameters_of_every_method_get_their_gradients(name):
     """By the tables' gradients, and by jacobians if the method has some."""
     length, window = 40, 30
