@@ -46,7 +46,7 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     run_eval_tasks,
 )
-from megatron.evaluation.text import Text, check_ids, text_by_document, validation_text
+from megatron.evaluation.text import Text, check_ids, evaluation_text, text_by_document
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.utils.environment import commit, machine, versions
@@ -284,7 +284,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
 
 
 def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None], *, quiet: bool) -> Text:
-    """The validation text; for --document-aware, as many rows of it as the budget needs."""
+    """The text of the split; for --document-aware, as many rows of it as the budget needs."""
     tokenizer = None
     try:
         tokenizer = tokenizer_of(config)
@@ -293,5 +293,5 @@ def _read_text(config: Config, options: argparse.Namespace, report: Callable[[st
     if options.document_aware:
         longest, rows = max(lengths_of(config, options)), rows_of_budget(config, options)
         max_tokens = None if rows is None else rows * longest
-        return text_by_document(config, longest, max_tokens, tokenizer, quiet=quiet)
-    return validation_text(config, tokenizer)
+        return text_by_document(config, longest, max_tokens, tokenizer, options.split, quiet=quiet)
+    return evaluation_text(config, tokenizer, options.split)

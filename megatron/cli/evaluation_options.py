@@ -26,7 +26,7 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     unique_lengths,
 )
-from megatron.evaluation.text import PlannedText, Text, single_corpus, validation_lengths
+from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus
 from megatron.reporting.formatting import TITLE
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.errors import shortened
@@ -109,8 +109,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=integer(1, 10**12),
         metavar="N",
-        help="tokens to score, evenly spaced in the validation split and the same at every length (default: "
-        "eval_tokens, or the whole split)",
+        help="tokens to score, evenly spaced in the split and the same at every length (default: eval_tokens, or the "
+        "whole split)",
+    )
+    measurement.add_argument(
+        "--split", choices=("valid", "test"), default="valid", help="split of the dataset (default: %(default)s)"
     )
     measurement.add_argument(
         "--document-aware",
@@ -251,10 +254,10 @@ def _planned_text(config: Config, options: argparse.Namespace, *, has_data: bool
     documents are left out. Without data, a text that is long enough for everything.
     """
     longest = max(lengths_of(config, options))
-    available = int(validation_lengths(config).sum()) if has_data else longest << 32
+    available = int(evaluation_lengths(config, options.split).sum()) if has_data else longest << 32
     if not options.document_aware:
         return PlannedText(_tokens(available))
-    single_corpus(config)
+    single_corpus(config, options.split)
     rows = (available - 1) // longest if has_data else options.resolution or 1
     if rows < 1:
         raise UserError(f"--document-aware: the text has only {available:,} tokens; choose --lengths below that")

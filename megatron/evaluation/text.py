@@ -174,16 +174,16 @@ def check_range(low: int, high: int, vocab_size: int | None) -> None:
         )
 
 
-def validation_text(config: Config, tokenizer: Tokenizer | None = None) -> Text:
-    """The configured validation documents, concatenated. Their tokens are read when they are used.
+def evaluation_text(config: Config, tokenizer: Tokenizer | None = None, part: str = "valid") -> Text:
+    """The configured documents of a part (`valid` or `test`), concatenated. Their tokens are read when they are used.
 
     tokenizer: that of the text, for bits per byte. Raises UserError if the data were built with another one.
     """
-    prefixes, _ = evaluation_corpora(config, "valid")
+    prefixes, _ = evaluation_corpora(config, part)
     is_known = _check_tokenizer(prefixes, tokenizer)
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
-    offsets = np.concatenate(([0], np.cumsum(validation_lengths(config))))
-    return Text(evaluation_stream(config), offsets, None, token_bytes, corpus_name(prefixes), is_known)
+    offsets = np.concatenate(([0], np.cumsum(evaluation_lengths(config, part))))
+    return Text(evaluation_stream(config, part), offsets, None, token_bytes, corpus_name(prefixes, part), is_known)
 
 
 def _check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> bool:
@@ -194,15 +194,15 @@ def _check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> bo
     return all(known)
 
 
-def validation_lengths(config: Config) -> IntArray:
-    """The number of tokens of each configured validation document, int64 `[documents]`."""
-    prefixes, split = evaluation_corpora(config, "valid")
-    return np.concatenate([document_lengths(prefix, split, "valid") for prefix in prefixes])
+def evaluation_lengths(config: Config, part: str = "valid") -> IntArray:
+    """The number of tokens of each configured document of a part, int64 `[documents]`."""
+    prefixes, split = evaluation_corpora(config, part)
+    return np.concatenate([document_lengths(prefix, split, part) for prefix in prefixes])
 
 
-def single_corpus(config: Config) -> tuple[str, str | None]:
-    """(prefix, split) of the validation documents. Raises UserError if they come from several corpora."""
-    prefixes, split = evaluation_corpora(config, "valid")
+def single_corpus(config: Config, part: str = "valid") -> tuple[str, str | None]:
+    """(prefix, split) of the documents of a part. Raises UserError if they come from several corpora."""
+    prefixes, split = evaluation_corpora(config, part)
     if len(prefixes) > 1:
         raise UserError("--document-aware reads a single corpus; set data-path to one corpus")
     return prefixes[0], split
@@ -213,18 +213,19 @@ def text_by_document(
     longest: int,
     max_tokens: int | None,
     tokenizer: Tokenizer | None = None,
+    part: str = "valid",
     *,
     quiet: bool = False,
 ) -> Text:
-    """The configured validation documents as rows of `longest + 1` tokens (inputs and targets) from one document each.
+    """The configured documents of a part as rows of `longest + 1` tokens (inputs and targets) from one document each.
 
     Documents that are too short are concatenated into further rows. Raises UserError if the text is too short for a
     single row, or was built with another tokenizer than this one.
     """
-    prefix, split = single_corpus(config)
+    prefix, split = single_corpus(config, part)
     is_known = _check_tokenizer([prefix], tokenizer)
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
-    rows = document_segments(prefix, split, "valid", longest, max_tokens, join_short=True)
+    rows = document_segments(prefix, split, part, longest, max_tokens, join_short=True)
     joined = int(np.sum(rows.documents < 0))
     if joined and not quiet:
         print(
@@ -237,10 +238,12 @@ def text_by_document(
     starts_document[1:] = (rows.documents[1:] != rows.documents[:-1]) | (rows.documents[1:] < 0)
     offsets = np.concatenate((np.flatnonzero(starts_document), [len(starts_document)])) * (longest + 1)
     tokens = torch.from_numpy(rows.tokens).flatten()
-    return Text(tokens, offsets, longest + 1, token_bytes, corpus_name([prefix]), is_known)
+    return Text(tokens, offsets, longest + 1, token_bytes, corpus_name([prefix], part), is_known)
 
 
-def corpus_name(prefixes: Sequence[str]) -> str:
-    """The file names without `_text_document`; several are joined by +. A very long name is shortened."""
+def corpus_name(prefixes: Sequence[str], part: str = "valid") -> str:
+    """The file names without `_text_document`; several are joined by +. A very long name is shortened. The name of the
+    test split says so.
+    """
     names = (Path(prefix).name.removesuffix("_document").removesuffix("_text") for prefix in prefixes)
-    return visible("+".join(names))[:300]
+    return visible("+".join(names))[:300] + (" (test split)" if part == "test" else "")

@@ -1,7 +1,10 @@
 """Evaluation during training: validation loss, test loss, and extrapolation curves."""
 
 import math
+import statistics
 import time
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -10,7 +13,8 @@ from megatron.config import Config, UserError
 from megatron.data.datasets import Samples
 from megatron.evaluation import evaluate_extrapolation
 from megatron.evaluation.protocols import NonOverlapping
-from megatron.evaluation.text import Text, validation_text
+from megatron.evaluation.records import PositionsRecord, Record
+from megatron.evaluation.text import Text, evaluation_text
 from megatron.training.distributed import Layout
 from megatron.training.engine import Engine
 from megatron.training.logging import Logger
@@ -80,8 +84,18 @@ class Validator:
         self._logger.metrics({f"{name}/loss": loss, f"{name}/perplexity": perplexity(loss)}, state.iteration)
 
 
+def in_context_score(losses: Sequence[float]) -> float | None:
+    """The mean loss of the last quarter of the positions minus that of positions 8 to 31, in nats: the lower, the more
+    a model uses its context. losses: by position. None for fewer than 64 positions.
+    """
+    if len(losses) < 64:
+        return None
+    return statistics.fmean(losses[len(losses) * 3 // 4 :]) - statistics.fmean(losses[8:32])
+
+
 class ExtrapolationCurves:
-    """Measures the validation loss at each of `extrapolation-lengths`, on the same tokens at every length and time.
+    """Measures the validation loss and the in-context score at each of `extrapolation-lengths`, on the same tokens at
+    every length and time.
 
     The replicas share the text. It uses no random numbers and changes no weights, so it does not affect training. A
     length that the positional method does not support has no curve.
@@ -94,7 +108,7 @@ class ExtrapolationCurves:
         self.lengths = tuple(dict.fromkeys(training.extrapolation_lengths or ()))
         self.measured_at: int | None = None  # iteration
         common = math.lcm(*self.lengths)
-        text = validation_text(config)
+        text = evaluation_text(config)
         if len(text.tokens) < common + 1:
             raise UserError(
                 f"extrapolation-lengths {', '.join(map(str, self.lengths))}: the validation text has "
@@ -115,25 +129,33 @@ class ExtrapolationCurves:
         )
 
     def measure(self, engine: Engine, iteration: int) -> None:
-        """Log the mean loss (in nats) and the perplexity at each length. A collective."""
+        """Log the mean loss (in nats), the perplexity and the in-context score at each length. A collective."""
         started_at = time.perf_counter()
-        totals = torch.zeros(len(self.lengths), dtype=torch.float64, device=engine.layout.device)
+        # Sums of losses and of in-context scores, weighted by the tokens of this replica.
+        totals = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=engine.layout.device)
         if self._text is not None:
+            measured: list[Record] = []
             records = evaluate_extrapolation(
                 engine.model,
                 self._text,
                 self.lengths,
+                position_bins=max(self.lengths),
                 vocab_size=engine.settings.padded_vocab_size,
                 progress=False,
+                on_record=measured.append,
             )
-            for index, record in enumerate(records):
+            positions = [cast(PositionsRecord, record) for record in measured if record["kind"] == "positions"]
+            for index, (record, by_position) in enumerate(zip(records, positions, strict=True)):
                 if record["note"] and self.measured_at is None:
                     self._logger.info(f"extrapolation at length {record['length']:,}: n/a: {record['note']}")
-                totals[index] = math.nan if record["loss"] is None else record["loss"] * record["tokens"]
-        losses = engine.mean_over_replicas(totals) * engine.layout.data_size / self.num_tokens
+                for row, value in enumerate((record["loss"], in_context_score(by_position["losses"]))):
+                    totals[row, index] = math.nan if value is None else value * record["tokens"]
+        means = engine.mean_over_replicas(totals) * engine.layout.data_size / self.num_tokens
         self.measured_at = iteration
         values, texts = {}, []
-        for length, loss in zip(self.lengths, losses.tolist(), strict=True):
+        for length, loss, score in zip(self.lengths, *means.tolist(), strict=True):
+            if math.isfinite(score):
+                values[f"extrapolation/in_context_score/{length}"] = score
             if not math.isfinite(loss):
                 texts.append(f"{length:,}: n/a")
                 continue

@@ -41,11 +41,14 @@ def commit() -> str | None:
 
 
 def machine() -> str:
-    """The GPU that torch uses by default; otherwise the processor and the number of cores this process may use."""
+    """The GPU that torch uses by default; otherwise the processor, the vector instructions that torch uses on it, and
+    the number of cores this process may use.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{processor()}, {cores} core{'s' if cores > 1 else ''}"
+    instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if has_bf16_instructions() else "")
+    return f"{processor()}, {instructions}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def versions() -> str:

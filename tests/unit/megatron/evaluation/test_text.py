@@ -6,8 +6,9 @@ import torch
 
 from megatron.config import Config
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
+from megatron.data.streams import evaluation_stream
 from megatron.evaluation.protocols import Segments
-from megatron.evaluation.text import Text, as_text, check_ids, corpus_name, text_by_document, validation_text
+from megatron.evaluation.text import Text, as_text, check_ids, corpus_name, evaluation_text, text_by_document
 from megatron.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import settings_of, write_corpus
@@ -109,7 +110,7 @@ def test_digests_identify_the_bytes_of_the_tokens():
 
 
 @pytest.mark.parametrize(
-    "read", [validation_text, lambda config, tokenizer: text_by_document(config, 64, 64, tokenizer)]
+    "read", [evaluation_text, lambda config, tokenizer: text_by_document(config, 64, 64, tokenizer)]
 )
 def test_the_tokenizer_of_the_text(read, tmp_path):
     prefix, tokenizer = write_corpus(tmp_path), CharLevelTokenizer()
@@ -134,23 +135,27 @@ def test_the_tokenizer_of_every_corpus_is_checked(tmp_path):
     keys = settings_of("none", prefixes[0])
     keys = {**keys, "data_path": None, "train_data_paths": prefixes, "valid_data_paths": prefixes}
     config = Config.from_flat(keys)
-    assert not validation_text(config, CharLevelTokenizer()).tokenizer_is_known
+    assert not evaluation_text(config, CharLevelTokenizer()).tokenizer_is_known
     write_manifest(prefixes[1], manifest_of(open_indexed_files(prefixes[1]), 255, "other"))
     with pytest.raises(UserError, match="other/text_document was tokenized with HFTokenizer"):
-        validation_text(config, CharLevelTokenizer())
+        evaluation_text(config, CharLevelTokenizer())
 
 
-def test_validation_text(config):
-    text = validation_text(config)
+def test_evaluation_text(tmp_path):
+    config = Config.from_flat({**settings_of("none", write_corpus(tmp_path)), "split": "1,1,1"})
+    text = evaluation_text(config)
     assert text.documents.tolist() == [201 * document for document in range(21)]
     assert (text.corpus, len(text.tokens)) == ("text", 20 * 201)
+    test_split = evaluation_text(config, part="test")
+    assert test_split.corpus == "text (test split)"
+    assert test_split.tokens[:].tolist() == evaluation_stream(config, "test")[:].tolist() != text.tokens[:].tolist()
 
 
 def test_text_by_document(config, capsys):
     text = text_by_document(config, 128, None)
     assert (text.row, len(text.tokens)) == (129, 20 * 129)
     assert text.documents.tolist() == [129 * document for document in range(21)]
-    assert text.tokens[:129].tolist() == validation_text(config).tokens[:129].tolist()
+    assert text.tokens[:129].tolist() == evaluation_text(config).tokens[:129].tolist()
     assert capsys.readouterr().out == ""
     text = text_by_document(config, 256, None)  # longer than any document
     assert len(text.documents) == 15 + 1

@@ -67,6 +67,18 @@ def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(tmp_pat
     assert [float(value) for _, value in lines] == pytest.approx(list(first.values()), abs=1e-3)
 
 
+def test_the_in_context_score_is_that_of_the_checkpoint(tmp_path, data_path):
+    train(Config.from_flat(training_settings(tmp_path, data_path, **CURVES)))
+    model, _ = load_model(tmp_path / "checkpoints", iteration=6)
+    records = []
+    keys = {"token_budget": 1100, "position_bins": 128, "progress": False}
+    evaluate_extrapolation(model, validation_stream(data_path, "8,1,1"), [128], **keys, on_record=records.append)
+    losses = records[1]["losses"]
+    expected = sum(losses[96:]) / 32 - sum(losses[8:32]) / 24
+    assert metrics(tmp_path, "extrapolation/in_context_score/128")[6] == pytest.approx(expected, abs=1e-5)
+    assert not metrics(tmp_path, "extrapolation/in_context_score/32")
+
+
 def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_path, capsys):
     keys = {"eval_iters": 0, "eval_interval": 4, "train_iters": 5, "save": None, "load": None, **CURVES}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))

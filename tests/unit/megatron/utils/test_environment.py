@@ -78,7 +78,11 @@ def test_the_machine_is_the_gpu_or_the_processor(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(environment, "processor", lambda: "EPYC")
     monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: {0, 3}, raising=False)
-    assert environment.machine() == "EPYC, 2 cores"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(environment, "has_bf16_instructions", lambda: False)
+    assert environment.machine() == "EPYC, AVX512, 2 cores"
+    monkeypatch.setattr(environment, "has_bf16_instructions", lambda: True)
+    assert environment.machine() == "EPYC, AVX512 with bfloat16, 2 cores"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     assert environment.machine() == "NVIDIA H100"
