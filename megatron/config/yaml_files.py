@@ -25,6 +25,8 @@ MAX_DEPTH = 50
 MAX_VALUES = 20_000  # the content of an anchor counts once per alias
 _MAX_NUMBER = 100  # characters
 _STANDARD_TAG = "tag:yaml.org,2002:"
+_STRING_TAG = _STANDARD_TAG + "str"
+_MERGE_TAG = _STANDARD_TAG + "merge"
 _PLAIN_TAGS = {_STANDARD_TAG + name for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
 
 
@@ -87,8 +89,8 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode):
             self._check_scalar(node, line)
         elif isinstance(node, yaml.MappingNode):
-            self._check_keys(node)
             children = [child for pair in node.value for child in pair]
+            self._resolve_keys(node)
         else:
             children = node.value
         self._values[node] = 1 + sum(self._values[child] for child in children)
@@ -100,7 +102,7 @@ class _Loader(yaml.SafeLoader):
 
     def _check_scalar(self, node: yaml.ScalarNode, line: int) -> None:
         name = node.tag.removeprefix(_STANDARD_TAG)
-        if name == "merge":
+        if node.tag == _MERGE_TAG:
             return
         if name != "str" and len(node.value) > _MAX_NUMBER:
             raise _YamlProblem(line, f"a number of {len(node.value):,} characters: {shortened(node.value)}")
@@ -109,19 +111,31 @@ class _Loader(yaml.SafeLoader):
         except (ValueError, LookupError, OverflowError) as error:  # an explicit tag, such as !!int abc
             raise _YamlProblem(line, f"{shortened(node.value)} is not a value of type !!{name}") from error
 
-    def _check_keys(self, node: yaml.MappingNode) -> None:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
+    def _resolve_keys(self, node: yaml.MappingNode) -> None:
+        """Check the keys of a mapping, and replace a merge key by the pairs that it adds: the mapping's own keys win,
+        then the earlier mapping of the list (https://yaml.org/type/merge.html). PyYAML does this while it constructs
+        values, but its releases differ in which value wins.
+        """
+        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
             line = key.start_mark.line + 1
-            if key.tag == f"{_STANDARD_TAG}merge":
-                continue
-            if key.tag != f"{_STANDARD_TAG}str":
+            if not isinstance(key, yaml.ScalarNode) or key.tag not in (_STRING_TAG, _MERGE_TAG):
                 text = shortened(key.value) if isinstance(key, yaml.ScalarNode) else "(a list or mapping)"
                 raise _YamlProblem(line, f"key {text} is not a string; put it in quotes")
-            if key.value in lines:
-                text = f"key {shortened(repr(key.value))} appears twice, in lines {lines[key.value]} and {line}"
+            if key.value in pairs:
+                first = pairs[key.value][0].start_mark.line + 1
+                text = f"key {shortened(repr(key.value))} appears twice, in lines {first} and {line}"
                 raise _YamlProblem(line, f"{text}; remove one of them")
-            lines[key.value] = line
+            pairs[key.value] = (key, value)
+            if key.tag == _MERGE_TAG:
+                mappings = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                if not all(isinstance(mapping, yaml.MappingNode) for mapping in mappings):
+                    raise _YamlProblem(line, f"{key.value} needs a mapping or a list of mappings, such as *anchor")
+                for mapping in reversed(mappings):
+                    merged.update((pair[0].value, pair) for pair in mapping.value)
+        own = {name: pair for name, pair in pairs.items() if pair[0].tag != _MERGE_TAG}
+        node.value = list((merged | own).values())
 
 
 _Loader.add_implicit_resolver(
