@@ -47,21 +47,28 @@ def test_a_signal_is_recorded(layout):
     assert signal.getsignal(signal.SIGINT) == default
 
 
-def test_sighup_is_a_request_to_stop_even_if_it_arrives_twice(layout):
-    default = signal.getsignal(signal.SIGHUP)
+@pytest.fixture
+def default_sighup() -> Iterator[None]:
+    """The default action of SIGHUP: a test run that was started with nohup ignores it."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
+def test_sighup_is_a_request_to_stop_even_if_it_arrives_twice(layout, default_sighup):
     with distributed.DistributedSignalHandler() as signals:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
         assert signals.received_by_any_rank()
-    assert signal.getsignal(signal.SIGHUP) == default
-    # nohup
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_an_ignored_sighup_remains_ignored(layout, default_sighup):
+    """As under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with distributed.DistributedSignalHandler() as signals:
-            signal.raise_signal(signal.SIGHUP)
-            assert not signals.received_by_any_rank()
-    finally:
-        signal.signal(signal.SIGHUP, default)
+    with distributed.DistributedSignalHandler() as signals:
+        signal.raise_signal(signal.SIGHUP)
+        assert not signals.received_by_any_rank()
 
 
 def test_deepy_forwards_a_sigterm_that_its_rank_has_received(layout, monkeypatch):
