@@ -333,9 +333,10 @@ tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
 prompt = tokenizer(["def main("], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
+TESTED = "4.57 to 5.24"  # of transformers; see docs/versions.md
 SELF_CONTAINED_NOTE = """
 This folder contains the model's code (`modeling_kerple.py`, `attention_*.py`, and the positional method in
-`positional_*.py`). It needs only torch and transformers (4.57 or later). What works:
+`positional_*.py`). It needs only torch and transformers, and was tested with versions {tested}. What works:
 
 - `generate`, also beyond {length} tokens{limit}, with all its strategies, dynamic and static caches, and batches. Pad
   prompts on the left.
@@ -383,6 +384,7 @@ def model_card(
         length=config.model.seq_length,
         window=min(config.model.seq_length, model.settings.windows[0] or config.model.seq_length),
         mode=mode,
+        tested=TESTED,
         limit=f", up to {config.model.max_position_embeddings} tokens" if config.model.pos_emb == "learned" else "",
         compiled="" if compiles else " (with graph breaks)",
         implementations="eager" if only_eager else f"eager, {implementations}flex_attention",

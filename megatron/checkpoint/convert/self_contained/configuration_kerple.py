@@ -22,7 +22,7 @@ class KerpleConfig(PretrainedConfig):
     """
 
     model_type = "kerple"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
 
     def __init__(
         self,

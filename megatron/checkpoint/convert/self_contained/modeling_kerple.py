@@ -14,6 +14,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from .attention_kerple import IMPLEMENTATIONS, Layout, Tables, attend
@@ -29,6 +30,8 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
+# How transformers names the cache in `generate` and in outputs: `cache` since version 5.24.
+CACHE_NAME = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 # The activation of the gate in a gated MLP.
 GATES = {"swiglu": F.silu, "geglu": F.gelu}
 
@@ -73,6 +76,13 @@ def inference_mode(config, methods):
     return replace(mode.attention, span=mode.attention.span.within(config.attention_window))
 
 
+def one_cache(cache, past_key_values):
+    """The cache, under either of its names. Raises ValueError if both are given."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("give either cache or past_key_values: they are two names of one argument")
+    return past_key_values if cache is None else cache
+
+
 def is_shared(method):
     """Whether one instance of the method serves all layers."""
     return method.shared or method.embeds
@@ -105,7 +115,7 @@ class KerpleAttention(nn.Module):
         method = make_positional(config, layer_idx)
         self.positional = None if is_shared(method) else method
 
-    def forward(self, hidden, tables, shared, layout, past_key_values, output_attentions):
+    def forward(self, hidden, tables, shared, layout, cache, output_attentions):
         """tables, shared: the tables and the method of all layers, if they share one."""
         method = shared if self.positional is None else self.positional
         check_loaded(method, hidden.device)
@@ -120,14 +130,13 @@ class KerpleAttention(nn.Module):
             # Autocast computes norms in float32.
             query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
         query, key = layout.rotate(method, query, key)
-        states = layout.append_decay(method, hidden, query, key, value, past_key_values, self.layer_idx)
-        query, key, value = states
-        if past_key_values is not None:
+        query, key, value = layout.append_decay(method, hidden, query, key, value, cache, self.layer_idx)
+        if cache is not None:
             # transformers 4 needs the places in a static cache.
             places = {"cache_position": torch.arange(new, device=hidden.device) + layout.cached}
             if layout.mode is not None and layout.padded is not None:
                 places["starts"] = layout.padded.sum(dim=1)
-            key, value = past_key_values.update(key, value, self.layer_idx, places)
+            key, value = cache.update(key, value, self.layer_idx, places)
         dropout = self.config.attention_dropout if self.training else 0.0
         options = dropout, self.config._attn_implementation, output_attentions
         context, probabilities = attend(query, key, value, method, tables, layout, *options)
@@ -174,10 +183,11 @@ class KerpleLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.parallel_residual = config.use_parallel_residual
 
-    # Reentrant checkpointing needs the tensors that require gradients as separate positional arguments.
-    def forward(self, hidden, bias, weight, shared, layout, past_key_values=None, output_attentions=False):
+    # Reentrant checkpointing needs the tensors that require gradients as separate positional arguments. With gradient
+    # checkpointing, all supported versions of transformers remove a cache that is called `layer_past`.
+    def forward(self, hidden, bias, weight, shared, layout, layer_past=None, output_attentions=False):
         attended, probabilities = self.attention(
-            self.input_layernorm(hidden), Tables(bias, weight), shared, layout, past_key_values, output_attentions
+            self.input_layernorm(hidden), Tables(bias, weight), shared, layout, layer_past, output_attentions
         )
         attended = self.dropout(attended)
         if self.parallel_residual:
@@ -193,7 +203,7 @@ class KerplePreTrainedModel(PreTrainedModel):
     base_model_prefix = "gpt_neox"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KerpleLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = _supports_flex_attn = not (hasattr(Method, "modify_scores") or hasattr(Method, "scale_qk"))
     # Methods that are only tables over distance; others read positions.
     _can_compile_fullgraph = (
@@ -272,14 +282,17 @@ class KerpleModel(KerplePreTrainedModel):
         use_cache=None,
         output_attentions=None,
         output_hidden_states=None,
-        **kwargs,
+        cache=None,
+        cache_position=None,
+        token_type_ids=None,
     ):
         """Tokens `[b, s]` (or embeddings `[b, s, e]`) that follow those in the cache -> hidden states `[b, s, e]`.
 
         attention_mask: `[b, t]`, 0 for padding. position_ids: `[b, s]`, consecutive in each text; without
-        attention_mask and cache, every jump starts another text of the row (packed sequences).
+        attention_mask and cache, every jump starts another text of the row (packed sequences). cache: another name of
+        past_key_values. cache_position, token_type_ids: ignored; transformers passes them to all models.
         """
-        config = self.config
+        config, cache = self.config, one_cache(cache, past_key_values)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
@@ -290,15 +303,13 @@ class KerpleModel(KerplePreTrainedModel):
         check_loaded(methods[0], hidden.device)
         if self.mode is not None and output_attentions:
             raise ValueError("output_attentions is not supported in an inference mode")
-        layout = Layout.of(
-            methods, hidden, attention_mask, position_ids, past_key_values, config.attention_window, self.mode
-        )
-        if layout.uncacheable is not None and (use_cache or past_key_values is not None):
+        layout = Layout.of(methods, hidden, attention_mask, position_ids, cache, config.attention_window, self.mode)
+        if layout.uncacheable is not None and (use_cache or cache is not None):
             raise ValueError(layout.uncacheable)
         if use_cache is None:
             use_cache = config.use_cache and not self.training and layout.uncacheable is None
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
+        if use_cache and cache is None:
+            cache = self.new_cache()
         hidden = self.emb_dropout(layout.embed(methods[0], hidden))
         tables = Tables.of(self.positional, layout, hidden.device) if shared else Tables(None, None)
         all_states, all_probabilities = [hidden], []
@@ -309,7 +320,7 @@ class KerpleModel(KerplePreTrainedModel):
                 *tables,
                 shared=self.positional,
                 layout=layout,
-                past_key_values=past_key_values,
+                layer_past=cache,
                 output_attentions=output_attentions,
             )
             all_states.append(hidden)
@@ -317,15 +328,19 @@ class KerpleModel(KerplePreTrainedModel):
         all_states[-1] = self.final_layer_norm(hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=all_states[-1],
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE_NAME: cache if use_cache else None},
             hidden_states=tuple(all_states) if output_hidden_states else None,
             attentions=tuple(all_probabilities) if output_attentions else None,
         )
 
 
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
-    """Tokens `[b, s]` to logits `[b, s, v]`."""
+    """Tokens `[b, s]` to logits `[b, s, v]`.
 
+    accepts_loss_kwargs: Trainer passes `num_items_in_batch`, and does not divide the loss by the accumulation steps.
+    """
+
+    accepts_loss_kwargs = True
     _tied_weights_keys = {"embed_out.weight": "gpt_neox.embed_in.weight"}  # noqa: RUF012
 
     def __init__(self, config):
@@ -360,18 +375,21 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
                     f"inference mode {self.config.inference_mode} depends on the final length of the text, which is "
                     "unknown without a cache; use use_cache=True"
                 )
-            if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-                model_kwargs["past_key_values"] = self.new_cache(max_cache_length + 1)
+            if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
+                model_kwargs[CACHE_NAME] = self.new_cache(max_cache_length + 1)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
     @staticmethod
-    def create_masks_for_generate(attention_mask, past_key_values, **kwargs):
-        """For a static cache: the mask `[b, t]` with t as constant as the cache."""
+    def create_masks_for_generate(attention_mask, cache=None, past_key_values=None, **kwargs):
+        """For a static cache: the mask `[b, t]` with t as constant as the cache. The other arguments are those of other
+        models' masks.
+        """
         if attention_mask is None:
             return None
-        return F.pad(attention_mask, (0, past_key_values.layers[0].max_cache_len - attention_mask.shape[1]))
+        cache = one_cache(cache, past_key_values)
+        return F.pad(attention_mask, (0, cache.layers[0].max_cache_len - attention_mask.shape[1]))
 
     @can_return_tuple
     def forward(
@@ -386,16 +404,20 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         output_attentions=None,
         output_hidden_states=None,
         logits_to_keep=0,
-        **kwargs,
+        cache=None,
+        cache_position=None,
+        token_type_ids=None,
+        num_items_in_batch=None,
     ):
         """Like KerpleModel. labels: `[b, s]`, compared with the prediction at the previous token; -100 is ignored.
-        logits_to_keep: compute logits for the last N positions (0: all), or for these ones.
+        logits_to_keep: compute logits for the last N positions (0: all), or for these ones. num_items_in_batch: divide
+        the sum of the losses by this number; default: by the number of labels.
         """
         outputs = self.gpt_neox(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=one_cache(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_attentions=output_attentions,
@@ -405,20 +427,30 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         logits = self.embed_out(outputs.last_hidden_state[:, positions])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
 
 
+# Trainer's label smoothing shifts the labels, and the text-generation pipeline accepts models, by these names.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(KerpleConfig.model_type, KerpleForCausalLM.__name__)
+
+
 class KerpleForSequenceClassification(GenericForSequenceClassification, KerplePreTrainedModel):
-    """The class of each row `[b, num_labels]`, from the hidden state of its last token that is not padding."""
+    """The class of each row `[b, num_labels]`, from the hidden state of its last token that is not padding.
+
+    accepts_loss_kwargs: Trainer divides the loss, the mean over the rows of a micro-batch, by the accumulation steps.
+    """
 
     base_model_prefix = "gpt_neox"
+    accepts_loss_kwargs = False
 
     def __init__(self, config):
         KerplePreTrainedModel.__init__(self, config)

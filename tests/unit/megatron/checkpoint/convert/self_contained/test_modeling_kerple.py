@@ -4,7 +4,13 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import LONG, greedy, random_tokens
@@ -42,25 +48,86 @@ def test_autocast_gives_similar_gradients():
         assert (rounded[name] - expected[name]).norm() < 0.1 * expected[name].norm(), name
 
 
-def test_trainer_with_gradient_checkpointing(tmp_path, monkeypatch):
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains with Trainer, and returns the first logged (loss, gradient norm)."""
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set by training in other tests
         monkeypatch.delenv(variable, raising=False)
+
+    def run(model, rows, **options) -> tuple[float, float]:
+        options = {"max_steps": 1, "logging_steps": 1, "max_grad_norm": 1e9, **options}
+        arguments = TrainingArguments(str(tmp_path), report_to=[], save_strategy="no", use_cpu=True, **options)
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        assert trainer.train().global_step == options["max_steps"]
+        return trainer.state.log_history[0]["loss"], trainer.state.log_history[0]["grad_norm"]
+
+    return run
+
+
+def test_trainer_with_gradient_checkpointing(train):
     _, path = export("kerple_log")
     model = load(path)
     before = model.gpt_neox.positional.bias_p.detach().clone()
     rows = [{"input_ids": row, "labels": row} for row in random_tokens(4, TRAIN_LENGTH)]
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=2,
-        per_device_train_batch_size=2,
-        gradient_checkpointing=True,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-    )
-    result = Trainer(model, arguments, train_dataset=rows).train()
-    assert result.global_step == 2
+    train(model, rows, max_steps=2, per_device_train_batch_size=2, gradient_checkpointing=True)
     assert not torch.equal(model.gpt_neox.positional.bias_p, before)
+
+
+@torch.no_grad()
+def smoothed_loss(model, tokens, share) -> float:
+    """The label-smoothed loss of the next tokens, in float64."""
+    predictions = model(tokens).logits[:, :-1].double().log_softmax(-1)
+    right = predictions.gather(-1, tokens[:, 1:, None]).mean()
+    return -float((1 - share) * right + share * predictions.mean())
+
+
+def test_trainer_with_label_smoothing_predicts_the_next_token(train):
+    _, path = export("kerple_log")
+    model, tokens = load(path), random_tokens(4, TRAIN_LENGTH)
+    expected = smoothed_loss(model, tokens, 0.1)
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    loss, _ = train(model, rows, label_smoothing_factor=0.1, per_device_train_batch_size=4)
+    assert loss == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["language model", "classifier"])
+def test_accumulation_steps_change_neither_loss_nor_gradient(kind, train):
+    _, path = export("kerple_log")
+    rows = [
+        {"input_ids": row, "labels": row if kind == "language model" else index % 3}
+        for index, row in enumerate(random_tokens(4, TRAIN_LENGTH))
+    ]
+    results = []
+    for steps in (1, 4):
+        torch.manual_seed(0)  # of the classifier's head
+        auto = {} if kind == "language model" else {"auto": AutoModelForSequenceClassification, "num_labels": 3}
+        options = {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
+        results.append(train(load(path, **auto), rows, **options))
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
+@torch.no_grad()
+def test_unknown_arguments_are_rejected_by_name(auto):
+    """A cache under a new name must not be ignored: the text would be predicted without context."""
+    _, path = export("kerple_log")
+    model, tokens = load(path, auto), random_tokens(1, 8)
+    with pytest.raises(TypeError, match="new_name_of_cache"):
+        model(tokens, new_name_of_cache=None)
+    model(tokens, token_type_ids=torch.zeros_like(tokens))  # from tokenizers; has no meaning here
+
+
+@torch.no_grad()
+def test_both_names_of_the_cache():
+    _, path = export("kerple_log")
+    model, tokens = load(path), random_tokens(1, 12)
+    expected = model(tokens).logits[:, 8:]
+    for name in ("cache", "past_key_values"):
+        cache = model.new_cache()
+        model(tokens[:, :8], **{name: cache})
+        assert (model(tokens[:, 8:], **{name: cache}).logits - expected).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="cache or past_key_values"):
+        model(tokens, cache=cache, past_key_values=cache)
 
 
 @torch.no_grad()
