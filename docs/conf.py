@@ -48,7 +48,7 @@ CONTENTS = {
         "docs/results/modes",
         "docs/results/length_tests/chomsky",
         "docs/results/full-scale",
-        "docs/results/replication/tables",
+        "docs/results/tables",
         "docs/chomsky",
         "docs/benchmarks/cpu",
         "docs/benchmarks/gpu",

@@ -31,14 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="RESULTS",
         help=f"folders that contain {RESULTS} (written by evaluate.py), directly or in subfolders",
     )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
-    where.add_argument(
-        "--replication",
-        type=Path,
-        metavar="DIR",
-        help="copy the results to DIR/replication, and generate the pages in DIR (docs/results) instead of a report",
-    )
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the report")
     parser.add_argument(
         "--checkpoint",
         nargs="+",
@@ -72,19 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
     options = parser.parse_args(argv)
-    if options.replication is not None:
-        names = ("checkpoint", "benchmark", "reference", "style", "title")
-        given = [f"--{name}" for name in names if getattr(options, name) != parser.get_default(name)]
-        if given:
-            raise UserError(f"{', '.join(given)}: cannot be combined with --replication; use --output DIR for a report")
-        from megatron.reporting.replication import add_results, write_pages  # imports scipy, which is slow
-
-        check_writable(options.replication, "--replication")
-        for folder in options.results:
-            add_results(folder, options.replication)
-        for path in write_pages(options.replication):
-            print(path, flush=True)
-        return
     if not (options.results or options.checkpoint or options.benchmark):
         raise UserError("nothing to report: give folders with results, --checkpoint or --benchmark")
     style = SCREEN if options.style is None else parse_style(options.style)

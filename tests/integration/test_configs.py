@@ -77,7 +77,7 @@ def test_every_run_has_its_own_folder():
 
 
 def test_no_other_files():
-    known = {"small_bf16", "modern_162M", "1-3B", "demo", "local_setup", "replication", "text_generation"}
+    known = {"small_bf16", "modern_162M", "1-3B", "demo", "local_setup", "text_generation"}
     known |= {"continued_pretraining", *NEOX_SIZES}
     assert {path.stem for path in CONFIGS.glob("*.yml")} == known
     assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == {"pos_emb", "datasets", "seeds", "sweeps"}

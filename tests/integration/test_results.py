@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
+from experiments.replication.pages import MAX_BYTES, figures, texts
 from megatron.cli import chomsky
-from megatron.reporting.replication import MAX_BYTES, figures, texts
 from tests.support.runs import ROOT
 
 RESULTS = ROOT / "docs" / "results"
-COMMAND = "python tools/report.py --replication docs/results"
+COMMAND = "python experiments/replication/generate.py"
 
 
 def test_the_committed_pages_are_current():

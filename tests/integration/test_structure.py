@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(path for package in ("kerple", "megatron") for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(path for package in ("kerple", "megatron", "experiments") for path in (ROOT / package).rglob("*.py"))
 UNIT_TESTS = sorted((ROOT / "tests/unit").rglob("test_*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Source text of exported models, and modules without logic of their own.
@@ -28,7 +28,7 @@ def layers() -> list[list[str]]:
     """The packages in docs/ARCHITECTURE.md, top to bottom; packages on one line do not import each other."""
     text = (ROOT / "docs/ARCHITECTURE.md").read_text()
     (block,) = re.findall(r"<!-- layers.*?-->\n+```text\n(.*?)```", text, flags=re.DOTALL)
-    return [re.findall(r"(?:kerple|megatron|benchmarks)[\w.]*", line) for line in block.splitlines()]
+    return [re.findall(r"(?:kerple|megatron|benchmarks|experiments)[\w.]*", line) for line in block.splitlines()]
 
 
 def imported_modules(path: Path) -> set[str]:

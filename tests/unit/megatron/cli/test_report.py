@@ -46,22 +46,3 @@ def test_invalid_arguments_and_results_are_rejected(tmp_path):
     with pytest.raises(UserError, match="--reference t5: there are no results of this method; choose one of alibi"):
         main([str(tmp_path / "good"), "--reference", "t5", *output])
     assert not (tmp_path / "out").exists()
-
-
-def test_options_of_a_report_are_rejected_for_the_replication(tmp_path):
-    words = ["--checkpoint", "a", "--benchmark", "b", "--reference", "t5", "--style", "size=8", "--title", "Mine"]
-    pages = tmp_path / "pages"
-    for first in range(0, len(words), 2):
-        with pytest.raises(UserError, match=f"{words[first]}: cannot be combined with --replication; use --output DIR"):
-            main(["--replication", str(pages), *words[first : first + 2]])
-    with pytest.raises(UserError, match="--checkpoint, --benchmark, --reference, --style, --title: cannot be combined"):
-        main([*words, "--replication", str(pages)])
-    assert not pages.exists()
-
-
-def test_the_pages_of_the_replication(tmp_path, capsys):
-    pages = tmp_path / "docs" / "results"
-    main(["--replication", str(pages)])
-    assert capsys.readouterr().out.splitlines()[0] == str(pages / "README.md")
-    with pytest.raises(UserError, match=r"nowhere: no results\.jsonl"):
-        main([str(tmp_path / "nowhere"), "--replication", str(pages)])

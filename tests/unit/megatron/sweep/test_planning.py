@@ -247,7 +247,7 @@ def test_the_sweeps_of_the_replication(monkeypatch):
     monkeypatch.chdir(ROOT)
     factors = set()
     for name, methods in (("c", 11), ("prose", 8), ("latex", 4), ("c-factor1", 1)):
-        sweep = read_sweep(f"configs/sweeps/replication/{name}.yml")
+        sweep = read_sweep(f"experiments/replication/{name}.yml")
         runs = plan(sweep)
         assert len(runs) == 3 * methods
         # The first third is a complete table of one seed.

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron.reporting.training_length import at_training_length, held_out_table, pilot_table, seed_table
+from experiments.replication.training_length import at_training_length, held_out_table, pilot_table, seed_table
 from tests.support.records import record
 
 

@@ -10,10 +10,10 @@ import pytest
 from scipy.stats import f as f_distribution
 from scipy.stats import spearmanr
 
+from experiments.replication.claims import Claim, Term, claims, claims_table, evaluate_claims, holm
 from kerple.positional.registry import canonical_name
 from megatron.evaluation.modes import UNSUPPORTED_NOTE
 from megatron.reporting.aggregate import Method
-from megatron.reporting.claims import Claim, Term, claims, claims_table, evaluate_claims, holm
 from megatron.utils.errors import UserError
 from tests.support.records import record
 

@@ -1,8 +1,8 @@
 """Sentences about the claims of the papers."""
 
-from megatron.reporting.claims import evaluate_claims
-from megatron.reporting.findings import comparisons_of_log, decided_claims, verdict_summary
-from tests.unit.megatron.reporting.test_claims import claim, losses
+from experiments.replication.claims import evaluate_claims
+from experiments.replication.findings import comparisons_of_log, decided_claims, verdict_summary
+from tests.unit.experiments.replication.test_claims import claim, losses
 
 
 def test_verdicts():

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from experiments.replication import pages as replication
+from experiments.replication.pages import END, START, add_results, few_seeds, figures, main_table, texts, write_pages
 from megatron.evaluation.records import read_results
-from megatron.reporting import replication
-from megatron.reporting.replication import END, START, add_results, few_seeds, figures, main_table, texts, write_pages
 from megatron.utils.errors import UserError
 from tests.support.records import record
 
@@ -47,31 +47,33 @@ def write(folder, records):
 def pages(tmp_path):
     """docs/results with the records of two sweeps and of a pilot, in a project with a README."""
     folder = tmp_path / "docs" / "results"
-    add_results(write(tmp_path / "runs" / "c", sweep_records("debian_c", ("kerple_log", "alibi", "xpos"))), folder)
+    add_results(
+        write(tmp_path / "runs" / "c", sweep_records("debian_c", ("kerple_log", "alibi", "xpos"))), folder / "records"
+    )
     prose = write(tmp_path / "runs" / "prose" / "runs" / "1", sweep_records("debian_prose", ("kerple_log", "alibi")))
-    add_results(prose.parents[1], folder)
+    add_results(prose.parents[1], folder / "records")
     pilot = sweep_records("debian_c", ("kerple_log (log)", "alibi (alibi)", "kerple_log (log-factor10)"), seeds=(1,))
-    add_results(write(tmp_path / "runs" / "pilot", pilot), folder)
+    add_results(write(tmp_path / "runs" / "pilot", pilot), folder / "records")
     long = sweep_records("debian_c", ("kerple_log",), seeds=(1,))
     for entry in long:
         entry["train_length"] = 1024
-    add_results(write(tmp_path / "runs" / "pilot-1024", long), folder)
+    add_results(write(tmp_path / "runs" / "pilot-1024", long), folder / "records")
     more = [entry for entry in sweep_records("debian_c", ("kerple_log", "alibi")) if entry["length"] == 128]
     more = [{**entry, "loss": 7.0, "tokens": 5000, "stderr": 0.01} for entry in more]
-    add_results(write(tmp_path / "runs" / "training-length", more), folder)
+    add_results(write(tmp_path / "runs" / "training-length", more), folder / "records")
     (tmp_path / "README.md").write_text(f"before\n{START}\nan earlier block\n{END}\nafter\n")
     return folder
 
 
 def test_records_are_compact_and_complete(pages):
-    records = read_results(pages / "replication" / "c")
+    records = read_results(pages / "records" / "c")
     assert len(records) == 3 * 2 * (4 + 3 + 1)
     first = next(entry for entry in records if entry["length"] == 1024)
     assert first["groups"]["losses"] == [2.1037, 2.2037]
     assert first["loss"] == 2.0 + 0.01 + 0.01024 + 0.123456789
     assert not first["checkpoint"]["path"].startswith("/")
     assert next(entry for entry in records if entry["kind"] == "positions")["losses"][0] == 3.1235
-    written = sorted(path.parent.name for path in (pages / "replication" / "prose").glob("*/results.jsonl"))
+    written = sorted(path.parent.name for path in (pages / "records" / "prose").glob("*/results.jsonl"))
     assert written == ["1", "2"]  # a file for each seed
 
 
@@ -84,10 +86,10 @@ def test_files_are_limited(tmp_path, monkeypatch):
 
 
 def test_the_pages(pages, tmp_path):
-    contents = {path.relative_to(tmp_path).as_posix(): text for path, text in texts(pages).items()}
+    contents = {path.relative_to(tmp_path).as_posix(): text for path, text in texts(pages, pages / "records").items()}
     assert list(contents) == [
         "docs/results/README.md",
-        "docs/results/replication/tables.md",
+        "docs/results/tables.md",
         "docs/results/pilot.md",
         "docs/results/modes.md",
         "README.md",
@@ -106,7 +108,7 @@ def test_the_pages(pages, tmp_path):
     assert "an earlier block" not in readme
     assert "on C source code of the Linux kernel (in place of GitHub), English prose" in readme
     assert "docs/results/README.md" in readme
-    tables = contents["docs/results/replication/tables.md"]
+    tables = contents["docs/results/tables.md"]
     assert "**C, window@128**" in tables
     assert "| ALiBi | 7.000 | 0.010 |" in tables
     assert tables.count("7.000") == 2  # in no other table
@@ -124,7 +126,7 @@ def test_the_pages(pages, tmp_path):
 
 
 def test_the_main_table_has_all_lengths_or_three_of_each_corpus(pages):
-    records = [*read_results(pages / "replication" / "c"), *read_results(pages / "replication" / "prose")]
+    records = [*read_results(pages / "records" / "c"), *read_results(pages / "records" / "prose")]
     table = main_table(records)
     assert table.columns == tuple(f"{corpus}, {n}" for corpus in ("C", "Prose") for n in ("128", "1,024", "8,192"))
     assert [row.labels[0] for row in table.rows] == ["KERPLE (log)", "ALiBi"]
@@ -135,7 +137,7 @@ def test_the_main_table_has_all_lengths_or_three_of_each_corpus(pages):
 
 
 def test_methods_with_fewer_seeds_are_named_and_not_compared(pages):
-    records = [*read_results(pages / "replication" / "c"), *read_results(pages / "replication" / "prose")]
+    records = [*read_results(pages / "records" / "c"), *read_results(pages / "records" / "prose")]
     assert few_seeds(records) == ""
     fewer = [
         entry for entry in records if (entry["seed"], entry["pos_emb"], entry["corpus"][7:]) != (2, "kerple_log", "c")
@@ -147,7 +149,7 @@ def test_methods_with_fewer_seeds_are_named_and_not_compared(pages):
 
 
 def test_a_run_without_a_value_at_one_length_is_named(pages):
-    records = [dict(entry) for entry in read_results(pages / "replication" / "c")]
+    records = [dict(entry) for entry in read_results(pages / "records" / "c")]
     for entry in records:
         if (entry["pos_emb"], entry["seed"], entry["length"], entry["kind"]) == ("alibi", 2, 8192, "extrapolation"):
             entry |= {"loss": None, "perplexity": None}
@@ -156,7 +158,7 @@ def test_a_run_without_a_value_at_one_length_is_named(pages):
 
 
 def test_rows_of_modes_with_fewer_seeds_are_labeled(pages):
-    records = list(read_results(pages / "replication" / "c"))
+    records = list(read_results(pages / "records" / "c"))
     fewer = [entry for entry in records if (entry["pos_emb"], entry["seed"]) != ("alibi", 2)]
     for selected, name in ((records, "ALiBi"), (fewer, "ALiBi (1 seed)")):
         (table,) = replication.mode_table(selected)
@@ -164,28 +166,28 @@ def test_rows_of_modes_with_fewer_seeds_are_labeled(pages):
 
 
 def test_seeds_are_compared_as_sets(pages):
-    records = list(read_results(pages / "replication" / "c"))
+    records = list(read_results(pages / "records" / "c"))
     assert few_seeds(sorted(records, key=lambda entry: (entry["pos_emb"] == "alibi") * -entry["seed"])) == ""
     other = [{**entry, "seed": 3} if (entry["pos_emb"], entry["seed"]) == ("alibi", 2) else entry for entry in records]
     assert few_seeds(other).startswith(" ALiBi on C has only seeds 1, 3: ")
 
 
 def test_sentences_follow_the_records(pages):
-    text = texts(pages)[pages / "README.md"]
+    text = texts(pages, pages / "records")[pages / "README.md"]
     assert "Some methods have fewer seeds" not in text
     assert "of the other methods and of log, on C; bands" in text
     assert "Planned: 3 seeds of every method" in text
     xpos = [entry for entry in sweep_records("debian_prose", ("xpos",)) if entry["seed"] == 1]
     log = sweep_records("debian_c", ("kerple_log",), seeds=(3,))
     for name, records in (("prose-xpos", xpos), ("c-log", log)):
-        add_results(write(pages.parents[1] / "runs" / name, records), pages)
-    text = texts(pages)[pages / "README.md"]
+        add_results(write(pages.parents[1] / "runs" / name, records), pages / "records")
+    text = texts(pages, pages / "records")[pages / "README.md"]
     assert "Some methods have fewer seeds (see above)." in text
     assert "of the other methods and of log, on C and Prose; bands" in text
 
 
 def test_figures(pages):
-    assert sorted(path.stem for path in figures(pages)) == [
+    assert sorted(path.stem for path in figures(pages, pages / "records")) == [
         "effective-lengths-debian_c",
         "effective-lengths-debian_prose",
         "main",
@@ -198,7 +200,7 @@ def test_figures(pages):
 def test_without_results_nothing_is_measured(tmp_path):
     folder = tmp_path / "docs" / "results"
     folder.mkdir(parents=True)
-    written = write_pages(folder)
+    written = write_pages(folder, folder / "records")
     assert [path.name for path in written] == ["README.md", "tables.md", "pilot.md", "modes.md"]
     text = (folder / "README.md").read_text()
     assert "No results yet." in text
@@ -208,15 +210,15 @@ def test_without_results_nothing_is_measured(tmp_path):
 
 
 def test_the_page_of_inference_modes(pages, tmp_path):
-    claims = texts(pages)[pages / "README.md"]
+    claims = texts(pages, pages / "records")[pages / "README.md"]
     records = sweep_records("debian_c", ("kerple_log", "alibi"), seeds=(1,))
-    add_results(write(tmp_path / "runs" / "modes", records), pages)
-    contents = texts(pages)
+    add_results(write(tmp_path / "runs" / "modes", records), pages / "records")
+    contents = texts(pages, pages / "records")
     assert contents[pages / "README.md"] == claims
     page = contents[pages / "modes.md"]
     assert "| ALiBi | window@128 | – | +0.5000 ± 0.0000 | – |" in page
-    (figure,) = [path for path in figures(pages) if path.name.startswith("modes")]
-    assert f"replication/{figure.name}" in page
+    (figure,) = [path for path in figures(pages, pages / "records") if path.name.startswith("modes")]
+    assert figure.name in page
 
 
 def test_step_times(pages):
@@ -225,7 +227,7 @@ def test_step_times(pages):
         for name, time in (("plain PyTorch", 0.2), ("kerple_log", 0.10), ("rpe", 0.12), ("alibi", 0.11))
     ]
     content = {"hardware": {"processor": "EPYC"}, "tables": {"training step": rows}}
-    (pages / "replication" / "step_times.json").write_text(json.dumps(content))
-    contents = texts(pages)
+    (pages / "records" / "step_times.json").write_text(json.dumps(content))
+    contents = texts(pages, pages / "records")
     assert "time x 0.8" in contents[pages / "README.md"]
-    assert "Training step" in contents[pages / "replication" / "tables.md"]
+    assert "Training step" in contents[pages / "tables.md"]

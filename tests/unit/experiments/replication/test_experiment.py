@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.reporting.experiment import check_comparable, setting_facts
+from experiments.replication.experiment import check_comparable, setting_facts
 from megatron.utils.errors import UserError
 from tests.support.records import record
 

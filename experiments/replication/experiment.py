@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from experiments.replication.claims import PROTOCOL
+from experiments.replication.training_length import LOG
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
-from megatron.reporting.claims import PROTOCOL
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
 from megatron.reporting.tables import escape_markdown
-from megatron.reporting.training_length import LOG
 from megatron.utils.errors import UserError
 
 CORPUS_TEXTS = {
@@ -38,7 +38,7 @@ def check_comparable(records: Iterable[AnyRecord]) -> None:
             continue
         raise UserError(
             f"{record['corpus']}: {_source(other)} and {_source(record)} {problem}, so their losses are not "
-            "comparable; keep the records of one of them in docs/results/replication"
+            "comparable; keep the records of one of them in experiments/replication/records"
         )
 
 

@@ -1,12 +1,13 @@
-"""The pages in docs/results, which `tools/report.py --replication docs/results` generates from the records there.
+"""The pages in docs/results, from the records in `records/`.
 
-    README.md                            claims, main figure and table
-    pilot.md                             the runs that selected the settings
-    modes.md                             methods in all inference modes
-    replication/tables.md, *.png         all tables and figures
-    replication/NAME/SEED/results.jsonl  the records of the sweep NAME; those of `pilot*` are in pilot.md, of
-                                         `modes*` in modes.md; `training-length` has losses on more tokens
-    replication/step_times.json          written by benchmarks/train_step.py --json (optional)
+    README.md                   claims, main figure and table
+    pilot.md                    the runs that selected the settings
+    modes.md                    methods in all inference modes
+    tables.md, *.png            all tables and figures
+
+    records/NAME/SEED/results.jsonl  the records of the sweep NAME; those of `pilot*` are in pilot.md, of `modes*` in
+                                     modes.md; `training-length` has losses on more tokens
+    records/step_times.json          written by benchmarks/train_step.py --json (optional)
 
 The block between the two markers in the README of the project is replaced too.
 """
@@ -21,10 +22,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from scipy.stats import t as t_distribution
 
+from experiments.replication.claims import (
+    claims,
+    claims_table,
+    evaluate_claims,
+    has_several_runs,
+)
+from experiments.replication.experiment import check_comparable, environments, rank, setting_facts, settings_of
+from experiments.replication.findings import comparisons_of_log, decided_claims, verdict_summary
+from experiments.replication.training_length import LOG, at_training_length, held_out_table, pilot_table, seed_table
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import (
     ALPHA,
@@ -38,16 +48,8 @@ from megatron.reporting.aggregate import (
     setting_of,
 )
 from megatron.reporting.checkpoint_figures import effective_length_plot
-from megatron.reporting.claims import (
-    claims,
-    claims_table,
-    evaluate_claims,
-    has_several_runs,
-)
 from megatron.reporting.differences import DIFFERENCE_NOTE, Key, PairedLosses, seed_label
-from megatron.reporting.experiment import check_comparable, environments, rank, setting_facts, settings_of
 from megatron.reporting.figures import perplexity_measurements, perplexity_plot
-from megatron.reporting.findings import comparisons_of_log, decided_claims, verdict_summary
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, slug
 from megatron.reporting.modes import mode_effects, mode_figures, mode_tables, unsupported_notes
 from megatron.reporting.paper_tables import difference_tables, missing_notes, perplexity_tables, resolution_tables
@@ -70,13 +72,12 @@ from megatron.reporting.style import (
     seeds_caption,
 )
 from megatron.reporting.tables import Cell, Row, Section, Table, markdown
-from megatron.reporting.training_length import LOG, at_training_length, held_out_table, pilot_table, seed_table
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
-RECORDS, STEP_TIMES = "replication", "step_times.json"
-PILOT, MODES, TRAINING_LENGTH = "pilot", "modes", "training-length"  # names of folders in RECORDS start with these
-START, END = "<!-- results: written by tools/report.py --replication docs/results -->", "<!-- end of results -->"
+RECORDS, STEP_TIMES = Path(__file__).with_name("records"), "step_times.json"
+PILOT, MODES, TRAINING_LENGTH = "pilot", "modes", "training-length"  # folders of records start with these
+START, END = "<!-- results: written by experiments/replication/generate.py -->", "<!-- end of results -->"
 MAX_BYTES = 1_500_000  # of a file in the repository
 MAIN_METHODS = (*published("kerple-3").methods, Method("kerple_power_ap_ap"))
 # KERPLE's Figure 5 has these lines, and rotary, which is far above them.
@@ -90,13 +91,13 @@ MIN_PIXELS = 1200  # of the width of a figure
 MAX_LENGTHS = 6  # columns of the main table
 
 
-def add_results(folder: Path, pages: Path) -> None:
-    """Copy the records in a sweep's folder (or any other) to replication/NAME/SEED/results.jsonl, where NAME is the
+def add_results(folder: Path, records: Path = RECORDS) -> None:
+    """Copy the records in a sweep's folder (or any other) to NAME/SEED/results.jsonl in `records`, where NAME is the
     name of the folder, with losses by document and position rounded to 5 digits. Raises UserError if there are none.
     """
     contents: dict[Path, bytes] = {}
     for record in read_results(folder):
-        path = pages / RECORDS / folder.resolve().name / str(record["seed"]) / RESULTS
+        path = records / folder.resolve().name / str(record["seed"]) / RESULTS
         line = json.dumps(_compact(record), separators=(",", ":"))
         contents[path] = contents.get(path, b"") + f"{line}\n".encode()
     for path, content in contents.items():
@@ -123,23 +124,23 @@ def _rounded(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
-def write_pages(pages: Path) -> list[Path]:
+def write_pages(pages: Path, records: Path = RECORDS) -> list[Path]:
     """Write the texts and figures, and return their paths. Raises UserError."""
-    contents = {path: text.encode() for path, text in texts(pages).items()} | figures(pages)
-    (pages / RECORDS).mkdir(parents=True, exist_ok=True)
+    contents = {path: text.encode() for path, text in texts(pages, records).items()} | figures(pages, records)
+    pages.mkdir(parents=True, exist_ok=True)
     for path, content in contents.items():
         write_atomically(path, content)
     return list(contents)
 
 
-def texts(pages: Path) -> dict[Path, str]:
+def texts(pages: Path, folder: Path = RECORDS) -> dict[Path, str]:
     """The content of every page by path."""
-    records = _read(pages)
-    times, time_tables = _step_times(pages / RECORDS / STEP_TIMES)
+    records = _read(folder)
+    times, time_tables = _step_times(folder / STEP_TIMES)
     results = evaluate_claims(records, times)
     tables = [table for table in perplexity_tables(records) if table.name.startswith("perplexity")]
     tables += [*difference_tables(records), *mode_table(records), *resolution_tables(records), *time_tables]
-    held_out = at_training_length(read_results(_folders(pages, TRAINING_LENGTH)))
+    held_out = at_training_length(read_results(_folders(folder, TRAINING_LENGTH)))
     seeds_of_methods = seed_table(records)
     tables[:0] = [table for table in (held_out_table(held_out), seeds_of_methods) if table]
     spread = seeds_caption(len({record["seed"] for record in records}))
@@ -162,9 +163,9 @@ def texts(pages: Path) -> dict[Path, str]:
     }
     contents = {
         pages / "README.md": _render("results.md.j2", **values),
-        pages / RECORDS / "tables.md": f"# Tables\n\n{RUNS_NOTE}\n\n" + "\n".join(markdown(table) for table in tables),
-        pages / "pilot.md": _render("pilot.md.j2", **_pilot(pages)),
-        pages / "modes.md": _render("modes.md.j2", **_modes(pages)),
+        pages / "tables.md": f"# Tables\n\n{RUNS_NOTE}\n\n" + "\n".join(markdown(table) for table in tables),
+        pages / "pilot.md": _render("pilot.md.j2", **_pilot(folder)),
+        pages / "modes.md": _render("modes.md.j2", **_modes(folder)),
     }
     readme = pages.resolve().parents[1] / "README.md"
     if readme.is_file() and START in (text := readme.read_text(encoding="utf-8")):
@@ -174,10 +175,9 @@ def texts(pages: Path) -> dict[Path, str]:
     return contents
 
 
-def figures(pages: Path) -> dict[Path, bytes]:
+def figures(pages: Path, folder: Path = RECORDS) -> dict[Path, bytes]:
     """The PNG files by path."""
-    records = _read(pages)
-    folder = pages / RECORDS
+    records = _read(folder)
     drawings: dict[str, tuple[Callable[[Style], Figure], Style]] = {}
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
     numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
@@ -213,9 +213,9 @@ def figures(pages: Path) -> dict[Path, bytes]:
             limit = max(record["length"] for record in records if record["kind"] == "effective_length")
             draw = partial(effective_length_plot, lengths, limit, numbers=numbers)
             drawings[slug("effective-lengths", setting.corpus)] = draw, SCREEN
-    for figure in mode_figures(read_results(_folders(pages, MODES))):
+    for figure in mode_figures(read_results(_folders(folder, MODES))):
         drawings[figure.name] = figure.draw, _wide(2)
-    return {folder / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
+    return {pages / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -296,11 +296,11 @@ def mode_table(records: Sequence[AnyRecord]) -> list[Table]:
     return [Table("modes", title, ("method",), headers, tuple(lines), (DIFFERENCE_NOTE,))] if lines else []
 
 
-def _pilot(pages: Path) -> dict[str, object]:
+def _pilot(folder: Path) -> dict[str, object]:
     """The settings of the pilots by their losses at the training length."""
     records: list[AnyRecord] = []
-    for folder in _folders(pages, PILOT):
-        found: list[AnyRecord] = [*read_results(folder)]
+    for pilot in _folders(folder, PILOT):
+        found: list[AnyRecord] = [*read_results(pilot)]
         records += [record for record in found if (record["kind"], record["mode"]) == ("extrapolation", "full")]
     table = pilot_table(records)
     if table is None:
@@ -400,30 +400,30 @@ def other_methods(perplexities: Measurements) -> Measurements:
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def _read(pages: Path) -> list[AnyRecord]:
+def _read(folder: Path) -> list[AnyRecord]:
     """The records of all sweeps except those for pilot.md, modes.md and losses at the training length. Raises
     UserError if they are not comparable.
     """
-    others = {folder for prefix in (PILOT, MODES, TRAINING_LENGTH) for folder in _folders(pages, prefix)}
-    records: list[AnyRecord] = [*read_results(sorted({*_folders(pages, "")} - others))]
+    others = {other for prefix in (PILOT, MODES, TRAINING_LENGTH) for other in _folders(folder, prefix)}
+    records: list[AnyRecord] = [*read_results(sorted({*_folders(folder, "")} - others))]
     check_comparable(records)
     return records
 
 
-def _folders(pages: Path, prefix: str) -> list[Path]:
+def _folders(folder: Path, prefix: str) -> list[Path]:
     """The folders of the sweeps whose names start with `prefix`."""
-    folders = {path.parents[1] for path in (pages / RECORDS).glob(f"*/*/{RESULTS}")}
-    return sorted(folder for folder in folders if folder.name.startswith(prefix))
+    folders = {path.parents[1] for path in folder.glob(f"*/*/{RESULTS}")}
+    return sorted(path for path in folders if path.name.startswith(prefix))
 
 
-def _modes(pages: Path) -> dict[str, object]:
+def _modes(folder: Path) -> dict[str, object]:
     """The losses in each inference mode minus those in mode full."""
-    records = read_results(_folders(pages, MODES))
+    records = read_results(_folders(folder, MODES))
     tables = mode_tables(records)
     return {
         "tables": [markdown(table) for table in tables],
         "comparisons": sum(len(table.lines) for table in tables),
-        "figures": [(figure.caption, f"{RECORDS}/{figure.name}.png") for figure in mode_figures(records)],
+        "figures": [(figure.caption, f"{figure.name}.png") for figure in mode_figures(records)],
         "effects": mode_effects(records),
         "notes": unsupported_notes(records),
         "environments": environments(records),
@@ -447,7 +447,7 @@ def _step_times(path: Path) -> tuple[dict[str, list[float]], list[Table]]:
 
 def _render(template: str, **values: object) -> str:
     environment = Environment(
-        loader=PackageLoader("megatron.reporting", ""),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=False,  # Markdown; the tables are escaped
         trim_blocks=True,
         lstrip_blocks=True,

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
+from experiments.replication.claims import Result, Verdict, has_several_runs
+from experiments.replication.training_length import LOG
 from megatron.reporting.aggregate import Method
-from megatron.reporting.claims import Result, Verdict, has_several_runs
 from megatron.reporting.published import display_name
-from megatron.reporting.training_length import LOG
 
 
 def verdict_summary(results: Sequence[Result]) -> str:
