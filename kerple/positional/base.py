@@ -376,8 +376,26 @@ def draw(parameter: Tensor, kind: str, first: float, second: float, generator: t
     parameter.copy_(values)
 
 
-def draw_layer(layer: nn.Linear | nn.Conv2d, generator: torch.Generator | None) -> None:
-    """Draw weight and bias of a layer by PyTorch's default: U(-1, 1) / sqrt(fan_in)."""
-    bound = layer.weight[0].numel() ** -0.5
-    for parameter in layer.parameters():
-        draw(parameter, "uniform", -bound, bound, generator)
+class MLPLayer(nn.Module):
+    """The parameters of a layer in a method's MLP: `weight` `[outputs, inputs, *kernel]` and `bias` `[outputs]`.
+
+    The method itself multiplies by them. This is no nn.Linear, which quantization and LoRA replace by layers that work
+    only if they are called.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *kernel: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, *kernel))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor]:
+        """A wrapper that changes the weight during `forward` (peft's target_parameters) does not have this method, so
+        it fails instead of being ignored.
+        """
+        return self.weight, self.bias
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw weight and bias by PyTorch's default for linear layers and convolutions: U(-1, 1) / sqrt(fan_in)."""
+        bound = self.weight[0].numel() ** -0.5
+        for parameter in (self.weight, self.bias):
+            draw(parameter, "uniform", -bound, bound, generator)

@@ -24,14 +24,13 @@ Legend: b batch, h heads, c queries, l keys, n distances, w hidden units, i inpu
 
 from abc import abstractmethod
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kerple.positional.alibi import Alibi
-from kerple.positional.base import PositionalMethod, draw_layer
+from kerple.positional.base import MLPLayer, PositionalMethod
 from kerple.positional.fire import Fire
 from kerple.positional.functional import by_pair, cast_together
 from kerple.positional.kerple import KerpleLog
@@ -41,18 +40,16 @@ from kerple.positional.rotary import Rotary
 VARIANTS = ("Concat_Residual", "Concat", "Add_Residual")
 NEGATIVE_SLOPE = 0.01  # of LeakyReLU
 
-Layer = nn.Linear | nn.Conv2d
-
 
 class Adaptive(PositionalMethod):
     """Base class of both versions of DAPE: combines the scores, an optional static bias and the output of f.
 
-    The layers of f are called `first` and `second` and have PyTorch's default initialization.
+    The layers of f are called `first` and `second`. kernel: the size of their kernels, if they are convolutions.
     """
 
     shared = False
 
-    def __init__(self, num_heads: int, mlp_width: int, variant: str, static: PositionalMethod | None):
+    def __init__(self, num_heads: int, mlp_width: int, variant: str, static: PositionalMethod | None, *kernel: int):
         super().__init__()
         if variant not in VARIANTS:
             raise ValueError(f"DAPE has no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
@@ -61,12 +58,8 @@ class Adaptive(PositionalMethod):
         self.variant = variant
         self.static = static
         inputs = 2 * num_heads if static is not None and variant != "Add_Residual" else num_heads
-        self.first, self.second = self.layers(inputs, mlp_width, num_heads)
+        self.first, self.second = MLPLayer(inputs, mlp_width, *kernel), MLPLayer(mlp_width, num_heads, *kernel)
         self.reset_parameters()
-
-    @abstractmethod
-    def layers(self, inputs: int, width: int, outputs: int) -> tuple[Layer, Layer]:
-        """Build the two layers of f, each with `weight` `[outputs, inputs, ...]` and `bias`."""
 
     @abstractmethod
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
@@ -83,7 +76,7 @@ class Adaptive(PositionalMethod):
         if self.static is not None:
             self.static.reset_parameters(generator)
         for layer in (self.first, self.second):
-            draw_layer(layer, generator)
+            layer.reset_parameters(generator)
 
     def table(self, distance: Tensor) -> Tensor | None:
         """The static bias over distance, `[h, n]`; None if there is none, or if it is not a function of distance."""
@@ -114,7 +107,7 @@ class Adaptive(PositionalMethod):
         """
         if bias is not None and self.variant == "Add_Residual":
             scores, bias = scores + bias, None
-        parameters: list[Any] = [part for layer in (self.first, self.second) for part in (layer.weight, layer.bias)]
+        parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias()
         weight_1, offset_1, weight_2, offset_2 = cast_together(parameters, scores.dtype)
         offset_1, offset_2 = offset_1[:, None, None], offset_2[:, None, None]
         if bias is not None:
@@ -135,9 +128,6 @@ class DapePerPair(Adaptive):
     """Version 1: f processes each query-key pair on its own."""
 
     per_pair = True
-
-    def layers(self, inputs: int, width: int, outputs: int) -> tuple[Layer, Layer]:
-        return nn.Linear(inputs, width), nn.Linear(width, outputs)
 
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
         # `@` would copy the states to merge the batch into one product.

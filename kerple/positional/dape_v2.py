@@ -20,11 +20,11 @@ Legend: b batch, h heads, c queries, l keys, w hidden units, i inputs per pair.
 """
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kerple.positional.alibi import Alibi
 from kerple.positional.base import PositionalMethod
-from kerple.positional.dape import VARIANTS, Adaptive, Layer, LeakyFire
+from kerple.positional.dape import VARIANTS, Adaptive, LeakyFire
 from kerple.positional.functional import positions_on
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
@@ -37,13 +37,8 @@ class DapeConvolution(Adaptive):
     def __init__(self, num_heads: int, mlp_width: int, variant: str, static: PositionalMethod | None, kernel_size: int):
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size {kernel_size}: DAPE's convolutions have an odd width of at least 1")
-        self.kernel_size = kernel_size
-        super().__init__(num_heads, mlp_width, variant, static)
+        super().__init__(num_heads, mlp_width, variant, static, 1, kernel_size)
         self.lookahead = kernel_size // 2
-
-    def layers(self, inputs: int, width: int, outputs: int) -> tuple[Layer, Layer]:
-        size = (1, self.kernel_size)
-        return nn.Conv2d(inputs, width, size), nn.Conv2d(width, outputs, size)
 
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
         return F.conv2d(states.masked_fill(mask, 0.0), weight, padding=(0, weight.shape[-1] // 2))

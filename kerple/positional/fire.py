@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.positional.base import PositionalMethod, draw_layer
+from kerple.positional.base import MLPLayer, PositionalMethod
 from kerple.positional.functional import by_pair, cast_together, positions_on
 from kerple.positional.registry import register
 
@@ -24,7 +24,7 @@ EPSILON = 1e-6
 
 @register("fire")
 class Fire(PositionalMethod):
-    """Parameters `c` and `m` `[1]`, and linear layers `first` and `second` with PyTorch's default initialization."""
+    """Parameters `c` and `m` `[1]`, and the layers `first` and `second` of the MLP, initialized as nn.Linear is."""
 
     shared = False
     per_pair = True
@@ -38,7 +38,7 @@ class Fire(PositionalMethod):
             raise ValueError(f"threshold {threshold}: FIRE's threshold is a number of tokens above 0")
         self.threshold = float(threshold)
         self.c, self.m = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
-        self.first, self.second = nn.Linear(1, mlp_width), nn.Linear(mlp_width, num_heads)
+        self.first, self.second = MLPLayer(1, mlp_width), MLPLayer(mlp_width, num_heads)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class Fire(PositionalMethod):
         self.c.fill_(INITIAL_C)
         self.m.fill_(INITIAL_M)
         for layer in (self.first, self.second):
-            draw_layer(layer, generator)
+            layer.reset_parameters(generator)
 
     def mapped_table(self, distance: Tensor) -> Tensor:
         """The mapped distances themselves, `[n]`, because the bias also depends on the query's position."""
@@ -63,10 +63,8 @@ class Fire(PositionalMethod):
         query, key = (
             positions_on(positions, like.device, like.dtype) for positions in (query_positions, key_positions)
         )
-        first, second = self.first, self.second
-        first_weight, second_weight, first_bias, second_bias, c, m = cast_together(
-            (first.weight, second.weight, first.bias, second.bias, self.c, self.m), like.dtype
-        )
+        parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias(), self.c, self.m
+        first_weight, first_bias, second_weight, second_bias, c, m = cast_together(parameters, like.dtype)
         if mapped is None:
             distance = (query[:, None] - key).abs_()
         else:

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from kerple.positional import PositionalMethod
+from kerple.positional.base import MLPLayer
 from megatron.checkpoint.optimizer import optimizer_fragments
 from megatron.config import Config
 from megatron.model.gpt import TransformerBlock
@@ -82,9 +83,9 @@ def parameter_groups(
     """Split the trainable parameters into groups with the same weight decay, "bounds" and "lr_factor".
 
     Norms, biases and positional parameters have no weight decay: it would pull the parameters of a kernel towards the
-    limits of their range. The weight matrices of a method's linear and convolution layers (DAPE, FIRE) have it, like
-    all matrices. "bounds" are the limits of a positional parameter (lowest, highest or None), and "lr_factor" is
-    `positional_lr_factor` for all parameters of positional methods; without them, a group has no such key.
+    limits of their range. The weight matrices of a method's layers (DAPE, FIRE) have it, like all matrices. "bounds"
+    are the limits of a positional parameter (lowest, highest or None), and "lr_factor" is `positional_lr_factor` for
+    all parameters of positional methods; without them, a group has no such key.
 
     separates_matrices: put the weight matrices of transformer blocks, without those of the positional method, into a
     group with the key "matrices".
@@ -95,7 +96,7 @@ def parameter_groups(
         id(module.weight)
         for method in methods
         for module in method.modules()
-        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
+        if isinstance(module, nn.Linear | MLPLayer)
     }
     bounds = {id(method.get_parameter(name)): limits for method in methods for name, limits in method.bounds().items()}
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]

@@ -76,7 +76,8 @@ def fire_bias(method, mode: AttentionMode, distances: Tensor) -> Tensor:
         positions = distances[:, 0]
     normalizer = ((method.c * positions.clamp(min=float(method.m * method.threshold))) + 1).log() + 1e-6
     relative = (method.c * distances + 1).log() / normalizer[:, None]
-    return method.second(torch.relu(method.first(relative[..., None]))).permute(2, 0, 1)
+    hidden = F.linear(relative[..., None], *method.first.parameters()).relu()
+    return F.linear(hidden, *method.second.parameters()).permute(2, 0, 1)
 
 
 def scores_of_several_keys(method, scores: Tensor, query: Tensor, distances: Tensor, seen: Tensor) -> Tensor:

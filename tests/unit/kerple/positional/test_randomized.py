@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from torch.nn.functional import conv2d, leaky_relu, pad
+from torch.nn.functional import conv2d, leaky_relu, linear, pad
 
 from kerple.attention import Attention, score_table
 from kerple.positional import ModelShape, PositionsExceeded, build, primary_names
@@ -149,7 +149,8 @@ def test_scores_of_methods_that_modify_them(name):
             hidden = leaky_relu(conv2d(inputs, *plain.first.parameters(), padding=(0, 1)), 0.01)
             change = conv2d(hidden, *plain.second.parameters(), padding=(0, 1))[..., :LENGTH]
         else:
-            change = plain.second(leaky_relu(plain.first(inputs.movedim(1, -1)), 0.01)).movedim(-1, 1)
+            hidden = leaky_relu(linear(inputs.movedim(1, -1), *plain.first.parameters()), 0.01)
+            change = linear(hidden, *plain.second.parameters()).movedim(-1, 1)
         scores = scores + change + (bias if len(bias) else 0)
     expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
     assert_equal_with_gradients(attended, expected, states, method, plain)

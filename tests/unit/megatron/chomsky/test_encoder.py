@@ -52,7 +52,8 @@ def test_adaptive_methods_treat_both_directions_alike(pos_emb):
         if pos_emb == "fire":
             length = max(abs(method.m.item() * 512.0), query_position)
             x = np.log(0.1 * distance + 1) / (np.log(0.1 * length + 1) + 1e-6)
-            return method.second(method.first(torch.tensor([x], dtype=torch.float64)).relu())
+            hidden = F.linear(torch.tensor([x], dtype=torch.float64), *method.first.parameters()).relu()
+            return F.linear(hidden, *method.second.parameters())
         return method.static.bias(torch.tensor(float(distance))).double()
 
     for m in range(6):
@@ -62,7 +63,8 @@ def test_adaptive_methods_treat_both_directions_alike(pos_emb):
                 expected = score + bias
             else:
                 inputs = score if bias is None else torch.cat((score, bias.expand(3, 2)), dim=1)
-                expected = score + method.second(F.leaky_relu(method.first(inputs), 0.01))
+                hidden = F.leaky_relu(F.linear(inputs, *method.first.parameters()), 0.01)
+                expected = score + F.linear(hidden, *method.second.parameters())
                 expected = expected if bias is None else expected + bias
             torch.testing.assert_close(modified[:, :, m, n], expected, rtol=1e-6, atol=1e-6)
 

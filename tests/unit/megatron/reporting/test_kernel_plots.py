@@ -55,7 +55,8 @@ def test_curves():
     # DAPE: the static bias plus the output of its network for a score of 0
     method = methods["dape_alibi"].method
     static = method.static.bias(torch.tensor([700.0]))[:, 0]
-    output = method.second(F.leaky_relu(method.first(torch.cat((torch.zeros(4), static))), 0.01))
+    hidden = F.leaky_relu(F.linear(torch.cat((torch.zeros(4), static)), *method.first.parameters()), 0.01)
+    output = F.linear(hidden, *method.second.parameters())
     (curve,) = distance_curves(*methods["dape_alibi"]).values()
     torch.testing.assert_close(curve[:, 700], static + output)
     (curve,) = distance_curves(*methods["rotary"]).values()

@@ -164,16 +164,6 @@ def test_lora(tmp_path):
         assert (load(path)(tokens).logits - expected).abs().max() > 1e-3
 
 
-def test_lora_in_all_linear_layers():
-    """Those of positional methods included, whose weights are read without the adapter."""
-    _, path = export("dape_kerple")
-    model = peft.get_peft_model(load(path), peft.LoraConfig(r=2, target_modules="all-linear"))
-    model(random_tokens(1, 8)).logits.sum().backward()
-    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(trained) == 16
-    assert not any("positional" in name for name in trained)
-
-
 @torch.no_grad()
 def test_folders_of_the_same_name(tmp_path):
     """transformers caches classes by the name of the folder and the code, as in checkpoints of Trainer."""
