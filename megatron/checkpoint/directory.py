@@ -323,10 +323,9 @@ def read_state_file(step: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {name} is not a number of steps or samples; the file is damaged")
     for name in ("training", "shape"):
         values = saved.get(name, {})
-        numbers = values.values() if isinstance(values, dict) else [None]
-        if not all(
-            isinstance(each, int | str) for value in numbers for each in (value if type(value) is list else [value])
-        ):
+        entries = values.values() if isinstance(values, dict) else [values]
+        items = [item for entry in entries for item in (entry if type(entry) is list else [entry])]
+        if not isinstance(values, dict) or not all(isinstance(item, int | float | str | None) for item in items):
             raise CheckpointError(f"{path}: {name} is not a dictionary of numbers; the file is damaged")
     return saved
 

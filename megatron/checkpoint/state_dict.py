@@ -90,6 +90,8 @@ class TrainingState:
         tokens: training tokens read.
         lr_schedule: formulas of the learning-rate schedule, as the configuration key.
         data_order: identifies the order of the training samples to which consumed_samples refers; empty if unknown.
+        learning_rate: of the last step; None if unknown.
+        unlogged_losses: the losses of the steps since the last line of the log.
         evaluated_at: the last iteration at which the validation loss and extrapolation curves were measured.
         lineage: iterations of the checkpoints that led to this state, of those that the run saved to its folder.
     """
@@ -100,6 +102,8 @@ class TrainingState:
     tokens: Count = 0
     lr_schedule: Literal["neox", "neox-2022"] = "neox"
     data_order: str = ""
+    learning_rate: float | None = None
+    unlogged_losses: list[float] = field(default_factory=list)
     evaluated_at: Count = 0
     lineage: list[Count] = field(default_factory=list)
 

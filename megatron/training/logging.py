@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,8 +61,11 @@ class Logger:
         except OSError as error:
             raise UserError(f"log-dir: cannot write to {folder}: {error.strerror}") from error
 
-    def start_metrics(self) -> None:
-        """Open the metrics file, TensorBoard and Weights & Biases. Raises UserError if one of them is not available."""
+    def start_metrics(self, iteration: int) -> None:
+        """Open the metrics file, TensorBoard and Weights & Biases, for a run that starts after `iteration` steps.
+
+        Raises UserError if one of them is not available.
+        """
         settings = self._config.logging
         if not self._is_main:
             return
@@ -80,7 +84,9 @@ class Logger:
                 f"{install_command('tracking')}; or remove the keys"
             ) from error
         if settings.tensorboard_dir:
-            self._tensorboard = SummaryWriter(settings.tensorboard_dir)
+            # Steps after the checkpoint, which a killed run has logged too, are dropped.
+            purge_step = iteration + 1 if iteration else None
+            self._tensorboard = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
             text = json.dumps(without_secrets(self._config.to_flat()), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
         if not settings.use_wandb:
@@ -93,12 +99,23 @@ class Logger:
                 group=settings.wandb_group,
                 entity=settings.wandb_team,
                 name=settings.wandb_run_name,
+                id=self._wandb_run_id(iteration),
+                resume="allow",
                 config=without_secrets(self._config.to_flat()),
             )
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:
             raise UserError(
                 f"use_wandb: {first_line(error)}; set WANDB_API_KEY, or WANDB_MODE=offline to log to disk"
             ) from error
+
+    def _wandb_run_id(self, iteration: int) -> str | None:
+        """The id of this run, kept in `save`, so that a resumed run continues its curves; None without `save`."""
+        if self._config.checkpoint.save is None:
+            return None
+        path = Path(self._config.checkpoint.save) / "wandb_run_id"
+        if iteration == 0 or not path.exists():
+            path.write_text(secrets.token_hex(8))
+        return path.read_text().strip()
 
     def info(self, text: str) -> None:
         """Print a line."""
@@ -168,12 +185,13 @@ class StepLog:
         engine: "Engine",
         logger: Logger,
         flops_per_token: Callable[[int], float],
-        tokens: int,
+        state: TrainingState,
     ):
-        """flops_per_token: of a sequence length. tokens: that were read before the first step."""
+        """flops_per_token: of a sequence length. state: that of the run before the first step."""
         self._config, self._engine, self._logger = config, engine, logger
-        self._flops_per_token, self._tokens = flops_per_token, tokens
-        self._losses: list[torch.Tensor] = []
+        self._flops_per_token, self._tokens = flops_per_token, state.tokens
+        self._losses = [torch.tensor(loss, device=engine.layout.device) for loss in state.unlogged_losses]
+        self._resumed_steps = len(self._losses)  # of these, in an earlier process
         # For each step that is not checked yet: the gradient norm, and the loss scale after the step.
         self._norms: list[torch.Tensor | float] = []
         self._scales: list[float | None] = []
@@ -188,6 +206,10 @@ class StepLog:
         norm = self._engine.grad_norm
         self._norms.append(0.0 if norm is None else norm)
         self._scales.append(self._engine.loss_scale)
+
+    def unlogged(self) -> list[float]:
+        """The losses since the last line."""
+        return torch.stack(self._losses).tolist() if self._losses else []
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -234,7 +256,8 @@ class StepLog:
         """Check the losses, then write their mean since the last line, the learning rate, speed and memory."""
         self.check(state.iteration)
         with self.paused():
-            engine, layout, steps = self._engine, self._engine.layout, len(self._losses)
+            engine, layout = self._engine, self._engine.layout
+            steps = len(self._losses) - self._resumed_steps
             last_iteration = self._config.schedule.train_iters or 0
             losses = torch.stack(self._losses).float().cpu()
             loss = float(losses[torch.isfinite(losses)].mean())
@@ -279,7 +302,7 @@ class StepLog:
                 values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
                 self._logger.info(f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads")
             self._logger.metrics(values, state.iteration)
-        self._losses, self.seconds, self._tokens = [], 0.0, state.tokens
+        self._losses, self._resumed_steps, self.seconds, self._tokens = [], 0, 0.0, state.tokens
 
 
 def non_finite_loss(config: Config, when: str) -> UserError:

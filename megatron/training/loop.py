@@ -122,8 +122,13 @@ class Trainer:
         if checkpoint is None and self.last_iteration == 0:
             problem = f"load: {load} contains no checkpoint" if load else "load is not set"
             raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
+        start = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
+        if 0 < self.last_iteration < start:
+            raise UserError(
+                f"train-iters: {self.last_iteration:,} is below the {start:,} iterations of {checkpoint}; raise "
+                "train-iters to continue it, or set train-iters: 0 to evaluate it"
+            )
         if self.lock is not None:
-            start = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
             check_space(config, vocab_size, start, logger.info)
         planned = self._num_samples(TrainingState())
         datasets = self._build_datasets(tokenizer, planned)
@@ -165,8 +170,12 @@ class Trainer:
             config.schedule.lowest_lr(config.optimizer.lr),
             self.state.lr_schedule,
         )
+        if 0 < self.last_iteration == self.state.iteration:
+            logger.info(f"nothing to train: the run has ended at train-iters {self.last_iteration:,}; it is evaluated")
         if self.state.iteration < self.last_iteration:
             logger.info(self.schedule.describe())
+            for notice in self.schedule.notices(self.state.iteration, self.last_iteration, self.state.learning_rate):
+                logger.info(f"notice: {notice}")
         self.outside_embedding = parameters["outside_embedding"]
         # Random tokens int64 [micro-batch, s + 1], on which the weights are checked before they are saved.
         self.probe = torch.randint(
@@ -174,7 +183,7 @@ class Trainer:
             (self.engine.micro_batch, self.engine.seq_length + 1),
             generator=torch.Generator().manual_seed(config.training.seed),
         )
-        logger.start_metrics()
+        logger.start_metrics(self.state.iteration)
 
     def _num_samples(self, state: TrainingState) -> tuple[int, int, int]:
         """The training, validation and test samples that a run needs which continues from this state, with those that
@@ -195,7 +204,7 @@ class Trainer:
         config, training = self.config, self.config.training
         check_number_of_samples(sum(num_samples))
         datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
-        if self.last_iteration and datasets.train is None:
+        if num_samples[0] and datasets.train is None:
             raise UserError("there are no training documents: check split, or set train-data-paths")
         if training.eval_iters and datasets.valid is None:
             if self.last_iteration == 0:
@@ -211,7 +220,7 @@ class Trainer:
         training, saves = self.config.training, self.config.checkpoint.saves
         state, length = self.state, 0
         flops = partial(flops_per_token, self.outside_embedding, self.engine.settings)
-        log = StepLog(self.config, self.engine, self.logger, flops, state.tokens)
+        log = StepLog(self.config, self.engine, self.logger, flops, state)
         if self.checkpointer is not None and state.iteration == 0 and self.last_iteration > 0 and saves(0):
             self._save()
         stopped_before = 0 < state.iteration < self.last_iteration and state.evaluated_at != state.iteration
@@ -226,7 +235,7 @@ class Trainer:
                     self.logger.info(f"curriculum_learning: length {length:,} from iteration {state.iteration + 1:,}")
             loss = self.engine.train_step(self.train_batches, learning_rate, state.iteration)
             profiler_step()
-            state.iteration += 1
+            state.iteration, state.learning_rate = state.iteration + 1, learning_rate
             state.consumed_samples += self.engine.global_batch
             state.tokens += self.engine.global_batch * length
             log.add(loss)
@@ -238,7 +247,7 @@ class Trainer:
                     exit_reason = "received a signal to stop"
                 elif _is_due(state.iteration, training.exit_interval):
                     exit_reason = f"exit-interval {training.exit_interval}"
-            if _is_due(state.iteration, training.log_interval) or is_last or exit_reason:
+            if _is_due(state.iteration, training.log_interval) or is_last:
                 log.write(state, learning_rate)
             if _is_due(state.iteration, training.eval_interval) and not exit_reason:
                 with log.paused():
@@ -250,6 +259,7 @@ class Trainer:
                     batch = {"tokens": self.probe[:, :-1], "labels": self.probe[:, 1:]}
                     if not math.isfinite(self.engine.validate(iter([batch]), 1)):
                         raise non_finite_loss(self.config, f"after iteration {state.iteration}")
+                    state.unlogged_losses = log.unlogged()
                     self._save()
             if exit_reason:
                 saved = "checkpoint saved" if self.checkpointer else "no checkpoint saved (`save` is not set)"
@@ -276,6 +286,9 @@ class Trainer:
         """Validation, extrapolation curves and test at the last iteration."""
         has_validation = self.config.training.eval_iters > 0
         if has_validation and self.validator.validated_at != self.state.iteration:
+            if self.state.evaluated_at == self.state.iteration:  # in an earlier process: repeat it on the same samples
+                samples = self.config.training.eval_iters * self.engine.global_batch
+                self.state.consumed_valid_samples = max(self.state.consumed_valid_samples - samples, 0)
             self.validator.validate(self.state)
         if self.curves is not None and self.curves.measured_at != self.state.iteration:
             self.curves.measure(self.engine, self.state.iteration)

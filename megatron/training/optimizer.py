@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,10 +133,11 @@ class Schedule:
         exponential  lr e^(-0.693 u)
         constant     lr
 
-    and never less than min_lr. From t = T on, cosine stays at min_lr (GPT-NeoX's would rise again).
+    within [min_lr, lr]. From t = T on, cosine stays at min_lr (GPT-NeoX's would rise again). A run that is shorter than
+    its warmup stays in it.
 
-    `version` neox-2022 has the formulas of the KERPLE release (GPT-NeoX, 2022): the warmup is lr * t / W, t is at most
-    T - W, u is (t - W) / T, and cosine is lr/2 (1 + cos(pi u)), which min_lr only bounds.
+    `version` neox-2022 has the formulas of the KERPLE release (GPT-NeoX, 2022): the warmup is lr * t / W, and after it
+    t is at most T - W, u is (t - W) / T, and cosine is lr/2 (1 + cos(pi u)), which min_lr only bounds.
     """
 
     lr: float
@@ -148,13 +149,14 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """Learning rate at optimizer step `step`."""
-        after_warmup = self.decay_steps - self.warmup_steps
         is_2022 = self.version == "neox-2022"
-        position = min(step, after_warmup) if is_2022 else step
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.lr * min((position if is_2022 else max(position, 1)) / self.warmup_steps, 1.0)
-        period = self.decay_steps if is_2022 else after_warmup
-        progress = (position - self.warmup_steps) / period if period else 1.0
+            return self.lr * min((step if is_2022 else max(step, 1)) / self.warmup_steps, 1.0)
+        decay = self.decay_steps - self.warmup_steps
+        if is_2022:
+            progress = max(min(step, decay) - self.warmup_steps, 0.0) / self.decay_steps
+        else:
+            progress = (step - self.warmup_steps) / decay if decay > 0 else 1.0
         floor = 0.0 if is_2022 else self.min_lr
         learning_rate = {
             "cosine": floor + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))),
@@ -162,7 +164,7 @@ class Schedule:
             "exponential": self.lr * math.exp(-0.693 * progress),
             "constant": self.lr,
         }[self.style]
-        return max(learning_rate, self.min_lr)
+        return min(max(learning_rate, self.min_lr), self.lr)
 
     def describe(self) -> str:
         """A line for the log."""
@@ -170,3 +172,21 @@ class Schedule:
             f"learning rate: {self.style} from {self.lr:g}, at least {self.min_lr:g}, {self.decay_steps:,} steps with "
             f"{self.warmup_steps:,.0f} of warmup; formulas: lr-schedule {self.version}"
         )
+
+    def notices(self, start: int, end: int, last_rate: float | None) -> Iterator[str]:
+        """What the user may not expect in the steps from `start` to `end`. last_rate: the learning rate of the step
+        before `start`, if the run continues.
+        """
+        steps = range(start, end, max((end - start) // 1000, 1))
+        lowest = sum(self(step) <= self.min_lr for step in steps) / max(len(steps), 1)
+        if self.min_lr < self.lr and lowest > 0.1:
+            yield (
+                f"the learning rate is {self.min_lr:g} (min_lr) in {lowest:.0%} of the remaining steps: the decay ends "
+                f"at step {self.decay_steps:,} of {end:,} (lr_decay_iters)"
+            )
+        rate = self(start)
+        if last_rate is not None and abs(self(start - 1) - last_rate) > 0.1 * max(last_rate, rate):
+            yield (
+                f"the learning rate jumps from {last_rate:.3g} to {rate:.3g} at step {start:,}, because the schedule "
+                "is not that of the run so far; compare train-iters, lr_decay_iters, warmup and lr"
+            )

@@ -285,6 +285,12 @@ class ScheduleConfig(Group):
         for key_, alternative in (("min_lr", "decay_lr_to"), ("warmup", "warmup_iters")):
             if key_ in self.model_fields_set and getattr(self, alternative) is not None:
                 raise UserError(f'"{key_}" and "{alternative}" are both set; keep one of them')
+        if self.lr_decay_iters is not None and self.warmup_steps(self.lr_decay_iters) >= self.lr_decay_iters:
+            key_ = "warmup" if self.warmup_iters is None else "warmup_iters"
+            raise UserError(
+                f"{key_} {getattr(self, key_):g}: the warmup must end before the decay, at lr_decay_iters "
+                f"{self.lr_decay_iters:,}; lower {key_}, or raise lr_decay_iters"
+            )
         return self
 
     def lowest_lr(self, lr: float) -> float:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import sys
 import time
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.directory import saved_iterations
+from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.reporting import kernel_plots
 from megatron.training.engine import Engine
@@ -60,7 +62,7 @@ def test_missing_packages_are_named(tmp_path, data_path, monkeypatch, key, packa
     config = Config.from_flat(training_settings(tmp_path, data_path, **{key: "tb" if key != "use_wandb" else True}))
     logger = Logger(config, SimpleNamespace(is_main=True))
     with pytest.raises(UserError, match=rf"need {package}, which is not installed: .*tracking"):
-        logger.start_metrics()
+        logger.start_metrics(0)
     logger.close()
 
 
@@ -107,13 +109,39 @@ def test_the_mfu_uses_the_configured_peak(tmp_path, data_path):
 def test_pauses_are_not_counted_as_training(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("megatron.training.logging.time.perf_counter", lambda: now[0])
-    log = StepLog(None, SimpleNamespace(deepspeed=SimpleNamespace(skipped_steps=0)), None, lambda _: 0.0, 0)
+    engine = SimpleNamespace(deepspeed=SimpleNamespace(skipped_steps=0))
+    log = StepLog(None, engine, None, lambda _: 0.0, TrainingState())
     now[0] = 3.0
     with log.paused():
         now[0] = 100.0
     now[0] = 102.0
     with log.paused():
         assert log.seconds == pytest.approx(5.0)
+
+
+def test_the_mean_loss_after_a_resume_covers_all_steps_since_the_last_line(tmp_path, data_path):
+    keys = {"log_interval": 4, "train_iters": 8, "save_interval": 8, "eval_iters": 0}
+    train(Config.from_flat(training_settings(tmp_path / "uninterrupted", data_path, **keys)))
+    resumed = training_settings(tmp_path / "resumed", data_path, **keys)
+    train(Config.from_flat({**resumed, "exit_interval": 6}))
+    train(Config.from_flat(resumed))
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "uninterrupted")
+    assert list(metrics(tmp_path / "resumed")) == [4, 8]
+
+
+def test_a_killed_and_resumed_run_is_one_curve(tmp_path, data_path, wandb_offline):
+    """Steps that were trained twice appear once in TensorBoard, and Weights & Biases continues the run."""
+    keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "save_interval": 2}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys, train_iters=4)))
+    checkpoints = tmp_path / "checkpoints"
+    shutil.rmtree(checkpoints / "global_step4")
+    (checkpoints / "latest").write_text("global_step2")
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    run_id = (checkpoints / "wandb_run_id").read_text()
+    assert [path.name.split("-")[-1] for path in wandb_offline.glob("offline-run-*")] == [run_id, run_id]
 
 
 def test_a_clock_that_jumps_back(tmp_path, data_path, monkeypatch, wandb_offline):
@@ -144,7 +172,7 @@ def step_log(train_iters=1000, **precision):
     settings = {"pos_emb": "alibi", "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
     settings |= {"max_position_embeddings": 8, "train_iters": train_iters, "train_micro_batch_size_per_gpu": 1}
     config = Config.from_flat({**settings, **precision})
-    return StepLog(config, engine, None, lambda _: 0.0, 0), engine
+    return StepLog(config, engine, None, lambda _: 0.0, TrainingState()), engine
 
 
 def run(log, engine, steps, start=0):

@@ -1,5 +1,7 @@
 """Training runs in this process: resuming, finetuning, stopping, and errors for unusable input."""
 
+import json
+
 import pytest
 import torch
 
@@ -148,6 +150,17 @@ def test_a_finished_run_is_not_trained_again(tmp_path, data_path, capsys):
     assert "iteration 6" in output
     assert output.count("batch: 8 sequences = 1 data-parallel rank x 8 x 1 accumulation step\n") == 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path, 6).items())
+    assert output.count("nothing to train") == 1
+    lines = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+    for name in ("validation/loss", "test/loss"):
+        losses = [line[name] for line in lines if name in line and line["iteration"] == 6]
+        assert losses[0] == losses[1]
+
+
+def test_fewer_iterations_than_the_checkpoint_has_are_an_error(tmp_path, data_path):
+    trained(tmp_path, data_path)
+    with pytest.raises(UserError, match=r"train-iters: 4 .* 6 iterations .*global_step6"):
+        trained(tmp_path, data_path, train_iters=4)
 
 
 def test_a_finished_run_can_be_extended(tmp_path, data_path):

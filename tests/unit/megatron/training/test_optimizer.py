@@ -15,6 +15,7 @@ from megatron.optimizers import OPTIMIZERS
 from megatron.tokenizer import build_tokenizer
 from megatron.training.loop import train
 from megatron.training.optimizer import Schedule, parameter_groups
+from megatron.utils.errors import UserError
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 
 LR, MIN_LR = 6e-4, 6e-5
@@ -61,6 +62,44 @@ def test_without_warmup_and_with_nothing_else():
     assert Schedule(1.0, "linear", 100, 0.0)(25) == 0.75
     assert Schedule(1.0, "cosine", 100, 100.0)(100) == 1.0
     assert Schedule(1.0, "cosine", 100, 100.0, min_lr=0.1)(101) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("version", ["neox", "neox-2022"])
+@pytest.mark.parametrize("style", ["cosine", "linear", "exponential", "constant"])
+@pytest.mark.parametrize(("decay", "warmup"), [(10, 50), (10, 10), (10, 6.7), (24, 23), (100, 67.0), (5, 10)])
+def test_the_learning_rate_stays_between_min_lr_and_lr(version, style, decay, warmup):
+    """Whatever the warmup: a recipe that is shortened for a smoke run keeps its warmup_iters."""
+    rates = [Schedule(1e-2, style, decay, warmup, 1e-3, version)(step) for step in range(120)]
+    assert all(0 <= rate <= 1e-2 for rate in rates)
+    assert rates[1 : int(warmup)] == sorted(rates[1 : int(warmup)])
+    assert all(1e-3 <= rate <= 1e-2 for rate in rates[int(warmup) + 1 :])
+
+
+def test_a_shortened_recipe_stays_in_its_warmup(tmp_path, data_path):
+    keys = {"warmup_iters": 50, "train_iters": 4, "lr_decay_iters": None, "lr_schedule": "neox-2022"}
+    keys |= {"warmup": None, "save": None, "load": None}
+    keys["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert metrics(tmp_path, "train/learning_rate") == pytest.approx({1: 0.0, 2: 2e-4, 3: 4e-4, 4: 6e-4})
+
+
+@pytest.mark.parametrize("keys", [{"warmup_iters": 10}, {"warmup": 1.0}])
+def test_a_warmup_beyond_the_decay_is_rejected(keys, tmp_path, data_path):
+    settings = training_settings(tmp_path, data_path, **{"warmup": None, **keys}, lr_decay_iters=5)
+    with pytest.raises(UserError, match=rf"{next(iter(keys))} .*lr_decay_iters"):
+        Config.from_flat(settings)
+
+
+def test_notices_of_a_schedule():
+    usual = Schedule(1.0, "cosine", 100, 1, min_lr=0.1)
+    assert not list(usual.notices(0, 100, None))
+    assert not list(usual.notices(50, 100, usual(49)))
+    (ended,) = usual.notices(0, 1000, None)
+    assert "90%" in ended
+    assert "lr_decay_iters" in ended
+    # A finished run of 20 steps that continues to step 30: the linear decay starts again.
+    (jump,) = Schedule(3e-3, "linear", 30, 0.3).notices(20, 30, Schedule(3e-3, "linear", 20, 0.2)(19))
+    assert "0.000152 to 0.00101" in jump
 
 
 def test_a_run_follows_the_schedule(tmp_path, data_path, capsys):
