@@ -127,29 +127,29 @@ class Output(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden if self.in_loss else self.final_linear(hidden)
 
-    def loss(self, hidden: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-        """Mean cross entropy in nats over the tokens with a non-zero mask: hidden `[b, s, e]`, labels int64 `[b, s]`,
-        mask float `[b, s]`. Large logits are computed in chunks (see `loss.py`).
+    def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        """Mean over the tokens of the cross entropy in nats times the weight (default: 1): hidden `[b, s, e]`, labels
+        int64 `[b, s]`, weights float `[b, s]`. Large logits are computed in chunks (see `loss.py`).
         """
         weight = cast(nn.Parameter, self.final_linear.weight)
         # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its full shape.
         vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
         if not needs_chunks(hidden.device, hidden.dtype, labels.numel(), vocabulary):
-            return mean_loss(self.final_linear(hidden), labels, mask, self.tp)
+            return mean_loss(self.final_linear(hidden), labels, weights, self.tp)
         flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
-        flat_mask = None if mask is None else mask.flatten()
+        flat_weights = None if weights is None else weights.flatten()
         if self.tp.size == 1:
-            total = self.final_linear(flat_hidden, flat_labels, flat_mask)
+            total = self.final_linear(flat_hidden, flat_labels, flat_weights)
         else:
             total = linear_cross_entropy(
                 flat_hidden,
                 weight,
                 flat_labels,
-                flat_mask,
+                flat_weights,
                 first_token=self.tp.rank * len(weight),
                 group=tensor_parallel_group(self.tp),
             )
-        return total / (labels.numel() if mask is None else mask.sum().clamp(min=1.0))
+        return total / labels.numel()
 
 
 def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module]]:
@@ -271,11 +271,11 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         return self.logits(self.hidden(tokens, cache, mode))
 
-    def loss(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mean cross entropy in nats over the tokens with a non-zero mask; labels int64 `[b, s]`, mask float
-        `[b, s]`.
+    def loss(self, tokens: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mean over the tokens of the cross entropy in nats times the weight (default: 1); labels int64 `[b, s]`,
+        weights float `[b, s]`.
         """
-        return self.output.loss(self.hidden(tokens), labels, mask)
+        return self.output.loss(self.hidden(tokens), labels, weights)
 
 
 def _run_blocks(blocks: list[TransformerBlock], hidden: Tensor, tables: PositionTables | None) -> Tensor:

@@ -52,12 +52,10 @@ def token_losses(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
     return F.cross_entropy(flat_logits.to(dtype), flat_labels, reduction="none").view_as(labels)
 
 
-def mean_loss(logits: Tensor, labels: Tensor, mask: Tensor | None, tp: TensorParallel) -> Tensor:
-    """Mean cross entropy in nats over the tokens with a non-zero mask (float `[b, s]`); a scalar."""
+def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None, tp: TensorParallel) -> Tensor:
+    """Mean over the tokens of the cross entropy in nats times the weight (float `[b, s]`; default: 1); a scalar."""
     losses = token_losses(logits, labels, tp)
-    if mask is None:
-        return losses.mean()
-    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+    return losses.mean() if weights is None else (losses * weights).mean()
 
 
 def needs_chunks(device: torch.device, dtype: torch.dtype, tokens: int, vocabulary: int) -> bool:

@@ -39,7 +39,7 @@ def _identity(hidden: Tensor) -> Tensor:
 class GPTPipeline(PipelineModule):
     """This rank's stage of the model.
 
-    Labels are tuples (labels int64 `[b, s]`, loss mask float `[b, s]`). The loss function includes the output layer, so
+    Labels are tuples (labels int64 `[b, s]`, weights float `[b, s]`). The loss function includes the output layer, so
     that it can compute the logits in chunks: the output of DeepSpeed's last stage is the final hidden states.
     """
 

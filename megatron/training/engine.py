@@ -5,6 +5,7 @@ DeepSpeed has one engine for a plain model (ZeRO stages 0 to 3) and one for a pi
 Legend: b batch, s tokens, v padded vocabulary.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -181,6 +182,7 @@ class Engine:
             group["lr"] = learning_rate * group.get("lr_factor", 1.0)
         for method in positional_methods(self.model.layers()).values():
             method.begin_step(iteration, self.config.training.seed, self.length_at(iteration))
+        batches = self._with_weights(batches, self.accumulation)
         if self.is_pipeline:
             if self._curriculum is not None:
                 self.deepspeed.reset_activation_shape()
@@ -201,7 +203,8 @@ class Engine:
 
     @torch.no_grad()
     def validate(self, batches: Iterator[Batch], num_micro_batches: int) -> float:
-        """Mean loss over `num_micro_batches` micro-batches on every replica."""
+        """Mean loss over the tokens of `num_micro_batches` micro-batches on every replica."""
+        batches = self._with_weights(batches, num_micro_batches)
         if self.is_pipeline:
             self.deepspeed.reset_activation_shape()
             loss = self.deepspeed.eval_batch(_pipeline_batches(batches), num_micro_batches=num_micro_batches)
@@ -252,6 +255,19 @@ class Engine:
         """Copy the weights into the optimizer's fp32 master weights, after a checkpoint was loaded."""
         if hasattr(self.deepspeed.optimizer, "refresh_fp32_params"):
             self.deepspeed.optimizer.refresh_fp32_params()
+
+    def _with_weights(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """The next `count` micro-batches with loss masks whose mean over all of them and all replicas is 1: the mean of
+        their losses is then the mean over the tokens that are not masked. Batches without loss masks are not changed.
+        """
+        if not self.config.data.eod_mask_loss:
+            return batches
+        step = list(itertools.islice(batches, count))
+        masks = [batch["loss_mask"] for batch in step if "loss_mask" in batch]
+        if not masks:
+            return iter(step)
+        share = self.mean_over_replicas(torch.stack(masks).mean().to(self.layout.device)).to(masks[0].device)
+        return iter([{**batch, "loss_mask": batch["loss_mask"] / share.clamp(min=1e-9)} for batch in step])
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in batch.items()}

@@ -110,13 +110,15 @@ def test_two_ranks_train_like_one(layout, run_in):
     [
         pytest.param({"pos_emb": "transformer_xl"}, "zero-3", (), marks=pytest.mark.slow),
         ({"pos_emb": "xpos"}, "tensor", ()),
+        ({"eod_mask_loss": True}, "zero-1", ()),
+        pytest.param({"eod_mask_loss": True}, "pipeline", (), marks=pytest.mark.slow),
         pytest.param(
             *({"pos_emb": "forgetting"}, "tensor", ("kernel/layer_02/gate/mean", "kernel/layer_03/gate/max")),
             marks=pytest.mark.slow,
         ),
         (PER_LAYER, "tensor", ("kernel/layer_02/bias_1_log_a/mean", "kernel/layer_03/bias_2_power_p/max")),
     ],
-    ids=["transformer_xl", "xpos", "forgetting", "kerple per layer"],
+    ids=["transformer_xl", "xpos", "masked loss", "masked loss in a pipeline", "forgetting", "kerple per layer"],
 )
 def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
     trained(tmp_path / "one", "one", **keys)

@@ -103,7 +103,11 @@ class DataConfig(Group):
     data_cache_path: PathText | None = key(
         None, "Folder for the shuffled sample indices. Default: next to the dataset."
     )
-    eod_mask_loss: bool = key(False, "True: exclude the token after each end-of-document token from the loss.")
+    eod_mask_loss: bool = key(
+        False,
+        """True: exclude the token after each end-of-document token from the loss, which is the mean over all other
+        tokens of the global batch. (GPT-NeoX takes the mean of the micro-batches' means.)""",
+    )
 
 
 def split_shares(split: str) -> list[float]:

@@ -146,13 +146,13 @@ def test_activation_recomputation_changes_no_gradient(checkpoint_every, tokens):
         torch.testing.assert_close(stored, recomputed)
 
 
-def test_the_loss_ignores_masked_tokens(tokens):
+def test_the_loss_ignores_tokens_without_weight(tokens):
     model = small_model()
     labels = tokens.roll(-1, 1)
-    mask = torch.zeros(labels.shape)
-    mask[:, :10] = 1.0
+    weights = torch.zeros(labels.shape)
+    weights[:, :10] = labels.shape[1] / 10
     expected = torch.nn.functional.cross_entropy(model(tokens)[:, :10].flatten(0, 1), labels[:, :10].flatten())
-    torch.testing.assert_close(model.loss(tokens, labels, mask), expected)
+    torch.testing.assert_close(model.loss(tokens, labels, weights), expected)
 
 
 def test_per_layer_kernels_have_their_own_parameters():

@@ -11,7 +11,9 @@ from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
+from megatron.data import build_datasets
 from megatron.data.datasets import CorpusPart
+from megatron.tokenizer import build_tokenizer
 from megatron.training.engine import TrainableGPT
 from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
@@ -140,6 +142,25 @@ def test_extra_checkpoints(precision, tmp_path, data_path):
     assert all(
         torch.equal(tensor, weights(tmp_path, 3)[name]) for name, tensor in weights(tmp_path / "resumed", 3).items()
     )
+
+
+def test_a_masked_loss_is_the_mean_over_the_tokens_of_the_global_batch(tmp_path, data_path):
+    """Documents end at different places in the micro-batches."""
+    losses, final = [], []
+    for micro_batch in (8, 4, 1):
+        folder = tmp_path / str(micro_batch)
+        keys = {"train_micro_batch_size_per_gpu": micro_batch, "eod_mask_loss": True, "precision": "fp32"}
+        trained(folder, data_path, **keys)
+        losses.append([*metrics(folder).values(), *metrics(folder, "validation/loss").values()])
+        final.append(torch.cat([tensor.flatten() for tensor in weights(folder, 6).values()]))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-6)
+    assert (final[1] - final[0]).abs().max() < 1e-5
+    assert (final[2] - final[0]).abs().max() < 1e-5
+
+    config = Config.from_flat(training_settings(tmp_path / "8", data_path, eod_mask_loss=True))
+    samples = build_datasets(config, build_tokenizer("CharLevelTokenizer"), 32, (48, 0, 0), None).train
+    assert len({int(samples[index]["loss_mask"].sum()) for index in range(48)}) > 1
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, data_path, capsys):
