@@ -34,8 +34,8 @@ RUN if [ "$APEX" = 1 ]; then \
 
 WORKDIR /workspace
 COPY requirements requirements
-RUN cd requirements && DS_BUILD_OPS=0 pip install -r core.txt -r train.txt -r data.txt -r report.txt -r eval.txt \
-      -r tracking.txt -r gpu.txt
+RUN cd requirements && DS_BUILD_OPS=0 pip install -c lock.txt -r core.txt -r train.txt -r data.txt -r report.txt \
+      -r eval.txt -r tracking.txt -r gpu.txt
 COPY . .
 # .git is not copied. Results name this commit.
 ARG COMMIT=

@@ -2,6 +2,8 @@
 # make demo        install what the demo needs, prepare a corpus, train three small models at length 128, evaluate them
 # make test        all tests but the slow ones; for those: .venv/bin/python -m pytest -m slow
 # make test-unit   unit tests only; they start no processes
+# make test-latest tests of what depends on other packages, with their newest allowed versions in .venv-latest
+# make lock        renew requirements/lock.txt, the versions that all other targets install; needs uv
 # make test-hosts  training on two hosts emulated on this machine; as root, this installs the Debian packages it needs
 # make lint        ruff, mypy and the documentation without warnings
 # make docs        build the documentation site in site/
@@ -18,24 +20,27 @@ TORCH ?= torch==2.13.0
 TORCH_OPTIONS ?= $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 # If uv is installed, it is used. It finds the build of PyTorch for this machine itself.
 UV := $(shell command -v uv)
+# The versions to install. Empty: the newest that the other files in requirements/ allow.
+CONSTRAINTS ?= --constraint requirements/lock.txt
+BUILD_TOOLS := "setuptools>=77" wheel
 # Packages are installed without bytecode. Even if the user's environment says otherwise, Python must save what it
 # compiles: otherwise every process starts slowly.
 export PYTHONDONTWRITEBYTECODE :=
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-unit test-hosts lint docs bench bench-gpu pictures clean
+.PHONY: setup demo test test-unit test-latest lock test-hosts lint docs bench bench-gpu pictures clean
 
 setup: $(VENV)/.installed
 
 ifdef UV
 CREATE := $(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
-INSTALL := $(UV) pip install --quiet --python $(VENV)
+INSTALL := $(UV) pip install --quiet --python $(VENV) $(CONSTRAINTS)
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_OPTIONS),--torch-backend=auto)
 else
 # By default, pip compiles all modules of all packages. For the demo, that takes longer than to compile what it imports.
 CREATE := $(PYTHON) -m venv $(VENV)
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(CONSTRAINTS)
 # The next step installs the dependencies of torch, from PyPI.
 INSTALL_TORCH := $(INSTALL) --no-deps $(TORCH_OPTIONS)
 endif
@@ -46,9 +51,9 @@ $(VENV)/.torch:
 	@$(INSTALL_TORCH) "$(TORCH)"
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch requirements/core.txt requirements/train.txt requirements/demo.txt
+$(VENV)/.demo: $(VENV)/.torch $(addprefix requirements/,core.txt train.txt demo.txt lock.txt)
 	@echo "installing DeepSpeed, megatron-core and the other packages in requirements/demo.txt"
-	@DS_BUILD_OPS=0 $(INSTALL) "setuptools>=77" wheel -r requirements/demo.txt
+	@DS_BUILD_OPS=0 $(INSTALL) $(BUILD_TOOLS) -r requirements/demo.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.demo $(wildcard requirements/*.txt)
@@ -62,10 +67,27 @@ demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
 
 test: setup
-	$(PYTEST)
+	$(PYTEST) $(TESTS)
 
 test-unit: setup
 	$(PYTEST) tests/unit
+
+# The tests of exports, evaluation, the configuration and reports.
+LATEST_TESTS := $(addprefix tests/unit/megatron/,checkpoint cli/test_eval_tasks.py config evaluation inference reporting) \
+  $(addprefix tests/integration/test_,transformers_mixins.py transformers_training.py evaluate.py report_tools.py) \
+  tests/integration/tools/test_convert_neox_to_hf.py
+
+test-latest:
+	rm -rf .venv-latest
+	$(MAKE) test VENV=.venv-latest CONSTRAINTS= TESTS="$(LATEST_TESTS)"
+
+# The build of torch differs between machines. The Makefile chooses it, so it is not in the lock.
+lock:
+	@test -n "$(UV)" || { echo "make lock needs uv: pip install uv" >&2; exit 1; }
+	printf '%s\n' "$(TORCH)" $(BUILD_TOOLS) | $(UV) pip compile --quiet --upgrade --universal --python-version 3.10 \
+	  --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
+	  --output-file requirements/lock.txt - $(addprefix requirements/,$(addsuffix .txt,dev demo data eval gpu))
+	sed -i -E '/^(torch|nvidia-.*|cuda-.*)==/d' requirements/lock.txt
 
 HOST_PACKAGES := openssh-server pdsh openmpi-bin slurm-wlm munge
 
@@ -102,4 +124,4 @@ bench-gpu:
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh
 
 clean:
-	rm -rf .venv runs site .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-latest runs site .pytest_cache .ruff_cache .mypy_cache

@@ -1,10 +1,14 @@
 """Package metadata and Dockerfile, which no test builds: the files that they name exist."""
 
+import os
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
 
@@ -12,6 +16,15 @@ from megatron.utils.environment import COMMIT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 IMAGE = (ROOT / "Dockerfile").read_text()
+LOCK = ROOT / "requirements/lock.txt"
+
+
+def requirements(but: tuple[str, ...] = ()) -> Iterator[Requirement]:
+    """The requirements in the files that people edit."""
+    for path in sorted((ROOT / "requirements").glob("*.txt")):
+        if path.name not in (LOCK.name, *but):
+            lines = path.read_text().splitlines()
+            yield from (Requirement(line) for line in lines if line and not line.startswith(("#", "-r")))
 
 
 def test_requirements_of_the_package():
@@ -41,6 +54,44 @@ def test_requirement_files(path):
             assert (path.parent / line.removeprefix("-r ")).is_file()
         elif line and not line.startswith("#"):
             assert Requirement(line).specifier
+
+
+def test_upper_bounds():
+    """A release of these packages can change results or break an interface that this project uses."""
+    bounded = {"accelerate", "bitsandbytes", "datasketch", "huggingface-hub", "lm-eval", "numpy", "pandas", "peft"}
+    for requirement in requirements():
+        if requirement.name.replace("_", "-") in bounded | {"pyyaml", "torch", "transformers"}:
+            assert any(bound.operator in ("<", "==") for bound in requirement.specifier), requirement
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_the_lock_pins_all_requirements_for_every_machine(python):
+    """If this fails, run `make lock`. torch and the CUDA packages that it needs differ between machines."""
+    lock = [Requirement(line) for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+    machine = {"python_version": python, "python_full_version": f"{python}.5", "sys_platform": "linux"}
+    pins = {pin.name: pin for pin in lock if pin.marker is None or pin.marker.evaluate(machine)}
+    assert [name for name in pins if re.match(r"(torch|nvidia|cuda)\b", name)] == []
+    assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) and pin.url is None for pin in lock)
+    for requirement in requirements(but=("s3.txt",)):
+        if requirement.name != "torch":
+            (pin,) = pins[canonicalize_name(requirement.name)].specifier
+            assert pin.version in requirement.specifier, requirement
+
+
+def test_what_installs_the_locked_versions():
+    def installations(*goal: str) -> list[str]:
+        # `-n` prints the commands, `-B` all of them. The environment may have variables of `make test`.
+        command, environment = ["make", "-n", "-B", "UV=", *goal], {"PATH": os.environ["PATH"]}
+        printed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+        return [line for line in printed.splitlines() if " pip install " in line]
+
+    locked = installations("setup")
+    assert len(locked) == 3
+    assert all("--constraint requirements/lock.txt" in line for line in locked)
+    latest = installations("test-latest")
+    assert len(latest) == 3
+    assert all(".venv-latest/bin/python" in line and "--constraint" not in line for line in latest)
+    assert "pip install -c lock.txt -r core.txt" in IMAGE
 
 
 def test_the_demo_needs_a_part_of_the_extras():
