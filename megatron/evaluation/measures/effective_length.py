@@ -28,5 +28,9 @@ def effective_lengths(planned: Record, methods: Iterable[tuple[str, PositionalMe
     are skipped; if none is left, the record has a note.
     """
     by_label = {label: method.effective_length(LIMIT).tolist() for label, method in methods if method.has_bias}
-    note = None if by_label else f"{planned['pos_emb']} has no bias, so its heads have no effective length"
+    note = (
+        None
+        if by_label
+        else f"{planned['pos_emb']} has no bias over distance alone, so its heads have no effective length"
+    )
     return {**planned, "note": note, "layers": list(by_label), "effective_lengths": list(by_label.values())}

@@ -14,5 +14,5 @@ def test_methods_with_and_without_a_bias():
     assert record["effective_lengths"] == [alibi.effective_length(LIMIT).tolist()]
     record = effective_lengths(planned, [("all layers", rotary)])
     assert (record["layers"], record["effective_lengths"]) == ([], [])
-    assert record["note"] == "some method has no bias, so its heads have no effective length"
+    assert record["note"] == "some method has no bias over distance alone, so its heads have no effective length"
     assert record["measurement"] == planned["measurement"]
