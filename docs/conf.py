@@ -8,7 +8,7 @@ from sphinx.application import Sphinx
 project = "KERPLE-NeoX"
 root_doc = "README"
 exclude_patterns = [".*", "data", "runs", "site", "docs/templates"]
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "configs/*.md", "docs/**"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "configs/*.md", "docs/**", "experiments/**/*.md"]
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -21,6 +21,7 @@ html_title = project
 templates_path = ["templates"]
 html_additional_pages = {"index": "redirect.html"}
 default_role = "code"
+myst_enable_extensions = ["html_image"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 autodoc_member_order = "bysource"
@@ -44,10 +45,12 @@ CONTENTS = {
     "Methods": ["docs/positional-methods", "docs/adding-a-method", "docs/standalone", "docs/api"],
     "Results": [
         "docs/results/README",
+        "docs/results/context",
         "docs/results/pilot",
         "docs/results/modes",
         "docs/results/length_tests/chomsky",
         "docs/results/full-scale",
+        "experiments/long_context/README",
         "docs/results/tables",
         "docs/chomsky",
         "docs/benchmarks/cpu",

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for folder in parser.parse_args(argv).results:
         add_results(folder)
-    for path in write_pages(ROOT / "docs" / "results"):
+    for path in write_pages(ROOT):
         print(path.relative_to(ROOT), flush=True)
 
 

@@ -10,18 +10,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megatron.evaluation.modes import UNSUPPORTED_NOTE
-from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of
+from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements
 from megatron.reporting.differences import Difference, PairedLosses
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_number, slug
 from megatron.reporting.paper_tables import setting_title
-from megatron.reporting.published import corpus_name, display_name
+from megatron.reporting.published import display_name
 from megatron.reporting.style import CHARACTER, COLORS, SCREEN, SMALL, Style, new_figure
 from megatron.reporting.tables import Cell, Row, Table
 
 COLOR_RANGE = 1.0  # nats per token above the lowest loss at which colors end
-MIN_EFFECT = 0.01  # nats per token
 BEST_NOTE = (
     "The best combination is the one with the lowest loss, chosen on the same tokens, so its loss is slightly too low. "
     "Differences, from the same method in mode full and from the runner-up (the combination with the second lowest "
@@ -147,42 +145,6 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
             )
         )
     return tables
-
-
-def mode_effects(records: Sequence[AnyRecord]) -> list[str]:
-    """For each setting and mode, a sentence with the methods whose loss at the longest length it changes by more than
-    two standard errors and MIN_EFFECT, the largest change first; no sentence if there are no such methods.
-    """
-    losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
-    sentences = []
-    for setting in losses.settings:
-        selected = losses.select([setting])
-        for mode in dict.fromkeys(method.mode for method in selected.methods if method.mode != "full"):
-            found = []
-            for method in (method for method in selected.methods if method.mode == mode):
-                first = setting, method, selected.lengths[-1]
-                difference = paired.difference(first, (setting, Method(method.pos_emb), selected.lengths[-1]))
-                if difference is not None and difference.significant and abs(difference.mean) >= MIN_EFFECT:
-                    found.append((difference, display_name(Method(method.pos_emb))))
-            found.sort(key=lambda entry: -abs(entry[0].mean))
-            lowered = ", ".join(f"{name} ({difference})" for difference, name in found if difference.mean < 0)
-            raised = ", ".join(f"{name} ({difference})" for difference, name in found if difference.mean > 0)
-            verbs = ("lowers that of", lowered), ("raises that of", raised)
-            effects = [f"{verb} {names}" for verb, names in verbs if names]
-            where = f"{corpus_name(setting.corpus)}, {mode}" if len(losses.settings) > 1 else mode
-            sentences += [f"{where} {', and '.join(effects)}."] if effects else []
-    return sentences
-
-
-def unsupported_notes(records: Iterable[AnyRecord]) -> list[str]:
-    """A sentence per mode and reason, with the methods that do not support the mode."""
-    methods: dict[tuple[str, str], dict[str, None]] = {}
-    for record in records:
-        if str(record["note"]).startswith(UNSUPPORTED_NOTE):
-            method = method_of(record)
-            reason = record["note"].removeprefix(f"{UNSUPPORTED_NOTE}: pos_emb {method.pos_emb} ")
-            methods.setdefault((method.mode, reason), {})[display_name(Method(method.pos_emb))] = None
-    return [f"{mode}, {', '.join(names)}: {reason}" for (mode, reason), names in methods.items()]
 
 
 def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:

@@ -1,27 +1,28 @@
-"""The pages in docs/results are those that the records there give."""
+"""docs/results and the results in README.md are those that the records in experiments/replication give."""
 
 import json
 import shutil
 
 import pytest
 
-from experiments.replication.pages import MAX_BYTES, figures, texts
+from experiments.replication.pages import RECORDS, figures, texts
 from megatron.cli import chomsky
 from tests.support.runs import ROOT
 
 RESULTS = ROOT / "docs" / "results"
+MAX_BYTES = 1_500_000  # of a file in the repository
 COMMAND = "python experiments/replication/generate.py"
 
 
 def test_the_committed_pages_are_current():
-    for path, text in texts(RESULTS).items():
+    for path, text in texts(ROOT).items():
         assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
 
 
 @pytest.mark.slow
 def test_the_committed_figures_are_current():
     """They may differ with another version of matplotlib."""
-    for path, content in figures(RESULTS).items():
+    for path, content in figures(ROOT).items():
         assert path.read_bytes() == content, f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
 
 
@@ -36,5 +37,17 @@ def test_the_tables_of_length_tests_are_current(tmp_path):
     assert (tmp_path / "chomsky.md").read_bytes() == (committed / "chomsky.md").read_bytes()
 
 
+def test_every_figure_is_generated_and_shown():
+    pages = "".join(path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md"))
+    for path in RESULTS.rglob("*.png"):
+        assert path in figures(ROOT), f"{path.relative_to(ROOT)} is not written by {COMMAND}"
+        assert path.name in pages
+
+
+def test_the_first_page_is_short():
+    assert len((RESULTS / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
 def test_files_are_small():
-    assert not [path for path in RESULTS.rglob("*") if path.is_file() and path.stat().st_size > MAX_BYTES]
+    files = [path for folder in (RESULTS, RECORDS) for path in folder.rglob("*") if path.is_file()]
+    assert not [path for path in files if path.stat().st_size > MAX_BYTES]

@@ -11,10 +11,8 @@ from megatron.reporting.modes import (
     best_combinations,
     best_notes,
     heat_map,
-    mode_effects,
     mode_figures,
     mode_tables,
-    unsupported_notes,
 )
 from megatron.reporting.summary import summary_table, write_summary
 from tests.support.records import record
@@ -114,25 +112,6 @@ def test_the_best_combination_compares_the_same_tokens():
     assert (best.method.pos_emb, best.method.mode) == ("alibi", "sinks@4+508")
 
 
-def test_effects_of_modes():
-    (sentence,) = mode_effects([*records(512), *records()])
-    assert sentence.startswith("sinks@4+508 lowers that of Rotary (-4.0")
-    assert "), ALiBi (-0.1" in sentence
-    assert "raises" not in sentence
-    alibi = [entry for entry in records() if entry["mode"] == "full" or entry["pos_emb"] == "alibi"]
-    (sentence,) = mode_effects(alibi)
-    assert "Rotary" not in sentence
-
-    def with_losses(*losses):
-        changed = {"loss": statistics.fmean(losses), "groups": {"tokens": [250] * 4, "losses": list(losses)}}
-        return [{**entry, **changed} if entry["mode"] != "full" else entry for entry in alibi]
-
-    (sentence,) = mode_effects(with_losses(3.1, 3.3, 3.5, 3.7))
-    assert sentence.startswith("sinks@4+508 raises that of ALiBi (+0.1")
-    assert mode_effects(with_losses(3.005, 3.205, 3.405, 3.605)) == []  # less than MIN_EFFECT
-    assert mode_effects(with_losses(3.5, 2.8, 3.8, 3.3)) == []  # within two standard errors
-
-
 def test_tables_and_files(tmp_path):
     other = record("alibi", 2048, 20.0, corpus="arxiv")  # a setting with one mode has no table
     (table,) = mode_tables(
@@ -140,8 +119,6 @@ def test_tables_and_files(tmp_path):
     )  # rows of a method are together, in whatever order it was measured
     assert [row.labels for row in table.rows] == [("Rotary", "sinks@4+508"), ("ALiBi", "sinks@4+508")]
     assert [row.cells[0].text for row in table.rows] == ["-4.0750 ± 0.0629", "-0.1500 ± 0.0289"]
-    assert unsupported_notes(records()) == ["full+log@64, Rotary: rotates"]
-    assert unsupported_notes([record("rotary", 2048, None, mode="full+log@64", note="the loss is not finite")]) == []
     summary = summary_table(records())
     texts = [cell.text for line in summary.rows if hasattr(line, "cells") for cell in line.cells]
     assert "-4.0750 ± 0.0629" in texts

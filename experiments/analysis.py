@@ -1,0 +1,209 @@
+"""What the experiments compare: losses of methods on the same text, run by run. The words `agrees`, `disagrees` and
+`too imprecise` are defined in experiments/long_context/README.md.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pandas import DataFrame
+from scipy.stats import t as t_distribution
+
+from megatron.evaluation.scoring import standard_error
+from megatron.reporting.aggregate import AnyRecord, Method, measurements
+from megatron.reporting.formatting import NOT_MEASURED
+from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
+from megatron.reporting.tables import Cell, Row, Table
+from megatron.utils.errors import UserError
+
+LOG = "kerple_log"
+BASELINES = ("alibi", "rpe", "kerple_power_ap_", "rotary", "sinusoidal")
+BEYOND = (4, 8, 16, 32)  # multiples of the training length: those of the paper, without 2
+MARGIN = 0.02  # nats per token
+PAPER_CORPORA = {"debian_c": "github", "debian_prose": "openwebtext2", "debian_latex": "arxiv"}
+IN_CONTEXT = 8, 32  # the positions with little context, see megatron.training.validation.in_context_score
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The loss of log minus that of a baseline on one corpus, in nats per token.
+
+    Attributes:
+        by_seed: the difference of each pair of runs with the same seed.
+        documents: the squared standard error of the mean over documents.
+        paper: the paper's difference on the corpus that this one replaces.
+    """
+
+    by_seed: tuple[float, ...]
+    documents: float
+    paper: float
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.by_seed)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval. Its variance is the sum of those of the mean over seeds and over documents, as in Clark's
+        min F' (1973); its degrees of freedom are those of the seeds.
+        """
+        seeds = len(self.by_seed)
+        stderr = math.sqrt(statistics.variance(self.by_seed) / seeds + self.documents)
+        width = float(t_distribution.ppf(0.975, seeds - 1)) * stderr
+        return self.mean - width, self.mean + width
+
+    @property
+    def word(self) -> str:
+        """Whether the paper's result is seen here: agrees, disagrees or too imprecise."""
+        low, high = self.interval
+        within = low >= -MARGIN and high <= MARGIN
+        if abs(self.paper) < MARGIN:
+            outside = low > MARGIN or high < -MARGIN
+            return "agrees" if within else "disagrees" if outside else "too imprecise"
+        same_side, other_side = (high < 0, low > 0) if self.paper < 0 else (low > 0, high < 0)
+        if same_side and abs(self.mean) >= MARGIN:
+            return "agrees"
+        return "disagrees" if other_side or within else "too imprecise"
+
+
+def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples: Sequence[int]) -> Comparison | None:
+    """Log minus the baseline with full attention, the mean over lengths that are these multiples of the training
+    length. None with fewer than two seeds that both methods have at every length.
+
+    Raises UserError if two runs have the same method and seed, or if the runs have other tokens, models or numbers of
+    steps than each other.
+    """
+    runs: dict[tuple[str, int], dict[int, AnyRecord]] = {}
+    for record in records:
+        if (record["kind"], record["mode"], record["corpus"]) != ("extrapolation", "full", corpus):
+            continue
+        multiple, rest = divmod(record["length"], record["train_length"])
+        if record["pos_emb"] not in (LOG, baseline) or rest or multiple not in multiples or record["loss"] is None:
+            continue
+        run = runs.setdefault((record["pos_emb"], record["seed"]), {})
+        if multiple in run:
+            raise UserError(
+                f"{corpus}: {record['pos_emb']}, seed {record['seed']}, has two losses at length {record['length']:,}; "
+                "keep the records of one evaluation"
+            )
+        run[multiple] = record
+    complete = {key: run for key, run in runs.items() if len(run) == len(multiples)}
+    seeds = sorted(seed for method, seed in complete if method == LOG and (baseline, seed) in complete)
+    if len(seeds) < 2:
+        return None
+
+    # The difference of each pair of runs, and its mean over pairs and lengths for each document.
+    by_seed, by_document = [], []
+    first = complete[LOG, seeds[0]][multiples[0]]
+    for seed in seeds:
+        pairs = [(complete[LOG, seed][multiple], complete[baseline, seed][multiple]) for multiple in multiples]
+        for record in (record for pair in pairs for record in pair):
+            if _conditions(record) != _conditions(first):
+                raise UserError(
+                    f"{corpus}: {record['pos_emb']}, seed {seed}, length {record['length']:,}, has other tokens, "
+                    f"another model or another number of steps than {LOG}, seed {seeds[0]}; keep comparable records"
+                )
+        by_seed.append(statistics.fmean(log["loss"] - other["loss"] for log, other in pairs))
+        by_document += [np.subtract(log["groups"]["losses"], other["groups"]["losses"]) for log, other in pairs]
+    tokens = np.array(first["groups"]["tokens"])
+    error = standard_error(np.mean(by_document, axis=0) * tokens, tokens) or 0.0
+    return Comparison(tuple(by_seed), error**2, paper_difference(corpus, baseline, multiples))
+
+
+def _conditions(record: AnyRecord) -> tuple[object, ...]:
+    """What two records must share to be compared."""
+    checkpoint = record["checkpoint"]
+    model = checkpoint["layers"], checkpoint["hidden_size"], checkpoint["iteration"]
+    return record["train_length"], record["targets"], record["groups"]["tokens"], *model
+
+
+def paper_difference(corpus: str, baseline: str, multiples: Sequence[int]) -> float:
+    """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over these lengths."""
+    table = published("kerple-3")
+
+    def loss(method: str, multiple: int) -> float:
+        text = table.value(PAPER_CORPORA[corpus], Method(method), multiple * table.train_length)
+        return math.log(float((text or "").partition(" ")[0]))
+
+    return statistics.fmean(loss(LOG, multiple) - loss(baseline, multiple) for multiple in multiples)
+
+
+def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BASELINES) -> Table:
+    """A row per baseline and length, two columns per corpus: ours and the paper's."""
+    corpora = sorted({record["corpus"] for record in records}, key=corpus_rank)
+    lines = []
+    for baseline in baselines:
+        for where, multiples in (("1×", (1,)), ("4-32×", BEYOND)):
+            cells = []
+            for corpus in corpora:
+                found = compare(records, corpus, baseline, multiples)
+                if found is None:
+                    cells += [Cell(NOT_MEASURED)] * 2
+                    continue
+                low, high = found.interval
+                cells.append(Cell(f"{found.word}<br>{found.mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
+                cells.append(Cell(f"{found.paper:+.3f}"))
+            lines.append(Row((display_name(Method(baseline)), where), tuple(cells)))
+    columns: list[str] = []
+    for corpus in corpora:
+        columns += [corpus_name(corpus), f"paper, {corpus_name(PAPER_CORPORA[corpus])}"]
+    return Table("comparisons", "Primary comparisons", ("log minus", "at"), tuple(columns), tuple(lines))
+
+
+def costs(records: Iterable[AnyRecord]) -> DataFrame:
+    """The cost of extrapolation of each run: the loss with all keys minus that with a window of the training length.
+
+    Columns: corpus, pos_emb, seed, length, cost.
+    """
+    frame = measurements(records, "extrapolation", "loss").frame
+    frame["corpus"] = [setting.corpus for setting in frame["setting"]]
+    frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
+    frame["mode"] = [method.kind.mode for method in frame["method"]]
+    keys = ["corpus", "pos_emb", "seed", "length"]
+    full, window = (frame[frame["mode"] == mode].set_index(keys)["value"] for mode in ("full", "window"))
+    return (full - window).dropna().rename("cost").reset_index()
+
+
+def in_context_scores(records: Iterable[AnyRecord]) -> DataFrame:
+    """The in-context score and the loss of each run at its training length, from the losses by position.
+
+    Columns: corpus, pos_emb, seed, score, loss. A record whose bins do not have the needed edges has no row.
+    """
+    rows = []
+    for record in records:
+        length = record["train_length"]
+        if (record["kind"], record["mode"], record["length"]) != ("positions", "full", length):
+            continue
+        edges, losses = record["edges"], record["losses"]
+        if losses and {*IN_CONTEXT, length * 3 // 4} <= set(edges):
+            early, last = (edges.index(edge) for edge in IN_CONTEXT), edges.index(length * 3 // 4)
+            score = statistics.fmean(losses[last:]) - statistics.fmean(losses[slice(*early)])
+            loss = float(np.average(losses, weights=record["counts"]))
+            rows.append((record["corpus"], record["pos_emb"], record["seed"], score, loss))
+    return DataFrame(rows, columns=["corpus", "pos_emb", "seed", "score", "loss"])
+
+
+def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame:
+    """The loss by position with full attention minus that of ALiBi with the same seed, at this length. Each row is the
+    mean over positions from a power of 2 to the next, at their geometric mean.
+
+    Columns: corpus, pos_emb, seed, position, difference.
+    """
+    found = {
+        (record["corpus"], record["pos_emb"], record["seed"]): record
+        for record in records
+        if (record["kind"], record["mode"], record["length"]) == ("positions", "full", length) and record["losses"]
+    }
+    rows = []
+    for (corpus, pos_emb, seed), record in found.items():
+        base = found.get((corpus, "alibi", seed))
+        if pos_emb == "alibi" or base is None or base["targets"] != record["targets"]:
+            continue
+        edges = np.array(record["edges"])
+        difference = np.subtract(record["losses"], base["losses"])
+        octaves = np.floor(np.log2(np.maximum(edges[:-1], edges[1] / 2)))  # the first bin starts at 0
+        for octave in np.unique(octaves):
+            rows.append((corpus, pos_emb, seed, 2 ** (octave + 0.5), float(difference[octaves == octave].mean())))
+    return DataFrame(rows, columns=["corpus", "pos_emb", "seed", "position", "difference"])

@@ -1,0 +1,133 @@
+"""Figures that all experiments draw: a panel per corpus, and in it a thin line or a point per run."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
+from pandas import DataFrame, concat
+
+from kerple.positional.alibi import alibi_slopes
+from megatron.reporting.aggregate import AnyRecord, Method
+from megatron.reporting.published import corpus_name, corpus_rank, display_name, line_numbers
+from megatron.reporting.style import GRAY, SCREEN, Style, legend_above, line_style, new_figure
+
+METHODS = ("kerple_log", "alibi", "rpe", "rotary", "kerple_power_ap_")
+LINEAR = 0.05  # nats: logarithmic axes are linear up to here
+NATS = (-2, -1, -0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # ticks
+MULTIPLES = (1, 8, 64)  # of the training length: ticks
+RANGE = 0.35  # nats to each side in `score_plot`
+
+
+def cost_plot(costs: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
+    """The cost of extrapolation (`analysis.costs`) by length; 0 at the training length, where a window has all keys."""
+    frame = costs.rename(columns={"length": "x", "cost": "y"})
+    start = frame.assign(x=train_length, y=0.0).drop_duplicates()
+    figure = _lines(concat([start, frame]), train_length, style)
+    figure.supylabel("cost of extrapolation (nats)")
+    figure.supxlabel("sequence length / training length")
+    return figure
+
+
+def position_plot(differences: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
+    """The loss by position minus that of ALiBi (`analysis.position_differences`)."""
+    figure = _lines(differences.rename(columns={"position": "x", "difference": "y"}), train_length, style)
+    figure.supylabel("loss minus ALiBi's (nats)")
+    figure.supxlabel("position / training length")
+    return figure
+
+
+def score_plot(scores: DataFrame, style: Style = SCREEN) -> Figure:
+    """The loss of each run by its in-context score (`analysis.in_context_scores`); gray: methods not in METHODS."""
+    corpora, figure, panels = _panels(scores, style, sharex=True)
+    others = Line2D([], [], label="others", color=GRAY, linestyle="none", marker=".")
+    for axes, corpus in zip(panels, corpora, strict=True):
+        own = scores[scores["corpus"] == corpus]
+        rest = own[~own["pos_emb"].isin(METHODS)]
+        axes.plot(rest["score"], rest["loss"], color=GRAY, linestyle="none", marker=".")
+        for pos_emb in METHODS:
+            runs = own[own["pos_emb"] == pos_emb]
+            axes.plot(runs["score"], runs["loss"], **{**_looks(style, pos_emb), "linestyle": "none"})
+        middle = (own["loss"].min() + own["loss"].max()) / 2
+        axes.set_ylim(middle - RANGE, middle + RANGE)
+        axes.xaxis.set_major_locator(MultipleLocator(0.2))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1f}"))
+    figure.supxlabel("in-context score (nats)")
+    figure.supylabel("loss at the training length")
+    legend_above(figure, style, [*_handles(style, scores, linestyle="none"), others])
+    return figure
+
+
+def effective_length_plot(records: Iterable[AnyRecord], style: Style = SCREEN) -> Figure:
+    """The effective length of each head of each run, divided by the training length; last row: ALiBi in the paper."""
+    rows = []
+    for record in records:
+        if record["kind"] == "effective_length" and record["pos_emb"] in METHODS:
+            heads = [length for layer in record["effective_lengths"] for length in layer]
+            rows += [(record["corpus"], record["pos_emb"], head / record["train_length"]) for head in heads]
+    frame = DataFrame(rows, columns=["corpus", "pos_emb", "length"])
+    methods = [pos_emb for pos_emb in METHODS if pos_emb in set(frame["pos_emb"])]
+    corpora, figure, panels = _panels(frame, style, sharex=True, sharey=True)
+    for axes, corpus in zip(panels, corpora, strict=True):
+        for row, pos_emb in enumerate(methods):
+            lengths = frame[(frame["corpus"] == corpus) & (frame["pos_emb"] == pos_emb)]["length"]
+            axes.plot(lengths, [row] * len(lengths), alpha=0.6, **{**_looks(style, pos_emb), "linestyle": "none"})
+        paper = [(2 // slope + 1) / 512 for slope in alibi_slopes(12)]
+        axes.plot(paper, [len(methods)] * len(paper), color=GRAY, linestyle="none", marker="|")
+        axes.axvline(1, color=GRAY, linestyle="dashed", linewidth=0.1 * style.size)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator([1 / 64, 1, 64]))
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: f"{value:g}×" if value >= 1 else f"1/{1 / value:g}")
+        )
+        axes.xaxis.set_minor_locator(NullLocator())
+    labels = [display_name(Method(pos_emb)) for pos_emb in methods] + ["ALiBi (paper)"]
+    panels[0].set_yticks(range(len(labels)), labels)
+    panels[0].invert_yaxis()
+    figure.supxlabel("effective length of a head / training length")
+    return figure
+
+
+def _lines(frame: DataFrame, train_length: int, style: Style) -> Figure:
+    """y by x, a line per run of METHODS, on axes that all panels share."""
+    corpora, figure, panels = _panels(frame, style, sharex=True, sharey=True)
+    for axes, corpus in zip(panels, corpora, strict=True):
+        for pos_emb in METHODS:
+            runs = frame[(frame["corpus"] == corpus) & (frame["pos_emb"] == pos_emb)]
+            looks = {**_looks(style, pos_emb), "linewidth": 0.1 * style.size, "markersize": 0.35 * style.size}
+            for _, run in runs.sort_values("x").groupby("seed"):
+                axes.plot(run["x"] / train_length, run["y"], **looks)
+        axes.axhline(0, color=GRAY, linewidth=0.1 * style.size, zorder=1)
+        axes.axvline(1, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(MULTIPLES))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+        axes.xaxis.set_minor_locator(NullLocator())
+    panels[0].set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
+    low, high = panels[0].get_ylim()
+    panels[0].yaxis.set_major_locator(FixedLocator([tick for tick in NATS if low <= tick <= high]))
+    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panels[0].yaxis.set_minor_locator(NullLocator())
+    legend_above(figure, style, _handles(style, frame))
+    return figure
+
+
+def _panels(frame: DataFrame, style: Style, **options: Any) -> tuple[list[str], Figure, list[Axes]]:
+    """A panel per corpus, side by side, with its name as the title."""
+    corpora = sorted(frame["corpus"].unique(), key=corpus_rank)
+    figure, panels = new_figure(style, len(corpora), len(corpora), 1.5, **options)
+    for axes, corpus in zip(panels, corpora, strict=True):
+        axes.set_title(corpus_name(corpus), loc="left")
+    return corpora, figure, panels
+
+
+def _looks(style: Style, pos_emb: str) -> dict[str, Any]:
+    return line_style(style, line_numbers({"": pos_emb})[""])
+
+
+def _handles(style: Style, frame: DataFrame, **looks: Any) -> list[Line2D]:
+    """The entries of the legend."""
+    methods = [pos_emb for pos_emb in METHODS if pos_emb in set(frame["pos_emb"])]
+    return [Line2D([], [], label=display_name(Method(p)), **{**_looks(style, p), **looks}) for p in methods]
