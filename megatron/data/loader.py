@@ -1,6 +1,9 @@
 """Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
 
+import contextlib
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,7 +29,14 @@ def rank_samples(
 
 
 class Loader:
-    """Endless micro-batches of a rank. Starts over at the end of the dataset. Built by `build_loader`."""
+    """Endless micro-batches of a rank. Starts over at the end of the dataset. Built by `build_loader`.
+
+    If a worker process is killed, for example by the kernel because memory is full, this process reads the following
+    batches, so that a run can save its state before it stops.
+
+    Attributes:
+        failure: why worker processes are no longer used; None as long as they are.
+    """
 
     def __init__(
         self,
@@ -45,17 +55,23 @@ class Loader:
             "data_parallel_size": data_parallel_size,
             "consumed_samples": consumed_samples,
         }
+        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self.failure: str | None = None
+
+    def _loader(self, first_batch: int, num_workers: int) -> Iterator[dict[str, torch.Tensor]]:
         # Without its own generator, a DataLoader would draw a seed from torch's global generator, and dropout would
         # depend on how often batches were requested.
-        self._loader = torch.utils.data.DataLoader(
-            dataset,
-            batch_sampler=_BatchSampler(len(dataset), self._placement),
+        loader = torch.utils.data.DataLoader(
+            self._dataset,
+            batch_sampler=_BatchSampler(len(self._dataset), self._placement, first_batch),
             num_workers=num_workers,
-            collate_fn=_Collate(dataset.settings.eod_mask_loss),
+            collate_fn=_Collate(self._dataset.settings.eod_mask_loss),
             generator=torch.Generator(),
-            pin_memory=pin_memory,
+            pin_memory=self._pin_memory,
             worker_init_fn=_start_worker,
         )
+        with _same_sigchld_handler():
+            return iter(loader)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         vocab_size = self._dataset.settings.vocab_size
@@ -73,11 +89,19 @@ class Loader:
             yield batch
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        count = 0
         try:
-            yield from self._loader
+            for batch in self._loader(0, self._num_workers):
+                yield batch
+                count += 1
         except UserError as error:
             # A DataLoader puts the whole traceback of a worker process into the message.
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_USER_ERROR_PREFIX)) from error
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            self.failure = str(error)
+        yield from self._loader(count, 0)
 
 
 def build_loader(
@@ -115,6 +139,17 @@ def build_loader(
     )
 
 
+@contextlib.contextmanager
+def _same_sigchld_handler() -> Iterator[None]:
+    """Keep the handler of SIGCHLD. That of a DataLoader raises an exception when a worker process dies, wherever this
+    process is, for example in the middle of an optimizer step. Without it, the next batch raises the exception.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler)
+
+
 def _start_worker(_: int) -> None:
     """Let this worker process end with its parent, and not receive the signals to the parent's process group: after
     SIGTERM, the parent needs its workers to finish the iteration before it saves a checkpoint.
@@ -125,13 +160,14 @@ def _start_worker(_: int) -> None:
 
 @dataclass(frozen=True)
 class _BatchSampler:
-    """Endless lists of dataset indices."""
+    """Endless lists of dataset indices, from micro-batch `first` on."""
 
     length: int
     placement: dict[str, int]
+    first: int = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        batch = 0
+        batch = self.first
         while True:
             yield [position % self.length for position in rank_samples(batch, **self.placement)]
             batch += 1

@@ -203,11 +203,14 @@ class DistributedSignalHandler:
         if self.received in (None, signal.SIGHUP):
             self.received = number
 
-    def received_by_any_rank(self) -> bool:
-        """True on all ranks if any rank has received a signal. A collective: call it on every rank."""
+    def received_by_any_rank(self, *, stop: bool = False) -> bool:
+        """True on all ranks if any rank has received a signal, or calls this with `stop`. A collective: call it on
+        every rank.
+        """
+        stops = stop or self.received is not None
         if dist.get_world_size() == 1:
-            return self.received is not None
-        flag = torch.tensor([self.received is not None], dtype=torch.int32)
+            return stops
+        flag = torch.tensor([stops], dtype=torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        self._stopped_by_other_rank = bool(flag.item()) and self.received is None
+        self._stopped_by_other_rank = bool(flag.item()) and not stops
         return bool(flag.item())

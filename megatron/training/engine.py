@@ -111,6 +111,7 @@ class Engine:
                 raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
             report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
 
+        self.data_failure: str | None = None  # why a data worker of this rank has ended
         self._curriculum = CurriculumScheduler(deepspeed_curriculum(config)) if config.curriculum.enabled else None
         self._needs_capture = training.enable_cuda_graph
         if training.enable_cuda_graph and layout.device.type != "cuda":
@@ -162,7 +163,9 @@ class Engine:
             num_workers=self.config.data.num_workers,
             pin_memory=self.layout.device.type == "cuda",
         )
-        return iter(loader)
+        for batch in loader:
+            self.data_failure = loader.failure or self.data_failure
+            yield batch
 
     def length_at(self, iteration: int) -> int:
         """Sequence length of the step after `iteration` earlier steps: seq_length, or that of curriculum_learning."""

@@ -61,6 +61,8 @@ def train(config: Config, *, force_lock: bool = False) -> TrainingState:
                         trainer.checkpointer.finish()
             if finished:
                 trainer.evaluate_at_end()
+            else:
+                trainer.check_data_workers()
             return trainer.state
     finally:
         distributed.shutdown()
@@ -243,8 +245,10 @@ class Trainer:
             is_last = state.iteration == self.last_iteration
             exit_reason = None
             if not is_last:
-                if signals.received_by_any_rank():
-                    exit_reason = "received a signal to stop"
+                if signals.received_by_any_rank(stop=self.engine.data_failure is not None):
+                    exit_reason = (
+                        "a data worker was killed" if self.engine.data_failure else "received a signal to stop"
+                    )
                 elif _is_due(state.iteration, training.exit_interval):
                     exit_reason = f"exit-interval {training.exit_interval}"
             if _is_due(state.iteration, training.log_interval) or is_last:
@@ -266,6 +270,15 @@ class Trainer:
                 self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
                 return False
         return True
+
+    def check_data_workers(self) -> None:
+        """Raises UserError if a data worker of this rank was killed."""
+        failure = self.engine.data_failure
+        if failure is not None:
+            raise UserError(
+                f"training stopped at iteration {self.state.iteration:,}: {failure}. The usual cause is that memory "
+                "was full; free some, or lower num_workers, and run the same command again"
+            )
 
     def _evaluate(self) -> None:
         """Validation and extrapolation curves at the current iteration."""

@@ -1,6 +1,7 @@
 """Training runs in this process: resuming, finetuning, stopping, and errors for unusable input."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megatron.config import Config, UserError
 from megatron.data import build_datasets
 from megatron.data.datasets import CorpusPart
 from megatron.tokenizer import build_tokenizer
-from megatron.training.engine import TrainableGPT
+from megatron.training.engine import Engine, TrainableGPT
 from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
@@ -252,6 +253,30 @@ def test_the_same_command_resumes_from_save(keys, tmp_path, data_path, capsys):
         with pytest.raises(CheckpointError, match=r"save: .* of another run, which was not started from load: .*"):
             trained(tmp_path / "resumed", data_path, **changed)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "resumed", 6).items())
+
+
+def test_a_killed_data_worker_stops_the_run_after_it_has_saved(tmp_path, data_path, monkeypatch):
+    """As by the kernel when memory is full. The resumed run equals one without this."""
+    trained(tmp_path / "expected", data_path)
+    train_step = Engine.train_step
+
+    def kill_workers(engine, batches, learning_rate, iteration):
+        loss = train_step(engine, batches, learning_rate, iteration)
+        if iteration == 0:
+            for worker in multiprocessing.active_children():
+                worker.kill()
+        return loss
+
+    keys = {"num_workers": 1, "save_interval": 100, "eval_iters": 0}
+    monkeypatch.setattr(Engine, "train_step", kill_workers)
+    with pytest.raises(UserError, match="num_workers") as error:
+        trained(tmp_path, data_path, **keys)
+    (saved,) = saved_iterations(tmp_path / "checkpoints")
+    assert 1 <= saved < 6
+    assert f"iteration {saved}" in str(error.value)
+    monkeypatch.setattr(Engine, "train_step", train_step)
+    trained(tmp_path, data_path, **keys)
+    assert metrics(tmp_path) == metrics(tmp_path / "expected")
 
 
 @pytest.mark.parametrize("keys", [{"load": None}, {"finetune": True}])
