@@ -16,6 +16,7 @@ import yaml
 
 from megatron.utils import files
 from megatron.utils.errors import UserError, shortened
+from megatron.utils.versions import check_parameters
 
 ENDINGS = (".yml", ".yaml")
 # The configurations of this project. In a checkout, this is a link to configs/.
@@ -229,6 +230,7 @@ def _load(text: str) -> tuple[yaml.Node | None, Any]:
     """The root node of a YAML text and its value; None for an empty text. Raises _YamlProblem."""
     loader = None
     try:
+        check_parameters("PyYAML", yaml.SafeLoader, "compose_node", "self", "parent", "index")
         loader = _Loader(text)
         node = loader.get_single_node()
         return node, None if node is None else loader.construct_document(node)

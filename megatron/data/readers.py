@@ -24,6 +24,7 @@ from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
 from megatron.data.decompression import BLOCK, decompress
 from megatron.data.input_files import READABLE, SEEKABLE_FORMATS, InputFile, file_format, is_hidden
 from megatron.utils.errors import UserError, first_line, install_command
+from megatron.utils.versions import check_parameters
 
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
@@ -202,6 +203,8 @@ class FileCorpus:
     def _tar_chunks(self, stream: BinaryIO, source: str, depth: int) -> Iterator[TextChunk]:
         # "r|" reads in one pass without seeking, so a compressed archive is never held in memory. Nothing is extracted:
         # paths that lead outside are harmless, and links and devices are skipped.
+        for name in ("_proc_member", "_proc_gnusparse_10"):
+            check_parameters("Python", tarfile.TarInfo, name, "self", "tarfile")
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps every member of a large archive

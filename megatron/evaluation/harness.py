@@ -33,6 +33,9 @@ from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
+from megatron.utils.versions import check_version
+
+check_version("lm-eval")
 
 ROLLING_WINDOW = 16  # longest window of a document, as a multiple of the training length, unless max_length is set
 DEFAULT_NEW_TOKENS = 256  # the harness's own default, for tasks that do not set max_gen_toks

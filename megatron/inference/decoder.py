@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from kerple.attention import DEFAULT_MODE, AttentionMode, Span
 from kerple.positional import PositionalMethod, PositionsExceeded
 from megatron.checkpoint.configuration import describe_method
 from megatron.model.settings import ModelSettings
+from megatron.utils.errors import UserError
 
 # The backends for modes that `attend_in_mode` computes.
 MODE_BACKENDS = ("auto", "chunked", "reference")
@@ -182,6 +184,12 @@ class TransformersDecoder:
             # Dynamic angles stay those of the longest text until a short one resets them.
             self._model(tokens[:, :1], use_cache=False)
         logits: Tensor = self._model(tokens, past_key_values=cache, use_cache=cache is not None).logits
+        if cache is not None and cache.get_seq_length() != end:
+            raise UserError(
+                f"{type(self._model).__name__} with transformers {version('transformers')} does not write to the cache "
+                "that it gets as past_key_values, so it would not see earlier tokens; install the version of "
+                "transformers for which the model's code was written"
+            )
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.model.settings import TensorParallel
+from megatron.utils.versions import check_version
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
@@ -96,6 +97,7 @@ def tensor_parallel_group(tp: TensorParallel) -> dist.ProcessGroup | None:
 
 
 def _core_config(tp: TensorParallel) -> "ModelParallelConfig":
+    check_version("megatron-core")
     from megatron.core import ModelParallelConfig
 
     return ModelParallelConfig(

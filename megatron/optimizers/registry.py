@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.utils.errors import UserError
+from megatron.utils.versions import check_version
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +130,7 @@ def _build_adam8bit(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimize
             "use_bnb_optimizer: the package bitsandbytes is not installed. Install it (pip install "
             "'bitsandbytes>=0.50,<0.51'), or remove this key to use PyTorch's Adam"
         ) from error
+    check_version("bitsandbytes")  # initialize_state and state_shape name its state
     optimizer = Adam8bit(groups, lr=params["lr"], betas=params["betas"], eps=params["eps"])
     return optimizer, "bitsandbytes Adam8bit; the state of parameters with fewer than 4,096 elements is float32"
 

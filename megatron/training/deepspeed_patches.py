@@ -1,12 +1,13 @@
 """Patches of DeepSpeed. Each one names the upstream behaviour that it replaces and the reason.
 
-All of them are for DeepSpeed 0.19.8; check each one against the source of a new version before updating. Settings that
-avoid unwanted behaviour without a patch are in `deepspeed_config.py`.
+Importing this module with another version than that of `VERSIONS` is an error; compare each patch with the source of a
+new version before updating. Settings that avoid unwanted behaviour without a patch are in `deepspeed_config.py`.
 """
 
 import contextlib
 import io
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-PATCHED_VERSION = "0.19.8"
+from megatron.utils.versions import check_parameters, check_version
+
+check_version("deepspeed")
 
 
 def disable_shared_memory_collectives() -> None:
@@ -79,6 +82,8 @@ class PatchedEngine(DeepSpeedEngine):
         optimizer = self.optimizer
         if type(optimizer) is BF16_Optimizer:
             on_device = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False)
+            if on_device:
+                check_parameters("torch", sys.modules["torch.optim.adam"], "adam", "grad_scale", "found_inf")
             optimizer.__class__ = DeviceOnlyBF16Optimizer if on_device else PatchedBF16Optimizer
         elif type(optimizer) is DeepSpeedZeroOptimizer and optimizer.compute_grad_norm and not optimizer.cpu_offload:
             optimizer.__class__ = PatchedZeroOptimizer

@@ -1,18 +1,17 @@
-"""The patches of DeepSpeed: what they do, and that they are for the installed version."""
+"""The patches of DeepSpeed."""
 
 import math
+import sys
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from megatron.config import Config
+from megatron.config import Config, UserError
 from megatron.training import deepspeed_patches
 from megatron.training.deepspeed_patches import (
-    PATCHED_VERSION,
     DeviceOnlyBF16Optimizer,
     PatchedZeroOptimizer,
     startup_messages,
@@ -22,9 +21,10 @@ from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
 
 
-def test_the_patches_are_for_the_installed_version():
-    """After an update of DeepSpeed, compare every patch with the new upstream code, then change PATCHED_VERSION."""
-    assert deepspeed.__version__ == PATCHED_VERSION
+def test_the_bf16_optimizer_needs_found_inf(tmp_path, data_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", lambda params, grads, found_inf=None: None)
+    with pytest.raises(UserError, match=r"torch .*torch\.optim\.adam\.adam .*grad_scale"):
+        train(Config.from_flat(training_settings(tmp_path, data_path, precision="bfloat16", save=None, load=None)))
 
 
 def test_startup_messages_are_hidden_unless_dump_state_is_set(tmp_path, data_path, capsys, caplog):

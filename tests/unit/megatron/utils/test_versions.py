@@ -1,0 +1,118 @@
+"""Every place that overrides or calls an interface which can change without notice rejects an unknown one."""
+
+import importlib
+import re
+import tarfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from kerple.positional.functional import may_cache
+from megatron.config import UserError
+from megatron.config.yaml_files import parse_override
+from megatron.inference.decoder import as_decoder
+from megatron.model import half_precision
+from megatron.model.parallel import column_linear
+from megatron.model.settings import TensorParallel
+from megatron.optimizers import build_optimizer
+from megatron.utils.versions import VERSIONS, check_parameters, check_version
+from tests.support.corpora import read_inputs, tar_of
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def install(monkeypatch, package: str, version: str) -> None:
+    """Pretend that another version of a package is installed."""
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == package else installed(name))
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_the_versions_are_those_of_the_requirements(package):
+    texts = [path.read_text() for path in (ROOT / "requirements").glob("*.txt")]
+    lines = {line for text in texts for line in re.findall(rf"^{package}\b.*", text, re.MULTILINE)}
+    exact = VERSIONS[package].removesuffix(".*")
+    assert lines == ({f"{package}=={exact}"} if exact == VERSIONS[package] else {f"{package}>={exact},<0.51"})
+
+
+def test_a_version_built_from_source_is_accepted(monkeypatch):
+    install(monkeypatch, "deepspeed", VERSIONS["deepspeed"] + "+1f2e3d4c")
+    check_version("deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("package", "module"),
+    [
+        ("deepspeed", "megatron.training.deepspeed_patches"),
+        ("megatron-core", "megatron.data.index_cache"),
+        ("lm-eval", "megatron.evaluation.harness"),
+    ],
+)
+def test_modules_reject_unknown_versions(package, module, monkeypatch):
+    source = importlib.util.find_spec(module)
+    install(monkeypatch, package, "99.1.0")
+    with pytest.raises(UserError, match=rf"{package} 99\.1\.0 .*{package}=={VERSIONS[package]}"):
+        source.loader.exec_module(importlib.util.module_from_spec(source))
+
+
+def test_tensor_parallel_layers_reject_unknown_versions(monkeypatch):
+    install(monkeypatch, "megatron-core", "0.17.0")
+    with pytest.raises(UserError, match=r"megatron-core 0\.17\.0"):
+        column_linear(4, 8, bias=True, tp=TensorParallel(rank=0, size=2))
+
+
+def test_adam8bit_rejects_unknown_versions(monkeypatch):
+    group = {"params": [torch.nn.Parameter(torch.ones(8))]}
+    assert build_optimizer("adam8bit", [group], {})
+    install(monkeypatch, "bitsandbytes", "0.51.0")
+    with pytest.raises(UserError, match=r"bitsandbytes 0\.51\.0 .*bitsandbytes==0\.50\.\*"):
+        build_optimizer("adam8bit", [group], {})
+
+
+@pytest.mark.parametrize("name", ["_proc_member", "_proc_gnusparse_10"])
+def test_archives_need_the_overridden_functions_of_tarfile(name, monkeypatch, tmp_path):
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of({"a.txt": b"one"}))
+    assert read_inputs(path) == ["one"]
+    monkeypatch.setattr(tarfile.TarInfo, name, lambda self, archive: self)
+    with pytest.raises(UserError, match=rf"Python 3\.\d+.*tarfile\.TarInfo\.{name} "):
+        read_inputs(path)
+
+
+def test_slow_processors_need_the_replaced_operators_of_torch(monkeypatch):
+    assert half_precision._attention(half_precision.ATTENTION[0], set())
+    with pytest.raises(RuntimeError, match="_scaled_dot_product_renamed"):
+        half_precision._attention("_scaled_dot_product_renamed", set())
+
+
+def test_caches_need_the_test_for_tensors_of_torch_func(monkeypatch):
+    assert may_cache()
+    monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+    with pytest.raises(AttributeError, match="is_functorch_wrapped_tensor"):
+        may_cache()
+
+
+def test_yaml_needs_the_overridden_function_of_pyyaml(monkeypatch):
+    monkeypatch.delattr(yaml.composer.Composer, "compose_node")
+    with pytest.raises(UserError, match=r"PyYAML \d.*compose_node"):
+        parse_override("seed=1")
+
+
+def test_a_model_that_ignores_its_cache_is_rejected():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=16, n_embd=16, n_layer=1, n_head=2)).eval()
+    decoder, tokens = as_decoder(model), torch.ones(1, 4, dtype=torch.long)
+    decoder.hidden(tokens, decoder.new_cache(1, 16))
+    forward = model.forward
+    model.forward = lambda tokens, cache=None, **keywords: forward(tokens, past_key_values=cache)
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel with transformers \d.* past_key_values"):
+        decoder.hidden(tokens, decoder.new_cache(1, 16))
+
+
+def test_renamed_parameters_are_an_error():
+    check_parameters("Python", tarfile.TarInfo, "frombuf", "buf", "encoding")
+    with pytest.raises(UserError, match=r"Python 3\.\d+.*tarfile\.TarInfo\.frombuf .*buffer"):
+        check_parameters("Python", tarfile.TarInfo, "frombuf", "buffer")
