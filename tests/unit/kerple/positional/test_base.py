@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from kerple.attention import Attention, jacobians, non_finite_gradients, score_table, tables
 from kerple.positional import (
@@ -14,8 +15,10 @@ from kerple.positional import (
     TableJacobian,
     build,
     decay_sums,
+    outermost,
     primary_names,
 )
+from tests.support.conversion import make_model, random_tokens
 
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=64)
 with torch.random.fork_rng():
@@ -190,3 +193,30 @@ def test_relative_methods_are_shift_invariant(name):
         assert (far - near).abs().max() > 1e-3
     else:
         torch.testing.assert_close(far, near, rtol=0, atol=2e-6)
+
+
+class OnlyCalled(nn.Module):
+    """A layer without `weight`, as a tool may put it into the place of another."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.layer(states)
+
+
+@torch.no_grad()
+def test_methods_call_their_layers():
+    replaced, tokens = set(), random_tokens(1, 16)
+    for name in primary_names():
+        model, _ = make_model(name)
+        expected = model(tokens)
+        for _, method in outermost(model):
+            for module in list(method.modules()):
+                for child_name, child in list(module.named_children()):
+                    if type(child).__module__.startswith("torch.nn") or isinstance(child, nn.Linear):
+                        setattr(module, child_name, OnlyCalled(child))
+                        replaced.add(name)
+        assert torch.equal(model(tokens), expected), name
+    assert replaced == {"forgetting", "cable", "transformer_xl"}
