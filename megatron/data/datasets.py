@@ -64,12 +64,22 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     Attributes:
         name: prefix and part, for messages.
+        documents, tokens: of the part.
         samples_per_epoch: number of samples before the first repetition.
         order: identifies the samples and their order: equal for runs that see the same ones.
     """
 
-    def __init__(self, dataset: GPTDataset, name: str, samples: int | None, order: str, settings: SampleSettings):
+    def __init__(
+        self,
+        dataset: GPTDataset,
+        name: str,
+        size: tuple[int, int],
+        samples: int | None,
+        order: str,
+        settings: SampleSettings,
+    ):
         self.name = name
+        self.documents, self.tokens = size
         self.order = order
         self.settings = settings
         self.samples_per_epoch = len(dataset)
@@ -99,6 +109,14 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         sample: dict[str, torch.Tensor] = self._dataset[position]
         return sample
 
+    def describe(self, samples: int | None = None) -> list[str]:
+        """A line about each corpus, of which a run reads `samples` samples (default: as many as it has)."""
+        samples = len(self) if samples is None else samples
+        return [
+            f"{self.name}: {self.documents:,} documents, {self.tokens:,} tokens, {self.samples_per_epoch:,} samples; "
+            f"the run reads {samples:,} samples, {samples / self.samples_per_epoch:.2f} epochs"
+        ]
+
     def source(self, index: int) -> str:
         """Return the corpus that sample `index` comes from, for messages."""
         return self.name
@@ -124,6 +142,11 @@ class BlendedParts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __len__(self) -> int:
         return len(self._part)
+
+    def describe(self) -> list[str]:
+        """A line about each corpus."""
+        counts = np.bincount(self._part, minlength=len(self.parts)).tolist()
+        return [line for part, count in zip(self.parts, counts, strict=True) for line in part.describe(count)]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.parts[int(self._part[index])].sample(int(self._position[index]))
@@ -295,7 +318,8 @@ def build_corpus_part(
                 f"{files.prefix}.bin contains token id {largest}, but the largest id of the vocabulary is "
                 f"{settings.vocab_size - 1}: the data were built with another tokenizer"
             )
-    return CorpusPart(dataset(_CachedDataset, str(folder)), name, samples, order_of(folder), settings)
+    size = last - first, tokens
+    return CorpusPart(dataset(_CachedDataset, str(folder)), name, size, samples, order_of(folder), settings)
 
 
 class _CachedDataset(GPTDataset):

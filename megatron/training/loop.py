@@ -158,6 +158,8 @@ class Trainer:
                 "samples may be seen twice and others never"
             )
         self.state.data_order = data_order
+        for line in [] if datasets.train is None else datasets.train.describe():
+            logger.info(f"training data: {line}")
         if datasets.train is not None and self.state.iteration < self.last_iteration:
             self.train_batches = self.engine.batches(datasets.train, self.state.consumed_samples)
         self.validator = Validator(self.engine, logger, datasets.valid, datasets.test)

@@ -97,6 +97,11 @@ def test_shares_of_a_blend(tmp_path, write_corpus, settings):
         assert abs(sum(of_second) - expected) <= 1
         assert [blend.source(index) == f"{prefixes[1]} (train)" for index in range(1000)] == of_second
     assert blend.name == f"{prefixes[0]} (train) + {prefixes[1]} (train)"
+    # An epoch of each corpus has 4,999 // 32 = 156 samples.
+    for line, prefix in zip(blend.describe(), prefixes, strict=True):
+        assert prefix in line
+        assert "1 documents, 5,000 tokens, 156 samples" in line
+        assert f"{500 / 156:.2f} epochs" in line
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
@@ -147,6 +152,10 @@ def test_epochs(corpus, settings):
     assert not torch.equal(rows[epoch : 2 * epoch], rows[2 * epoch :])
     with pytest.raises(IndexError):
         thrice[3 * epoch]
+    (line,) = thrice.describe()
+    documents, tokens_ = len(once._dataset.indices), len(np.fromfile(f"{corpus}.bin", dtype=np.uint16))
+    for number in (f"{documents:,} documents", f"{tokens_:,} tokens", f"{3 * epoch:,} samples", "3.00 epochs"):
+        assert number in line
 
 
 def test_order_does_not_depend_on_the_length_of_the_run(tmp_path, write_corpus, corpus, settings):
