@@ -72,16 +72,21 @@ def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples:
     """Log minus the baseline with full attention, the mean over lengths that are these multiples of the training
     length. None with fewer than two seeds that both methods have at every length.
 
-    Raises UserError if two runs have the same method and seed, or if the runs have other tokens, models or numbers of
-    steps than each other.
+    Raises UserError if two runs have the same method and seed, if a run has no loss, or if the runs have other tokens,
+    models or numbers of steps than each other.
     """
     runs: dict[tuple[str, int], dict[int, AnyRecord]] = {}
     for record in records:
         if (record["kind"], record["mode"], record["corpus"]) != ("extrapolation", "full", corpus):
             continue
         multiple, rest = divmod(record["length"], record["train_length"])
-        if record["pos_emb"] not in (LOG, baseline) or rest or multiple not in multiples or record["loss"] is None:
+        if record["pos_emb"] not in (LOG, baseline) or rest or multiple not in multiples:
             continue
+        if record["loss"] is None:
+            raise UserError(
+                f"{corpus}: {record['pos_emb']}, seed {record['seed']}, has no loss at length {record['length']:,} "
+                f"({record['note']}); a comparison without this run would favor its method"
+            )
         run = runs.setdefault((record["pos_emb"], record["seed"]), {})
         if multiple in run:
             raise UserError(

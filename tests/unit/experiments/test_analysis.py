@@ -98,6 +98,9 @@ def test_runs_that_are_not_comparable_are_named(keys):
         compare(records, "debian_c", "alibi", (1,))
     with pytest.raises(UserError, match=r"debian_c: alibi, seed 1.* 512"):
         compare([*records, loss_record("alibi", 1, 2.1)], "debian_c", "alibi", (1,))
+    records[-1] = {**loss_record("alibi", 2, 2.0), "loss": None}
+    with pytest.raises(UserError, match=r"debian_c: alibi, seed 2.* 512"):
+        compare(records, "debian_c", "alibi", (1,))
 
 
 def test_the_table_has_a_word_an_estimate_and_the_paper_s_value():
