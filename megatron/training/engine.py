@@ -16,7 +16,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, register_external_parameter
 from torch import Tensor, nn
 
 from kerple.positional import PositionalMethod, build, project
@@ -139,6 +139,8 @@ class Engine:
                 config_class=_checked_by_deepspeed(deepspeed_settings, grid),
                 dist_init_required=False,
             )
+        if self.zero_stage == 3:
+            _register_positional_parameters(self.model)
         if isinstance(optimizer, WholeParameterOptimizer):
             attach(optimizer, self.deepspeed, parameter_names(self.layers(), tied_output(self.settings)), layout)
             if optimizer.num_exchanged:
@@ -355,6 +357,18 @@ def _checked_by_deepspeed(settings: dict[str, Any], grid: PipelineParallelGrid |
     except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
         problem = shortened(" ".join(str(error).split()), 500)
         raise UserError(f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}") from error
+
+
+def _register_positional_parameters(model: nn.Module) -> None:
+    """Let ZeRO 3 gather a positional method's parameters for the call of the layer that reads them.
+
+    The method itself is not called. DeepSpeed would discover that only in the first training step, and a validation
+    before it would fail.
+    """
+    for module in model.modules():
+        for child in module.children():
+            for parameter in child.parameters() if isinstance(child, PositionalMethod) else ():
+                register_external_parameter(module, parameter)
 
 
 def _shortened(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
