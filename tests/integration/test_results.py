@@ -22,7 +22,9 @@ def test_the_committed_pages_are_current():
 @pytest.mark.slow
 def test_the_committed_figures_are_current():
     """They may differ with another version of matplotlib."""
-    for path, content in figures(ROOT).items():
+    expected = figures(ROOT)
+    assert set(RESULTS.rglob("*.png")) == expected.keys()
+    for path, content in expected.items():
         assert path.read_bytes() == content, f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
 
 
@@ -37,11 +39,9 @@ def test_the_tables_of_length_tests_are_current(tmp_path):
     assert (tmp_path / "chomsky.md").read_bytes() == (committed / "chomsky.md").read_bytes()
 
 
-def test_every_figure_is_generated_and_shown():
+def test_every_figure_is_shown():
     pages = "".join(path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md"))
-    for path in RESULTS.rglob("*.png"):
-        assert path in figures(ROOT), f"{path.relative_to(ROOT)} is not written by {COMMAND}"
-        assert path.name in pages
+    assert [path.name for path in RESULTS.rglob("*.png") if path.name not in pages] == []
 
 
 def test_the_first_page_is_short():
