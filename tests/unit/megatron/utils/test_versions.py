@@ -3,6 +3,7 @@
 import importlib
 import re
 import tarfile
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 
@@ -33,8 +34,10 @@ def install(monkeypatch, package: str, version: str) -> None:
 
 @pytest.mark.parametrize("package", VERSIONS)
 def test_the_versions_are_those_of_the_requirements(package):
-    texts = [path.read_text() for path in (ROOT / "requirements").glob("*.txt")]
-    lines = {line for text in texts for line in re.findall(rf"^{package}\b.*", text, re.MULTILINE)}
+    files = {path.name: path.read_text() for path in (ROOT / "requirements").glob("*.txt")}
+    (locked,) = re.findall(rf"^{package}==(.*)", files.pop("lock.txt"), re.MULTILINE)
+    assert fnmatch(locked, VERSIONS[package])
+    lines = {line for text in files.values() for line in re.findall(rf"^{package}\b.*", text, re.MULTILINE)}
     exact = VERSIONS[package].removesuffix(".*")
     assert lines == ({f"{package}=={exact}"} if exact == VERSIONS[package] else {f"{package}>={exact},<0.51"})
 
