@@ -227,6 +227,24 @@ def lineage_of(step: Path) -> list[int] | None:
     return lineage
 
 
+def check_not_replaced(directory: Path, start: int, last: int, lineage: Collection[int] | None) -> None:
+    """Raises CheckpointError if the steps from `start` to `last` may replace a checkpoint of another run.
+
+    lineage: `TrainingState.lineage` at `start`; None for a run that starts from weights only. A checkpoint that
+    descends from the same ones is an abandoned branch of this run.
+    """
+    for iteration in saved_iterations(directory):
+        first = start if lineage is None else start + 1
+        if not first <= iteration <= last:
+            continue
+        other = lineage_of(step_folder(directory, tag_for(iteration)))
+        if lineage is None or (other is not None and not set(lineage) <= set(other)):
+            raise CheckpointError(
+                f"save: {directory} contains {tag_for(iteration)} of another run, which this run would replace at "
+                f"iteration {iteration:,}; choose another save"
+            )
+
+
 def point_latest(directory: Path, tag: str) -> None:
     write_atomically(directory / "latest", tag.encode())
 
@@ -284,10 +302,10 @@ def publish(directory: Path, unfinished: Path, tag: str) -> None:
 def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> list[int]:
     """Delete all but the last `keep` checkpoints of a run; return the deleted iterations.
 
-    lineage: `TrainingState.lineage` of the newest one. Other checkpoints do not count and stay: those from which the
-    run was finetuned, and those of a run that was resumed at an earlier iteration. Never deletes the checkpoint that
-    `latest` names. Deletes nothing unless at least one of the remaining checkpoints has all its files at their full
-    size.
+    lineage: those of `TrainingState.lineage` of the newest one that may be deleted. Other checkpoints do not count and
+    stay: those from which the run was finetuned, and those of a run that was resumed at an earlier iteration. Never
+    deletes the checkpoint that `latest` names. Deletes nothing unless at least one of the remaining checkpoints has all
+    its files at their full size.
     """
     latest = directory / "latest"
     latest_tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None

@@ -67,6 +67,10 @@ class Checkpointer:
             raise ValueError("config.checkpoint.save is not set")
         self.engine, self.config, self.report = engine, config, report
         self.directory = Path(config.checkpoint.save)
+        kept = "extra_save_iters" if config.checkpoint.extra_save_iters else ""
+        kept = "checkpoint_scale: log" if config.checkpoint.checkpoint_scale == "log" else kept
+        if config.checkpoint.keep_last_n_checkpoints is not None and kept:
+            report(f"keep_last_n_checkpoints: the checkpoints that {kept} asks for are kept, too")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._host_copy: dict[str, Any] = {}
@@ -157,7 +161,7 @@ class Checkpointer:
         if keep is None:
             return
         try:
-            remove_older(self.directory, keep, lineage)
+            remove_older(self.directory, keep, [saved for saved in lineage if not self.config.checkpoint.keeps(saved)])
         except OSError as error:
             problem = f"{error.filename or self.directory}: {error.strerror or first_line(error)}"
         except UserError as error:

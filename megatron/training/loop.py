@@ -5,10 +5,11 @@ import math
 import operator
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.directory import iteration_of
+from megatron.checkpoint.directory import check_not_replaced, iteration_of
 from megatron.checkpoint.loading import (
     check_model,
     check_save_folder,
@@ -146,6 +147,9 @@ class Trainer:
         )
         self.state = load_checkpoint(self.engine, source, checkpoint, logger.info)
         self.engine.project()
+        if self.lock is not None:
+            lineage = None if source.checkpoint.finetune else self.state.lineage
+            run_on_rank_0(lambda: check_not_replaced(Path(save or ""), start, self.last_iteration, lineage))
         needed = self._num_samples(self.state)
         if any(map(operator.gt, needed, planned)):  # the checkpoint was saved with larger batches
             datasets = self._build_datasets(tokenizer, needed)

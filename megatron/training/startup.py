@@ -106,7 +106,8 @@ def check_space(config: Config, padded_vocab_size: int, start: int, report: Call
     """Check that the disk of `save` has room for the checkpoints after iteration `start`. Every rank must call this.
 
     An old checkpoint is deleted after the new one is written, so `keep-last-n-checkpoints` + 1 must fit, minus those
-    that exist. Without that key, two must fit, and a note is printed if not all of them fit.
+    that exist, plus those that are always kept. Without that key, two must fit, and a note is printed if not all of
+    them fit.
 
     Raises UserError, on all ranks.
     """
@@ -119,7 +120,10 @@ def check_space(config: Config, padded_vocab_size: int, start: int, report: Call
         size, description = checkpoint_bytes(config, padded_vocab_size)
         free = shutil.disk_usage(folder).free
         existing = len([iteration for iteration in saved_iterations(folder) if iteration <= start])
-        at_once = count if keep is None else min(count, keep + 1 - min(existing, keep))
+        extra = sum(start < iteration <= last for iteration in settings.extra_save_iters)
+        at_once = count
+        if keep is not None and settings.checkpoint_scale == "linear":
+            at_once = min(count, keep + 1 - min(existing, keep) + extra)
         needed = min(at_once, 2) if keep is None else at_once
         if needed * size > free:
             raise UserError(

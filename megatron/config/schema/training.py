@@ -430,7 +430,12 @@ class CheckpointConfig(Group):
         "linear: checkpoints at multiples of save_interval; log: at its powers (1, ...), rounded down.",
     )
     extra_save_iters: Steps = key((), "Additional steps at which to save a checkpoint. 0: before the first step.")
-    keep_last_n_checkpoints: Int | None = key(None, "Delete all but this many of the run. Default: keep all.", ge=1)
+    keep_last_n_checkpoints: Int | None = key(
+        None,
+        """Delete all but this many of the run, and those that extra_save_iters and checkpoint_scale log ask for.
+        Default: keep all.""",
+        ge=1,
+    )
     finetune: bool = key(
         False,
         """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist. If it has
@@ -464,6 +469,10 @@ class CheckpointConfig(Group):
                 f"checkpoints; it must be at least {_MIN_FACTOR}"
             )
         return self
+
+    def keeps(self, iteration: int) -> bool:
+        """Whether keep_last_n_checkpoints never deletes the checkpoint of this iteration."""
+        return iteration in self.extra_save_iters or (self.checkpoint_scale == "log" and self.saves(iteration))
 
     def saves(self, iteration: int) -> bool:
         """Whether a checkpoint is due after this number of optimizer steps (besides the one after the last step)."""

@@ -145,6 +145,22 @@ def test_extra_checkpoints(precision, tmp_path, data_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "kept"), [({"extra_save_iters": [0, 1]}, [0, 1, 6]), ({"checkpoint_scale": "log"}, [1, 2, 4, 6])]
+)
+def test_requested_checkpoints_are_not_deleted(keys, kept, tmp_path, data_path, capsys):
+    trained(tmp_path, data_path, **keys, save_interval=2, keep_last_n_checkpoints=1, eval_iters=0)
+    assert saved_iterations(tmp_path / "checkpoints") == kept
+    assert f"keep_last_n_checkpoints: the checkpoints that {next(iter(keys))}" in capsys.readouterr().out
+
+
+def test_a_branch_of_a_run_replaces_its_later_checkpoints(tmp_path, data_path):
+    trained(tmp_path, data_path, eval_iters=0)
+    trained(tmp_path, data_path, eval_iters=0, iteration=3, optimizer={"type": "Adam", "params": {"lr": 0.001}})
+    assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
+    assert metrics(tmp_path, "train/learning_rate")[6] < 0.001
+
+
 def test_a_masked_loss_is_the_mean_over_the_tokens_of_the_global_batch(tmp_path, data_path):
     """Documents end at different places in the micro-batches."""
     losses, final = [], []
@@ -228,8 +244,16 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
         trained(tmp_path / "other", data_path, **keys, load=load, save=save, finetune=True)
     # `save` is `load`, spelled differently, and contains the run to start from.
     monkeypatch.chdir(tmp_path)
-    trained(tmp_path / "first", data_path, **keys, load="first/checkpoints", finetune=True)
+    keys |= {"load": "first/checkpoints", "finetune": True, "save_interval": 2}
+    before = weights(tmp_path / "first", 1)
+    with pytest.raises(CheckpointError, match=r"save: .*first.*global_step1"):
+        trained(tmp_path / "first", data_path, **keys)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "first", 1).items())
+    (tmp_path / "first/checkpoints/global_step1").rename(tmp_path / "first/checkpoints/global_step5")
+    (tmp_path / "first/checkpoints/latest").write_text("global_step5")
+    trained(tmp_path / "first", data_path, **keys)
     assert "finetune: weights from" in capsys.readouterr().out
+    assert saved_iterations(tmp_path / "first/checkpoints") == [1, 5]
 
 
 @pytest.mark.parametrize(
