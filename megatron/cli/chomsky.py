@@ -28,7 +28,7 @@ from megatron.chomsky.experiment import (
 )
 from megatron.chomsky.length_tasks import LENGTH_TASKS
 from megatron.chomsky.tasks import TASKS
-from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
+from megatron.config.command_line import OptionParser, integer, number, option_name
 from megatron.reporting.chomsky import chomsky_figure, chomsky_table
 from megatron.reporting.length_tests import distance_table, length_figure, length_table
 from megatron.reporting.style import render
@@ -81,10 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parse(argv)
     check_writable(options.output, "--output")
     busy_message = (
-        f"{options.output}: another process is using this folder; wait until it ends, choose another --output, or use "
-        "--force-lock if it has ended"
+        f"{options.output}: another process is using this folder; wait until it ends, or choose another --output"
     )
-    with Lock(options.output / "chomsky.lock", busy_message, force=options.force_lock) as lock:
+    with Lock(options.output / "chomsky.lock", busy_message) as lock:
         _run_experiments(options, lock)
 
 
@@ -177,7 +176,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="folder for the results (default: runs/chomsky; of decoders: runs/lengths)",
     )
-    add_lock_option(parser, "the output folder")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if available)")
     group = parser.add_argument_group("training, testing and the model")
     defaults = ExperimentSettings()

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         busy_message = (
             f"{output}: another evaluation is writing {TASK_RESULTS}; wait for it, or choose another --output"
         )
-        with Lock(Path(output) / f"{TASK_RESULTS}.lock", busy_message, force=options.force_lock) as lock:
+        with Lock(Path(output) / f"{TASK_RESULTS}.lock", busy_message) as lock:
             return run_harness(harness, folders, config, options, Path(output), lock)
     with _process_group() as (rank, world_size):
         run_on_rank_0(partial(check_writable, output, "--output"))
@@ -151,7 +151,7 @@ def _evaluate(
         report(line)
 
     fingerprints = [model.fingerprint for model in models]
-    results = ResultsFile(output, fingerprints, replace=options.replace, force_lock=options.force_lock)
+    results = ResultsFile(output, fingerprints, replace=options.replace)
     with contextlib.ExitStack() as stack:
         # Only rank 0 opens the file. If that fails, all ranks raise the error.
         run_on_rank_0(lambda: stack.enter_context(results) and None)

@@ -11,7 +11,7 @@ from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import add_task_options, harness_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
-from megatron.config.command_line import OptionParser, add_lock_option, integer, number, option_name
+from megatron.config.command_line import OptionParser, integer, number, option_name
 from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
@@ -178,7 +178,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "that it already contains for these models are not measured again",
     )
     report.add_argument("--replace", action="store_true", help="delete results of other models from the folder")
-    add_lock_option(report, "the folder")
     report.add_argument(
         "--label",
         nargs="+",

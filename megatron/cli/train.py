@@ -1,19 +1,17 @@
 """train.py: train a model."""
 
-import argparse
 import os
 import warnings
 from collections.abc import Sequence
 from unittest.mock import patch
 
-from megatron.config.command_line import add_lock_option
 from megatron.launcher.script_arguments import parse_arguments
 from megatron.utils.gpus import use_gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train with the configuration files on the command line. Returns the exit status."""
-    config, options = parse_arguments("Train a model with the given configuration files.", argv, add_options)
+    config, _ = parse_arguments("Train a model with the given configuration files.", argv)
     # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # On import, DeepSpeed warns if it finds no accelerator and this variable is not set.
@@ -23,10 +21,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.training.output import detachable_output
 
     with detachable_output():
-        train(config, force_lock=options.force_lock)
+        train(config)
     return 0
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of train.py, except those for the configuration."""
-    add_lock_option(parser, "save")

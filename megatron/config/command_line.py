@@ -136,16 +136,6 @@ def add_key_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*names, metavar="VALUE", help=f"same as --set {key}=VALUE")
 
 
-def add_lock_option(parser: argparse._ActionsContainer, folder: str) -> None:
-    """Add --force-lock, for a command that locks `folder`."""
-    parser.add_argument(
-        "--force-lock",
-        action="store_true",
-        help=f"take over the lock on {folder}; use it only if the process that holds the lock has ended (if it still "
-        "runs, it stops with an error)",
-    )
-
-
 def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Remove every `--set key=value ...` and every `KEY_OPTIONS` option from a command line.
 

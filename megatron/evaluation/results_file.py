@@ -29,7 +29,6 @@ class ResultsFile:
         folder: created if needed.
         checkpoints: fingerprints of the models to evaluate.
         replace: drop stored records of other models.
-        force_lock: take over the lock of another process.
 
     Entering raises UserError if the folder cannot be written to, if another process is writing to it, or if it
     contains records of other models and `replace` is False.
@@ -41,7 +40,6 @@ class ResultsFile:
         checkpoints: Sequence[str] = (),
         *,
         replace: bool = False,
-        force_lock: bool = False,
     ):
         self.folder = Path(folder)
         self.path = self.folder / RESULTS
@@ -50,9 +48,7 @@ class ResultsFile:
         self._replace = replace
         self._lock = Lock(
             self.folder / f"{RESULTS}.lock",
-            f"{self.path}: another evaluation is writing to it; wait until it ends, choose another --output, or use "
-            "--force-lock if it has ended",
-            force=force_lock,
+            f"{self.path}: another evaluation is writing to it; wait until it ends, or choose another --output",
         )
 
     def __enter__(self) -> "ResultsFile":
@@ -103,7 +99,7 @@ class ResultsFile:
         """Append a record and flush it to disk.
 
         Raises UserError if it is not valid or cannot be written, if the file would be too large to read (see
-        `read_results`), or if another process has taken over the lock.
+        `read_results`), or if the lock file was removed.
         """
         self._lock.check()
         line = json.dumps(record).encode() + b"\n"

@@ -37,10 +37,8 @@ from megatron.utils.locks import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 
-def train(config: Config, *, force_lock: bool = False) -> TrainingState:
+def train(config: Config) -> TrainingState:
     """Train as configured, or only validate if `train-iters` is 0. Returns the state at the end of the run.
-
-    force_lock: take over the lock of another run that saves to the same folder.
 
     Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before anything is written.
     """
@@ -49,7 +47,7 @@ def train(config: Config, *, force_lock: bool = False) -> TrainingState:
         check_log_folders(config)
         with contextlib.ExitStack() as resources:
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
-            trainer = Trainer(config, layout, logger, resources, force_lock=force_lock)
+            trainer = Trainer(config, layout, logger, resources)
             iteration = trainer.state.iteration
             with (
                 distributed.DistributedSignalHandler() as signals,
@@ -72,15 +70,7 @@ def train(config: Config, *, force_lock: bool = False) -> TrainingState:
 class Trainer:
     """A training run on this rank: data, engine, state, checkpoints and log."""
 
-    def __init__(
-        self,
-        config: Config,
-        layout: distributed.Layout,
-        logger: Logger,
-        resources: contextlib.ExitStack,
-        *,
-        force_lock: bool,
-    ):
+    def __init__(self, config: Config, layout: distributed.Layout, logger: Logger, resources: contextlib.ExitStack):
         """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
         `save`.
 
@@ -107,7 +97,7 @@ class Trainer:
         self.lock: Lock | None = None
         resumed: Config | None = None
         if save is not None and self.last_iteration > 0:
-            self.lock = lock_save_folder(save, resources, force=force_lock)
+            self.lock = lock_save_folder(save, resources)
             check_save_folder(config)
             resumed = continued_run(config)
         if resumed is not None:
@@ -295,7 +285,7 @@ class Trainer:
         self.state.evaluated_at = self.state.iteration
 
     def _save(self) -> None:
-        """Save a checkpoint. Raises UserError if another run has taken over the lock on `save`."""
+        """Save a checkpoint. Raises UserError if the lock file in `save` was removed."""
         if self.checkpointer is not None:
             if self.lock is not None:
                 run_on_rank_0(self.lock.check)

@@ -46,19 +46,15 @@ def check_log_folders(config: Config) -> None:
     run_on_rank_0(check)
 
 
-def lock_save_folder(save: str, resources: contextlib.ExitStack, *, force: bool) -> Lock:
+def lock_save_folder(save: str, resources: contextlib.ExitStack) -> Lock:
     """Check that all ranks can write to the folder, and lock it until `resources` are released. Every rank must call
     this.
 
     Raises UserError, on all ranks, if one of them cannot write to it, a host has another folder of this name, or
-    another run holds the lock. `force` takes the lock over.
+    another run holds the lock.
     """
-    lock = Lock(
-        Path(save) / "run.lock",
-        f"save: another run saves to {save}; wait until it ends, choose another folder, or use --force-lock if it has "
-        "ended",
-        force=force,
-    )
+    busy_message = f"save: another run saves to {save}; wait until it ends, or choose another folder"
+    lock = Lock(Path(save) / "run.lock", busy_message)
     resources.callback(lock.release)
     # With its own test, because the lock is not flushed to disk.
     run_on_rank_0(lambda: check_writable(save, "save"))

@@ -38,8 +38,8 @@ def start(tmp_path, monkeypatch):
             ["--set", "train_batch_size=3", "train_micro_batch_size_per_gpu=2"],
             "train_batch_size 3 is not a multiple of .*",
         ),
-        (["--force-lock", "-d", "other"], "-d comes directly after the script or the configuration files; .*"),
-        (["--force-lock", "--strict"], "--strict comes directly after the script or the configuration files; .*"),
+        (["--fallback", "-d", "other"], "-d comes directly after the script or the configuration files; .*"),
+        (["--fallback", "--strict"], "--strict comes directly after the script or the configuration files; .*"),
         (
             ["--set", "data-path=null", 'train-data-paths=["one"]', 'valid-data-paths=["two"]'],
             r"no data at one: one\.bin and one\.idx missing; .*",

@@ -78,7 +78,7 @@ def test_option_name():
         (["--set", "-d", "x"], "followed by '-d'"),
         (["--set", "a.yml"], "followed by 'a.yml'"),
         (["--set=a.yml"], "followed by 'a.yml'"),
-        (["--wandb-group", "--force-lock"], "is followed by '--force-lock'; .* write --wandb-group=--force-lock"),
+        (["--wandb-group", "--fallback"], "is followed by '--fallback'; .* write --wandb-group=--fallback"),
         (["--wandb_group"], "--wandb_group is the last word; it must be followed by the value of wandb_group"),
     ],
 )

@@ -43,9 +43,9 @@ def test_script_next_to_deepy(tmp_path, monkeypatch):
     "words", [["-d", "configs"], ["--conf-dir", "configs"], ["--conf_dir=configs"], ["-dconfigs"], ["-d=configs"]]
 )
 def test_folder_of_the_configuration_files(words):
-    arguments = parse_command_line(["train.py", *words, "demo.yml", "--strict", "--force-lock"])
+    arguments = parse_command_line(["train.py", *words, "demo.yml", "--strict", "--fallback"])
     assert (arguments.config_dir, arguments.files, arguments.strict) == ("configs", ["demo.yml"], True)
-    assert arguments.script_options == ["--force-lock"]
+    assert arguments.script_options == ["--fallback"]
 
 
 @pytest.mark.parametrize(
