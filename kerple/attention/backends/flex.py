@@ -27,23 +27,25 @@ MAX_KERNELS = 64
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def score_mod(method: PositionalMethod, length: int, device: torch.device | str, *, offset: int = 0) -> ScoreMod:
-    """A positional method as a `score_mod`: weight(δ) * score + bias(δ).
+def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: int | None = None) -> ScoreMod:
+    """A positional method as a `score_mod`: weight(δ) * score + bias(δ), and -inf for keys after the query.
 
-        flex_attention(query, key, value, score_mod=score_mod(method, length, query.device), block_mask=block_mask)
+        flex_attention(query, key, value, score_mod=score_mod(method, query, key), block_mask=block_mask)
 
-    Bias and weight are evaluated here, as tables over the distances 0 ... length - 1. Create a new score_mod after each
-    optimizer step. Gradients reach the method's parameters where FlexAttention computes gradients: compiled, on a GPU.
+    Bias and weight are evaluated here, as tables over the distances 0 ... t - 1. Create a new score_mod after each
+    optimizer step and for other lengths. Gradients reach the method's parameters where FlexAttention computes
+    gradients: compiled, on a GPU.
 
     Args:
         method: a method whose bias or weight is a function of the distance.
-        length: the number of keys, t.
-        device: of query and key.
-        offset: the position of the first query, t - s if the queries are the last positions.
+        query, key: `[b, h, s, d]` and `[b, g, t, d]`, as for FlexAttention.
+        offset: the position of the first query. By default t - s: the queries are the last positions. In a cache with
+            free places behind the last position, the number of positions before the queries.
 
-    Keys after the query get the values of distance 0; FlexAttention's `block_mask` must mask them.
+    Attention is causal without a `block_mask`, too; a causal `block_mask` saves the time for masked keys. Positions
+    beyond the t keys give NaN: the score_mod was created for shorter tensors.
 
-    Raises ValueError for a method that has neither bias nor weight.
+    Raises ValueError for a method that has neither bias nor weight, and for queries beyond the keys.
     """
     if not (method.has_bias or method.has_weight):
         hint = ""
@@ -54,7 +56,18 @@ def score_mod(method: PositionalMethod, length: int, device: torch.device | str,
         if method.has_decay:
             hint = "; append its decay to queries, keys and values before attention (kerple.positional.append_decay)"
         raise ValueError(f"{type(method).__name__} has no bias or weight over distance, so it has no score_mod{hint}")
-    return table_score_mod(*tables(method, length, device), offset)
+    s, t = query.shape[-2], key.shape[-2]
+    first = t - s if offset is None else offset
+    if not 0 <= first <= t - s:
+        raise ValueError(f"score_mod: {s} queries from position {first} do not fit into {t} keys; check offset")
+    modify = table_score_mod(*tables(method, t, key.device), first)
+
+    def causal(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        known = (query + first < t) & (key < t)
+        score = torch.where(known, modify(score, batch, head, query, key), float("nan"))
+        return torch.where(known & (query + first < key), float("-inf"), score)
+
+    return causal
 
 
 def table_score_mod(bias: Tensor | None, weight: Tensor | None, offset: int) -> ScoreMod:

@@ -12,6 +12,7 @@ from kerple.positional import KerpleLog, ModelShape, NoPositions, Rotary, build,
 from tests.support.attention import LargestStorage, random_attend_arguments
 
 SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
+STATES = (torch.zeros(1, 4, 8, 8), torch.zeros(1, 4, 8, 8))
 METHODS = {name: build(name, SHAPE) for name in primary_names()}
 
 
@@ -111,7 +112,9 @@ def test_score_mod_in_flex_attention(name, queries):
     mask = create_block_mask(
         lambda b, h, q, k: q + offset >= k, None, None, queries, length, device="cpu", BLOCK_SIZE=8
     )
-    actual = flex_attention(*states, score_mod=score_mod(method, length, "cpu", offset=offset), block_mask=mask)
+    modify = score_mod(method, *states[:2])
+    actual = flex_attention(*states, score_mod=modify, block_mask=mask)
+    torch.testing.assert_close(flex_attention(*states, score_mod=modify), actual)  # causal without a mask, too
     bias, weight = (None if table is None else table.double() for table in tables(method, length, "cpu"))
     exact = [tensor.double() for tensor in states]
     expected = attend(*exact, bias_table=bias, weight_table=weight, backend="reference")
@@ -120,18 +123,43 @@ def test_score_mod_in_flex_attention(name, queries):
     assert (without_positions - expected).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_score_mod_with_free_places_in_the_cache():
+    torch.manual_seed(0)
+    method = METHODS["kerple_log"]
+    query, key, value = (torch.randn(2, 4, size, 8) for size in (3, 16, 16))
+    actual = flex_attention(query, key, value, score_mod=score_mod(method, query, key, offset=6))
+    bias, _ = tables(method, 9, "cpu")
+    torch.testing.assert_close(actual, attend(query, key[:, :, :9], value[:, :, :9], bias_table=bias))
+
+
+@torch.no_grad()
+def test_score_mods_for_other_lengths_are_rejected_or_give_nan():
+    method = METHODS["kerple_log"]
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 8, 8)
+    for offset in (-1, 6):
+        with pytest.raises(ValueError, match=f"3 queries from position {offset} .* 8 keys"):
+            score_mod(method, query, key, offset=offset)
+    with pytest.raises(ValueError, match=r"8 queries .* 3 keys"):
+        score_mod(method, key, query)
+    for created, used in ((query, query.repeat(1, 1, 2, 1)), (query[:, :, :1], query[:, :, :1])):
+        modify = score_mod(method, created, created)
+        longer = torch.cat([created, query], dim=2)
+        assert flex_attention(used, longer, longer, score_mod=modify).isnan().all(dim=-1).any()
+
+
 def test_methods_without_tables_have_no_score_mod():
     with pytest.raises(ValueError, match=r"Rotary has no bias or weight .*; apply its rotate"):
-        score_mod(Rotary(8), 16, "cpu")
+        score_mod(Rotary(8), *STATES)
     with pytest.raises(ValueError, match="NoPositions has no bias or weight"):
-        score_mod(NoPositions(), 16, "cpu")
+        score_mod(NoPositions(), *STATES)
     with pytest.raises(ValueError, match=r"Dape has no bias or weight .*; its modify_scores uses"):
-        score_mod(METHODS["dape"], 8, "cpu")
+        score_mod(METHODS["dape"], *STATES)
 
 
 def test_a_score_mod_uses_the_current_parameters_and_has_gradients():
     method = KerpleLog(2)
-    modify = score_mod(method, 8, "cpu")
+    modify = score_mod(method, *STATES)
     batch, head, query, key = (torch.tensor(index) for index in (0, 1, 7, 2))
     value = modify(torch.zeros(()), batch, head, query, key)
     assert value == method.bias(torch.tensor([5.0]))[1, 0]
